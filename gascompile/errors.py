@@ -1,0 +1,82 @@
+"""Typed errors. Each message says what happened, with which numbers, and what to try.
+
+Wrong arguments raise ``ValueError`` or ``TypeError``; everything below is a failed job.
+"""
+
+from __future__ import annotations
+
+from gascompile.units import format_size
+
+
+class GASCompileError(Exception):
+    """Root of every error that GASCompile raises for a job that failed."""
+
+
+class CaptureError(GASCompileError):
+    """The model cannot be captured as a graph; names the line of the model and the way out."""
+
+
+class UnsupportedOpError(GASCompileError):
+    """An op of the graph cannot be annotated, saved or executed."""
+
+
+class CheckpointError(GASCompileError):
+    """A weight file is missing, truncated or corrupt, or does not fit the model."""
+
+
+class InfeasiblePlanError(GASCompileError):
+    """No plan keeps the budget.
+
+    Attributes:
+        required_bytes: the smallest feasible budget of ``tier``.
+        limit_bytes: the budget that was given.
+        tier: the tier that is too small.
+        op: the op that sets ``required_bytes``.
+    """
+
+    def __init__(self, *, required_bytes: int, limit_bytes: int, tier: str, op: str) -> None:
+        self.required_bytes = required_bytes
+        self.limit_bytes = limit_bytes
+        self.tier = tier
+        self.op = op
+        super().__init__(
+            f"the budget of {format_size(limit_bytes)} ({limit_bytes} bytes) for tier '{tier}' is too small: op '{op}' "
+            f"needs {format_size(required_bytes)}. The smallest feasible budget is {required_bytes} bytes; "
+            f"pass budget={required_bytes} or more, or smaller example inputs."
+        )
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickle by the keyword arguments, so that the error crosses process boundaries."""
+        return _rebuild_infeasible, (self.required_bytes, self.limit_bytes, self.tier, self.op)
+
+
+def _rebuild_infeasible(required_bytes: int, limit_bytes: int, tier: str, op: str) -> InfeasiblePlanError:
+    return InfeasiblePlanError(required_bytes=required_bytes, limit_bytes=limit_bytes, tier=tier, op=op)
+
+
+class SolverError(GASCompileError):
+    """The solver ended in a state that is not understood."""
+
+
+class PlanVerificationError(GASCompileError):
+    """A plan breaks a budget or a dependency and is refused.
+
+    Attributes:
+        step: index of the first offending step in ``plan.steps``, or -1 for the plan as a whole.
+    """
+
+    def __init__(self, message: str, *, step: int = -1) -> None:
+        self.step = step
+        super().__init__(message)
+
+
+class PlanMismatchError(GASCompileError):
+    """A plan, bundle or input belongs to another graph, machine, version or shape."""
+
+
+class FormatError(GASCompileError):
+    """A file is not of the format or version that this reader knows."""
+
+
+class StorageError(GASCompileError):
+    """Reading or writing a tier failed: a read error, a short read, a full disk, a replaced file."""

@@ -1,0 +1,428 @@
+"""The data that flows through the compiler: workload, machine, budget, plan. Frozen, and free of torch.
+
+Every type here is plain data with units in its names; ``serial`` turns each of them into the JSON of
+its format and back. JSON names that differ from the Python ones stand in the field's metadata.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from os import PathLike
+from typing import ClassVar
+
+from gascompile import serial
+from gascompile.units import parse_size
+
+
+def _json(name: str) -> Mapping[str, str]:
+    return {"json": name}
+
+
+class TensorKind(StrEnum):
+    """What a tensor is to the model; decides whether it persists and whether it is ever dirty."""
+
+    WEIGHT = "weight"
+    ACTIVATION = "activation"
+    GRADIENT = "gradient"
+    STATE = "state"
+    INPUT = "input"
+    OUTPUT = "output"
+    WORKSPACE = "workspace"
+
+
+class SolverStatus(StrEnum):
+    """How the search ended, in our words."""
+
+    OPTIMAL = "optimal"
+    FEASIBLE = "feasible"
+    TIMEOUT = "timeout"
+
+
+# ---------------------------------------------------------------- workload: gascompile.workload/1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSpec:
+    """One tensor of a workload. Aliases (views) are folded into the tensor whose storage they share."""
+
+    name: str
+    size_bytes: int = field(metadata=_json("bytes"))
+    kind: TensorKind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpSpec:
+    """One op in execution order. ``reads`` and ``writes`` name storages, never views of them."""
+
+    name: str
+    time_s: Mapping[str, float] = field(metadata=_json("seconds"))
+    """Seconds per device that can run the op; device names are tier names."""
+    reads: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()
+    workspace_bytes: int = 0
+    flops: int = 0
+    read_bytes: int = 0
+    write_bytes: int = 0
+
+    @property
+    def arithmetic_intensity(self) -> float:
+        """FLOPs per byte read or written; 0 for an op that moves nothing."""
+        moved_bytes = self.read_bytes + self.write_bytes
+        return self.flops / moved_bytes if moved_bytes else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """The planning problem: ops in execution order over tensors. No torch in it."""
+
+    FORMAT: ClassVar[str] = "gascompile.workload/1"
+
+    name: str
+    repeats: bool
+    """Iterations follow each other: weights and states persist, a prefetch may cross the end."""
+    tensors: tuple[TensorSpec, ...]
+    ops: tuple[OpSpec, ...]
+
+
+# ---------------------------------------------------------------- machine: gascompile.machine/1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tier:
+    """A memory: how much it holds."""
+
+    size_bytes: int = field(metadata=_json("bytes"))
+    source: str = ""
+    """Where the number comes from: ``measured <date>: <how>`` or ``datasheet: <which>``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """A one-way path between two tiers."""
+
+    source_tier: str = field(metadata=_json("from"))
+    target_tier: str = field(metadata=_json("to"))
+    bandwidth_bytes_per_s: float = field(metadata=_json("bytes_per_second"))
+    latency_s: float = field(default=0.0, metadata=_json("latency_seconds"))
+    """Fixed cost of one transfer."""
+    shared: tuple[str, ...] = ()
+    """Names of the pipes this link shares with others."""
+    source: str = ""
+
+    @property
+    def name(self) -> str:
+        """The link's name in plans and reports, e.g. ``nvme->cpu``."""
+        return f"{self.source_tier}->{self.target_tier}"
+
+    def transfer_time_s(self, size_bytes: int) -> float:
+        """Seconds that one transfer of ``size_bytes`` occupies the link."""
+        return self.latency_s + size_bytes / self.bandwidth_bytes_per_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pipe:
+    """Bandwidth that several links share, such as a PCIe switch uplink."""
+
+    name: str
+    bandwidth_bytes_per_s: float = field(metadata=_json("bytes_per_second"))
+    source: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComputeRate:
+    """Matrix rate of a device for one dtype (torch's name without the ``torch.`` prefix)."""
+
+    device: str
+    dtype: str
+    flops_per_s: float = field(metadata=_json("flops_per_second"))
+    source: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryRate:
+    """Bandwidth of a device to its own memory, and the fixed cost of launching one op."""
+
+    device: str
+    bandwidth_bytes_per_s: float = field(metadata=_json("bytes_per_second"))
+    op_overhead_s: float = field(default=0.0, metadata=_json("op_overhead_seconds"))
+    source: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IoSettings:
+    """How the slow tier is read best on this machine, found by the same engine that will read it."""
+
+    num_threads: int = 4
+    chunk_bytes: int = 8 << 20
+    source: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """Tiers, links and rates of one machine."""
+
+    FORMAT: ClassVar[str] = "gascompile.machine/1"
+
+    name: str
+    tiers: Mapping[str, Tier]
+    links: tuple[Link, ...]
+    pipes: tuple[Pipe, ...] = ()
+    rates: tuple[ComputeRate, ...] = ()
+    memory: tuple[MemoryRate, ...] = ()
+    io: IoSettings = field(default_factory=IoSettings)
+
+    @property
+    def compute_tier(self) -> str:
+        """The tier that computes: the GPU where there is one, else RAM."""
+        return "gpu" if "gpu" in self.tiers else "cpu"
+
+    def links_into(self, tier: str) -> tuple[Link, ...]:
+        """Return the links that end at ``tier``, fastest first."""
+        found = [link for link in self.links if link.target_tier == tier]
+        return tuple(sorted(found, key=lambda link: -link.bandwidth_bytes_per_s))
+
+    def link(self, name: str) -> Link:
+        """Return the link called ``name`` (``nvme->cpu``); ``KeyError`` when there is none."""
+        for link in self.links:
+            if link.name == name:
+                return link
+        raise KeyError(name)
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """Bytes the runtime may allocate per tier; ``None`` leaves a tier at what the machine holds.
+
+    Sizes are read by ``units.parse_size``: ``Budget(gpu="24GiB", cpu="64GiB")``.
+    """
+
+    gpu: int | str | None = None
+    cpu: int | str | None = None
+    nvme: int | str | None = None
+    nvme_path: str | None = None
+
+    def limits_bytes(self, machine: Machine) -> dict[str, int]:
+        """Return the limit of every tier of ``machine`` in bytes."""
+        given = {"gpu": self.gpu, "cpu": self.cpu, "nvme": self.nvme}
+        limits: dict[str, int] = {}
+        for tier, spec in machine.tiers.items():
+            value = given.get(tier)
+            limits[tier] = spec.size_bytes if value is None else parse_size(value)
+        return limits
+
+    @staticmethod
+    def of(value: Budget | int | str | None, machine: Machine) -> Budget:
+        """Return a ``Budget`` from what a user may pass; a bare size means the tier that computes."""
+        if isinstance(value, Budget):
+            return value
+        if value is None:
+            return Budget()
+        return Budget(**{machine.compute_tier: parse_size(value)})
+
+
+# ---------------------------------------------------------------- plan: gascompile.plan/1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compute:
+    """Run op ``op`` of the workload."""
+
+    op: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prefetch:
+    """Start reading ``tensor`` over ``link`` to ``address`` of the compute tier's arena."""
+
+    op: int
+    """Index of the op before which the step stands; ``len(ops)`` at the end of an iteration."""
+    tensor: str
+    link: str
+    size_bytes: int = field(metadata=_json("bytes"))
+    address: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wait:
+    """Block until the newest prefetch of ``tensor`` to ``address`` has arrived."""
+
+    op: int
+    tensor: str
+    address: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Release:
+    """From here on the bytes of ``tensor`` at ``address`` may be overwritten."""
+
+    op: int
+    tensor: str
+    address: int
+
+
+Step = Compute | Prefetch | Wait | Release
+"""A plan's steps stand in program order. ``offload``, ``reload`` and ``recompute`` join this union with training."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorPlan:
+    """Where one tensor lives."""
+
+    home: str
+    """Tier that holds the tensor between its uses. A weight whose home is the compute tier is resident."""
+    kind: TensorKind
+    size_bytes: int = field(metadata=_json("bytes"))
+    address: int | None = None
+    """Arena address of a resident weight; ``None`` for everything that is not in the arena all the time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpPlan:
+    """Where one op runs and how long that is expected to take."""
+
+    name: str
+    site: str
+    time_s: float = field(metadata=_json("seconds"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Certificate:
+    """What is proven about a plan's time per iteration."""
+
+    predicted_s: float
+    """Seconds of one iteration as the replay found them; the steady state where the workload repeats."""
+    lower_bound_s: float
+    """The solver's dual bound (at least ``limit_s``): no plan of the model is faster."""
+    limit_s: float
+    """The physical limit: the largest of compute time and, per link, unavoidable bytes over bandwidth."""
+    gap: float
+    """``(predicted_s - lower_bound_s) / predicted_s``."""
+    status: SolverStatus
+    solve_s: float
+    binding: str
+    """The resource that sets ``limit_s``: ``compute`` or a link's name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """A placement with its timed moves, and all that is needed to check, replay and execute it.
+
+    Steps describe one iteration. Where the workload repeats, a prefetch whose wait stands *earlier*
+    in the list is for the next iteration; before the very first one the runtime issues those
+    prefetches up front.
+    """
+
+    FORMAT: ClassVar[str] = "gascompile.plan/1"
+
+    fingerprint: Mapping[str, str]
+    """Digest of everything the plan was made from, by part: graph, machine, budget, options, versions and so on."""
+    strategy: str
+    """Which candidate won: ``ilp`` or the name of a heuristic."""
+    budget_bytes: Mapping[str, int]
+    arena_bytes: Mapping[str, int]
+    """Size of the arena per tier; addresses in steps are offsets into it."""
+    peak_bytes: Mapping[str, int]
+    link_bytes: Mapping[str, int]
+    """Bytes moved per link in one iteration."""
+    tensors: Mapping[str, TensorPlan]
+    ops: tuple[OpPlan, ...]
+    steps: tuple[Step, ...]
+    certificate: Certificate
+    workload: Workload
+    machine: Machine
+    warnings: tuple[str, ...] = ()
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write the plan as JSON, whole or not at all; raises ``StorageError``."""
+        serial.write_atomic(path, serial.dumps(self))
+
+    @staticmethod
+    def load(path: str | PathLike[str]) -> Plan:
+        """Read a plan; raises ``FormatError`` or ``StorageError``. It is data: run ``verify`` before you trust it."""
+        return serial.load(Plan, path)
+
+
+# ---------------------------------------------------------------- where weights come from
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileStamp:
+    """Identity of a file when it was planned on; a changed file is refused."""
+
+    path: str
+    size_bytes: int = field(metadata=_json("bytes"))
+    mtime_ns: int
+    digest: str = ""
+    """BLAKE2b of the content where it was computed (bundles), else of the safetensors header."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extent:
+    """A run of bytes in a file."""
+
+    path: str
+    offset: int
+    size_bytes: int = field(metadata=_json("bytes"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightSource:
+    """The bytes of one weight: extents that follow each other in memory."""
+
+    name: str
+    dtype: str
+    """torch's name without the ``torch.`` prefix."""
+    shape: tuple[int, ...]
+    extents: tuple[Extent, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """Total bytes of the weight."""
+        return sum(extent.size_bytes for extent in self.extents)
+
+
+# ---------------------------------------------------------------- what a replay and a run report
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stall:
+    """Time an op waited for a transfer."""
+
+    op: int
+    tensor: str
+    time_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeline:
+    """A replay of a plan on a machine."""
+
+    seconds: float
+    """Seconds of one iteration; in the steady state where the workload repeats."""
+    first_iteration_s: float
+    stalls: tuple[Stall, ...]
+    """Stalls of the reported iteration."""
+    link_busy_s: Mapping[str, float]
+    link_bytes: Mapping[str, int]
+    peak_bytes: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunReport:
+    """What one execution of a plan measured."""
+
+    seconds: float
+    peak_bytes: Mapping[str, int]
+    """Measured per tier: mapped arena + states + live activation storages + planned workspace."""
+    link_bytes: Mapping[str, int]
+    """Bytes the engine delivered during the run, per link."""
+    stall_s: float
+    share_of_limit: float
+    """``limit_s / seconds``: 1.0 is the physical limit of the plan's bytes and compute."""
+    paths: Mapping[str, str]
+    """The I/O path really taken per link: ``O_DIRECT``, ``page cache`` or both."""
+    stalls: tuple[Stall, ...] = ()
+    process_peak_bytes: int = 0
+    """The kernel's high-water mark of the whole process, interpreter and libraries included."""

@@ -1,0 +1,195 @@
+"""Frozen dataclasses to versioned JSON and back, driven by their type hints.
+
+A reader refuses what it does not know: an unknown field, a missing one, a wrong type, another format
+or version. Members of a union of dataclasses carry their class name, in lower case, as ``"step"``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+import os
+import tempfile
+import types
+from collections.abc import Mapping
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from gascompile.errors import FormatError, StorageError
+
+T = TypeVar("T")
+JsonValue = None | bool | int | float | str | list[Any] | dict[str, Any]
+
+
+@functools.cache
+def _json_fields(cls: type) -> tuple[tuple[str, str, Any, bool], ...]:
+    """Return ``(python name, JSON name, type, required)`` of each field of a dataclass."""
+    hints = get_type_hints(cls)
+    return tuple(
+        (
+            f.name,
+            f.metadata.get("json", f.name),
+            hints[f.name],
+            f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING,
+        )
+        for f in dataclasses.fields(cls)
+    )
+
+
+def to_json(value: object) -> JsonValue:
+    """Return plain JSON data for a dataclass, mapping, sequence, enum or scalar."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        data: dict[str, Any] = {}
+        if hasattr(value, "FORMAT"):
+            data["format"] = value.FORMAT
+        for name, json_name, _, _ in _json_fields(type(value)):
+            data[json_name] = to_json(getattr(value, name))
+        return data
+    if isinstance(value, StrEnum):
+        return value.value
+    if isinstance(value, Mapping):
+        return {str(key): to_json(item) for key, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        return [_tagged(item) for item in value]
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    raise TypeError(f"{type(value).__name__} is not JSON data")
+
+
+def _tagged(value: object) -> JsonValue:
+    from gascompile.ir import Step
+
+    data = to_json(value)
+    if isinstance(value, get_args(Step)) and isinstance(data, dict):
+        return {"step": type(value).__name__.lower(), **data}
+    return data
+
+
+def from_json(cls: type[T], data: object, *, where: str = "$") -> T:
+    """Return an instance of dataclass ``cls``; ``where`` is the JSON path used in messages.
+
+    Raises:
+        FormatError: the data is not of this format, names an unknown field, lacks one or has a wrong type.
+    """
+    if not isinstance(data, dict):
+        raise FormatError(f"{where}: expected an object for {cls.__name__}, found {type(data).__name__}")
+    rest = dict(data)
+    expected = getattr(cls, "FORMAT", None)
+    if expected is not None and (found := rest.pop("format", None)) != expected:
+        raise FormatError(
+            f"{where}: this reader knows the format {expected!r}, the data says {found!r}; write it again with this version"
+        )
+    values: dict[str, Any] = {}
+    for name, json_name, hint, required in _json_fields(cls):
+        if json_name in rest:
+            values[name] = _read(hint, rest.pop(json_name), f"{where}.{json_name}")
+        elif required:
+            raise FormatError(f"{where}: the field {json_name!r} of {cls.__name__} is missing")
+    if rest:
+        raise FormatError(f"{where}: unknown field {sorted(rest)[0]!r} in {cls.__name__}")
+    return cls(**values)
+
+
+def _read(hint: Any, data: object, where: str) -> Any:
+    origin, args = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        return _read_union(args, data, where)
+    if origin is tuple:
+        if not isinstance(data, list):
+            raise FormatError(f"{where}: expected a list, found {type(data).__name__}")
+        return tuple(_read(args[0], item, f"{where}[{i}]") for i, item in enumerate(data))
+    if origin is Mapping:
+        if not isinstance(data, dict):
+            raise FormatError(f"{where}: expected an object, found {type(data).__name__}")
+        return {str(key): _read(args[1], item, f"{where}.{key}") for key, item in data.items()}
+    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+        return from_json(hint, data, where=where)
+    return _read_scalar(hint, data, where)
+
+
+def _read_union(args: tuple[Any, ...], data: object, where: str) -> Any:
+    if data is None and type(None) in args:
+        return None
+    members = [arg for arg in args if arg is not type(None)]
+    if len(members) == 1:
+        return _read(members[0], data, where)
+    if not isinstance(data, dict):
+        raise FormatError(f"{where}: expected a step, found {type(data).__name__}")
+    tag = data.get("step")
+    for member in members:
+        if member.__name__.lower() == tag:
+            return from_json(member, {k: v for k, v in data.items() if k != "step"}, where=where)
+    raise FormatError(f"{where}: unknown step {tag!r}")
+
+
+def _read_scalar(hint: Any, data: object, where: str) -> Any:
+    if isinstance(hint, type) and issubclass(hint, StrEnum):
+        if data not in [member.value for member in hint]:
+            raise FormatError(f"{where}: {data!r} is not one of {[member.value for member in hint]}")
+        return hint(data)
+    if hint is float and isinstance(data, int) and not isinstance(data, bool):
+        return float(data)
+    if not isinstance(data, hint) or (isinstance(data, bool) and hint is not bool):
+        raise FormatError(f"{where}: expected {hint.__name__}, found {data!r}")
+    return data
+
+
+def dumps(value: object) -> str:
+    """Return compact JSON text with a stable key order."""
+    return json.dumps(to_json(value), separators=(",", ":"), allow_nan=False)
+
+
+def digest(value: object) -> str:
+    """Return a BLAKE2b digest of every field of ``value``."""
+    text = json.dumps(to_json(value), sort_keys=True, separators=(",", ":"))
+    return hashlib.blake2b(text.encode(), digest_size=20).hexdigest()
+
+
+def read_json(path: str | os.PathLike[str]) -> Any:
+    """Return the JSON data of a file.
+
+    Raises:
+        FormatError: the file is not JSON.
+        StorageError: the file cannot be read.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise StorageError(f"cannot read {path}: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise FormatError(f"{path} is not a text file, so not JSON") from error
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise FormatError(f"{path} is not valid JSON: {error}") from error
+
+
+def load(cls: type[T], path: str | os.PathLike[str]) -> T:
+    """Read one object of a versioned format from a file; raises as ``read_json`` and ``from_json`` do."""
+    return from_json(cls, read_json(path), where=str(path))
+
+
+def write_atomic(path: str | os.PathLike[str], data: bytes | str) -> None:
+    """Write a file so that a kill at any moment leaves the old content or the new one.
+
+    Raises:
+        StorageError: the directory is not writable or the disk is full; no partial file stays behind.
+    """
+    target = Path(path)
+    raw = data.encode() if isinstance(data, str) else data
+    temporary = ""
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+        with os.fdopen(descriptor, "wb") as stream:
+            stream.write(raw)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(temporary, target)
+    except OSError as error:
+        if temporary:
+            Path(temporary).unlink(missing_ok=True)
+        raise StorageError(f"cannot write {target}: {error.strerror or error}; free space or choose another folder") from error
