@@ -1,0 +1,86 @@
+"""A captured model: an FX graph of ATen ops with its weights, states and inputs by name.
+
+Conventions that every pass and the runtime rely on:
+
+* Placeholders come first: one per weight or state (``bindings`` maps the node's name to the tensor's),
+  then one per user input in flattened order.
+* Every other node but the output is a ``call_function`` and is op ``i`` of the workload, in order; the
+  op carries the node's name.
+* Tensor names of a workload: a weight or state keeps its name in the model; what a node ``n`` creates
+  is ``%n`` (``%n.i`` for element ``i`` of a tuple result); a user input is ``%`` + its placeholder.
+* The output node's single argument is the flat tuple of the model's outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dim:
+    """A dynamic dimension: its name and the range that the capture holds for."""
+
+    name: str
+    minimum: int
+    maximum: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InputSpec:
+    """One flattened user input: a tensor's signature, or a Python constant the graph was captured with."""
+
+    name: str
+    """Placeholder name."""
+    path: str
+    """Where the input stands in the call, e.g. ``input_ids`` or ``args[0]['mask']``."""
+    dtype: str | None = None
+    shape: tuple[int | Dim, ...] = ()
+    device: str = "cpu"
+    constant: str = ""
+    """``repr`` of the captured value when the input is not a tensor."""
+
+    def upper_shape(self) -> tuple[int, ...]:
+        """Return the shape with every dynamic dimension at its maximum."""
+        return tuple(dim.maximum if isinstance(dim, Dim) else dim for dim in self.shape)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BoundSpec:
+    """A weight or state as the graph expects it."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the contiguous tensor."""
+        count = 1
+        for dim in self.shape:
+            count *= dim
+        return count * getattr(torch, self.dtype).itemsize
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """A captured graph and the names that tie it to its model."""
+
+    name: str
+    graph_module: torch.fx.GraphModule
+    inputs: tuple[InputSpec, ...]
+    bindings: Mapping[str, str]
+    """Placeholder node name -> weight or state name. Tied weights are one name."""
+    bound: Mapping[str, BoundSpec]
+    """Weight or state name -> what the graph expects of it."""
+    states: frozenset[str]
+    """Names among ``bound`` that ops mutate."""
+    in_spec: str
+    """JSON of the pytree of ``(args, kwargs)``."""
+    out_spec: str
+    """JSON of the pytree of the outputs."""
+
+    def op_nodes(self) -> list[torch.fx.Node]:
+        """Return the nodes that are ops, in execution order: op ``i`` of the workload is element ``i``."""
+        return [node for node in self.graph_module.graph.nodes if node.op == "call_function"]
