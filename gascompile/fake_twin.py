@@ -1,0 +1,48 @@
+"""A copy of a module whose parameters and buffers have shapes but no bytes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from gascompile.errors import CaptureError
+
+
+def fake_twin(model: nn.Module, *, device: str) -> tuple[nn.Module, Mapping[str, str]]:
+    """Return the twin and, for every parameter and buffer name, the first name of the same tensor.
+
+    Parameters on the meta device become fake tensors on ``device``, where the plan will have them.
+
+    Raises:
+        CaptureError: the module cannot be copied.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    memo: dict[int, object] = {}
+    first_names: dict[int, str] = {}
+    canonical: dict[str, str] = {}
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    for name, tensor in named:
+        canonical[name] = first_names.setdefault(id(tensor), name)
+        if id(tensor) not in memo:
+            memo[id(tensor)] = _fake(mode, tensor, device)
+    try:
+        twin = copy.deepcopy(model, memo)
+    except (TypeError, RuntimeError, AttributeError) as error:
+        raise CaptureError(
+            f"{type(model).__name__} cannot be copied for tracing ({error}); remove the attribute that does not "
+            "support copy.deepcopy, or give its class a __deepcopy__"
+        ) from error
+    return twin.requires_grad_(False), canonical
+
+
+def _fake(mode: FakeTensorMode, tensor: torch.Tensor, device: str) -> torch.Tensor:
+    target = device if tensor.device.type == "meta" else tensor.device
+    with mode:
+        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=target)
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(fake, requires_grad=False)
+    return fake
