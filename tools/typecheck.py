@@ -47,8 +47,12 @@ def main() -> int:
     expected = num_sources()
     command = [sys.executable, "-m", "mypy", "--config-file", str(ROOT / "pyproject.toml")]
     targets = ["gascompile", *(name for name in BESIDE if any((ROOT / name).rglob("*.py")))]
-    done = subprocess.run([*command, *targets], cwd=TREE, capture_output=True, text=True, check=False)
-    output = re.sub(rf"^gascompile/(?=(?:{'|'.join(SUBPACKAGES)})/)", "", done.stdout, flags=re.M)
+    done = subprocess.run(
+        [*command, *targets], cwd=TREE, capture_output=True, text=True, check=False
+    )
+    output = re.sub(
+        rf"^gascompile/(?=(?:{'|'.join(SUBPACKAGES)})/)", "", done.stdout, flags=re.MULTILINE
+    )
     sys.stdout.write(output)
     sys.stderr.write(done.stderr)
     found = _SUMMARY.search(done.stdout)

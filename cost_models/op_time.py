@@ -1,0 +1,73 @@
+"""Seconds of one op on one device: the roofline of its FLOPs and its bytes, plus the cost of launching it.
+
+Rules for the rate of a dtype, the same for every machine:
+
+* A floating dtype uses the device's measured or datasheet rate for exactly that dtype.
+* A complex dtype uses the rate of the floating dtype of its parts (``complex64`` -> ``float32``).
+* Integers and booleans have no matrix rate; their ops are bound by memory alone.
+* A missing rate is an error, never a guess.
+"""
+
+from __future__ import annotations
+
+from gascompile.errors import UnsupportedOpError
+from gascompile.ir import Machine, MemoryRate
+
+_PARTS_OF_COMPLEX = {"complex32": "float16", "complex64": "float32", "complex128": "float64"}
+_MEMORY_BOUND_PREFIXES = ("int", "uint", "bool")
+
+
+def op_time_s(
+    *,
+    flops: int,
+    read_bytes: int,
+    write_bytes: int,
+    dtype: str,
+    device: str,
+    machine: Machine,
+) -> float:
+    """Return the seconds that an op takes on ``device`` when its operands are in that device's memory.
+
+    ``max(flops / rate, (read_bytes + write_bytes) / memory bandwidth) + op overhead``.
+
+    Args:
+        flops: floating-point operations; a fused multiply-add counts as two.
+        read_bytes: bytes read from the device's memory.
+        write_bytes: bytes written to it.
+        dtype: torch's name without the ``torch.`` prefix.
+        device: a tier of ``machine`` that computes.
+        machine: where the rates come from.
+
+    Raises:
+        UnsupportedOpError: the machine has no rate for the device or the dtype.
+    """
+    memory = _memory_rate(device, machine)
+    memory_s = (read_bytes + write_bytes) / memory.bandwidth_bytes_per_s
+    compute_s = 0.0
+    if flops and not dtype.startswith(_MEMORY_BOUND_PREFIXES):
+        compute_s = flops / _flops_per_s(dtype, device, machine)
+    return max(compute_s, memory_s) + memory.op_overhead_s
+
+
+def _memory_rate(device: str, machine: Machine) -> MemoryRate:
+    for rate in machine.memory:
+        if rate.device == device:
+            return rate
+    known = ", ".join(sorted(rate.device for rate in machine.memory)) or "none"
+    raise UnsupportedOpError(
+        f"machine '{machine.name}' has no memory rate for device '{device}' (it has: {known}); "
+        f'add one to "memory" in the machine\'s file, or plan for another device'
+    )
+
+
+def _flops_per_s(dtype: str, device: str, machine: Machine) -> float:
+    wanted = _PARTS_OF_COMPLEX.get(dtype, dtype)
+    for rate in machine.rates:
+        if rate.device == device and rate.dtype == wanted:
+            return rate.flops_per_s
+    known = ", ".join(sorted(rate.dtype for rate in machine.rates if rate.device == device))
+    raise UnsupportedOpError(
+        f"machine '{machine.name}' has no compute rate for {wanted} on device '{device}' "
+        f'(it has: {known or "none"}); add one to "rates" in the machine\'s file, measure the '
+        f"machine again, or convert the model to a dtype that it has"
+    )
