@@ -1,0 +1,151 @@
+"""Bundles (``gascompile.bundle/1``): a plan with its program, ready to run without solver or capture.
+
+A folder of data files with a checksum each; weights stay where they are, by reference. The plan cache
+is a folder of bundles. A bundle is written beside its final name and renamed, so it is whole or absent.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
+
+from gascompile import serial
+from gascompile.errors import FormatError, StorageError
+from gascompile.ir import FileStamp, Plan, WeightSource
+from gascompile.program import Program
+from gascompile.program_io import program_from_json, program_to_json
+
+FORMAT = "gascompile.bundle/1"
+_FILES = ("program.json", "plan.json", "weights.json", "held.safetensors")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weights:
+    """Where the weights of a bundle lie and what their files looked like."""
+
+    FORMAT: ClassVar[str] = "gascompile.weights/1"
+
+    sources: Mapping[str, WeightSource]
+    stamps: tuple[FileStamp, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bundle:
+    """Everything needed to execute a plan."""
+
+    program: Program
+    plan: Plan
+    weights: Weights
+    held: Mapping[str, torch.Tensor]
+    """Constants and initial states: small tensors that stay in RAM outside the arena."""
+    positional: tuple[str, ...]
+    """Names of the model's leading positional arguments."""
+
+
+def write_bundle(bundle: Bundle, folder: Path, *, replace: bool = False) -> None:
+    """Write ``bundle`` as ``folder``; an existing one is left alone unless ``replace``.
+
+    Raises:
+        StorageError: the folder cannot be written; nothing half-written stays behind.
+    """
+    contents = {
+        "program.json": json.dumps(program_to_json(bundle.program), separators=(",", ":")).encode(),
+        "plan.json": serial.dumps(bundle.plan).encode(),
+        "weights.json": serial.dumps(bundle.weights).encode(),
+        "held.safetensors": save_tensors(
+            {name: tensor.detach().contiguous().clone() for name, tensor in bundle.held.items()}
+        ),
+    }
+    manifest = {
+        "format": FORMAT,
+        "positional": list(bundle.positional),
+        "files": {name: _digest(raw) for name, raw in contents.items()},
+    }
+    contents["manifest.json"] = json.dumps(manifest, indent=1).encode()
+    temporary = ""
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        temporary = tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}.")
+        os.chmod(temporary, 0o755)
+        for name, raw in contents.items():
+            serial.write_atomic(Path(temporary) / name, raw)
+        if replace and folder.exists():
+            retired = tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}.old.")
+            os.replace(folder, Path(retired) / "bundle")
+            os.rename(temporary, folder)
+            shutil.rmtree(retired)
+        elif not folder.exists():
+            os.rename(temporary, folder)
+    except OSError as error:
+        if not (folder.exists() and not replace):  # losing a race against an equal writer is no error
+            raise StorageError(
+                f"cannot write the bundle {folder}: {error.strerror or error}; free space or choose another folder"
+            ) from error
+    finally:
+        if temporary:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+
+def read_bundle(folder: Path) -> Bundle:
+    """Read a bundle and check every checksum; nothing in it is executed.
+
+    Raises:
+        FormatError: the folder is no bundle, is damaged, or is of a version this reader does not know.
+        StorageError: a file cannot be read.
+    """
+    manifest = serial.read_json(folder / "manifest.json")
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise FormatError(f"{folder} is not a bundle of the format {FORMAT!r}; save it again with this version")
+    raw: dict[str, bytes] = {}
+    for name in _FILES:
+        try:
+            raw[name] = (folder / name).read_bytes()
+        except OSError as error:
+            raise StorageError(f"cannot read {folder / name}: {error.strerror or error}") from error
+        if _digest(raw[name]) != manifest.get("files", {}).get(name):
+            raise FormatError(f"{folder / name} is damaged: its checksum differs; save the bundle again")
+    try:
+        held = load_tensors(raw["held.safetensors"])
+        return Bundle(
+            program=program_from_json(json.loads(raw["program.json"]), where="program.json"),
+            plan=serial.from_json(Plan, json.loads(raw["plan.json"]), where="plan.json"),
+            weights=serial.from_json(Weights, json.loads(raw["weights.json"]), where="weights.json"),
+            held=held,
+            positional=tuple(manifest["positional"]),
+        )
+    except (SafetensorError, ValueError, KeyError) as error:
+        raise FormatError(f"{folder} is damaged ({error}); save the bundle again") from error
+
+
+def _digest(raw: bytes) -> str:
+    return hashlib.blake2b(raw, digest_size=20).hexdigest()
+
+
+def content_stamp(stamp: FileStamp, progress: Callable[[int], None] = lambda n: None) -> FileStamp:
+    """Return ``stamp`` with the digest of the whole file; ``progress`` gets the bytes of each block read."""
+    state = hashlib.blake2b(digest_size=20)
+    try:
+        with open(stamp.path, "rb") as stream:
+            while block := stream.read(16 << 20):
+                state.update(block)
+                progress(len(block))
+    except OSError as error:
+        raise StorageError(f"cannot read {stamp.path}: {error.strerror or error}") from error
+    return FileStamp(
+        path=stamp.path,
+        size_bytes=stamp.size_bytes,
+        mtime_ns=stamp.mtime_ns,
+        digest=f"content:{state.hexdigest()}",
+    )

@@ -1,0 +1,102 @@
+"""The weight store: tensors that have no file of their own, spilled once under the hash of their content.
+
+Processes share it: a file is written under a temporary name and renamed, so that it is there whole or
+not at all, and two that write the same content meet at the same name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from gascompile.checkpoint import Checkpoint, open_checkpoint
+from gascompile.errors import StorageError
+from gascompile.units import format_size
+
+
+def content_digest(tensors: Mapping[str, torch.Tensor]) -> str:
+    """Return a hash of names, dtypes, shapes and bytes."""
+    state = hashlib.blake2b(digest_size=20)
+    for name in sorted(tensors):
+        tensor = tensors[name].detach()
+        state.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
+        state.update(memoryview(_flat_bytes(tensor).numpy()))
+    return state.hexdigest()
+
+
+def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def spill(tensors: Mapping[str, torch.Tensor], store: Path) -> Checkpoint:
+    """Write ``tensors`` into ``store`` unless the same content is there, and return where they lie.
+
+    Raises:
+        StorageError: the disk is too full, which is found before writing, or cannot be written.
+    """
+    target = store / f"{content_digest(tensors)}.safetensors"
+    with exclusive(store / ".lock"):
+        if not target.exists():
+            _write(tensors, target)
+    return open_checkpoint(target)
+
+
+def _write(tensors: Mapping[str, torch.Tensor], target: Path) -> None:
+    needed_bytes = sum(t.numel() * t.element_size() for t in tensors.values()) + (1 << 20)
+    free_bytes = shutil.disk_usage(target.parent).free
+    if free_bytes < needed_bytes:
+        raise StorageError(
+            f"the weights need {format_size(needed_bytes)} in {target.parent}, {format_size(free_bytes)} are free; "
+            "free space or pass cache_dir= on another drive"
+        )
+    temporary = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        save_file(_unshared(tensors), temporary)
+        with temporary.open("rb+") as stream:
+            os.fsync(stream.fileno())
+        temporary.replace(target)
+    except (OSError, SafetensorError) as error:
+        full = getattr(error, "errno", None) == errno.ENOSPC or "No space" in str(error)
+        reason = "the disk is full" if full else str(error)
+        raise StorageError(
+            f"cannot write {target}: {reason}; free space or pass cache_dir= on another drive"
+        ) from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _unshared(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return contiguous tensors of which no two share memory, as the file format wants them."""
+    seen: set[int] = set()
+    result = {}
+    for name, tensor in tensors.items():
+        whole = tensor.detach().contiguous()
+        size_bytes = whole.numel() * whole.element_size()
+        if whole.data_ptr() in seen or whole.untyped_storage().nbytes() != size_bytes:
+            whole = whole.clone()
+        seen.add(whole.data_ptr())
+        result[name] = whole
+    return result
+
+
+@contextlib.contextmanager
+def exclusive(path: Path) -> Iterator[None]:
+    """Hold an advisory lock on ``path`` against other processes; raises ``StorageError`` where it cannot be made."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        stream = path.open("a")
+    except OSError as error:
+        raise StorageError(f"cannot write in {path.parent}: {error.strerror or error}; pass another cache_dir=") from error
+    with stream:
+        fcntl.flock(stream, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,77 @@
+"""Annotate: a program becomes a planning problem with FLOPs, bytes, seconds, lifetimes and workspace."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gascompile.cost_models.op_time import op_time_s
+from gascompile.ir import Machine, OpSpec, TensorKind, TensorSpec, Workload
+from gascompile.passes.propagate import Facts, OpFacts, propagate
+from gascompile.program import Program
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Annotation:
+    """A workload, and what could not be costed."""
+
+    workload: Workload
+    unknown_ops: tuple[str, ...]
+    """Kernels that no formula covers; their time counts the bytes they touch and nothing else."""
+
+
+def annotate(program: Program, machine: Machine, *, repeats: bool = True) -> Annotation:
+    """Return the workload of ``program`` on ``machine`` at the largest input shapes.
+
+    FLOPs follow torch's own flop counter; seconds are the roofline of the machine's rates, per kernel.
+
+    Raises:
+        UnsupportedOpError: an op's shapes are not known ahead of time.
+    """
+    facts = propagate(program)
+    device = machine.compute_tier
+    ops = tuple(_op_spec(op, device, machine) for op in facts.ops)
+    unknown = sorted({leaf.target for op in facts.ops for leaf in op.leaves if not leaf.known})
+    workload = Workload(
+        name=program.name, repeats=repeats, tensors=_tensors(program, facts), ops=ops
+    )
+    return Annotation(workload=workload, unknown_ops=tuple(unknown))
+
+
+def _op_spec(op: OpFacts, device: str, machine: Machine) -> OpSpec:
+    time_s = sum(
+        op_time_s(
+            flops=leaf.flops,
+            read_bytes=leaf.read_bytes,
+            write_bytes=leaf.write_bytes,
+            dtype=leaf.dtype,
+            device=device,
+            machine=machine,
+        )
+        for leaf in op.leaves
+    )
+    return OpSpec(
+        name=op.name,
+        time_s={device: time_s},
+        reads=tuple(op.reads),
+        writes=tuple(op.writes),
+        workspace_bytes=op.workspace_bytes,
+        flops=sum(leaf.flops for leaf in op.leaves),
+        read_bytes=sum(leaf.read_bytes for leaf in op.leaves),
+        write_bytes=sum(leaf.write_bytes for leaf in op.leaves),
+    )
+
+
+def _tensors(program: Program, facts: Facts) -> tuple[TensorSpec, ...]:
+    inputs = {f"%{spec.name}" for spec in program.inputs}
+    specs = []
+    for name, size_bytes in facts.size_bytes.items():
+        if name in program.states:
+            kind = TensorKind.STATE
+        elif name in program.bound:
+            kind = TensorKind.WEIGHT
+        elif name in inputs:
+            kind = TensorKind.INPUT
+        else:
+            kind = TensorKind.OUTPUT if name in facts.outputs else TensorKind.ACTIVATION
+        specs.append(TensorSpec(name=name, size_bytes=size_bytes, kind=kind))
+    return tuple(specs)

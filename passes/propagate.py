@@ -1,0 +1,283 @@
+"""Run a program on fake tensors at its largest shapes and record what every op allocates, aliases and costs.
+
+Nothing is computed: fake tensors carry shapes, dtypes and storages. Composite ops are seen twice, as
+the node the runtime calls and as the leaf ops they dispatch to, whose intermediates are workspace.
+"""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from gascompile.errors import UnsupportedOpError
+from gascompile.program import Program
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeafOp:
+    """One kernel an op dispatches to."""
+
+    target: str
+    flops: int
+    read_bytes: int
+    write_bytes: int
+    dtype: str
+    known: bool
+    """False for an op whose cost no formula covers: only its bytes are counted."""
+
+
+@dataclass(slots=True, kw_only=True)
+class OpFacts:
+    """What one op of the program does, in storages by workload name."""
+
+    name: str
+    reads: list[str] = field(default_factory=list)
+    writes: list[str] = field(default_factory=list)
+    leaves: list[LeafOp] = field(default_factory=list)
+    workspace_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """The result of a propagation."""
+
+    ops: tuple[OpFacts, ...]
+    size_bytes: dict[str, int]
+    """Bytes of every storage by workload name."""
+    outputs: frozenset[str]
+    """Storages that the model returns."""
+
+
+def propagate(program: Program) -> Facts:
+    """Return the storages, kernels and workspace of every op at the largest input shapes.
+
+    Raises:
+        UnsupportedOpError: an op cannot run on fake tensors, for example one whose output shape depends on values.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    env: dict[torch.fx.Node, Any] = {}
+    owners = _Owners()
+    _place_inputs(program, mode, env, owners)
+    ops: list[OpFacts] = []
+    for node in program.op_nodes():
+        ops.append(_run_node(node, mode, env, owners))
+    (output,) = (n for n in program.graph_module.graph.nodes if n.op == "output")
+    returned = pytree.tree_leaves(torch.fx.node.map_arg(output.args[0], env.__getitem__))
+    outputs = {owners.name(value) for value in returned if isinstance(value, torch.Tensor)}
+    return Facts(ops=tuple(ops), size_bytes=owners.size_bytes, outputs=frozenset(outputs))
+
+
+class _Owners:
+    """Names of storages by identity."""
+
+    def __init__(self) -> None:
+        self._names: dict[int, str] = {}
+        self._keep: list[torch.UntypedStorage] = []
+        self.size_bytes: dict[str, int] = {}
+
+    def known(self, tensor: torch.Tensor) -> bool:
+        return tensor.untyped_storage()._cdata in self._names
+
+    def name(self, tensor: torch.Tensor) -> str:
+        return self._names[tensor.untyped_storage()._cdata]
+
+    def add(self, tensor: torch.Tensor, name: str) -> None:
+        storage = tensor.untyped_storage()
+        self._names[storage._cdata] = name
+        self._keep.append(storage)
+        self.size_bytes[name] = storage.nbytes()
+
+
+def _place_inputs(
+    program: Program, mode: FakeTensorMode, env: dict[torch.fx.Node, Any], owners: _Owners
+) -> None:
+    inputs = {spec.name: spec for spec in program.inputs}
+    for node in program.graph_module.graph.nodes:
+        if node.op != "placeholder":
+            break
+        if node.name in program.bindings:
+            tensor = program.bindings[node.name]
+            bound = program.bound[tensor]
+            dtype, shape, device = bound.dtype, bound.shape, "cpu"
+        elif inputs[node.name].dtype is None:
+            env[node] = None
+            continue
+        else:
+            spec = inputs[node.name]
+            assert spec.dtype is not None
+            tensor, dtype, shape, device = f"%{node.name}", spec.dtype, spec.upper_shape(), spec.device
+        with mode:
+            env[node] = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
+        owners.add(env[node], tensor)
+
+
+def _run_node(
+    node: torch.fx.Node, mode: FakeTensorMode, env: dict[torch.fx.Node, Any], owners: _Owners
+) -> OpFacts:
+    args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), env.__getitem__)
+    facts = OpFacts(name=node.name)
+    facts.reads = _unique(
+        owners.name(value)
+        for value in pytree.tree_leaves((args, kwargs))
+        if isinstance(value, torch.Tensor)
+    )
+    assert callable(node.target)
+    recorder = _Recorder()
+    try:
+        with torch.no_grad(), mode, recorder:
+            env[node] = node.target(*args, **kwargs)
+    except (RuntimeError, TypeError, ValueError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UnsupportedOpError(
+            f"op '{node.name}' ({node.target}) cannot be planned, its shapes are not known ahead of time: {reason}. "
+            "Move the op out of the model, or replace it by one whose output shape depends on input shapes only."
+        ) from error
+    results = pytree.tree_leaves(env[node])
+    if node.target is not operator.getitem:
+        single = isinstance(env[node], torch.Tensor)
+        for i, value in enumerate(results):
+            if isinstance(value, torch.Tensor) and not owners.known(value):
+                name = f"%{node.name}" if single else f"%{node.name}.{i}"
+                owners.add(value, name)
+                facts.writes.append(name)
+    facts.writes += _mutated(node, args, kwargs, owners)
+    facts.leaves = recorder.leaves
+    own_bytes = sum(owners.size_bytes[name] for name in facts.writes if name.startswith(f"%{node.name}"))
+    facts.workspace_bytes = max(recorder.peak_bytes - own_bytes, 0) + recorder.kernel_bytes
+    return facts
+
+
+def _mutated(node: torch.fx.Node, args: Any, kwargs: Any, owners: _Owners) -> list[str]:
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return []
+    names = []
+    for position, argument in enumerate(node.target._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = kwargs.get(argument.name, args[position] if position < len(args) else None)
+            names += [owners.name(v) for v in pytree.tree_leaves(value) if isinstance(v, torch.Tensor)]
+    return _unique(names)
+
+
+def _unique(names: Any) -> list[str]:
+    return list(dict.fromkeys(names))
+
+
+class _Recorder(TorchDispatchMode):
+    """Records leaf ops and the bytes their results hold while one node runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.leaves: list[LeafOp] = []
+        self.peak_bytes = 0
+        self.kernel_bytes = 0
+        self._live_bytes = 0
+        self._tensors: dict[int, int] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        inputs = [v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor)]
+        outputs = [v for v in pytree.tree_leaves(result) if isinstance(v, torch.Tensor)]
+        before = {value.untyped_storage()._cdata for value in inputs}
+        fresh = [value for value in outputs if value.untyped_storage()._cdata not in before]
+        for value in fresh:
+            self._track(value)
+        if fresh or _mutates(func):
+            self.leaves.append(_leaf(func, args, kwargs or {}, result, inputs, outputs))
+            self.kernel_bytes = max(self.kernel_bytes, _kernel_bytes(func, inputs, outputs))
+        return result
+
+    def _track(self, value: torch.Tensor) -> None:
+        storage = value.untyped_storage()
+        key, size_bytes = storage._cdata, storage.nbytes()
+        if self._tensors.get(key, 0) == 0:
+            self._live_bytes += size_bytes
+            self.peak_bytes = max(self.peak_bytes, self._live_bytes)
+        self._tensors[key] = self._tensors.get(key, 0) + 1
+        weakref.finalize(value, self._drop, key, size_bytes)
+
+    def _drop(self, key: int, size_bytes: int) -> None:
+        self._tensors[key] -= 1
+        if self._tensors[key] == 0:
+            self._live_bytes -= size_bytes
+
+
+def _mutates(func: Any) -> bool:
+    return bool(func._schema.is_mutable)
+
+
+def _nbytes(value: torch.Tensor) -> int:
+    return value.numel() * value.element_size()
+
+
+_ROW_READERS = {torch.ops.aten.embedding.default, torch.ops.aten.index_select.default, torch.ops.aten.gather.default}
+
+
+def _leaf(
+    func: Any, args: Any, kwargs: Any, result: Any, inputs: list[torch.Tensor], outputs: list[torch.Tensor]
+) -> LeafOp:
+    formula = flop_registry.get(func.overloadpacket)
+    flops = int(formula(*args, **kwargs, out_val=result)) if formula else 0
+    read_bytes = sum(_nbytes(value) for value in inputs)
+    write_bytes = sum(_nbytes(value) for value in outputs)
+    if func in _ROW_READERS:
+        # Only the rows asked for are touched, not the whole table.
+        read_bytes = min(read_bytes, write_bytes + sum(_nbytes(v) for v in inputs[1:]))
+    floating = [v.dtype for v in (*inputs, *outputs) if v.dtype.is_floating_point]
+    dtype = str(floating[0] if floating else (*outputs, *inputs)[0].dtype).removeprefix("torch.")
+    return LeafOp(
+        target=str(func),
+        flops=flops,
+        read_bytes=read_bytes,
+        write_bytes=write_bytes,
+        dtype=dtype,
+        known=formula is not None or func.namespace in ("aten", "prims", "prim"),
+    )
+
+
+_CPU_ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu"
+_ATTENTION_QUERY_BLOCK, _ATTENTION_KEY_BLOCK = 256, 512
+
+
+def _kernel_bytes(func: Any, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> int:
+    """Return what a CPU kernel allocates for itself, which no dispatcher sees."""
+    name = func._schema.name
+    if name == _CPU_ATTENTION:
+        # One block of scores and of outputs per thread, in fp32 (ATen's FlashAttentionKernel).
+        head_dim = inputs[0].shape[-1]
+        block = _ATTENTION_QUERY_BLOCK * (_ATTENTION_KEY_BLOCK + head_dim + 2)
+        return 4 * block * torch.get_num_threads()
+    if "convolution" in name:
+        # oneDNN reorders weight, input and output into blocked layouts.
+        return sum(_nbytes(value) for value in (*inputs, *outputs))
+    if name in ("aten::sort", "aten::topk", "aten::argsort"):
+        return sum(_nbytes(value) for value in inputs)
+    if _makes_contiguous(name):
+        return sum(_nbytes(value) for value in inputs if not value.is_contiguous())
+    return 0
+
+
+_CONTIGUOUS_KERNELS = (
+    "aten::_softmax",
+    "aten::_log_softmax",
+    "aten::native_layer_norm",
+    "aten::native_group_norm",
+    "aten::cumsum",
+    "aten::embedding",
+    "aten::bmm",
+    "aten::baddbmm",
+)
+
+
+def _makes_contiguous(name: str) -> bool:
+    return name in _CONTIGUOUS_KERNELS
+
