@@ -52,6 +52,8 @@ class Bundle:
     """Constants and initial states: small tensors that stay in RAM outside the arena."""
     positional: tuple[str, ...]
     """Names of the model's leading positional arguments."""
+    versions: Mapping[str, str]
+    """Versions of the software that the program was captured with."""
 
 
 def write_bundle(bundle: Bundle, folder: Path, *, replace: bool = False) -> None:
@@ -71,6 +73,7 @@ def write_bundle(bundle: Bundle, folder: Path, *, replace: bool = False) -> None
     manifest = {
         "format": FORMAT,
         "positional": list(bundle.positional),
+        "versions": dict(bundle.versions),
         "files": {name: _digest(raw) for name, raw in contents.items()},
     }
     contents["manifest.json"] = json.dumps(manifest, indent=1).encode()
@@ -124,6 +127,7 @@ def read_bundle(folder: Path) -> Bundle:
             weights=serial.from_json(Weights, json.loads(raw["weights.json"]), where="weights.json"),
             held=held,
             positional=tuple(manifest["positional"]),
+            versions=dict(manifest["versions"]),
         )
     except (SafetensorError, ValueError, KeyError) as error:
         raise FormatError(f"{folder} is damaged ({error}); save the bundle again") from error

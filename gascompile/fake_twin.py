@@ -22,11 +22,7 @@ def fake_twin(model: nn.Module, *, device: str) -> tuple[nn.Module, Mapping[str,
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     memo: dict[int, object] = {}
-    first_names: dict[int, str] = {}
-    canonical: dict[str, str] = {}
-    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    for name, tensor in named:
-        canonical[name] = first_names.setdefault(id(tensor), name)
+    for tensor in (*model.parameters(), *model.buffers()):
         if id(tensor) not in memo:
             memo[id(tensor)] = _fake(mode, tensor, device)
     try:
@@ -36,7 +32,14 @@ def fake_twin(model: nn.Module, *, device: str) -> tuple[nn.Module, Mapping[str,
             f"{type(model).__name__} cannot be copied for tracing ({error}); remove the attribute that does not "
             "support copy.deepcopy, or give its class a __deepcopy__"
         ) from error
-    return twin.requires_grad_(False), canonical
+    return twin.requires_grad_(False), canonical_names(model)
+
+
+def canonical_names(model: nn.Module) -> dict[str, str]:
+    """Return, for every parameter and buffer name, the first name of the same tensor."""
+    first: dict[int, str] = {}
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    return {name: first.setdefault(id(tensor), name) for name, tensor in named}
 
 
 def _fake(mode: FakeTensorMode, tensor: torch.Tensor, device: str) -> torch.Tensor:

@@ -12,7 +12,6 @@ import enum
 import hashlib
 import inspect
 import os
-import platform
 import types
 import uuid
 from collections.abc import Mapping
@@ -52,12 +51,7 @@ def versions() -> dict[str, str]:
     """Return the versions that a captured program depends on."""
     from gascompile import __version__
 
-    return {
-        "gascompile": __version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "default_dtype": str(torch.get_default_dtype()),
-    }
+    return {"gascompile": __version__, "torch": str(torch.__version__)}
 
 
 @cache

@@ -1,15 +1,29 @@
-"""Hugging Face transformers: its output types, its directories, its weight names."""
+"""Hugging Face transformers: its directories, its models on the meta device, its output types."""
 
 from __future__ import annotations
 
+import importlib
+import re
 import sys
+from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
 from torch.utils import _pytree as pytree
+
+from gascompile.errors import CheckpointError, FormatError
+from gascompile.serial import read_json
+
+_TYPE_NAME = re.compile(r'"(transformers(?:\.[A-Za-z0-9_]+)+)\.[A-Za-z0-9_]+"')
 
 
 def register_pytrees() -> None:
-    """Teach torch's pytrees the cache types that transformers models return; does nothing without transformers."""
+    """Teach torch's pytrees the cache types that transformers models return.
+
+    Does nothing unless transformers is imported already.
+    """
     if "transformers" not in sys.modules:
         return
     from transformers.cache_utils import EncoderDecoderCache
@@ -19,17 +33,142 @@ def register_pytrees() -> None:
     if EncoderDecoderCache not in pytree.SUPPORTED_NODES:
         pytree.register_pytree_node(
             EncoderDecoderCache,
-            _flatten_encoder_decoder_cache,
-            _unflatten_encoder_decoder_cache,
+            lambda cache: ([cache.self_attention_cache, cache.cross_attention_cache], None),
+            lambda values, _: EncoderDecoderCache(*values),
             serialized_type_name="transformers.cache_utils.EncoderDecoderCache",
         )
 
 
-def _flatten_encoder_decoder_cache(cache: Any) -> tuple[list[Any], None]:
-    return [cache.self_attention_cache, cache.cross_attention_cache], None
+def register_for_program(specs: str, targets: Collection[str]) -> None:
+    """Import the parts of transformers whose types or ops a saved program names."""
+    register_pytrees()
+    for module in sorted(set(_TYPE_NAME.findall(specs))):
+        try:
+            importlib.import_module(module)
+        except ImportError as error:
+            raise FormatError(
+                f"this program returns a type of '{module}', which this transformers lacks"
+            ) from error
+    if any(target.startswith("transformers.grouped_mm") for target in targets):
+        importlib.import_module("transformers.integrations.moe")
 
 
-def _unflatten_encoder_decoder_cache(values: Any, context: None) -> Any:
-    from transformers.cache_utils import EncoderDecoderCache
+def is_model_directory(path: Path) -> bool:
+    """Return whether ``path`` is a directory with a ``config.json``."""
+    return (path / "config.json").is_file()
 
-    return EncoderDecoderCache(*values)
+
+def build_skeleton(path: Path, *, dtype: str | None = None) -> nn.Module:
+    """Return the model of a Hugging Face directory, parameters on the meta device, buffers real, in eval mode.
+
+    ``dtype`` overrides the configuration's, with torch's name. Needs no weights.
+
+    Raises:
+        CheckpointError: transformers is missing, or does not know the architecture.
+    """
+    try:
+        import transformers
+        from accelerate import init_empty_weights
+    except ImportError as error:
+        raise CheckpointError(
+            f"{path} is a Hugging Face directory, which needs transformers and accelerate ({error}); "
+            "install them with: pip install 'gascompile[hf]'"
+        ) from error
+    read_json(path / "config.json")  # a damaged file gets our error, not transformers' guess at a hub name
+    try:
+        config = transformers.AutoConfig.from_pretrained(str(path), local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(f"{path}/config.json cannot be used: {error}") from error
+    architecture = (getattr(config, "architectures", None) or [None])[0]
+    cls = getattr(transformers, architecture, None) if architecture else None
+    chosen = dtype or str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(getattr(torch, chosen))
+    try:
+        with init_empty_weights(include_buffers=False):
+            model = cls(config) if cls else transformers.AutoModel.from_config(config)
+    except (ValueError, KeyError) as error:
+        raise CheckpointError(
+            f"transformers {transformers.__version__} cannot build the model of {path}: {error}"
+        ) from error
+    finally:
+        torch.set_default_dtype(before)
+    model.tie_weights()
+    assert isinstance(model, nn.Module)
+    return model.eval()
+
+
+def checkpoint_dtype(dtypes: Collection[str]) -> str | None:
+    """Return the floating dtype that most weights of a checkpoint have."""
+    floating = [d for d in dtypes if d in ("float64", "float32", "float16", "bfloat16")]
+    return max(set(floating), key=floating.count) if floating else None
+
+
+def rebuild_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the values of non-persistent buffers that a model built on the meta device has lost.
+
+    Each is taken from a second skeleton that the owning transformers model builds from its own
+    configuration with real buffers (rotary tables, position ids). Buffers of other modules are absent.
+    """
+    lost = [
+        name
+        for name, buffer in model.named_buffers(remove_duplicate=False)
+        if buffer.device.type == "meta" and _is_non_persistent(model, name)
+    ]
+    if not lost or "transformers" not in sys.modules:
+        return {}
+    from accelerate import init_empty_weights
+    from transformers import PreTrainedModel
+
+    roots = {n: m for n, m in model.named_modules() if isinstance(m, PreTrainedModel)}
+    values: dict[str, torch.Tensor] = {}
+    rebuilt: dict[str, dict[str, torch.Tensor]] = {}
+    for name in lost:
+        owners = [root for root in roots if root == "" or name.startswith(f"{root}.")]
+        if not owners:
+            continue
+        root = min(owners, key=len)
+        if root not in rebuilt:
+            with init_empty_weights(include_buffers=False), torch.device("cpu"):
+                twin = type(roots[root])(roots[root].config)
+            rebuilt[root] = dict(twin.named_buffers(remove_duplicate=False))
+        value = rebuilt[root].get(name.removeprefix(f"{root}.") if root else name)
+        if value is not None and value.device.type != "meta":
+            values[name] = value.to(model.get_buffer(name).dtype)
+    return values
+
+
+def _is_non_persistent(model: nn.Module, name: str) -> bool:
+    path, _, leaf = name.rpartition(".")
+    return leaf in model.get_submodule(path)._non_persistent_buffers_set
+
+
+def ignorable_weights(model: nn.Module, names: Collection[str]) -> set[str]:
+    """Return the checkpoint names that transformers itself ignores for this model class."""
+    patterns: list[str] = []
+    for module in model.modules():
+        patterns += getattr(module, "_keys_to_ignore_on_load_unexpected", None) or []
+    return {name for name in names if any(re.search(pattern, name) for pattern in patterns)}
+
+
+def is_transformers_model(model: nn.Module) -> bool:
+    """Return whether transformers' weight names apply to ``model``."""
+    if "transformers" not in sys.modules:
+        return False
+    from transformers import PreTrainedModel
+
+    return isinstance(model, PreTrainedModel)
+
+
+def strip_prefix(model: Any, names: Collection[str], wanted: Collection[str]) -> Mapping[str, str]:
+    """Return checkpoint name -> model name where the two differ by the base model's prefix."""
+    prefix = f"{model.base_model_prefix}." if getattr(model, "base_model_prefix", "") else ""
+    result = {}
+    for name in names:
+        if name not in wanted and prefix:
+            bare = name.removeprefix(prefix)
+            if bare != name and bare in wanted:
+                result[name] = bare
+            elif f"{prefix}{name}" in wanted:
+                result[name] = f"{prefix}{name}"
+    return result

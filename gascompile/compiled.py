@@ -1,0 +1,240 @@
+"""A compiled model: calls that look like the module's, executed by plans that fit a budget."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch.utils import _pytree as pytree
+
+from gascompile.bundle import Bundle, Weights, content_stamp, write_bundle
+from gascompile.capture import bind_call
+from gascompile.errors import PlanMismatchError
+from gascompile.ir import Plan, RunReport
+from gascompile.passes.insert import insert
+from gascompile.passes.verify import verify
+from gascompile.program import Dim, InputSpec, Program
+from gascompile.program_io import load_treespec
+from gascompile.progress import task
+from gascompile.runtime.executor import Executor
+from gascompile.runtime.session import Session
+
+Args = tuple[Any, ...]
+Kwargs = Mapping[str, Any]
+
+
+@dataclass(slots=True)
+class Unit:
+    """One plan ready to be executed for one input signature."""
+
+    bundle: Bundle
+    graph_module: torch.fx.GraphModule
+    in_spec: pytree.TreeSpec
+    out_spec: pytree.TreeSpec
+    last_run: RunReport | None = None
+
+    @staticmethod
+    def of(bundle: Bundle) -> Unit:
+        """Verify the plan, insert its moves, and read the call's structure."""
+        verify(bundle.plan)
+        return Unit(
+            bundle=bundle,
+            graph_module=insert(bundle.program, bundle.plan),
+            in_spec=load_treespec(bundle.program.in_spec),
+            out_spec=load_treespec(bundle.program.out_spec),
+        )
+
+
+def open_session(bundle: Bundle) -> Session:
+    """Allocate the arena of a plan and start loading its resident weights."""
+    return Session.for_plan(
+        bundle.plan,
+        sources=bundle.weights.sources,
+        stamps=bundle.weights.stamps,
+        states=bundle.held,
+    )
+
+
+class CompiledModel:
+    """A model that runs within its budget. Call it as the module it was made from.
+
+    One plan per input signature; only the plan in use holds memory. Results are computed without
+    gradients. Calls from several threads take turns. Close it, or use ``with``, to free its memory early.
+    """
+
+    def __init__(
+        self,
+        *,
+        positional: tuple[str, ...],
+        units: list[Unit],
+        prepare: Callable[[Args, Kwargs], Unit] | None = None,
+    ) -> None:
+        self._positional = positional
+        self._units = units
+        self._prepare = prepare
+        self._active: Unit | None = None
+        self._session: Session | None = None
+        self._executor: Executor | None = None
+        self._last: Unit | None = units[0] if units else None
+        if units:
+            self._activate(units[0])
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model.
+
+        Raises:
+            PlanMismatchError: the inputs have another shape, dtype, device or structure than planned.
+            StorageError: a weight could not be read; the compiled model stays usable.
+        """
+        bound_args, bound_kwargs = bind_call(self._positional, args, kwargs)
+        leaves, spec = pytree.tree_flatten((bound_args, bound_kwargs))
+        unit = self._unit_for(leaves, spec, bound_args, bound_kwargs)
+        self._last = unit
+        executor = self._activate(unit)
+        outputs = executor.run(leaves)
+        unit.last_run = executor.last_run
+        return pytree.tree_unflatten(outputs, unit.out_spec)
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of the latest call, or of the example inputs before any call."""
+        return self._current().bundle.plan
+
+    @property
+    def program(self) -> Program:
+        """The captured program that ``plan`` belongs to."""
+        return self._current().bundle.program
+
+    @property
+    def graph_module(self) -> torch.fx.GraphModule:
+        """The graph with its moves; ``graph_module.code`` shows the schedule as a program."""
+        return self._current().graph_module
+
+    @property
+    def last_run(self) -> RunReport | None:
+        """What the latest call measured; ``None`` before the first one."""
+        return self._current().last_run
+
+    @property
+    def states(self) -> Mapping[str, torch.Tensor]:
+        """Buffers that calls mutate, by their name in the model. Writing to one changes the next call."""
+        return self._current().bundle.held
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Write a bundle: plan, program, current states; weights by reference and content hash.
+
+        Raises:
+            StorageError: the folder cannot be written.
+        """
+        bundle = self._current().bundle
+        stamps = bundle.weights.stamps
+        total_bytes = sum(stamp.size_bytes for stamp in stamps)
+        with task("Hashing weights", total_bytes) as advance:
+            hashed = tuple(content_stamp(stamp, advance) for stamp in stamps)
+        weights = Weights(sources=bundle.weights.sources, stamps=hashed)
+        write_bundle(replace(bundle, weights=weights), Path(folder), replace=True)
+
+    def close(self) -> None:
+        """Free the arena and close the weight files; calling the model again opens them again."""
+        if self._executor is not None:
+            self._executor = None
+        if self._session is not None:
+            self._session.close()
+            self._session = None
+        self._active = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        names = {unit.bundle.program.name for unit in self._units} or {"not planned yet"}
+        return f"CompiledModel({', '.join(sorted(names))}, {len(self._units)} plan(s))"
+
+    def _current(self) -> Unit:
+        if self._last is None:
+            raise PlanMismatchError(
+                "nothing is planned yet: call the compiled model once, or pass example_inputs to compile"
+            )
+        return self._last
+
+    def _activate(self, unit: Unit) -> Executor:
+        if self._active is unit and self._executor is not None:
+            return self._executor
+        self.close()
+        self._session = open_session(unit.bundle)
+        self._executor = Executor(self._session, unit.graph_module, unit.bundle.plan)
+        self._active = unit
+        return self._executor
+
+    def _unit_for(
+        self, leaves: list[Any], spec: pytree.TreeSpec, args: Args, kwargs: Kwargs
+    ) -> Unit:
+        reasons = []
+        for unit in self._units:
+            reason = mismatch(unit, leaves, spec)
+            if reason is None:
+                return unit
+            reasons.append(reason)
+        if self._prepare is None:
+            raise PlanMismatchError(
+                f"{reasons[0]}. Compile again with example_inputs like these, give the dimension a range with "
+                "dynamic_shapes=, or compile without example_inputs to plan once per signature"
+            )
+        unit = self._prepare(args, kwargs)
+        self._units.append(unit)
+        return unit
+
+
+def mismatch(unit: Unit, leaves: list[Any], spec: pytree.TreeSpec) -> str | None:
+    """Return why a call does not fit the unit's plan, or ``None`` when it does."""
+    if spec != unit.in_spec:
+        return (
+            f"the call has the structure {spec}, the plan was made for {unit.in_spec}; pass the same arguments"
+        )
+    sizes: dict[str, int] = {}
+    for value, expected in zip(leaves, unit.bundle.program.inputs, strict=True):
+        reason = _leaf_mismatch(value, expected, sizes)
+        if reason is not None:
+            return f"input '{expected.path}' {reason}"
+    return None
+
+
+def _leaf_mismatch(value: Any, expected: InputSpec, sizes: dict[str, int]) -> str | None:
+    if expected.dtype is None:
+        if isinstance(value, torch.Tensor) or repr(value) != expected.constant:
+            return f"is {value!r:.60}, the plan was made for the constant {expected.constant}"
+        return None
+    if not isinstance(value, torch.Tensor):
+        return f"is a {type(value).__name__}, the plan was made for a tensor"
+    if str(value.dtype) != f"torch.{expected.dtype}":
+        return f"has the dtype {value.dtype}, the plan was made for torch.{expected.dtype}"
+    if value.device.type != expected.device:
+        return f"is on '{value.device}', the plan was made for '{expected.device}'"
+    if len(value.shape) == len(expected.shape) and all(
+        _fits(size, dim, sizes) for size, dim in zip(value.shape, expected.shape, strict=True)
+    ):
+        return None
+    shown = ", ".join(
+        f"{d.name} in {d.minimum}..{d.maximum}" if isinstance(d, Dim) else str(d)
+        for d in expected.shape
+    )
+    return f"has the shape {list(value.shape)}, the plan was made for [{shown}]"
+
+
+def _fits(size: int, dim: int | Dim, sizes: dict[str, int]) -> bool:
+    if isinstance(dim, int):
+        return size == dim
+    return dim.minimum <= size <= dim.maximum and sizes.setdefault(dim.name, size) == size

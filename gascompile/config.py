@@ -1,0 +1,45 @@
+"""What a compile may be told, validated once, and the one environment variable."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+CACHE_VARIABLE = "GASCOMPILE_CACHE_DIR"
+
+
+def default_cache_dir() -> Path:
+    """Return ``$GASCOMPILE_CACHE_DIR``, else ``gascompile`` in the user's cache folder."""
+    given = os.environ.get(CACHE_VARIABLE)
+    if given:
+        return Path(given).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "gascompile"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompileConfig:
+    """Options of a compile that shape the plan; every field is part of the plan's fingerprint."""
+
+    time_limit_s: float = 20.0
+    """Wall clock the solver may take; the best plan known is used when it ends."""
+    mip_gap: float = 0.01
+    """Relative gap at which the solver may stop."""
+    strategy: str | None = None
+    """Force one candidate plan, for comparison; ``None`` takes the best."""
+    cache_dir: Path = field(default_factory=default_cache_dir, metadata={"fingerprint": False})
+
+    def __post_init__(self) -> None:
+        if not self.time_limit_s > 0:
+            raise ValueError(f"time_limit_s must be positive, not {self.time_limit_s}")
+        if not 0 <= self.mip_gap < 1:
+            raise ValueError(f"mip_gap is a fraction in [0, 1), not {self.mip_gap}")
+
+    def fingerprint_fields(self) -> dict[str, str]:
+        """Return every field that shapes the plan, as text."""
+        return {
+            name: repr(getattr(self, name))
+            for name, f in self.__dataclass_fields__.items()
+            if f.metadata.get("fingerprint", True)
+        }

@@ -1,0 +1,114 @@
+"""``load``: a saved bundle becomes a compiled model again, without solver and without capture."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from gascompile.bundle import Bundle, Weights, content_stamp, read_bundle
+from gascompile.checkpoint import open_checkpoint
+from gascompile.compiled import CompiledModel, Unit
+from gascompile.errors import CheckpointError, PlanMismatchError, StorageError
+from gascompile.fingerprint import versions
+from gascompile.ir import Extent, FileStamp, WeightSource
+from gascompile.machine import this_machine_name
+from gascompile.progress import task
+
+
+def load(
+    folder: str | os.PathLike[str],
+    *,
+    checkpoint: str | os.PathLike[str] | None = None,
+    any_machine: bool = False,
+) -> CompiledModel:
+    """Open a bundle written by ``CompiledModel.save``. The plan is verified again before it is used.
+
+    Args:
+        folder: the bundle.
+        checkpoint: where the weight files are now, if they were moved; their content must be the same.
+        any_machine: accept a plan made on another machine. It keeps its budget here too; its speed is
+            whatever this machine gives.
+
+    Raises:
+        FormatError: the bundle is damaged or of another version of the format.
+        PlanMismatchError: it was made by another version of torch or GASCompile, or on another machine.
+        PlanVerificationError: the plan breaks a budget or a dependency.
+        StorageError: a weight file is missing or its content has changed.
+    """
+    path = Path(folder)
+    bundle = read_bundle(path)
+    _check_versions(bundle.versions, path)
+    name = bundle.plan.machine.name
+    if not any_machine and name != this_machine_name():
+        raise PlanMismatchError(
+            f"the plan in {path} was made on the machine '{name}', this is '{this_machine_name()}'; compile again "
+            "here, or pass any_machine=True to run it as it is"
+        )
+    weights = bundle.weights
+    if checkpoint is not None:
+        weights = _moved(weights, Path(checkpoint))
+    unit = Unit.of(_checked(bundle, weights))
+    return CompiledModel(positional=bundle.positional, units=[unit])
+
+
+def _check_versions(saved: Mapping[str, str], path: Path) -> None:
+    for name, here in versions().items():
+        if saved.get(name) != here:
+            raise PlanMismatchError(
+                f"the bundle {path} was made with {name} {saved.get(name)}, this is {name} {here}; compile the model again"
+            )
+
+
+def _moved(weights: Weights, root: Path) -> Weights:
+    """Point the weights at files of the same names under ``root``."""
+    here = {Path(stamp.path).name: stamp for stamp in open_checkpoint(root).stamps}
+
+    def relocate(path: str) -> str:
+        found = here.get(Path(path).name)
+        if found is None:
+            raise CheckpointError(f"{root} holds no file '{Path(path).name}', which the bundle needs")
+        return found.path
+
+    sources = {
+        name: WeightSource(
+            name=source.name,
+            dtype=source.dtype,
+            shape=source.shape,
+            extents=tuple(
+                Extent(path=relocate(e.path), offset=e.offset, size_bytes=e.size_bytes)
+                for e in source.extents
+            ),
+        )
+        for name, source in weights.sources.items()
+    }
+    stamps = tuple(replace(stamp, path=relocate(stamp.path)) for stamp in weights.stamps)
+    return Weights(sources=sources, stamps=stamps)
+
+
+def _checked(bundle: Bundle, weights: Weights) -> Bundle:
+    """Return the bundle with stamps of today; a touched file is accepted if its content is the same."""
+    stamps = tuple(_checked_stamp(stamp) for stamp in weights.stamps)
+    return replace(bundle, weights=Weights(sources=weights.sources, stamps=stamps))
+
+
+def _checked_stamp(stamp: FileStamp) -> FileStamp:
+    try:
+        stat = os.stat(stamp.path)
+    except OSError as error:
+        raise StorageError(
+            f"the weight file {stamp.path} cannot be opened ({error.strerror}); put it back, or pass checkpoint= with its "
+            "new place"
+        ) from error
+    if stat.st_size == stamp.size_bytes and stat.st_mtime_ns == stamp.mtime_ns:
+        return stamp
+    now = replace(stamp, size_bytes=stat.st_size, mtime_ns=stat.st_mtime_ns)
+    if stat.st_size == stamp.size_bytes and stamp.digest.startswith("content:"):
+        with task(f"Checking {Path(stamp.path).name}", stat.st_size) as advance:
+            if content_stamp(now, advance).digest == stamp.digest:
+                return now
+    raise StorageError(
+        f"the weight file {stamp.path} is not the one the plan was made for: it had {stamp.size_bytes} bytes, now "
+        f"{stat.st_size}, and its content differs; restore it or compile the model again"
+    )

@@ -1,0 +1,178 @@
+"""Finds the machine to plan for: this one (measured once and remembered), a preset, or a file.
+
+A remembered machine is a ``gascompile.machine/1`` file named after everything that its numbers depend
+on, so that another processor, memory limit, disk, kernel or torch version is measured anew.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib import resources
+from pathlib import Path
+
+import torch
+
+from gascompile import serial
+from gascompile.cost_models.host import cpu_model, file_system_id, free_bytes, memory_limit
+from gascompile.cost_models.measure import measure_machine, round_down
+from gascompile.cost_models.measure_disk import Reader
+from gascompile.errors import FormatError, StorageError
+from gascompile.ir import Machine
+
+_log = logging.getLogger(__name__)
+
+
+def resolve_machine(
+    machine: Machine | str | os.PathLike[str] | None,
+    *,
+    cache_dir: str | os.PathLike[str],
+    read: Reader,
+) -> Machine:
+    """Return the machine to plan for.
+
+    Args:
+        machine: a ``Machine``; the name of a preset; the path of a ``gascompile.machine/1`` file; or
+            ``None`` for this machine, measured at the first call (up to four seconds) and remembered.
+        cache_dir: where this machine is remembered; also the disk that is measured. Made if missing.
+        read: the reader that will run plans, measured with the disk.
+
+    Raises:
+        ValueError: a name that is neither a preset nor a file.
+        FormatError: the file is not a machine, or its numbers make no sense.
+        StorageError: the file cannot be read, or ``cache_dir`` cannot be written to.
+    """
+    if isinstance(machine, Machine):
+        return machine
+    if machine is None:
+        return _this_machine(Path(cache_dir), read)
+    name = os.fspath(machine)
+    if isinstance(machine, str) and name in preset_names():
+        return preset(name)
+    if Path(name).is_file():
+        return _load(Path(name))
+    if isinstance(machine, str) and Path(name).name == name and not name.endswith(".json"):
+        raise ValueError(
+            f"no machine is called '{name}'; the presets are {', '.join(preset_names())}. "
+            f"Name one of them, a file of format {Machine.FORMAT}, or none to measure this machine"
+        )
+    raise StorageError(
+        f"the machine file {name} does not exist; give an existing file or one of the presets "
+        f"{', '.join(preset_names())}"
+    )
+
+
+def preset_names() -> tuple[str, ...]:
+    """Return the names of the machines that ship with the package, from datasheets."""
+    folder = resources.files("gascompile.cost_models") / "presets"
+    names = (entry.name for entry in folder.iterdir())
+    return tuple(sorted(name.removesuffix(".json") for name in names if name.endswith(".json")))
+
+
+def preset(name: str) -> Machine:
+    """Return a preset by name; ``KeyError`` when there is none of that name."""
+    if name not in preset_names():
+        raise KeyError(name)
+    with resources.as_file(
+        resources.files("gascompile.cost_models") / "presets" / f"{name}.json"
+    ) as path:
+        return _load(path)
+
+
+def remembered_machine(cache_dir: str | os.PathLike[str]) -> Machine | None:
+    """Return this machine as it was measured earlier, or ``None`` when it was not, or not readably."""
+    folder = Path(cache_dir)
+    path = _remembered_path(folder) if folder.is_dir() else None
+    if path is None or not path.exists():
+        return None
+    try:
+        machine = _load(path)
+    except (FormatError, StorageError) as error:
+        _log.warning("the remembered machine is damaged and will be measured again: %s", error)
+        return None
+    return _with_free_space(machine, folder)
+
+
+def _this_machine(cache_dir: Path, read: Reader) -> Machine:
+    try:
+        cache_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StorageError(
+            f"cannot make the cache folder {cache_dir}: {error.strerror}; choose another cache_dir"
+        ) from error
+    remembered = remembered_machine(cache_dir)
+    if remembered is not None:
+        return remembered
+    machine = measure_machine(folder=cache_dir, read=read)
+    serial.write_atomic(_remembered_path(cache_dir), serial.dumps(machine))
+    return machine
+
+
+def _remembered_path(cache_dir: Path) -> Path:
+    uname = os.uname()
+    parts = (
+        Machine.FORMAT,
+        cpu_model(),
+        str(os.cpu_count()),
+        str(torch.get_num_threads()),
+        str(memory_limit().size_bytes),
+        file_system_id(cache_dir),
+        torch.__version__,
+        f"{uname.sysname} {uname.release} {uname.machine}",
+    )
+    key = hashlib.blake2b("\n".join(parts).encode(), digest_size=12).hexdigest()
+    return cache_dir / "machine" / f"{key}.json"
+
+
+def _with_free_space(machine: Machine, folder: Path) -> Machine:
+    """Lower the slow tier to what is free now; a plan's fingerprint must not change with every file."""
+    tier = machine.tiers.get("nvme")
+    free = round_down(free_bytes(folder))
+    if tier is None or free >= tier.size_bytes:
+        return machine
+    return replace(machine, tiers={**machine.tiers, "nvme": replace(tier, size_bytes=free)})
+
+
+def _load(path: Path) -> Machine:
+    machine = serial.load(Machine, path)
+    for problem in _problems(machine):
+        raise FormatError(f"{path}: {problem}")
+    return machine
+
+
+def _problems(machine: Machine) -> Iterator[str]:
+    """Yield what makes no sense in a machine that was read from a file."""
+    if machine.compute_tier not in machine.tiers:
+        yield "a machine needs a tier 'gpu' or 'cpu' that computes"
+    for name, tier in machine.tiers.items():
+        if tier.size_bytes < 0:
+            yield f"tier '{name}' has the size {tier.size_bytes}"
+    pipes = {pipe.name for pipe in machine.pipes}
+    for link in machine.links:
+        for end in (link.source_tier, link.target_tier):
+            if end not in machine.tiers:
+                yield f"link {link.name} names the tier '{end}', which the machine does not have"
+        for missing in set(link.shared) - pipes:
+            yield f"link {link.name} shares the pipe '{missing}', which the machine does not have"
+    if machine.io.num_threads < 1 or machine.io.chunk_bytes < 1:
+        yield "io needs at least one thread and a chunk of at least one byte"
+    yield from _bad_rates(machine)
+
+
+def _bad_rates(machine: Machine) -> Iterator[str]:
+    rates = [(f"link {link.name}", link.bandwidth_bytes_per_s) for link in machine.links]
+    rates += [(f"pipe {pipe.name}", pipe.bandwidth_bytes_per_s) for pipe in machine.pipes]
+    rates += [(f"rate {rate.device}/{rate.dtype}", rate.flops_per_s) for rate in machine.rates]
+    rates += [(f"memory {rate.device}", rate.bandwidth_bytes_per_s) for rate in machine.memory]
+    for name, value in rates:
+        if not (math.isfinite(value) and value > 0):
+            yield f"{name} has the rate {value}, which is not a positive number"
+    costs = [(f"link {link.name}", link.latency_s) for link in machine.links]
+    costs += [(f"memory {rate.device}", rate.op_overhead_s) for rate in machine.memory]
+    for name, value in costs:
+        if not (math.isfinite(value) and value >= 0):
+            yield f"{name} has the fixed cost {value}, which is not zero or more"

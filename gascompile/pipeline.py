@@ -1,0 +1,273 @@
+"""The pipeline: capture, annotate, place, verify, insert; and the cache that skips all of it."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from gascompile import plan_cache, serial
+from gascompile.bundle import Bundle
+from gascompile.capture import Capture, capture, normalize_call, positional_names
+from gascompile.checkpoint import Checkpoint, open_checkpoint
+from gascompile.compiled import CompiledModel, Unit
+from gascompile.config import CompileConfig
+from gascompile.errors import FormatError, PlanVerificationError, UnsupportedOpError
+from gascompile.fingerprint import module_fingerprint, versions
+from gascompile.integrations.huggingface import is_transformers_model, register_pytrees
+from gascompile.ir import Budget, Machine, Plan
+from gascompile.machine import resolve_machine
+from gascompile.passes.annotate import annotate
+from gascompile.passes.make_plan import make_plan
+from gascompile.progress import task
+from gascompile.runtime.engine import read_blocks
+from gascompile.weights import Resolved, resolve_weights, with_held_tensors
+
+_log = logging.getLogger("gascompile")
+
+ExampleInputs = tuple[Any, ...] | Mapping[str, Any]
+
+
+def split_inputs(example_inputs: ExampleInputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return positional and keyword arguments from a tuple or a dict of example inputs."""
+    if isinstance(example_inputs, Mapping):
+        return (), dict(example_inputs)
+    if isinstance(example_inputs, (tuple, list)):
+        return tuple(example_inputs), {}
+    raise TypeError(
+        f"example_inputs is a tuple of positional or a dict of keyword arguments, not {type(example_inputs).__name__}; "
+        "for one tensor x write example_inputs=(x,)"
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """Everything but the inputs that a plan is made from."""
+
+    model: nn.Module
+    machine: Machine
+    budget: Budget
+    config: CompileConfig
+    checkpoint_path: Path | None = None
+    dynamic_shapes: Any = None
+    reserved_bytes: int = 0
+    pinned: Plan | None = None
+
+    def open_checkpoint(self) -> Checkpoint | None:
+        """Read the checkpoint's headers, under the names that the model uses."""
+        if self.checkpoint_path is None:
+            return None
+        checkpoint = open_checkpoint(self.checkpoint_path)
+        if is_transformers_model(self.model):
+            from gascompile.integrations.weight_names import apply_weight_names
+
+            checkpoint = apply_weight_names(self.model, checkpoint)
+        return checkpoint
+
+    def prepare(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Unit:
+        """Return the verified plan for one input signature, from the cache where it is there."""
+        register_pytrees()
+        checkpoint = self.open_checkpoint()
+        prints = self.fingerprint(args, kwargs, checkpoint)
+        folder = plan_cache.folder_of(self.config.cache_dir, prints)
+        cached = plan_cache.read(folder, prints)
+        if cached is not None:
+            try:
+                return Unit.of(self._with_weights(cached, checkpoint))
+            except (PlanVerificationError, FormatError) as error:
+                _log.warning("the cached plan %s is refused (%s); planning again", folder, error)
+        bundle = self._plan(args, kwargs, checkpoint, prints)
+        unit = Unit.of(bundle)
+        plan_cache.write(folder, bundle, damaged=cached is not None)
+        return unit
+
+    def fingerprint(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], checkpoint: Checkpoint | None
+    ) -> dict[str, str]:
+        """Return the digest of every input of the plan, by part."""
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        inputs = [
+            [str(v.dtype), list(v.shape), str(v.device)] if isinstance(v, torch.Tensor) else repr(v)
+            for v in leaves
+        ]
+        shared = serial.digest(self.pinned) if self.pinned else ""
+        layout = checkpoint.sources if checkpoint else {}
+        return {
+            "graph": module_fingerprint(self.model),
+            "inputs": serial.digest([str(spec), inputs, repr(self.dynamic_shapes), str(torch.get_default_dtype())]),
+            "weights": serial.digest({n: [s.dtype, list(s.shape)] for n, s in sorted(layout.items())}),
+            "machine": serial.digest(self.machine),
+            "budget": serial.digest(self.budget.limits_bytes(self.machine)),
+            "options": serial.digest(self.config.fingerprint_fields()),
+            "sharing": serial.digest([shared, self.reserved_bytes]),
+            "versions": serial.digest(versions()),
+        }
+
+    def _with_weights(self, cached: Bundle, checkpoint: Checkpoint | None) -> Bundle:
+        """Bind a cached program to the model's weights of today."""
+        from gascompile.fake_twin import canonical_names
+
+        own = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
+        own |= {name for name, _ in self.model.named_buffers(remove_duplicate=False)}
+        constants = {name: tensor for name, tensor in cached.held.items() if name not in own}
+        resolved = self._resolve(cached.program, canonical_names(self.model), constants, checkpoint)
+        return replace(cached, weights=resolved.weights, held=resolved.held)
+
+    def _resolve(
+        self,
+        program: Any,
+        canonical: Mapping[str, str],
+        constants: Mapping[str, torch.Tensor],
+        checkpoint: Checkpoint | None,
+    ) -> Resolved:
+        return resolve_weights(
+            self.model,
+            program,
+            canonical=canonical,
+            constants=constants,
+            checkpoint=checkpoint,
+            store=self.config.cache_dir / "store",
+            where=str(self.checkpoint_path or "the checkpoint"),
+        )
+
+    def _plan(
+        self,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        checkpoint: Checkpoint | None,
+        prints: Mapping[str, str],
+    ) -> Bundle:
+        captured = self.capture(args, kwargs)
+        with task("Finding weights"):
+            resolved = self._resolve(
+                captured.program, captured.canonical, captured.constants, checkpoint
+            )
+        return Bundle(
+            program=captured.program,
+            plan=self.place(captured, prints),
+            weights=resolved.weights,
+            held=resolved.held,
+            positional=positional_names(self.model),
+            versions=versions(),
+        )
+
+    def capture(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Capture:
+        """Trace the model; see ``gascompile.capture``."""
+        with task(f"Capturing {type(self.model).__name__}"):
+            captured = capture(self.model, args, kwargs, dynamic_shapes=self.dynamic_shapes)
+        program = with_held_tensors(captured.program, self.model, captured.constants)
+        return replace(captured, program=program)
+
+    def place(self, captured: Capture, prints: Mapping[str, str]) -> Plan:
+        """Annotate and plan a captured program."""
+        with task("Planning"):
+            annotation = annotate(captured.program, self.machine)
+            warnings = tuple(
+                f"no cost formula for {name}: only the bytes it touches are counted"
+                for name in annotation.unknown_ops
+            )
+            return make_plan(
+                annotation.workload,
+                self.machine,
+                self.budget,
+                fingerprint=prints,
+                time_limit_s=self.config.time_limit_s,
+                mip_gap=self.config.mip_gap,
+                strategy=self.config.strategy,
+                warnings=warnings,
+                reserved_bytes=self.reserved_bytes,
+                pinned=self.pinned,
+            )
+
+
+def make_job(
+    model: nn.Module,
+    budget: Budget | int | str | None,
+    *,
+    checkpoint: str | os.PathLike[str] | None,
+    dynamic_shapes: Any,
+    machine: Machine | str | os.PathLike[str] | None,
+    config: CompileConfig,
+) -> Job:
+    """Check the arguments of a compile and resolve the machine and the budget."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a torch.nn.Module, not {type(model).__name__}")
+    with task("Measuring this machine" if machine is None else "Reading the machine"):
+        resolved = resolve_machine(machine, cache_dir=config.cache_dir, read=read_blocks)
+    if resolved.compute_tier != "cpu":
+        raise UnsupportedOpError(
+            f"the machine '{resolved.name}' computes on '{resolved.compute_tier}', which this runtime cannot execute yet; "
+            "plan for it with gascompile.plan, or compile for this machine with machine=None"
+        )
+    return Job(
+        model=model,
+        machine=resolved,
+        budget=Budget.of(budget, resolved),
+        config=config,
+        checkpoint_path=Path(checkpoint) if checkpoint is not None else None,
+        dynamic_shapes=dynamic_shapes,
+    )
+
+
+def compile(  # noqa: A001 - the public name, as in torch.compile
+    model: nn.Module,
+    budget: Budget | int | str | None = None,
+    example_inputs: ExampleInputs | None = None,
+    checkpoint: str | os.PathLike[str] | None = None,
+    dynamic_shapes: Any = None,
+    machine: Machine | str | os.PathLike[str] | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+    *,
+    time_limit_s: float = 20.0,
+    mip_gap: float = 0.01,
+    strategy: str | None = None,
+) -> CompiledModel:
+    """Plan ``model`` for ``budget`` and return it ready to run.
+
+    Args:
+        model: any module that ``torch.export`` can trace; on the meta device when ``checkpoint`` is given.
+        budget: memory the runtime may allocate in the tier that computes (``"8GiB"``, bytes), or a ``Budget``.
+            ``None`` allows what the machine holds.
+        example_inputs: tuple or dict of inputs to plan for now. Without it, a plan is made at the first call
+            of each input signature.
+        checkpoint: .safetensors file, sharded or Hugging Face directory; read in place, never loaded whole.
+        dynamic_shapes: as ``torch.export.export`` takes it; the plan holds for the upper bounds.
+        machine: ``None`` for this machine, measured once and remembered; or a preset's name or a file.
+        cache_dir: where plans, the machine profile and spilled weights are kept.
+        time_limit_s: wall clock for the solver.
+        mip_gap: relative gap at which the solver may stop.
+        strategy: force one candidate plan, such as ``"first_fit"``, for comparison.
+
+    Raises:
+        CaptureError: the model cannot be traced.
+        CheckpointError: weights are missing, extra, corrupt or do not fit the model.
+        InfeasiblePlanError: the budget is too small; names the smallest feasible one.
+        StorageError: a file cannot be read or written.
+    """
+    config = CompileConfig(
+        time_limit_s=time_limit_s,
+        mip_gap=mip_gap,
+        strategy=strategy,
+        **({"cache_dir": Path(cache_dir)} if cache_dir is not None else {}),
+    )
+    job = make_job(
+        model,
+        budget,
+        checkpoint=checkpoint,
+        dynamic_shapes=dynamic_shapes,
+        machine=machine,
+        config=config,
+    )
+    positional = positional_names(model)
+    if example_inputs is None:
+        return CompiledModel(positional=positional, units=[], prepare=job.prepare)
+    args, kwargs = split_inputs(example_inputs)
+    unit = job.prepare(*normalize_call(model, args, kwargs))
+    return CompiledModel(positional=positional, units=[unit])

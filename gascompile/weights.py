@@ -1,0 +1,143 @@
+"""Find the bytes of every tensor a program needs: in a checkpoint, in the model, or rebuilt."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from gascompile.bundle import Weights
+from gascompile.checkpoint import Checkpoint, match_weights
+from gascompile.errors import CheckpointError
+from gascompile.integrations.huggingface import ignorable_weights, rebuild_buffers
+from gascompile.ir import WeightSource
+from gascompile.program import Program
+from gascompile.store import spill
+
+HELD_LIMIT_BYTES = 1 << 20
+"""Buffers outside the checkpoint below this size stay in RAM instead of becoming a file to stream."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resolved:
+    """Where every bound tensor of a program comes from."""
+
+    weights: Weights
+    held: Mapping[str, torch.Tensor]
+
+
+def with_held_tensors(program: Program, model: nn.Module, constants: Mapping[str, torch.Tensor]) -> Program:
+    """Return ``program`` with constants and small non-persistent buffers among the tensors kept in RAM."""
+    held = {name for name in program.bound if name in constants}
+    persistent = model.state_dict(keep_vars=True).keys()
+    buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    for name, spec in program.bound.items():
+        if name in buffers and name not in persistent and spec.size_bytes < HELD_LIMIT_BYTES:
+            held.add(name)
+    return replace(program, states=program.states | held)
+
+
+def resolve_weights(
+    model: nn.Module,
+    program: Program,
+    *,
+    canonical: Mapping[str, str],
+    constants: Mapping[str, torch.Tensor],
+    checkpoint: Checkpoint | None,
+    store: Path,
+    where: str,
+) -> Resolved:
+    """Return the source of every weight and the value of every held tensor of ``program``.
+
+    Weights that stand in no file are spilled into ``store``. A mutated buffer of a model in memory is
+    shared with it, so that the model sees the updates as it would in eager mode.
+
+    Raises:
+        CheckpointError: a weight is missing, extra, or of another shape or dtype.
+        StorageError: the store cannot be written.
+    """
+    tensors: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    tensors |= dict(model.named_buffers(remove_duplicate=False))
+    needed = [name for name in program.bound if name not in constants]
+    from_file = _from_checkpoint(model, program, needed, tensors, canonical, checkpoint, where)
+    rest = [name for name in needed if name not in from_file]
+    rebuilt = rebuild_buffers(model) if any(tensors[n].device.type == "meta" for n in rest) else {}
+    held: dict[str, torch.Tensor] = {n: t for n, t in constants.items() if n in program.bound}
+    to_spill: dict[str, torch.Tensor] = {}
+    for name in rest:
+        value = rebuilt.get(name, tensors[name])
+        if value.device.type == "meta":
+            raise _no_value(name, persistent=name in model.state_dict(keep_vars=True), where=where)
+        (held if name in program.states else to_spill)[name] = value
+    sources = {n: s for n, s in from_file.items() if n not in program.states}
+    held |= {n: _read(s, where) for n, s in from_file.items() if n in program.states}
+    stamps = checkpoint.stamps if checkpoint else ()
+    if to_spill:
+        spilled = spill(to_spill, store)
+        sources |= spilled.sources
+        stamps += spilled.stamps
+    used = {extent.path for source in sources.values() for extent in source.extents}
+    return Resolved(
+        weights=Weights(
+            sources=sources, stamps=tuple(stamp for stamp in stamps if stamp.path in used)
+        ),
+        held=held,
+    )
+
+
+def _from_checkpoint(
+    model: nn.Module,
+    program: Program,
+    needed: list[str],
+    tensors: Mapping[str, torch.Tensor],
+    canonical: Mapping[str, str],
+    checkpoint: Checkpoint | None,
+    where: str,
+) -> dict[str, WeightSource]:
+    if checkpoint is None:
+        return {}
+    aliases: dict[str, tuple[str, ...]] = {}
+    for name, first in canonical.items():
+        aliases[first] = (*aliases.get(first, ()), name)
+    persistent = model.state_dict(keep_vars=True).keys()
+    in_file = {name for name, names in aliases.items() if any(n in checkpoint.sources for n in names)}
+    required = [
+        n for n in needed if n in in_file or any(alias in persistent for alias in aliases.get(n, (n,)))
+    ]
+    return match_weights(
+        {name: (program.bound[name].dtype, program.bound[name].shape) for name in required},
+        checkpoint,
+        names=aliases,
+        ignorable={*tensors, *ignorable_weights(model, checkpoint.sources)},
+        where=where,
+    )
+
+
+def _no_value(name: str, *, persistent: bool, where: str) -> CheckpointError:
+    if persistent:
+        return CheckpointError(
+            f"'{name}' is on the meta device and no checkpoint was given; pass checkpoint= with the model's weights"
+        )
+    return CheckpointError(
+        f"the buffer '{name}' is on the meta device and not part of {where}, so its values are lost; build the model "
+        "with real buffers (accelerate.init_empty_weights(include_buffers=False)) or assign it before compiling"
+    )
+
+
+def _read(source: WeightSource, where: str) -> torch.Tensor:
+    """Read one small tensor that stays in RAM."""
+    raw = bytearray()
+    try:
+        for extent in source.extents:
+            with open(extent.path, "rb") as stream:
+                stream.seek(extent.offset)
+                raw += stream.read(extent.size_bytes)
+    except OSError as error:
+        raise CheckpointError(f"cannot read '{source.name}' from {where}: {error.strerror or error}") from error
+    dtype = getattr(torch, source.dtype)
+    if not raw:
+        return torch.empty(source.shape, dtype=dtype)
+    return torch.frombuffer(raw, dtype=dtype).reshape(source.shape)
