@@ -26,7 +26,6 @@ from gascompile.cost_models.measure_compute import (
 from gascompile.cost_models.measure_disk import (
     ProbeFile,
     Reader,
-    Setting,
     best_setting,
     probe_file,
     read_through,
@@ -51,12 +50,13 @@ class _Compute:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Disk:
-    setting: Setting
+    io: IoSettings
     read_size_bytes: int
     read_bytes_per_s: float
     latency_s: float
     write_bytes_per_s: float
-    direct: bool
+    read_path: str
+    write_path: str
     file_bytes: int
 
 
@@ -95,15 +95,16 @@ def measure_machine(*, folder: str | os.PathLike[str], read: Reader) -> Machine:
 
 def _measure_disk(file: ProbeFile, read: Reader) -> _Disk:
     latency_s = file.latency_s(read)
-    setting, size_bytes = best_setting(file, read, limit_s=_SEARCH_LIMIT_S)
-    rates = read_through(file, read, setting, size_bytes, limit_s=_SUSTAINED_LIMIT_S)
+    io, size_bytes = best_setting(file, read, limit_s=_SEARCH_LIMIT_S)
+    rates = read_through(file, read, io, size_bytes, limit_s=_SUSTAINED_LIMIT_S)
     return _Disk(
-        setting=setting,
+        io=io,
         read_size_bytes=size_bytes,
         read_bytes_per_s=max(rates),
         latency_s=latency_s,
         write_bytes_per_s=file.write_bytes_per_s,
-        direct=file.direct,
+        read_path=" and ".join(sorted(file.read_paths)),
+        write_path="O_DIRECT" if file.direct else "page cache",
         file_bytes=file.size_bytes,
     )
 
@@ -118,7 +119,7 @@ def _measure_together(file: ProbeFile, read: Reader, disk: _Disk) -> _Together:
             read_through,
             file,
             read,
-            disk.setting,
+            disk.io,
             size_bytes,
             limit_s=_OVERLAP_LIMIT_S,
         )
@@ -168,15 +169,14 @@ def _machine(
             ),
         ),
         io=IoSettings(
-            num_threads=disk.setting.num_threads,
-            chunk_bytes=disk.setting.chunk_bytes,
+            num_threads=disk.io.num_threads,
+            chunk_bytes=disk.io.chunk_bytes,
             source=f"{measured} fastest of up to 7 settings, fewer threads preferred within 5 %",
         ),
     )
 
 
 def _links(measured: str, disk: _Disk, together: _Together) -> tuple[Link, ...]:
-    how = "O_DIRECT" if disk.direct else "no O_DIRECT here, page cache dropped before"
     return (
         Link(
             source_tier="nvme",
@@ -184,8 +184,9 @@ def _links(measured: str, disk: _Disk, together: _Together) -> tuple[Link, ...]:
             bandwidth_bytes_per_s=disk.read_bytes_per_s,
             latency_s=disk.latency_s,
             source=(
-                f"{measured} best of {format_size(disk.read_size_bytes)} reads with {disk.setting} in a "
-                f"file of {format_size(disk.file_bytes)} ({how}); latency of 4 KiB; "
+                f"{measured} best of {format_size(disk.read_size_bytes)} reads with {disk.io.num_threads} "
+                f"threads x {format_size(disk.io.chunk_bytes)} chunks in a file of "
+                f"{format_size(disk.file_bytes)} by {disk.read_path}; latency of 4 KiB; "
                 f"{_gb(together.disk_bytes_per_s)} beside a one-row product"
             ),
         ),
@@ -194,7 +195,7 @@ def _links(measured: str, disk: _Disk, together: _Together) -> tuple[Link, ...]:
             target_tier="nvme",
             bandwidth_bytes_per_s=disk.write_bytes_per_s,
             latency_s=disk.latency_s,
-            source=f"{measured} one thread writing 16 MiB pieces, then fsync ({how}); latency of a read",
+            source=f"{measured} one thread writing 16 MiB pieces, then fsync, by {disk.write_path}; latency of a read",
         ),
     )
 

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from gascompile.cost_models.host import free_bytes
 from gascompile.errors import StorageError
+from gascompile.ir import IoSettings
 from gascompile.units import MIB, PAGE_BYTES, format_size
 
 FILE_BYTES = 512 * MIB
@@ -40,30 +41,23 @@ _CLOSE_ENOUGH = 0.95
 they let a small tensor be read by several threads."""
 
 
+class ReadResult(Protocol):
+    """What one read cost."""
+
+    @property
+    def time_s(self) -> float: ...
+
+    @property
+    def path(self) -> str:
+        """The I/O path really taken: ``O_DIRECT``, ``page cache`` or both."""
+
+
 class Reader(Protocol):
-    """The runtime engine's positional read; returns the seconds it took."""
+    """The runtime engine's positional read into page-aligned memory, timed by itself."""
 
     def __call__(
-        self,
-        path: str | os.PathLike[str],
-        *,
-        offset: int,
-        size_bytes: int,
-        into: memoryview,
-        num_threads: int,
-        chunk_bytes: int,
-    ) -> float: ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
-    """One point of the search: how many threads read pieces of which size."""
-
-    num_threads: int
-    chunk_bytes: int
-
-    def __str__(self) -> str:
-        return f"{self.num_threads} threads x {format_size(self.chunk_bytes)} chunks"
+        self, path: str, *, offset: int, size_bytes: int, into: memoryview, io: IoSettings
+    ) -> ReadResult: ...
 
 
 @dataclass(slots=True, kw_only=True)
@@ -76,22 +70,24 @@ class ProbeFile:
     write_bytes_per_s: float
     direct: bool
     """Written with ``O_DIRECT``; else written through the page cache, synced and dropped from it."""
-    _next: int = field(default=0)
+    read_paths: set[str] = field(default_factory=set)
+    """The I/O paths that reads of it took, in the reader's words."""
+    _next: int = 0
 
-    def read_rate(self, read: Reader, setting: Setting, size_bytes: int) -> float:
+    def read_rate(self, read: Reader, io: IoSettings, size_bytes: int) -> float:
         """Return bytes/s of one read; successive reads go through the file, not over the same part."""
         if self._next + size_bytes > self.size_bytes:
             self._next = 0
         offset, self._next = self._next, self._next + size_bytes
-        time_s = read(
-            self.path,
+        result = read(
+            str(self.path),
             offset=offset,
             size_bytes=size_bytes,
             into=memoryview(self.memory)[:size_bytes],
-            num_threads=setting.num_threads,
-            chunk_bytes=setting.chunk_bytes,
+            io=io,
         )
-        return size_bytes / max(time_s, 1e-9)
+        self.read_paths.add(result.path)
+        return size_bytes / max(result.time_s, 1e-9)
 
     def shrink_buffer(self, size_bytes: int) -> None:
         """Give the memory of the buffer beyond ``size_bytes`` back to the system."""
@@ -99,30 +95,30 @@ class ProbeFile:
 
     def latency_s(self, read: Reader, num_reads: int = 16) -> float:
         """Return the median seconds of reading one page."""
-        setting = Setting(num_threads=1, chunk_bytes=PAGE_BYTES)
+        io = IoSettings(num_threads=1, chunk_bytes=PAGE_BYTES)
         step = self.size_bytes // (num_reads * PAGE_BYTES) * PAGE_BYTES
         times_s = []
         for i in range(num_reads):
             self._next = i * step
-            times_s.append(PAGE_BYTES / self.read_rate(read, setting, PAGE_BYTES))
+            times_s.append(PAGE_BYTES / self.read_rate(read, io, PAGE_BYTES))
         self._next = 0
         return statistics.median(times_s)
 
 
-def best_setting(file: ProbeFile, read: Reader, *, limit_s: float) -> tuple[Setting, int]:
+def best_setting(file: ProbeFile, read: Reader, *, limit_s: float) -> tuple[IoSettings, int]:
     """Return the fastest setting and a read size that takes about a twentieth of a second.
 
     First the chunk size with four threads, then the number of threads with the best chunk: 7 reads
     instead of 16. When ``limit_s`` is over, the best so far is taken.
     """
     stop = time.perf_counter() + limit_s
-    first = Setting(num_threads=_THREADS[0], chunk_bytes=_CHUNKS_BYTES[0])
+    first = IoSettings(num_threads=_THREADS[0], chunk_bytes=_CHUNKS_BYTES[0])
     rate = file.read_rate(read, first, min(_UNIT_BYTES, file.size_bytes))
     largest = min(BUFFER_BYTES, file.size_bytes)
     size_bytes = min(max(round(rate * _PROBE_S) // _UNIT_BYTES * _UNIT_BYTES, _UNIT_BYTES), largest)
-    rates: dict[Setting, float] = {}
+    rates: dict[IoSettings, float] = {}
 
-    def try_all(settings: list[Setting]) -> Setting:
+    def try_all(settings: list[IoSettings]) -> IoSettings:
         for setting in settings:
             if setting not in rates and (not rates or time.perf_counter() < stop):
                 rates[setting] = file.read_rate(read, setting, size_bytes)
@@ -131,20 +127,20 @@ def best_setting(file: ProbeFile, read: Reader, *, limit_s: float) -> tuple[Sett
         return min(good, key=lambda setting: (setting.num_threads, setting.chunk_bytes))
 
     chunk_bytes = try_all(
-        [Setting(num_threads=_THREADS[0], chunk_bytes=c) for c in _CHUNKS_BYTES]
+        [IoSettings(num_threads=_THREADS[0], chunk_bytes=c) for c in _CHUNKS_BYTES]
     ).chunk_bytes
-    best = try_all([Setting(num_threads=n, chunk_bytes=chunk_bytes) for n in _THREADS])
+    best = try_all([IoSettings(num_threads=n, chunk_bytes=chunk_bytes) for n in _THREADS])
     return best, size_bytes
 
 
 def read_through(
-    file: ProbeFile, read: Reader, setting: Setting, size_bytes: int, *, limit_s: float
+    file: ProbeFile, read: Reader, io: IoSettings, size_bytes: int, *, limit_s: float
 ) -> list[float]:
     """Return the bytes/s of each read while going through the file once, or until ``limit_s`` is over."""
     stop = time.perf_counter() + limit_s
-    rates = [file.read_rate(read, setting, size_bytes)]
+    rates = [file.read_rate(read, io, size_bytes)]
     while len(rates) < file.size_bytes // size_bytes and time.perf_counter() < stop:
-        rates.append(file.read_rate(read, setting, size_bytes))
+        rates.append(file.read_rate(read, io, size_bytes))
     return rates
 
 
