@@ -1,0 +1,319 @@
+"""Positional reads from files into fixed memory, by a pool of threads, most urgent tensor first.
+
+A request is one tensor; its chunks are served together, by as many threads as are free. A request that
+fails does not end before its chunks in flight have ended, so that nothing writes behind a waiter's back.
+"""
+
+from __future__ import annotations
+
+import errno
+import heapq
+import itertools
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from gascompile.errors import StorageError
+from gascompile.ir import Extent, IoSettings, WeightSource
+from gascompile.runtime.files import SourceFile, SourceFiles
+from gascompile.runtime.landing import Landing, Piece, plan_landing
+from gascompile.runtime.protocols import Reader, read_at
+from gascompile.units import PAGE_BYTES, align_up
+
+DIRECT = "O_DIRECT"
+PAGE_CACHE = "page cache"
+
+
+class _Request:
+    """A tensor under way; a ``Ticket``. All but ``wait`` and ``done`` belongs to the engine's lock."""
+
+    __slots__ = (
+        "address",
+        "ended",
+        "error",
+        "landing",
+        "link",
+        "next_piece",
+        "on_done",
+        "open_pieces",
+    )
+
+    def __init__(
+        self, landing: Landing, address: int, link: str, on_done: Callable[[], None] | None
+    ) -> None:
+        self.landing = landing
+        self.address = address
+        self.link = link
+        self.on_done = on_done
+        self.next_piece = 0
+        self.open_pieces = 0
+        self.error: BaseException | None = None
+        self.ended = threading.Event()
+
+    @property
+    def done(self) -> bool:
+        return self.ended.is_set()
+
+    @property
+    def failed(self) -> bool:
+        return self.error is not None
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether no chunk is left to be taken."""
+        return self.error is not None or self.next_piece == len(self.landing.pieces)
+
+    def wait(self) -> None:
+        self.ended.wait()
+        if isinstance(self.error, StorageError):
+            # A new object each time: several waiters must not share one traceback.
+            raise StorageError(str(self.error)) from self.error.__cause__
+        if self.error is not None:
+            raise self.error
+
+
+class Engine:
+    """Reads landings into ``memory`` with ``io.num_threads`` threads."""
+
+    def __init__(
+        self,
+        files: SourceFiles,
+        memory: memoryview,
+        io: IoSettings,
+        *,
+        reader: Reader = read_at,
+    ) -> None:
+        self._files = files
+        self._memory = memory
+        self._reader = reader
+        self._lock = threading.Lock()
+        self._work_ready = threading.Condition(self._lock)
+        self._idle = threading.Condition(self._lock)
+        self._heap: list[tuple[int, int, _Request]] = []
+        self._order = itertools.count()
+        self._in_flight = 0
+        self._closed = False
+        self._paths: dict[str, set[str]] = {}
+        self._threads = [
+            threading.Thread(target=self._serve, name=f"gascompile-read-{i}", daemon=True)
+            for i in range(max(1, io.num_threads))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def paths(self) -> Mapping[str, str]:
+        """The I/O path really taken so far, per link: ``O_DIRECT``, ``page cache`` or both."""
+        with self._lock:
+            return {link: " + ".join(sorted(taken)) for link, taken in self._paths.items()}
+
+    def submit(
+        self,
+        landing: Landing,
+        address: int,
+        *,
+        key: int,
+        link: str,
+        on_done: Callable[[], None] | None = None,
+    ) -> _Request:
+        """Queue a tensor for the reservation at ``address``; returns at once.
+
+        The smallest ``key`` is served first, equal ones in the order of submission. ``on_done`` is
+        called by a reading thread once all bytes have arrived.
+        """
+        request = _Request(landing, address, link, on_done)
+        with self._lock:
+            if self._closed:
+                raise StorageError("the engine is closed; open a new session")
+            if not landing.pieces:
+                request.ended.set()
+                return request
+            heapq.heappush(self._heap, (key, next(self._order), request))
+            self._work_ready.notify(len(landing.pieces))
+        return request
+
+    def drain(self) -> None:
+        """Cancel what is queued and block until no read is in flight."""
+        with self._lock:
+            self._cancel_queued()
+            while self._in_flight:
+                self._idle.wait()
+
+    def close(self) -> None:
+        """Drain and join the threads; idempotent."""
+        with self._lock:
+            self._closed = True
+            self._cancel_queued()
+            self._work_ready.notify_all()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join()
+
+    def _cancel_queued(self) -> None:
+        for _, _, request in self._heap:
+            if request.error is None:
+                request.error = StorageError(
+                    f"the read of '{request.landing.name}' was cancelled: its run ended or the session was closed"
+                )
+            if not request.open_pieces:
+                request.ended.set()
+        self._heap.clear()
+
+    # ------------------------------------------------------------ reading threads
+
+    def _serve(self) -> None:
+        while (task := self._take()) is not None:
+            request, piece = task
+            error: BaseException | None = None
+            taken = ""
+            try:
+                taken = self._read_piece(piece, request)
+            # Whatever a read raises, an interrupt included, is the waiter's: a dead thread would hang it.
+            except BaseException as raised:
+                error = raised
+            self._finish(request, taken, error)
+
+    def _take(self) -> tuple[_Request, Piece] | None:
+        """Return the next chunk of the most urgent request; ``None`` when the engine closes."""
+        with self._lock:
+            while True:
+                while self._heap and self._heap[0][2].exhausted:
+                    heapq.heappop(self._heap)
+                if self._heap:
+                    break
+                if self._closed:
+                    return None
+                self._work_ready.wait()
+            request = self._heap[0][2]
+            piece = request.landing.pieces[request.next_piece]
+            request.next_piece += 1
+            request.open_pieces += 1
+            self._in_flight += 1
+            return request, piece
+
+    def _finish(self, request: _Request, taken: str, error: BaseException | None) -> None:
+        with self._lock:
+            request.open_pieces -= 1
+            if request.error is None:
+                request.error = error
+            if taken:
+                self._paths.setdefault(request.link, set()).add(taken)
+            ended = request.exhausted and not request.open_pieces
+        if ended:
+            if request.error is None and request.on_done is not None:
+                request.on_done()
+            request.ended.set()
+        with self._lock:
+            self._in_flight -= 1
+            if not self._in_flight:
+                self._idle.notify_all()
+
+    def _read_piece(self, piece: Piece, request: _Request) -> str:
+        """Read one chunk whole and return the path it took."""
+        file = self._files[piece.path]
+        start = request.address + piece.position
+        into = self._memory[start : start + piece.size_bytes]
+        name = request.landing.name
+        done = 0
+        if piece.direct and file.is_direct:
+            done = self._read_direct(file, into, piece, name)
+            if done >= piece.needed_bytes:
+                return DIRECT
+        self._read_buffered(file, into, piece, done, name)
+        return PAGE_CACHE
+
+    def _read_direct(self, file: SourceFile, into: memoryview, piece: Piece, name: str) -> int:
+        """Return the bytes read in whole pages; less than needed when the page cache has to go on."""
+        done = 0
+        while done < piece.needed_bytes:
+            try:
+                count = self._reader(file.direct, into[done:], piece.offset + done)
+            except OSError as error:
+                if error.errno == errno.EINVAL:
+                    self._files.refuse_direct(file, error.strerror or "EINVAL")
+                    return done
+                raise _read_error(piece, name, error) from error
+            if done + count < piece.needed_bytes:
+                # A direct read ends within a page only where the file ends: the rest is not for O_DIRECT.
+                count -= count % PAGE_BYTES
+                if not count:
+                    return done
+            done += count
+        return done
+
+    def _read_buffered(
+        self, file: SourceFile, into: memoryview, piece: Piece, done: int, name: str
+    ) -> None:
+        first = done
+        while done < piece.needed_bytes:
+            window = into[done : piece.needed_bytes]
+            try:
+                count = self._reader(file.buffered, window, piece.offset + done)
+            except OSError as error:
+                raise _read_error(piece, name, error) from error
+            if not count:
+                raise StorageError(
+                    f"{piece.path} ends too early: '{name}' needs {piece.needed_bytes} bytes at offset "
+                    f"{piece.offset}, the file has {done} of them; the file is truncated, fetch it again"
+                )
+            done += count
+        if hasattr(os, "posix_fadvise"):
+            # Weights are read once per visit: kept pages would only push out what others need.
+            length = piece.needed_bytes - first
+            os.posix_fadvise(file.buffered, piece.offset + first, length, os.POSIX_FADV_DONTNEED)
+
+
+def _read_error(piece: Piece, name: str, error: OSError) -> StorageError:
+    return StorageError(
+        f"reading {piece.size_bytes} bytes at offset {piece.offset} of {piece.path} for '{name}' failed: "
+        f"{error.strerror or error}; check the drive and the file, then run again"
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadMeasurement:
+    """What reading a part of a file cost."""
+
+    time_s: float
+    size_bytes: int
+    path: str
+    """The I/O path really taken: ``O_DIRECT``, ``page cache`` or both."""
+
+
+def read_blocks(
+    path: str, *, offset: int, size_bytes: int, into: memoryview, io: IoSettings
+) -> ReadMeasurement:
+    """Read a part of a file as the runtime would read a weight, and time it.
+
+    ``into`` should be page-aligned memory (an ``Arena``'s) with room for ``size_bytes`` and a page more.
+
+    Raises:
+        StorageError: the file cannot be read or is too short.
+        ValueError: ``into`` is too small.
+    """
+    room_bytes = align_up(offset % PAGE_BYTES + size_bytes)
+    if len(into) < room_bytes:
+        raise ValueError(
+            f"reading {size_bytes} bytes needs {room_bytes} bytes of memory, not {len(into)}"
+        )
+    source = WeightSource(
+        name=path,
+        dtype="uint8",
+        shape=(size_bytes,),
+        extents=(Extent(path=path, offset=offset, size_bytes=size_bytes),),
+    )
+    files = SourceFiles([path])
+    engine = Engine(files, into, io)
+    try:
+        landing = plan_landing(source, chunk_bytes=io.chunk_bytes, is_direct=files.is_direct)
+        start_s = time.perf_counter()
+        engine.submit(landing, 0, key=0, link="").wait()
+        time_s = time.perf_counter() - start_s
+        return ReadMeasurement(
+            time_s=time_s, size_bytes=size_bytes, path=engine.paths.get("", PAGE_CACHE)
+        )
+    finally:
+        engine.close()
+        files.close()

@@ -1,0 +1,99 @@
+"""What a run measures of memory: the activation bytes that are really alive, the peak of the process.
+
+A tensor is counted with the bytes of the storage that its op really returned, from that op to the last
+one that reads it or a view of it; what the model returns counts to the end. While an op runs, the
+workspace that the plan reserves for it counts too. The user's inputs are the user's.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from gascompile.ir import Plan, TensorKind
+
+
+class Meter(NamedTuple):
+    """What one op does to the live bytes."""
+
+    births: tuple[tuple[int, int], ...]
+    """Tensors the op creates: ``(tensor number, element of the result or -1)``."""
+    deaths: tuple[int, ...]
+    """Numbers of the tensors that the op is the last to read."""
+    workspace_bytes: int
+
+
+def make_meters(plan: Plan) -> tuple[list[Meter | None], int]:
+    """Return the meter of each op, ``None`` where nothing changes, and the number of tensors counted."""
+    workload = plan.workload
+    returned = {t.name for t in workload.tensors if t.kind is TensorKind.OUTPUT}
+    number: dict[str, int] = {}
+    births: list[tuple[tuple[int, int], ...]] = []
+    last_op: dict[int, int] = {}
+    for i, op in enumerate(workload.ops):
+        created = {name: _element(name, op.name) for name in op.writes}
+        born = {name: element for name, element in created.items() if element is not None}
+        for name in born:
+            number[name] = len(number)
+        births.append(tuple((number[name], element) for name, element in born.items()))
+        for name in (*op.reads, *op.writes):
+            if name in number and name not in returned:
+                last_op[number[name]] = i
+    deaths: dict[int, list[int]] = {}
+    for tensor, i in last_op.items():
+        deaths.setdefault(i, []).append(tensor)
+    meters = [
+        Meter(births[i], tuple(deaths.get(i, ())), op.workspace_bytes)
+        if births[i] or i in deaths or op.workspace_bytes
+        else None
+        for i, op in enumerate(workload.ops)
+    ]
+    return meters, len(number)
+
+
+def _element(tensor: str, op: str) -> int | None:
+    """Return which element of the op's result a written tensor is, -1 for all of it, ``None`` for an older one."""
+    own = f"%{op}"
+    if tensor == own:
+        return -1
+    tail = tensor.removeprefix(f"{own}.")
+    return int(tail) if tail != tensor and tail.isdigit() else None
+
+
+class LiveBytes:
+    """Live activation bytes of one run and their peak, workspace included."""
+
+    def __init__(self, num_tensors: int) -> None:
+        self._sizes = [0] * num_tensors
+        self._live_bytes = 0
+        self.peak_bytes = 0
+
+    def record(self, meter: Meter, result: Any) -> None:
+        """Take note of an op that has just returned ``result``; its inputs are still alive."""
+        births, deaths, workspace_bytes = meter
+        sizes = self._sizes
+        live_bytes = self._live_bytes
+        for number, element in births:
+            value = result if element < 0 else result[element]
+            if isinstance(value, torch.Tensor):
+                size_bytes = value.untyped_storage().nbytes()
+                sizes[number] = size_bytes
+                live_bytes += size_bytes
+        if live_bytes + workspace_bytes > self.peak_bytes:
+            self.peak_bytes = live_bytes + workspace_bytes
+        for number in deaths:
+            live_bytes -= sizes[number]
+        self._live_bytes = live_bytes
+
+
+def process_peak_bytes() -> int:
+    """Return the high-water mark of the process's memory as the kernel knows it; 0 where it does not say."""
+    try:
+        status = Path("/proc/self/status").read_text(encoding="ascii")
+    except OSError:
+        return 0
+    found = re.search(r"^VmHWM:\s*(\d+) kB$", status, re.MULTILINE)
+    return int(found.group(1)) * 1024 if found else 0

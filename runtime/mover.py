@@ -1,0 +1,167 @@
+"""Carries out the moves of one plan: which visit is on its way, how long its users waited for it.
+
+The bytes of a move count when an op takes delivery of them, so that each iteration of a warm executor
+counts the plan's bytes per link exactly, however far the reads have run ahead.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from gascompile.errors import PlanMismatchError, StorageError
+from gascompile.ir import Plan, Prefetch, Stall, Wait
+from gascompile.runtime.protocols import Ticket
+from gascompile.runtime.session import Session
+from gascompile.units import reserve_bytes
+
+_POISON = 0xFF
+"""A byte whose repetition is NaN in every float format."""
+
+
+def due_ops(plan: Plan) -> list[tuple[Prefetch, int]]:
+    """Return each prefetch with the op of its wait; ``len(plan.ops)`` is added where that is in the next iteration.
+
+    Raises:
+        PlanMismatchError: nothing ever waits for a prefetch.
+    """
+    next_wait: dict[tuple[str, int], int] = {}
+    for step in plan.steps:
+        if isinstance(step, Wait):
+            next_wait.setdefault((step.tensor, step.address), step.op + len(plan.ops))
+    found: list[tuple[Prefetch, int]] = []
+    for step in reversed(plan.steps):
+        if isinstance(step, Wait):
+            next_wait[step.tensor, step.address] = step.op
+        elif isinstance(step, Prefetch):
+            due = next_wait.get((step.tensor, step.address))
+            if due is None:
+                raise PlanMismatchError(
+                    f"the plan prefetches '{step.tensor}' to address {step.address} and never waits for it"
+                )
+            found.append((step, due))
+    return found[::-1]
+
+
+class PlanMover:
+    """The ``moves.Mover`` of a plan on a session.
+
+    An executor calls the ``*_at`` methods, which know the op they stand at. The methods of the protocol
+    serve a graph that is run directly; there a ``wait`` whose prefetch was never issued reads by itself.
+    """
+
+    def __init__(self, session: Session, plan: Plan, *, overlap: bool, poison: bool) -> None:
+        self._session = session
+        self._ops = plan.ops
+        self._overlap = overlap
+        self._poison = poison
+        self._iteration = 0
+        self._visits: dict[tuple[str, int], Ticket] = {}
+        self._links: dict[str, str] = {}
+        self._views: dict[tuple[str, int], torch.Tensor] = {}
+        self._due: dict[tuple[str, int], int] = {}
+        self._wrapped: list[tuple[Prefetch, int]] = []
+        for step, due in due_ops(plan):
+            self._links[step.tensor] = step.link
+            if due >= len(plan.ops):
+                self._wrapped.append((step, due - len(plan.ops)))
+        for wait in plan.steps:
+            if isinstance(wait, Wait):
+                key = (wait.tensor, wait.address)
+                self._views[key] = session.view(*key)
+                self._due.setdefault(key, wait.op)
+        self._wrapped.sort(key=lambda pair: pair[1])
+        self.stalls: list[Stall] = []
+        self.link_bytes: dict[str, int] = {}
+
+    # ------------------------------------------------------------ one iteration
+
+    def begin(self, *, warm: bool) -> None:
+        """Start an iteration; a cold one first issues what the iteration before would have."""
+        self.stalls = []
+        self.link_bytes = dict.fromkeys(self._links.values(), 0)
+        self._iteration += 1
+        if warm:
+            return
+        self._iteration = 0
+        self._visits.clear()
+        if self._poison:
+            self._poison_streamed()
+        for step, op in self._wrapped:
+            self.prefetch_at(op, step.tensor, step.link, step.address)
+
+    def prefetch_at(self, due: int, tensor: str, link: str, address: int) -> None:
+        """Queue a read that op ``due`` of this iteration waits for."""
+        if not self._overlap:
+            return
+        self._visits[tensor, address] = self._submit(due, tensor, link, address)
+
+    def wait_at(self, op: int, tensor: str, address: int) -> torch.Tensor:
+        """Block until the newest prefetch has arrived; the time counts as a stall of ``op``."""
+        key = (tensor, address)
+        link = self._links.get(tensor, self._session.link)
+        ticket = self._visits.pop(key, None)
+        if ticket is None:
+            ticket = self._submit(op, tensor, link, address)
+        self._await(ticket, op, tensor)
+        self._count(link, tensor)
+        return self._views[key]
+
+    def resident_at(self, op: int, tensor: str) -> torch.Tensor:
+        """Block until a resident weight, which may still be loading, has arrived."""
+        ticket = self._session.pending(tensor)
+        if ticket is not None:
+            self._await(ticket, op, tensor)
+            self._session.settle(tensor)
+            self._count(self._session.link, tensor)
+        return self._session.resident(tensor)
+
+    def _count(self, link: str, tensor: str) -> None:
+        size_bytes = self._session.landings[tensor].size_bytes
+        self.link_bytes[link] = self.link_bytes.get(link, 0) + size_bytes
+
+    def _submit(self, due: int, tensor: str, link: str, address: int) -> Ticket:
+        landing = self._session.landings[tensor]
+        key = self._iteration * len(self._ops) + due
+        return self._session.engine.submit(landing, address, key=key, link=link)
+
+    def _await(self, ticket: Ticket, op: int, tensor: str) -> None:
+        stalled = not ticket.done
+        start_s = time.perf_counter()
+        try:
+            ticket.wait()
+        except StorageError as error:
+            name = self._ops[op].name if op < len(self._ops) else "output"
+            raise StorageError(f"op '{name}' did not get '{tensor}': {error}") from error
+        if stalled:
+            self.stalls.append(Stall(op=op, tensor=tensor, time_s=time.perf_counter() - start_s))
+
+    def _poison_streamed(self) -> None:
+        start = 0
+        arena = self._session.arena
+        for name, address in sorted(self._session.addresses.items(), key=lambda item: item[1]):
+            arena.fill(start, max(start, address), _POISON)
+            start = address + reserve_bytes(self._session.landings[name].size_bytes)
+        arena.fill(start, arena.size_bytes, _POISON)
+
+    # ------------------------------------------------------------ moves.Mover
+
+    def resident(self, tensor: str) -> torch.Tensor:
+        """Return the view of a weight or state that stays."""
+        return self.resident_at(0, tensor)
+
+    def prefetch(self, tensor: str, link: str, address: int) -> None:
+        """Start moving a tensor; returns at once."""
+        self.prefetch_at(self._due[tensor, address], tensor, link, address)
+
+    def wait(self, tensor: str, address: int) -> torch.Tensor:
+        """Block until a tensor is at ``address`` and return the view of it."""
+        return self.wait_at(self._due[tensor, address], tensor, address)
+
+    def release(self, tensor: str, address: int) -> None:
+        """Note that a visit is over; with poison its bytes are spoiled, so that a late reader shows."""
+        if self._poison:
+            landing = self._session.landings[tensor]
+            start = address + landing.shift_bytes
+            self._session.arena.fill(start, start + landing.size_bytes, _POISON)

@@ -1,0 +1,80 @@
+"""Loading of the weights that stay: started when a session opens, awaited one by one at their first use."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+
+from gascompile.runtime.landing import Landing
+from gascompile.runtime.protocols import Ticket, TransferEngine
+
+Progress = Callable[[int, int], None]
+"""Called with ``(bytes_done, bytes_total)`` as resident weights arrive, by the thread that read them."""
+
+
+class Residents:
+    """Which resident weights have arrived, are on their way or have yet to be asked for."""
+
+    def __init__(
+        self,
+        engine: TransferEngine,
+        landings: Mapping[str, Landing],
+        addresses: Mapping[str, int],
+        *,
+        first_use: Mapping[str, int],
+        link: str,
+        progress: Progress | None,
+    ) -> None:
+        self._engine = engine
+        self._landings = landings
+        self._addresses = addresses
+        self._order = sorted(addresses, key=lambda name: first_use.get(name, 0))
+        self._first_use = first_use
+        self._link = link
+        self._progress = progress
+        self._progress_lock = threading.Lock()
+        self._done_bytes = 0
+        self._total_bytes = sum(landings[name].size_bytes for name in addresses)
+        self._loading: dict[str, Ticket] = {}
+        self._loaded: set[str] = set()
+
+    @property
+    def complete(self) -> bool:
+        """Whether every resident has been awaited."""
+        return len(self._loaded) == len(self._addresses)
+
+    def start(self) -> None:
+        """Ask for every resident that has not arrived and is not on its way."""
+        for name in self._order:
+            if name not in self._loaded and name not in self._loading:
+                landing = self._landings[name]
+                self._loading[name] = self._engine.submit(
+                    landing,
+                    self._addresses[name],
+                    key=self._first_use.get(name, 0),
+                    link=self._link,
+                    on_done=None
+                    if self._progress is None
+                    else lambda n=landing.size_bytes: self._arrived(n),
+                )
+
+    def pending(self, name: str) -> Ticket | None:
+        """Return the ticket of a resident that nobody has awaited yet."""
+        return self._loading.get(name)
+
+    def settle(self, name: str) -> None:
+        """Note that a resident has been awaited."""
+        self._loaded.add(name)
+        self._loading.pop(name, None)
+
+    def forget_failed(self) -> None:
+        """After the engine was drained: forget what was cancelled or failed, so ``start`` asks again."""
+        for name, ticket in list(self._loading.items()):
+            if ticket.failed:
+                del self._loading[name]
+
+    def _arrived(self, size_bytes: int) -> None:
+        assert self._progress is not None
+        with self._progress_lock:
+            self._done_bytes += size_bytes
+            self._progress(self._done_bytes, self._total_bytes)

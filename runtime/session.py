@@ -1,0 +1,260 @@
+"""What the executors of one model share: the arena, the resident weights, the states, the open files.
+
+Two plans for two input shapes can run on one session, and so within one budget: they agree on the size
+of the arena and on the addresses of the resident weights, and take turns with the rest of it.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Self
+
+import torch
+
+from gascompile.errors import PlanMismatchError, StorageError
+from gascompile.ir import FileStamp, IoSettings, Plan, TensorKind, WeightSource
+from gascompile.runtime.arena import Arena
+from gascompile.runtime.engine import Engine
+from gascompile.runtime.files import SourceFiles
+from gascompile.runtime.landing import plan_landing
+from gascompile.runtime.protocols import Reader, Ticket, read_at
+from gascompile.runtime.residents import Progress, Residents
+
+
+class Session:
+    """Memory, files and reading threads of a compiled model; close it, or use it in ``with``.
+
+    States are the caller's tensors and are mutated in place; everything else is owned.
+    """
+
+    def __init__(
+        self,
+        *,
+        arena_bytes: int,
+        residents: Mapping[str, int],
+        sources: Mapping[str, WeightSource],
+        stamps: tuple[FileStamp, ...] = (),
+        states: Mapping[str, torch.Tensor] | None = None,
+        io: IoSettings | None = None,
+        first_use: Mapping[str, int] | None = None,
+        link: str = "nvme->cpu",
+        progress: Progress | None = None,
+        reader: Reader = read_at,
+    ) -> None:
+        """Open the files and start to load the resident weights.
+
+        Args:
+            arena_bytes: exact size of the memory for resident and streamed weights.
+            residents: arena address of each weight that stays.
+            sources: where each weight, resident or streamed, lies.
+            stamps: what the files looked like when they were planned on.
+            states: tensors that ops mutate.
+            io: threads and chunk size of the reads.
+            first_use: op that first reads a resident; smaller ones are loaded first.
+            link: the link that resident weights come over, for reports.
+            progress: told about the loading of resident weights.
+            reader: the low-level read.
+
+        Raises:
+            StorageError: a file is missing or has changed.
+        """
+        io = io or IoSettings()
+        self.states = dict(states or {})
+        self.addresses = dict(residents)
+        self.sources = dict(sources)
+        self.link = link
+        _check_residents(self.addresses, self.sources)
+        used = [e.path for source in self.sources.values() for e in source.extents]
+        self._files = SourceFiles(used, stamps)
+        try:
+            self.arena = Arena(arena_bytes)
+            self.landings = {
+                name: plan_landing(
+                    source, chunk_bytes=io.chunk_bytes, is_direct=self._files.is_direct
+                )
+                for name, source in self.sources.items()
+            }
+            self.engine = Engine(self._files, self.arena.memory, io, reader=reader)
+        except BaseException:
+            self._files.close()
+            raise
+        # Bound to the parts, not to the session: a session that is dropped is shut down too.
+        self._shut_down = weakref.finalize(self, _shut_down, self.engine, self._files, self.arena)
+        self._lock = threading.Lock()
+        self._closed = False
+        # Before the first run only resident weights are on their way: there is nothing to drain.
+        self._settled = True
+        self._user: object = None
+        self._views: dict[tuple[str, int], torch.Tensor] = {}
+        self._residents = Residents(
+            self.engine,
+            self.landings,
+            self.addresses,
+            first_use=first_use or {},
+            link=link,
+            progress=progress,
+        )
+        self._residents.start()
+
+    @classmethod
+    def for_plan(
+        cls,
+        plan: Plan,
+        *,
+        sources: Mapping[str, WeightSource],
+        stamps: tuple[FileStamp, ...] = (),
+        states: Mapping[str, torch.Tensor] | None = None,
+        progress: Progress | None = None,
+        reader: Reader = read_at,
+    ) -> Self:
+        """Open a session of the size and with the resident weights of ``plan``."""
+        tier = plan.machine.compute_tier
+        first_use: dict[str, int] = {}
+        for i, op in enumerate(plan.workload.ops):
+            for name in op.reads:
+                first_use.setdefault(name, i)
+        into = plan.machine.links_into(tier)
+        return cls(
+            arena_bytes=plan.arena_bytes.get(tier, 0),
+            residents=resident_addresses(plan),
+            sources=sources,
+            stamps=stamps,
+            states=states,
+            io=plan.machine.io,
+            first_use=first_use,
+            link=into[0].name if into else f"nvme->{tier}",
+            progress=progress,
+            reader=reader,
+        )
+
+    def view(self, tensor: str, address: int) -> torch.Tensor:
+        """Return the weight ``tensor`` as it lies in the reservation at ``address``; made once."""
+        key = (tensor, address)
+        if key not in self._views:
+            source = self.sources.get(tensor)
+            if source is None:
+                raise PlanMismatchError(f"the plan streams '{tensor}', for which there is no file")
+            offset = address + self.landings[tensor].shift_bytes
+            self._views[key] = self.arena.view(offset, source.dtype, source.shape)
+        return self._views[key]
+
+    def resident(self, tensor: str) -> torch.Tensor:
+        """Return a state or the view of a resident weight, whether or not its bytes are there yet."""
+        if tensor in self.states:
+            return self.states[tensor]
+        if tensor not in self.addresses:
+            raise PlanMismatchError(
+                f"'{tensor}' is neither a resident weight nor a state of the session"
+            )
+        return self.view(tensor, self.addresses[tensor])
+
+    def pending(self, tensor: str) -> Ticket | None:
+        """Return the ticket of a resident weight that nobody has awaited yet."""
+        return self._residents.pending(tensor)
+
+    def settle(self, tensor: str) -> None:
+        """Note that a resident weight has been awaited."""
+        self._residents.settle(tensor)
+
+    def out_of_arena(self, value: object) -> object:
+        """Return ``value``, copied where it is a tensor in the arena."""
+        if isinstance(value, torch.Tensor) and self.arena.contains(value):
+            return value.clone()
+        return value
+
+    def own_copy(self, value: object) -> object:
+        """Return ``value``, copied where it is a tensor in the arena or in a state."""
+        if isinstance(value, torch.Tensor) and any(
+            value.untyped_storage().data_ptr() == state.untyped_storage().data_ptr()
+            for state in self.states.values()
+        ):
+            return value.clone()
+        return self.out_of_arena(value)
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether every resident weight has been awaited."""
+        return self._residents.complete
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the storages of the states."""
+        storages = {
+            t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+            for t in self.states.values()
+        }
+        return sum(storages.values())
+
+    @contextmanager
+    def run(self, user: object) -> Iterator[bool]:
+        """Hold the session for one run of ``user``; yields whether its prefetches are still under way.
+
+        Whatever ends a run but its last line leaves the session cold: the next run starts afresh.
+
+        Raises:
+            StorageError: the session is closed, or a weight file is not what it was.
+        """
+        with self._lock:
+            if self._closed:
+                raise StorageError("the session is closed; compile or load the model again")
+            self._files.check()
+            warm = self._user is user
+            restart = not warm and not self._settled
+            self._user, self._settled = None, False
+            try:
+                if restart:
+                    self._restart()
+                yield warm
+            except BaseException:
+                self.engine.drain()
+                raise
+            self._user = user
+
+    def _restart(self) -> None:
+        self.engine.drain()
+        self._residents.forget_failed()
+        self._residents.start()
+
+    def close(self) -> None:
+        """Stop the reads, close the files and give the memory back; idempotent."""
+        with self._lock:
+            self._closed = True
+            self._user = None
+            self._views.clear()
+            self._shut_down()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def resident_addresses(plan: Plan) -> dict[str, int]:
+    """Return the arena address of every weight that the plan keeps in the compute tier."""
+    return {
+        name: tensor.address
+        for name, tensor in plan.tensors.items()
+        if tensor.kind is TensorKind.WEIGHT and tensor.address is not None
+    }
+
+
+def _check_residents(addresses: Mapping[str, int], sources: Mapping[str, WeightSource]) -> None:
+    for name in addresses:
+        if name not in sources:
+            raise PlanMismatchError(f"the plan keeps '{name}', for which there is no file")
+
+
+def _shut_down(engine: Engine, files: SourceFiles, arena: Arena) -> None:
+    engine.close()
+    files.close()
+    arena.close()

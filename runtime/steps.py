@@ -1,0 +1,259 @@
+"""An inserted graph as a flat list of calls on numbered slots, prepared once so that a run does little.
+
+Slots hold the values of nodes and all constants; a step fetches its arguments in one go, calls, stores
+its result and clears the slots that nobody reads again.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+from torch import fx
+
+from gascompile import moves
+from gascompile.errors import PlanMismatchError, UnsupportedOpError
+from gascompile.ir import Plan
+from gascompile.runtime.meter import Meter, make_meters
+from gascompile.runtime.mover import PlanMover, due_ops
+from gascompile.runtime.session import Session
+
+# Values of a graph are tensors, numbers and tuples of them; nothing here looks inside.
+Value = Any
+Gather = Callable[[list[Value]], tuple[Value, ...]]
+
+
+class Step(NamedTuple):
+    """One call. A tuple, as the loop unpacks it once per op."""
+
+    function: Callable[..., Value]
+    gather: Gather
+    result: int
+    """Slot of the result."""
+    meter: Meter | None
+    frees: tuple[int, ...]
+    op: int
+    """Index of the op, or of the next one for a move."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """All that a run needs."""
+
+    steps: tuple[Step, ...]
+    slots: tuple[Value, ...]
+    """Slots before a run: constants and residents in place, the rest empty."""
+    inputs: tuple[tuple[str, int], ...]
+    """Name and slot of each user input."""
+    outputs: tuple[int, ...]
+    num_metered: int
+    """How many tensors the meters count."""
+
+
+def compile_steps(
+    graph_module: fx.GraphModule, plan: Plan, session: Session, mover: PlanMover
+) -> Schedule:
+    """Return the schedule of an inserted graph.
+
+    Raises:
+        PlanMismatchError: the graph was not rewritten for this plan.
+        UnsupportedOpError: the graph holds something other than calls of functions.
+    """
+    return _Builder(graph_module, plan, session, mover).build()
+
+
+class _Builder:
+    def __init__(
+        self, graph_module: fx.GraphModule, plan: Plan, session: Session, mover: PlanMover
+    ) -> None:
+        self._module = graph_module
+        self._plan = plan
+        self._session = session
+        self._mover = mover
+        self._slots: list[Value] = []
+        self._slot_of: dict[fx.Node, int] = {}
+        self._steps: list[Step] = []
+        self._frees = _last_users(graph_module.graph)
+        self._meters, self._num_metered = make_meters(plan)
+        self._dues = [due for _, due in due_ops(plan)]
+        self._awaited: set[str] = set()
+        self._next_op = 0
+        self._returned = set(graph_module.graph.output_node().all_input_nodes)
+
+    def build(self) -> Schedule:
+        nodes = list(self._module.graph.nodes)
+        if not nodes or nodes[0].op != "placeholder" or nodes[-1].op != "output":
+            raise PlanMismatchError("the graph has no mover and no output: insert the plan's moves")
+        inputs: list[tuple[str, int]] = []
+        for node in nodes[1:-1]:
+            match node.op:
+                case "placeholder":
+                    inputs.append((node.name, self._slot(node)))
+                case "get_attr":
+                    self._slot(node, operator.attrgetter(node.target)(self._module))
+                case "call_function":
+                    self._call(node)
+                case _:
+                    raise UnsupportedOpError(
+                        f"node '{node.name}' is a {node.op}, which a captured graph does not hold; capture it again"
+                    )
+        if self._next_op != len(self._plan.ops):
+            raise PlanMismatchError(
+                f"the graph has {self._next_op} of the plan's {len(self._plan.ops)} ops; insert the plan again"
+            )
+        outputs = tuple(self._index(value) for value in nodes[-1].args[0])
+        return Schedule(
+            steps=tuple(self._steps),
+            slots=tuple(self._slots),
+            inputs=tuple(inputs),
+            outputs=outputs,
+            num_metered=self._num_metered,
+        )
+
+    def _slot(self, node: fx.Node | None, value: Value = None) -> int:
+        self._slots.append(value)
+        if node is not None:
+            self._slot_of[node] = len(self._slots) - 1
+        return len(self._slots) - 1
+
+    def _index(self, value: Value) -> int:
+        """Return the slot of a node or of a constant."""
+        return self._slot_of[value] if isinstance(value, fx.Node) else self._slot(None, value)
+
+    def _call(self, node: fx.Node) -> None:
+        arguments = node.args[1:]
+        if node.target is moves.resident:
+            self._slot(node, self._session.resident(*arguments))
+        elif node.target is moves.prefetch:
+            self._move(node, self._mover.prefetch_at, (self._dues.pop(0), *arguments))
+        elif node.target is moves.wait:
+            self._move(node, self._mover.wait_at, (self._next_op, *arguments))
+        elif node.target is moves.release:
+            self._move(node, self._mover.release, arguments)
+        else:
+            self._compute(node)
+        if node in self._returned and node.target is not moves.resident:
+            self._detach(self._slot_of[node])
+
+    def _detach(self, slot: int) -> None:
+        """Copy an output that lies in the arena at once: its visit may end before the run does."""
+        gather: Gather = lambda values: (values[slot],)  # noqa: E731
+        self._steps.append(Step(self._session.out_of_arena, gather, slot, None, (), self._next_op))
+
+    def _move(self, node: fx.Node, function: Callable[..., Value], arguments: Value) -> None:
+        call = partial(function, *arguments)
+        slot = self._slot(node)
+        frees = self._freed(node, slot)
+        self._steps.append(Step(call, _nothing, slot, None, frees, self._next_op))
+
+    def _compute(self, node: fx.Node) -> None:
+        self._await_residents(node)
+        meter = None
+        op = self._next_op
+        if op < len(self._plan.ops) and node.name == self._plan.ops[op].name:
+            meter = self._meters[op]
+            self._next_op += 1
+        function, gather = self._prepare(node)
+        slot = self._slot(node)
+        self._steps.append(Step(function, gather, slot, meter, self._freed(node, slot), op))
+
+    def _await_residents(self, node: fx.Node) -> None:
+        """Before the first op that reads a resident weight, wait for it to be loaded."""
+        for argument in node.all_input_nodes:
+            name = argument.args[1] if argument.target is moves.resident else None
+            if not isinstance(name, str) or name in self._session.states or name in self._awaited:
+                continue
+            self._awaited.add(name)
+            call = partial(self._mover.resident_at, self._next_op, name)
+            self._steps.append(Step(call, _nothing, self._slot(None), None, (), self._next_op))
+
+    def _freed(self, node: fx.Node, slot: int) -> tuple[int, ...]:
+        """Return the slots that nobody reads after ``node``; a result that nobody reads is one."""
+        own = () if node.users else (slot,)
+        return (
+            tuple(self._slot_of[n] for n in self._frees.get(node, ()) if self._clearable(n)) + own
+        )
+
+    def _clearable(self, node: fx.Node) -> bool:
+        return node in self._slot_of and node.op != "get_attr" and node.target is not moves.resident
+
+    def _prepare(self, node: fx.Node) -> tuple[Callable[..., Value], Gather]:
+        """Return what to call and how to fetch its arguments; constants are bound beforehand."""
+        assert callable(node.target)
+        function: Callable[..., Value] = node.target
+        constant = {k: v for k, v in node.kwargs.items() if not _has_node(v)}
+        varying = {k: v for k, v in node.kwargs.items() if k not in constant}
+        if varying:
+            function = _with_keywords(function, len(node.args), tuple(varying), constant)
+        elif constant:
+            function = partial(function, **constant)
+        return function, self._gather((*node.args, *varying.values()))
+
+    def _gather(self, arguments: tuple[Value, ...]) -> Gather:
+        if not arguments:
+            return _nothing
+        if any(_has_node(a) and not isinstance(a, fx.Node) for a in arguments):
+            fetchers = tuple(self._fetch(a) for a in arguments)
+            return lambda values: tuple(fetch(values) for fetch in fetchers)
+        indices = [self._index(a) for a in arguments]
+        if len(indices) == 1:
+            (only,) = indices
+            return lambda values: (values[only],)
+        return operator.itemgetter(*indices)
+
+    def _fetch(self, argument: Value) -> Callable[[list[Value]], Value]:
+        """Return a function that rebuilds an argument with nodes inside lists, slices and dicts."""
+        if isinstance(argument, fx.Node):
+            return operator.itemgetter(self._slot_of[argument])
+        if not _has_node(argument):
+            return lambda values: argument
+        if isinstance(argument, slice):
+            bounds = self._fetch((argument.start, argument.stop, argument.step))
+            return lambda values: slice(*bounds(values))
+        if isinstance(argument, Mapping):
+            items = {key: self._fetch(value) for key, value in argument.items()}
+            return lambda values: {key: fetch(values) for key, fetch in items.items()}
+        parts = tuple(self._fetch(part) for part in argument)
+        if isinstance(argument, tuple):
+            return lambda values: tuple(fetch(values) for fetch in parts)
+        return lambda values: [fetch(values) for fetch in parts]
+
+
+def _nothing(values: list[Value]) -> tuple[Value, ...]:
+    return ()
+
+
+def _has_node(argument: Value) -> bool:
+    found: list[fx.Node] = []
+    fx.node.map_arg(argument, found.append)
+    return bool(found)
+
+
+def _with_keywords(
+    function: Callable[..., Value],
+    num_args: int,
+    names: tuple[str, ...],
+    constant: dict[str, Value],
+) -> Callable[..., Value]:
+    def call(*values: Value) -> Value:
+        return function(
+            *values[:num_args], **dict(zip(names, values[num_args:], strict=True)), **constant
+        )
+
+    return call
+
+
+def _last_users(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+    """Return, per node, the nodes whose last user it is; what the output reads is in nobody's list."""
+    last: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        for argument in node.all_input_nodes:
+            last[argument] = node
+    found: dict[fx.Node, list[fx.Node]] = {}
+    for argument, user in last.items():
+        if user.op != "output":
+            found.setdefault(user, []).append(argument)
+    return found
