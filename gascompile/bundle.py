@@ -92,7 +92,9 @@ def write_bundle(bundle: Bundle, folder: Path, *, replace: bool = False) -> None
         elif not folder.exists():
             os.rename(temporary, folder)
     except OSError as error:
-        if not (folder.exists() and not replace):  # losing a race against an equal writer is no error
+        if not (
+            folder.exists() and not replace
+        ):  # losing a race against an equal writer is no error
             raise StorageError(
                 f"cannot write the bundle {folder}: {error.strerror or error}; free space or choose another folder"
             ) from error
@@ -110,7 +112,9 @@ def read_bundle(folder: Path) -> Bundle:
     """
     manifest = serial.read_json(folder / "manifest.json")
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise FormatError(f"{folder} is not a bundle of the format {FORMAT!r}; save it again with this version")
+        raise FormatError(
+            f"{folder} is not a bundle of the format {FORMAT!r}; save it again with this version"
+        )
     raw: dict[str, bytes] = {}
     for name in _FILES:
         try:
@@ -118,13 +122,17 @@ def read_bundle(folder: Path) -> Bundle:
         except OSError as error:
             raise StorageError(f"cannot read {folder / name}: {error.strerror or error}") from error
         if _digest(raw[name]) != manifest.get("files", {}).get(name):
-            raise FormatError(f"{folder / name} is damaged: its checksum differs; save the bundle again")
+            raise FormatError(
+                f"{folder / name} is damaged: its checksum differs; save the bundle again"
+            )
     try:
         held = load_tensors(raw["held.safetensors"])
         return Bundle(
             program=program_from_json(json.loads(raw["program.json"]), where="program.json"),
             plan=serial.from_json(Plan, json.loads(raw["plan.json"]), where="plan.json"),
-            weights=serial.from_json(Weights, json.loads(raw["weights.json"]), where="weights.json"),
+            weights=serial.from_json(
+                Weights, json.loads(raw["weights.json"]), where="weights.json"
+            ),
             held=held,
             positional=tuple(manifest["positional"]),
             versions=dict(manifest["versions"]),

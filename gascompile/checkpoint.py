@@ -62,7 +62,9 @@ def _files(root: Path) -> list[Path]:
     if root.is_file():
         return [root]
     if not root.is_dir():
-        raise CheckpointError(f"there is no checkpoint at {root}: pass a .safetensors file or a directory that holds some")
+        raise CheckpointError(
+            f"there is no checkpoint at {root}: pass a .safetensors file or a directory that holds some"
+        )
     index = root / _INDEX
     if index.is_file():
         weight_map = read_json(index).get("weight_map", {})
@@ -93,7 +95,9 @@ def read_safetensors_header(file: Path) -> tuple[dict[str, WeightSource], FileSt
             stat = os.fstat(stream.fileno())
             prefix = stream.read(8)
             if len(prefix) < 8:
-                raise CheckpointError(f"{file} is truncated: {len(prefix)} bytes are no safetensors header")
+                raise CheckpointError(
+                    f"{file} is truncated: {len(prefix)} bytes are no safetensors header"
+                )
             (header_bytes,) = struct.unpack("<Q", prefix)
             if header_bytes > min(_MAX_HEADER_BYTES, stat.st_size - 8):
                 raise CheckpointError(
@@ -105,7 +109,9 @@ def read_safetensors_header(file: Path) -> tuple[dict[str, WeightSource], FileSt
     except OSError as error:
         raise CheckpointError(f"cannot read {file}: {error.strerror or error}") from error
     except ValueError as error:
-        raise CheckpointError(f"{file} has a corrupt safetensors header ({error}); download it again") from error
+        raise CheckpointError(
+            f"{file} has a corrupt safetensors header ({error}); download it again"
+        ) from error
     data_bytes = stat.st_size - 8 - header_bytes
     sources = {
         name: _source(file, name, entry, 8 + header_bytes, data_bytes)
@@ -150,7 +156,10 @@ def _source(file: Path, name: str, entry: Any, data_start: int, data_bytes: int)
 
 
 def _check_coverage(file: Path, header: Mapping[str, Any], data_bytes: int) -> None:
-    end = max((entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"), default=0)
+    end = max(
+        (entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"),
+        default=0,
+    )
     if end != data_bytes:
         raise CheckpointError(
             f"{file} holds {data_bytes} bytes of weights, its header describes {end}; the file is corrupt: download it again"
@@ -198,7 +207,9 @@ def match_weights(
     return found
 
 
-def _check_match(source: WeightSource, name: str, dtype: str, shape: tuple[int, ...], where: str) -> None:
+def _check_match(
+    source: WeightSource, name: str, dtype: str, shape: tuple[int, ...], where: str
+) -> None:
     if source.shape != shape:
         raise CheckpointError(
             f"'{name}' has the shape {list(source.shape)} in {where}, the model needs {list(shape)}; "

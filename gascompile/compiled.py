@@ -13,7 +13,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from gascompile.bundle import Bundle, Weights, content_stamp, write_bundle
-from gascompile.capture import bind_call
+from gascompile.calls import bind_call
 from gascompile.errors import PlanMismatchError
 from gascompile.ir import Plan, RunReport
 from gascompile.passes.insert import insert
@@ -96,7 +96,7 @@ class CompiledModel:
         unit = self._unit_for(leaves, spec, bound_args, bound_kwargs)
         self._last = unit
         executor = self._activate(unit)
-        outputs = executor.run(leaves)
+        outputs = executor.run(*leaves)
         unit.last_run = executor.last_run
         return pytree.tree_unflatten(outputs, unit.out_spec)
 
@@ -201,9 +201,7 @@ class CompiledModel:
 def mismatch(unit: Unit, leaves: list[Any], spec: pytree.TreeSpec) -> str | None:
     """Return why a call does not fit the unit's plan, or ``None`` when it does."""
     if spec != unit.in_spec:
-        return (
-            f"the call has the structure {spec}, the plan was made for {unit.in_spec}; pass the same arguments"
-        )
+        return f"the call has the structure {spec}, the plan was made for {unit.in_spec}; pass the same arguments"
     sizes: dict[str, int] = {}
     for value, expected in zip(leaves, unit.bundle.program.inputs, strict=True):
         reason = _leaf_mismatch(value, expected, sizes)

@@ -50,8 +50,12 @@ class InfeasiblePlanError(GASCompileError):
         return _rebuild_infeasible, (self.required_bytes, self.limit_bytes, self.tier, self.op)
 
 
-def _rebuild_infeasible(required_bytes: int, limit_bytes: int, tier: str, op: str) -> InfeasiblePlanError:
-    return InfeasiblePlanError(required_bytes=required_bytes, limit_bytes=limit_bytes, tier=tier, op=op)
+def _rebuild_infeasible(
+    required_bytes: int, limit_bytes: int, tier: str, op: str
+) -> InfeasiblePlanError:
+    return InfeasiblePlanError(
+        required_bytes=required_bytes, limit_bytes=limit_bytes, tier=tier, op=op
+    )
 
 
 class SolverError(GASCompileError):

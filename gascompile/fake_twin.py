@@ -38,7 +38,10 @@ def fake_twin(model: nn.Module, *, device: str) -> tuple[nn.Module, Mapping[str,
 def canonical_names(model: nn.Module) -> dict[str, str]:
     """Return, for every parameter and buffer name, the first name of the same tensor."""
     first: dict[int, str] = {}
-    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    named = [
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ]
     return {name: first.setdefault(id(tensor), name) for name, tensor in named}
 
 

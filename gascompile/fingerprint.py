@@ -38,7 +38,14 @@ def module_fingerprint(model: nn.Module) -> str:
             for name, tensor in tensors.items():
                 if tensor is not None:
                     first = names.setdefault(id(tensor), f"{path}.{name}")
-                    hasher.add(kind, name, first, str(tensor.dtype), tuple(tensor.shape), str(tensor.device.type))
+                    hasher.add(
+                        kind,
+                        name,
+                        first,
+                        str(tensor.dtype),
+                        tuple(tensor.shape),
+                        str(tensor.device.type),
+                    )
         hasher.add("non-persistent", sorted(module._non_persistent_buffers_set))
         for name, value in sorted(vars(module).items()):
             if name not in _NOT_STATE:
@@ -95,7 +102,9 @@ class _Hasher:
     def value(self, value: Any) -> None:
         if value is None or isinstance(value, (bool, int, float, complex, str, bytes)):
             self.add(type(value).__name__, value)
-        elif isinstance(value, (torch.dtype, torch.device, torch.layout, torch.Size, enum.Enum, range)):
+        elif isinstance(
+            value, (torch.dtype, torch.device, torch.layout, torch.Size, enum.Enum, range)
+        ):
             self.add(type(value).__name__, str(value))
         elif isinstance(value, torch.Tensor):
             self._tensor(value)
@@ -143,7 +152,9 @@ class _Hasher:
 
     def _function(self, value: types.FunctionType) -> None:
         self.add("function", value.__module__, value.__qualname__, value.__code__.co_code.hex())
-        self.value([const for const in value.__code__.co_consts if not isinstance(const, types.CodeType)])
+        self.value(
+            [const for const in value.__code__.co_consts if not isinstance(const, types.CodeType)]
+        )
         self.value(value.__defaults__)
         for cell in value.__closure__ or ():
             self.value(cell.cell_contents)

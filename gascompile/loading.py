@@ -68,7 +68,9 @@ def _moved(weights: Weights, root: Path) -> Weights:
     def relocate(path: str) -> str:
         found = here.get(Path(path).name)
         if found is None:
-            raise CheckpointError(f"{root} holds no file '{Path(path).name}', which the bundle needs")
+            raise CheckpointError(
+                f"{root} holds no file '{Path(path).name}', which the bundle needs"
+            )
         return found.path
 
     sources = {

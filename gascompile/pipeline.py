@@ -15,7 +15,8 @@ from torch.utils import _pytree as pytree
 
 from gascompile import plan_cache, serial
 from gascompile.bundle import Bundle
-from gascompile.capture import Capture, capture, normalize_call, positional_names
+from gascompile.calls import normalize_call, positional_names
+from gascompile.capture import capture
 from gascompile.checkpoint import Checkpoint, open_checkpoint
 from gascompile.compiled import CompiledModel, Unit
 from gascompile.config import CompileConfig
@@ -28,6 +29,7 @@ from gascompile.passes.annotate import annotate
 from gascompile.passes.make_plan import make_plan
 from gascompile.progress import task
 from gascompile.runtime.engine import read_blocks
+from gascompile.to_program import Capture
 from gascompile.weights import Resolved, resolve_weights, with_held_tensors
 
 _log = logging.getLogger("gascompile")
@@ -101,8 +103,12 @@ class Job:
         layout = checkpoint.sources if checkpoint else {}
         return {
             "graph": module_fingerprint(self.model),
-            "inputs": serial.digest([str(spec), inputs, repr(self.dynamic_shapes), str(torch.get_default_dtype())]),
-            "weights": serial.digest({n: [s.dtype, list(s.shape)] for n, s in sorted(layout.items())}),
+            "inputs": serial.digest(
+                [str(spec), inputs, repr(self.dynamic_shapes), str(torch.get_default_dtype())]
+            ),
+            "weights": serial.digest(
+                {n: [s.dtype, list(s.shape)] for n, s in sorted(layout.items())}
+            ),
             "machine": serial.digest(self.machine),
             "budget": serial.digest(self.budget.limits_bytes(self.machine)),
             "options": serial.digest(self.config.fingerprint_fields()),

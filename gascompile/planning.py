@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from gascompile import serial
-from gascompile.capture import normalize_call
+from gascompile.calls import normalize_call
 from gascompile.config import CompileConfig
 from gascompile.cost_models.replay import replay_plan
 from gascompile.errors import CaptureError
@@ -58,9 +58,7 @@ def plan(
         FormatError: the source is none of the above or a damaged file.
     """
     options: dict[str, Any] = {"cache_dir": Path(cache_dir)} if cache_dir is not None else {}
-    config = CompileConfig(
-        time_limit_s=time_limit_s, mip_gap=mip_gap, strategy=strategy, **options
-    )
+    config = CompileConfig(time_limit_s=time_limit_s, mip_gap=mip_gap, strategy=strategy, **options)
     resolved = resolve_machine(machine, cache_dir=config.cache_dir, read=read_blocks)
     limits = Budget.of(budget, resolved)
     if not isinstance(source, (nn.Module, Workload)) and str(source).endswith(".json"):

@@ -25,10 +25,29 @@ FORMAT = "gascompile.program/1"
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     f"operator.{name}": getattr(operator, name)
     for name in (
-        "getitem", "add", "sub", "mul", "floordiv", "truediv", "mod", "neg", "pow",
-        "eq", "ne", "lt", "le", "gt", "ge", "and_", "or_", "not_",
+        "getitem",
+        "add",
+        "sub",
+        "mul",
+        "floordiv",
+        "truediv",
+        "mod",
+        "neg",
+        "pow",
+        "eq",
+        "ne",
+        "lt",
+        "le",
+        "gt",
+        "ge",
+        "and_",
+        "or_",
+        "not_",
     )
-} | {f"torch.{name}": getattr(torch, name) for name in ("sym_max", "sym_min", "sym_not", "sym_float", "sym_int", "sym_ite")}
+} | {
+    f"torch.{name}": getattr(torch, name)
+    for name in ("sym_max", "sym_min", "sym_not", "sym_float", "sym_int", "sym_ite")
+}
 _FUNCTIONS |= {"math.ceil": math.ceil, "math.floor": math.floor, "math.trunc": math.trunc}
 _FUNCTION_NAMES = {function: name for name, function in _FUNCTIONS.items()}
 _LIBRARIES = ("transformers",)
@@ -78,7 +97,9 @@ def program_from_json(data: Any, *, where: str = "$") -> Program:
     """
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         found = data.get("format") if isinstance(data, dict) else type(data).__name__
-        raise FormatError(f"{where}: this reader knows the format {FORMAT!r}, the data says {found!r}")
+        raise FormatError(
+            f"{where}: this reader knows the format {FORMAT!r}, the data says {found!r}"
+        )
     try:
         _import_libraries(data)
         return Program(
@@ -95,7 +116,9 @@ def program_from_json(data: Any, *, where: str = "$") -> Program:
             out_spec=data["out_spec"],
         )
     except (KeyError, TypeError, IndexError, AttributeError, ValueError) as error:
-        raise FormatError(f"{where}: the program is damaged ({type(error).__name__}: {error})") from error
+        raise FormatError(
+            f"{where}: the program is damaged ({type(error).__name__}: {error})"
+        ) from error
 
 
 def load_treespec(text: str) -> pytree.TreeSpec:
@@ -132,7 +155,9 @@ def _target_name(node: torch.fx.Node) -> str:
         return str(target)
     if callable(target) and target in _FUNCTION_NAMES:
         return _FUNCTION_NAMES[target]
-    raise UnsupportedOpError(f"op '{node.name}' calls {target}, which has no form in a saved program")
+    raise UnsupportedOpError(
+        f"op '{node.name}' calls {target}, which has no form in a saved program"
+    )
 
 
 def _find_target(name: str) -> Callable[..., Any]:
@@ -156,7 +181,9 @@ _ENUMS: dict[str, dict[str, Any]] = {
         str(v).removeprefix("torch."): v for v in vars(torch).values() if isinstance(v, torch.dtype)
     },
     "layout": {
-        str(v).removeprefix("torch."): v for v in vars(torch).values() if isinstance(v, torch.layout)
+        str(v).removeprefix("torch."): v
+        for v in vars(torch).values()
+        if isinstance(v, torch.layout)
     },
     "memory_format": {
         str(v).removeprefix("torch."): v
@@ -175,7 +202,9 @@ def _encode(arg: Any, node: torch.fx.Node) -> Any:
     if isinstance(arg, float):
         return arg if math.isfinite(arg) else {"float": repr(arg)}
     if isinstance(arg, (list, tuple)):
-        return {"tuple" if isinstance(arg, tuple) else "list": [_encode(item, node) for item in arg]}
+        return {
+            "tuple" if isinstance(arg, tuple) else "list": [_encode(item, node) for item in arg]
+        }
     if isinstance(arg, slice):
         return {"slice": [_encode(item, node) for item in (arg.start, arg.stop, arg.step)]}
     if isinstance(arg, torch.device):
@@ -251,7 +280,9 @@ def _input_from_json(data: Mapping[str, Any], where: str) -> InputSpec:
         path=data["path"],
         dtype=data["dtype"],
         shape=tuple(
-            serial.from_json(Dim, dim, where=f"{where}.shape") if isinstance(dim, dict) else int(dim)
+            serial.from_json(Dim, dim, where=f"{where}.shape")
+            if isinstance(dim, dict)
+            else int(dim)
             for dim in data["shape"]
         ),
         device=data["device"],

@@ -75,7 +75,9 @@ def from_json(cls: type[T], data: object, *, where: str = "$") -> T:
         FormatError: the data is not of this format, names an unknown field, lacks one or has a wrong type.
     """
     if not isinstance(data, dict):
-        raise FormatError(f"{where}: expected an object for {cls.__name__}, found {type(data).__name__}")
+        raise FormatError(
+            f"{where}: expected an object for {cls.__name__}, found {type(data).__name__}"
+        )
     rest = dict(data)
     expected = getattr(cls, "FORMAT", None)
     if expected is not None and (found := rest.pop("format", None)) != expected:
@@ -128,7 +130,9 @@ def _read_union(args: tuple[Any, ...], data: object, where: str) -> Any:
 def _read_scalar(hint: Any, data: object, where: str) -> Any:
     if isinstance(hint, type) and issubclass(hint, StrEnum):
         if data not in [member.value for member in hint]:
-            raise FormatError(f"{where}: {data!r} is not one of {[member.value for member in hint]}")
+            raise FormatError(
+                f"{where}: {data!r} is not one of {[member.value for member in hint]}"
+            )
         return hint(data)
     if hint is float and isinstance(data, int) and not isinstance(data, bool):
         return float(data)
@@ -192,4 +196,6 @@ def write_atomic(path: str | os.PathLike[str], data: bytes | str) -> None:
     except OSError as error:
         if temporary:
             Path(temporary).unlink(missing_ok=True)
-        raise StorageError(f"cannot write {target}: {error.strerror or error}; free space or choose another folder") from error
+        raise StorageError(
+            f"cannot write {target}: {error.strerror or error}; free space or choose another folder"
+        ) from error

@@ -59,7 +59,9 @@ def open_source(source: str | os.PathLike[str], *, batch: int = 1, tokens: int =
 
 def _open_directory(path: Path, batch: int, tokens: int) -> Source:
     if not is_model_directory(path):
-        raise CheckpointError(f"{path} holds no config.json, so it is no Hugging Face model directory")
+        raise CheckpointError(
+            f"{path} holds no config.json, so it is no Hugging Face model directory"
+        )
     has_weights = any(path.glob("*.safetensors"))
     dtype = None
     if has_weights:
@@ -79,7 +81,9 @@ def _open_exported(path: Path) -> Source:
         raise FormatError(f"{path} is not a .pt2 file that this torch can load: {error}") from error
     inputs = exported.example_inputs
     model = exported.module(check_guards=False)
-    return Source(model=model, checkpoint=None, inputs=(inputs[0], dict(inputs[1])) if inputs else None)
+    return Source(
+        model=model, checkpoint=None, inputs=(inputs[0], dict(inputs[1])) if inputs else None
+    )
 
 
 def _open_callable(text: str) -> Source:

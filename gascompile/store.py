@@ -96,7 +96,9 @@ def exclusive(path: Path) -> Iterator[None]:
         path.parent.mkdir(parents=True, exist_ok=True)
         stream = path.open("a")
     except OSError as error:
-        raise StorageError(f"cannot write in {path.parent}: {error.strerror or error}; pass another cache_dir=") from error
+        raise StorageError(
+            f"cannot write in {path.parent}: {error.strerror or error}; pass another cache_dir="
+        ) from error
     with stream:
         fcntl.flock(stream, fcntl.LOCK_EX)
         yield

@@ -36,7 +36,9 @@ def parse_size(value: int | str) -> int:
         ValueError: the text is not a non-negative number with a known unit.
     """
     if isinstance(value, bool) or not isinstance(value, (int, str)):
-        raise ValueError(f"a size is a whole number of bytes or a text such as '8GiB', not {value!r}")
+        raise ValueError(
+            f"a size is a whole number of bytes or a text such as '8GiB', not {value!r}"
+        )
     if isinstance(value, int):
         if value < 0:
             raise ValueError(f"a size cannot be negative: {value}")
@@ -45,7 +47,9 @@ def parse_size(value: int | str) -> int:
     scale = _SUFFIX_BYTES.get(match.group(2).lower()) if match else None
     if match is None or scale is None:
         units = ", ".join(("B", "KB", "MB", "GB", "TB", "KiB", "MiB", "GiB", "TiB"))
-        raise ValueError(f"cannot read the size {value!r}: write a number and one of {units}, as in '1.5GiB'")
+        raise ValueError(
+            f"cannot read the size {value!r}: write a number and one of {units}, as in '1.5GiB'"
+        )
     return round(float(match.group(1)) * scale)
 
 

@@ -29,7 +29,9 @@ class Resolved:
     held: Mapping[str, torch.Tensor]
 
 
-def with_held_tensors(program: Program, model: nn.Module, constants: Mapping[str, torch.Tensor]) -> Program:
+def with_held_tensors(
+    program: Program, model: nn.Module, constants: Mapping[str, torch.Tensor]
+) -> Program:
     """Return ``program`` with constants and small non-persistent buffers among the tensors kept in RAM."""
     held = {name for name in program.bound if name in constants}
     persistent = model.state_dict(keep_vars=True).keys()
@@ -103,9 +105,13 @@ def _from_checkpoint(
     for name, first in canonical.items():
         aliases[first] = (*aliases.get(first, ()), name)
     persistent = model.state_dict(keep_vars=True).keys()
-    in_file = {name for name, names in aliases.items() if any(n in checkpoint.sources for n in names)}
+    in_file = {
+        name for name, names in aliases.items() if any(n in checkpoint.sources for n in names)
+    }
     required = [
-        n for n in needed if n in in_file or any(alias in persistent for alias in aliases.get(n, (n,)))
+        n
+        for n in needed
+        if n in in_file or any(alias in persistent for alias in aliases.get(n, (n,)))
     ]
     return match_weights(
         {name: (program.bound[name].dtype, program.bound[name].shape) for name in required},
@@ -136,7 +142,9 @@ def _read(source: WeightSource, where: str) -> torch.Tensor:
                 stream.seek(extent.offset)
                 raw += stream.read(extent.size_bytes)
     except OSError as error:
-        raise CheckpointError(f"cannot read '{source.name}' from {where}: {error.strerror or error}") from error
+        raise CheckpointError(
+            f"cannot read '{source.name}' from {where}: {error.strerror or error}"
+        ) from error
     dtype = getattr(torch, source.dtype)
     if not raw:
         return torch.empty(source.shape, dtype=dtype)

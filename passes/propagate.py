@@ -113,7 +113,12 @@ def _place_inputs(
         else:
             spec = inputs[node.name]
             assert spec.dtype is not None
-            tensor, dtype, shape, device = f"%{node.name}", spec.dtype, spec.upper_shape(), spec.device
+            tensor, dtype, shape, device = (
+                f"%{node.name}",
+                spec.dtype,
+                spec.upper_shape(),
+                spec.device,
+            )
         with mode:
             env[node] = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
         owners.add(env[node], tensor)
@@ -150,7 +155,9 @@ def _run_node(
                 facts.writes.append(name)
     facts.writes += _mutated(node, args, kwargs, owners)
     facts.leaves = recorder.leaves
-    own_bytes = sum(owners.size_bytes[name] for name in facts.writes if name.startswith(f"%{node.name}"))
+    own_bytes = sum(
+        owners.size_bytes[name] for name in facts.writes if name.startswith(f"%{node.name}")
+    )
     facts.workspace_bytes = max(recorder.peak_bytes - own_bytes, 0) + recorder.kernel_bytes
     return facts
 
@@ -162,7 +169,9 @@ def _mutated(node: torch.fx.Node, args: Any, kwargs: Any, owners: _Owners) -> li
     for position, argument in enumerate(node.target._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = kwargs.get(argument.name, args[position] if position < len(args) else None)
-            names += [owners.name(v) for v in pytree.tree_leaves(value) if isinstance(v, torch.Tensor)]
+            names += [
+                owners.name(v) for v in pytree.tree_leaves(value) if isinstance(v, torch.Tensor)
+            ]
     return _unique(names)
 
 
@@ -219,11 +228,20 @@ def _nbytes(value: torch.Tensor) -> int:
     return value.numel() * value.element_size()
 
 
-_ROW_READERS = {torch.ops.aten.embedding.default, torch.ops.aten.index_select.default, torch.ops.aten.gather.default}
+_ROW_READERS = {
+    torch.ops.aten.embedding.default,
+    torch.ops.aten.index_select.default,
+    torch.ops.aten.gather.default,
+}
 
 
 def _leaf(
-    func: Any, args: Any, kwargs: Any, result: Any, inputs: list[torch.Tensor], outputs: list[torch.Tensor]
+    func: Any,
+    args: Any,
+    kwargs: Any,
+    result: Any,
+    inputs: list[torch.Tensor],
+    outputs: list[torch.Tensor],
 ) -> LeafOp:
     formula = flop_registry.get(func.overloadpacket)
     flops = int(formula(*args, **kwargs, out_val=result)) if formula else 0
@@ -280,4 +298,3 @@ _CONTIGUOUS_KERNELS = (
 
 def _makes_contiguous(name: str) -> bool:
     return name in _CONTIGUOUS_KERNELS
-

@@ -74,7 +74,9 @@ def build_skeleton(path: Path, *, dtype: str | None = None) -> nn.Module:
             f"{path} is a Hugging Face directory, which needs transformers and accelerate ({error}); "
             "install them with: pip install 'gascompile[hf]'"
         ) from error
-    read_json(path / "config.json")  # a damaged file gets our error, not transformers' guess at a hub name
+    read_json(
+        path / "config.json"
+    )  # a damaged file gets our error, not transformers' guess at a hub name
     try:
         config = transformers.AutoConfig.from_pretrained(str(path), local_files_only=True)
     except (OSError, ValueError, KeyError) as error:

@@ -79,8 +79,12 @@ def _renamed(source: WeightSource, name: str) -> WeightSource:
     return WeightSource(name=name, dtype=source.dtype, shape=source.shape, extents=source.extents)
 
 
-def _convert(target: str, operations: Sequence[Any], parts: list[list[WeightSource]]) -> WeightSource:
-    pieces = [[_Pieces(dtype=s.dtype, shape=s.shape, extents=s.extents) for s in part] for part in parts]
+def _convert(
+    target: str, operations: Sequence[Any], parts: list[list[WeightSource]]
+) -> WeightSource:
+    pieces = [
+        [_Pieces(dtype=s.dtype, shape=s.shape, extents=s.extents) for s in part] for part in parts
+    ]
     for operation in operations:
         kind = type(operation).__name__
         if kind == "MergeModulelist" and operation.dim == 0:
@@ -129,7 +133,9 @@ def _cut(extents: tuple[Extent, ...], start: int, size_bytes: int) -> list[Exten
         low, high = max(start, position), min(start + size_bytes, position + extent.size_bytes)
         if low < high:
             result.append(
-                Extent(path=extent.path, offset=extent.offset + low - position, size_bytes=high - low)
+                Extent(
+                    path=extent.path, offset=extent.offset + low - position, size_bytes=high - low
+                )
             )
         position += extent.size_bytes
     return result

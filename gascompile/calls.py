@@ -1,0 +1,46 @@
+"""Calls of a module, brought to one form whatever mix of positional and keyword arguments they use."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+
+def normalize_call(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the call with every nameable positional argument as a keyword, in the signature's order.
+
+    ``f(x, mask=m)`` and ``f(mask=m, x=x)`` thereby meet the same plan.
+    """
+    return bind_call(positional_names(model), args, kwargs)
+
+
+def positional_names(model: nn.Module) -> tuple[str, ...]:
+    """Return the names of ``model.forward``'s leading positional-or-keyword parameters."""
+    names = []
+    for parameter in inspect.signature(model.forward).parameters.values():
+        if parameter.kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD:
+            break
+        names.append(parameter.name)
+    return tuple(names)
+
+
+def bind_call(
+    names: tuple[str, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Name the positional arguments by ``names``; what has no name stays positional."""
+    if len(args) > len(names):
+        return args, dict(kwargs)
+    bound = dict(zip(names, args, strict=False))
+    twice = bound.keys() & kwargs.keys()
+    if twice:
+        raise TypeError(f"the argument '{min(twice)}' is given by position and by name")
+    merged = {**bound, **kwargs}
+    order = {name: i for i, name in enumerate(names)}
+    return (), dict(
+        sorted(merged.items(), key=lambda item: (order.get(item[0], len(order)), item[0]))
+    )
