@@ -111,6 +111,11 @@ class CompiledModel:
         return self._current().bundle.program
 
     @property
+    def weights(self) -> Weights:
+        """Where the weights of the program lie, by name, and the identity of their files."""
+        return self._current().bundle.weights
+
+    @property
     def graph_module(self) -> torch.fx.GraphModule:
         """The graph with its moves; ``graph_module.code`` shows the schedule as a program."""
         return self._current().graph_module

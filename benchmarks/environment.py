@@ -1,0 +1,42 @@
+"""What a result file says about the machine and the software it was measured on."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_PACKAGES = ("torch", "transformers", "accelerate", "safetensors", "pulp", "highspy", "gascompile")
+
+
+def describe_environment() -> dict[str, Any]:
+    """Return processor, memory, kernel and versions."""
+    return {
+        "processor": _cpu_model(),
+        "cores": os.cpu_count(),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "torch_threads": torch.get_num_threads(),
+        "versions": {name: importlib.metadata.version(name) for name in _PACKAGES},
+    }
+
+
+def result_path(theme: str) -> Path:
+    """Return ``benchmarks/results/<theme>-<machine>-<date>.json``."""
+    machine = f"{_cpu_model()}-{os.cpu_count()}cores".lower().replace(" ", "-")
+    date = datetime.datetime.now(datetime.UTC).date().isoformat()
+    return Path(__file__).parent / "results" / f"{theme}-{machine}-{date}.json"
+
+
+def _cpu_model() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
