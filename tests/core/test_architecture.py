@@ -1,0 +1,194 @@
+"""The import arrows, the size and character rules, and what an import or a wheel brings along."""
+
+from __future__ import annotations
+
+import ast
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+LEAVES = ("ir", "serial", "units", "errors", "program", "moves")
+INNER = ("passes", "cost_models", "runtime")
+SOURCES = sorted(
+    path for folder in ("gascompile", *INNER) for path in (ROOT / folder).rglob("*.py")
+)
+EVERYTHING = SOURCES + sorted(
+    path
+    for folder in ("tests", "examples", "benchmarks", "tools")
+    for path in (ROOT / folder).rglob("*.py")
+)
+MAX_LINES = 400
+# All data types stand in one file, so that a reader finds every field in one place.
+LONGER = {"gascompile/ir.py": 500}
+MAX_FUNCTION_LINES = 50
+
+
+def module_name(path: Path) -> str:
+    """Return the name under which a source file is installed."""
+    parts = list(path.relative_to(ROOT).with_suffix("").parts)
+    if parts[-1] == "__init__":
+        parts.pop()
+    return ".".join(parts if parts[0] == "gascompile" else ["gascompile", *parts])
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Yield the full dotted name of everything that a file imports, at any depth."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def layer(name: str) -> str:
+    """Return which row of the table of arrows a dotted name belongs to; '' for other packages."""
+    parts = name.split(".")
+    if parts[0] != "gascompile":
+        return ""
+    if len(parts) > 1 and parts[1] in INNER:
+        return parts[1]
+    return "leaves" if len(parts) > 1 and parts[1] in LEAVES else "top"
+
+
+ALLOWED = {
+    "leaves": {"leaves"},
+    "cost_models": {"leaves", "cost_models"},
+    "passes": {"leaves", "cost_models", "passes"},
+    "runtime": {"leaves", "runtime"},
+    "top": {"leaves", "cost_models", "passes", "runtime", "top"},
+}
+
+
+def test_the_sources_are_found() -> None:
+    assert {layer(module_name(path)) for path in SOURCES} == set(ALLOWED)
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=module_name)
+def test_import_arrows(path: Path) -> None:
+    allowed = ALLOWED[layer(module_name(path))]
+    for name in imports(path):
+        # `from gascompile import serial` reads as gascompile.serial, so it is judged like the rest.
+        assert layer(name) in {"", *allowed}, f"{module_name(path)} imports {name}"
+
+
+@pytest.mark.parametrize("name", LEAVES)
+def test_leaves_import_the_standard_library_and_torch_only(name: str) -> None:
+    for imported in imports(ROOT / "gascompile" / f"{name}.py"):
+        package = imported.split(".")[0]
+        assert package in {"gascompile", "torch"} or package in sys.stdlib_module_names, imported
+
+
+@pytest.mark.parametrize("path", EVERYTHING, ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_bare_import_of_an_inner_package(path: Path) -> None:
+    """A bare ``import passes`` would load a second copy of every class."""
+    assert not {name.split(".")[0] for name in imports(path)} & set(INNER)
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=module_name)
+def test_pulp_is_imported_in_one_file(path: Path) -> None:
+    if any(name.split(".")[0] == "pulp" for name in imports(path)):
+        assert module_name(path) == "gascompile.passes.place"
+
+
+@pytest.mark.parametrize("path", EVERYTHING, ids=lambda path: str(path.relative_to(ROOT)))
+def test_files_are_ascii_and_short(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert text.isascii()
+    assert text.count("\n") <= LONGER.get(str(path.relative_to(ROOT)), MAX_LINES)
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=module_name)
+def test_functions_are_short(path: Path) -> None:
+    """Count the lines of the body: what a signature and a docstring take is not complexity."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.FunctionDef):
+            body = node.body[1:] if ast.get_docstring(node) else node.body
+            num_lines = (body[-1].end_lineno or 0) - body[0].lineno + 1 if body else 0
+            assert num_lines <= MAX_FUNCTION_LINES, f"{node.name} has {num_lines} lines"
+
+
+def run_python(code: str) -> str:
+    """Run code in a fresh interpreter outside the repository; return what it printed."""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd="/",
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+HEAVY = "{'pulp', 'highspy', 'kvikio', 'triton', 'transformers', 'accelerate', 'matplotlib'}"
+
+
+def test_importing_the_package_is_light() -> None:
+    code = f"import sys, gascompile; print(sorted({HEAVY} & set(sys.modules)))"
+    assert run_python(code) == "[]"
+
+
+def test_importing_the_package_initialises_no_cuda() -> None:
+    code = "import gascompile, torch; print(torch.cuda.is_initialized())"
+    assert run_python(code) == "False"
+
+
+def test_importing_the_runtime_loads_no_solver() -> None:
+    code = (
+        "import sys, pkgutil, importlib, gascompile.runtime as runtime\n"
+        "for module in pkgutil.iter_modules(runtime.__path__, 'gascompile.runtime.'):\n"
+        "    importlib.import_module(module.name)\n"
+        f"loaded = {HEAVY} & set(sys.modules)\n"
+        "print(sorted(loaded), 'gascompile.passes' in sys.modules)"
+    )
+    assert run_python(code) == "[] False"
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build the wheel from a copy of the sources, so that the tree stays clean."""
+    source = tmp_path_factory.mktemp("source")
+    for name in ("gascompile", *INNER):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source / name)
+    out = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-q"]
+    subprocess.run([*command, "-w", str(out), str(source)], check=True, capture_output=True)
+    (found,) = out.glob("gascompile-*.whl")
+    return found
+
+
+def test_the_wheel_holds_every_source_and_nothing_else(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = {name for name in archive.namelist() if ".dist-info/" not in name}
+    expected = {
+        str(path.relative_to(ROOT))
+        if path.relative_to(ROOT).parts[0] == "gascompile"
+        else f"gascompile/{path.relative_to(ROOT)}"
+        for path in SOURCES
+    }
+    presets = {
+        f"gascompile/{path.relative_to(ROOT)}"
+        for path in (ROOT / "cost_models" / "presets").glob("*.json")
+    }
+    assert names == expected | presets | {"gascompile/py.typed"}
+
+
+def test_the_installed_wheel_works_away_from_the_repository(wheel: Path, tmp_path: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path)
+    code = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+        "import gascompile, gascompile.passes, gascompile.runtime, gascompile.cost_models\n"
+        "from gascompile.machine import preset_names\n"
+        "print(gascompile.__file__.startswith(sys.path[0]), len(preset_names()))"
+    )
+    assert run_python(code) == "True 4"

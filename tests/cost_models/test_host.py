@@ -1,0 +1,75 @@
+"""The memory limit under control groups of both versions, laid out in a folder."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from gascompile.cost_models.host import (
+    cpu_model,
+    file_system_id,
+    free_bytes,
+    has_direct_io,
+    memory_limit,
+)
+from gascompile.errors import StorageError
+
+RAM_BYTES = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def limit(tmp_path: Path, groups: str, files: dict[str, str]) -> tuple[int, str]:
+    listing = tmp_path / "cgroup"
+    listing.write_text(groups)
+    for name, text in files.items():
+        path = tmp_path / "fs" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    found = memory_limit(cgroup_list=listing, cgroup_root=tmp_path / "fs")
+    return found.size_bytes, found.origin
+
+
+def test_no_control_group_means_ram(tmp_path: Path) -> None:
+    assert limit(tmp_path, "", {}) == (RAM_BYTES, "physical RAM")
+
+
+def test_version_2(tmp_path: Path) -> None:
+    files = {"app/job/memory.max": "max\n", "app/memory.max": "1000000\n"}
+    size_bytes, origin = limit(tmp_path, "0::/app/job\n", files)
+    assert size_bytes == 1_000_000
+    assert origin.endswith("app/memory.max")
+
+
+def test_version_1(tmp_path: Path) -> None:
+    groups = "8:pids:/\n4:memory:/app\n0::/\n"
+    files = {
+        "memory/app/memory.limit_in_bytes": "2000000\n",
+        "memory/memory.limit_in_bytes": "9223372036854771712\n",
+    }
+    assert limit(tmp_path, groups, files)[0] == 2_000_000
+
+
+def test_inside_a_container_the_mount_itself_counts(tmp_path: Path) -> None:
+    assert limit(tmp_path, "0::/host/path\n", {"memory.max": "3000000"})[0] == 3_000_000
+
+
+def test_a_limit_above_ram_is_none(tmp_path: Path) -> None:
+    files = {"memory.max": str(2 * RAM_BYTES)}
+    assert limit(tmp_path, "0::/\n", files) == (RAM_BYTES, "physical RAM")
+
+
+def test_this_host() -> None:
+    assert 0 < memory_limit().size_bytes <= RAM_BYTES
+    assert cpu_model()
+
+
+def test_folders(tmp_path: Path) -> None:
+    assert free_bytes(tmp_path) > 0
+    assert file_system_id(tmp_path) == file_system_id(tmp_path)
+    has_direct_io(tmp_path)
+    assert os.listdir(tmp_path) == []
+    with pytest.raises(StorageError, match="choose"):
+        free_bytes(tmp_path / "nowhere")
+    with pytest.raises(StorageError, match="choose"):
+        has_direct_io(tmp_path / "nowhere")
