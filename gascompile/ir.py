@@ -219,7 +219,8 @@ class Budget:
             return value
         if value is None:
             return Budget()
-        return Budget(**{machine.compute_tier: parse_size(value)})
+        size_bytes = parse_size(value)
+        return Budget(gpu=size_bytes) if machine.compute_tier == "gpu" else Budget(cpu=size_bytes)
 
 
 # ---------------------------------------------------------------- plan: gascompile.plan/1

@@ -60,7 +60,8 @@ class BoundSpec:
         count = 1
         for dim in self.shape:
             count *= dim
-        return count * getattr(torch, self.dtype).itemsize
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return count * dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -82,10 +82,12 @@ def from_json(cls: type[T], data: object, *, where: str = "$") -> T:
     expected = getattr(cls, "FORMAT", None)
     if expected is not None and (found := rest.pop("format", None)) != expected:
         raise FormatError(
-            f"{where}: this reader knows the format {expected!r}, the data says {found!r}; write it again with this version"
+            f"{where}: this reader knows the format {expected!r}, the data says {found!r}; "
+            f"write it again with this version"
         )
     values: dict[str, Any] = {}
-    for name, json_name, hint, required in _json_fields(cls):
+    dataclass_type: type = cls
+    for name, json_name, hint, required in _json_fields(dataclass_type):
         if json_name in rest:
             values[name] = _read(hint, rest.pop(json_name), f"{where}.{json_name}")
         elif required:
