@@ -25,7 +25,7 @@ typecheck: $(STAMP)
 	$(PY) tools/typecheck.py
 
 bench: $(STAMP)
-	set -e; for script in benchmarks/bench_*.py; do $(PY) -m benchmarks.$$(basename $$script .py); done
+	$(PY) -m benchmarks.inference_offload
 
 clean:
 	rm -rf .venv .typecheck build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -93,6 +93,11 @@ def measure_machine(*, folder: str | os.PathLike[str], read: Reader) -> Machine:
     return _machine(folder, compute, disk, together)
 
 
+def machine_name() -> str:
+    """Return the name that this machine's measurement carries: processor and torch's threads."""
+    return f"this machine: {cpu_model()}, {torch.get_num_threads()} threads"
+
+
 def _measure_disk(file: ProbeFile, read: Reader) -> _Disk:
     latency_s = file.latency_s(read)
     io, size_bytes = best_setting(file, read, limit_s=_SEARCH_LIMIT_S)
@@ -139,7 +144,7 @@ def _machine(
     num_threads = torch.get_num_threads()
     limit = memory_limit()
     return Machine(
-        name=f"this machine: {cpu_model()}, {num_threads} threads",
+        name=machine_name(),
         tiers={
             "cpu": Tier(size_bytes=limit.size_bytes, source=f"{measured} {limit.origin}"),
             "nvme": Tier(

@@ -19,7 +19,7 @@ import torch
 
 from gascompile import serial
 from gascompile.cost_models.host import cpu_model, file_system_id, free_bytes, memory_limit
-from gascompile.cost_models.measure import measure_machine, round_down
+from gascompile.cost_models.measure import machine_name, measure_machine, round_down
 from gascompile.cost_models.measure_disk import Reader
 from gascompile.errors import FormatError, StorageError
 from gascompile.ir import Machine
@@ -64,6 +64,11 @@ def resolve_machine(
         f"the machine file {name} does not exist; give an existing file or one of the presets "
         f"{', '.join(preset_names())}"
     )
+
+
+def this_machine_name() -> str:
+    """Return the name that plans made for this machine carry, without measuring it."""
+    return machine_name()
 
 
 def preset_names() -> tuple[str, ...]:

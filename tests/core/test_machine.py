@@ -16,7 +16,13 @@ from gascompile import serial
 from gascompile.cost_models.op_time import op_time_s
 from gascompile.errors import FormatError, StorageError
 from gascompile.ir import IoSettings, Machine
-from gascompile.machine import preset, preset_names, remembered_machine, resolve_machine
+from gascompile.machine import (
+    preset,
+    preset_names,
+    remembered_machine,
+    resolve_machine,
+    this_machine_name,
+)
 
 
 @dataclass(frozen=True)
@@ -59,7 +65,7 @@ def test_a_machine_is_itself(tmp_path: Path) -> None:
 
 def test_this_machine_is_measured_for_real(tmp_path: Path) -> None:
     found = resolve_machine(None, cache_dir=tmp_path / "cache", read=read)
-    assert found.name.startswith("this machine")
+    assert found.name == this_machine_name()
     assert found.link("nvme->cpu").bandwidth_bytes_per_s == pytest.approx(1e9)
     assert remembered_machine(tmp_path / "cache") == found
 
