@@ -1,0 +1,236 @@
+"""The simulator: what a list of steps takes on a machine, without running it.
+
+One thread walks the steps. ``Compute`` takes its op's seconds, ``Prefetch`` puts a transfer on its link
+and costs nothing, ``Wait`` blocks until the transfer has arrived. A link serves its transfers one after
+the other in the order of their prefetches; a pipe that links share admits a transfer when the bytes
+of the one before would have passed at the pipe's own bandwidth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from gascompile.cost_models.events import (
+    COMPUTE,
+    PREFETCH,
+    WAIT,
+    Event,
+    EventProgram,
+    running_sums,
+    steady_iteration,
+    steady_seconds,
+)
+from gascompile.ir import (
+    Compute,
+    Link,
+    Machine,
+    OpSpec,
+    Plan,
+    Prefetch,
+    Release,
+    Stall,
+    Step,
+    TensorKind,
+    Timeline,
+    Wait,
+)
+
+
+def replay(
+    steps: Sequence[Step],
+    ops: Sequence[OpSpec],
+    op_times_s: Sequence[float],
+    machine: Machine,
+    *,
+    repeats: bool,
+    resident_bytes: Mapping[str, int] | None = None,
+    peak_bytes: Mapping[str, int] | None = None,
+) -> Timeline:
+    """Return the timeline of ``steps``; pure.
+
+    Args:
+        steps: one iteration in program order.
+        ops: what each op reads decides when a resident is first needed.
+        op_times_s: seconds of each op at its site.
+        machine: its links and pipes are simulated.
+        repeats: iterations follow each other, and the steady one is reported.
+        resident_bytes: weights that are read once before the first iteration, with their sizes.
+        peak_bytes: handed through to the timeline.
+
+    Raises:
+        KeyError: a step names a link that ``machine`` does not have.
+        ValueError: a wait has no prefetch of that tensor to that address.
+    """
+    seconds, stalls = steady_iteration(compile_events(steps, op_times_s, machine, repeats=repeats))
+    first = _first_iteration(steps, ops, machine, resident_bytes or {}, repeats)
+    first_s = steady_seconds(compile_events(first, op_times_s, machine, repeats=False))
+    waits = [step for step in steps if isinstance(step, Wait)]
+    link_bytes: dict[str, int] = {}
+    link_busy_s: dict[str, float] = {}
+    for step in steps:
+        if isinstance(step, Prefetch):
+            busy_s = machine.link(step.link).transfer_time_s(step.size_bytes)
+            link_bytes[step.link] = link_bytes.get(step.link, 0) + step.size_bytes
+            link_busy_s[step.link] = link_busy_s.get(step.link, 0.0) + busy_s
+    return Timeline(
+        seconds=seconds,
+        first_iteration_s=first_s,
+        stalls=tuple(
+            Stall(op=waits[i].op, tensor=waits[i].tensor, time_s=time_s) for i, time_s in stalls
+        ),
+        link_busy_s=link_busy_s,
+        link_bytes=link_bytes,
+        peak_bytes=dict(peak_bytes or {}),
+    )
+
+
+def replay_plan(plan: Plan, machine: Machine | None = None) -> Timeline:
+    """Return the timeline of ``plan`` on ``machine``, by default the one it was made for.
+
+    Op times stay those of the plan: on another machine only the links change.
+    """
+    resident_bytes = {
+        name: tensor.size_bytes
+        for name, tensor in plan.tensors.items()
+        if tensor.kind == TensorKind.WEIGHT and tensor.address is not None
+    }
+    return replay(
+        plan.steps,
+        plan.workload.ops,
+        [op.time_s for op in plan.ops],
+        machine or plan.machine,
+        repeats=plan.workload.repeats,
+        resident_bytes=resident_bytes,
+        peak_bytes=plan.peak_bytes,
+    )
+
+
+def up_front_prefetches(steps: Sequence[Step]) -> list[int]:
+    """Return the indices of the prefetches to issue before the first iteration, by first use.
+
+    They are those whose copy is waited for or released earlier in the list than it is prefetched.
+    """
+    first: dict[tuple[str, int], int] = {}
+    newest: dict[tuple[str, int], int] = {}
+    for i, step in enumerate(steps):
+        if not isinstance(step, Compute):
+            key = (step.tensor, step.address)
+            first.setdefault(key, i)
+            if isinstance(step, Prefetch):
+                newest[key] = i
+    return [
+        newest[key]
+        for key, i in sorted(first.items(), key=lambda item: item[1])
+        if key in newest and not isinstance(steps[i], Prefetch)
+    ]
+
+
+def compile_events(
+    steps: Sequence[Step], op_times_s: Sequence[float], machine: Machine, *, repeats: bool
+) -> EventProgram:
+    """Return the events of ``steps``; ops between two moves become one event."""
+    links = {link.name: i for i, link in enumerate(machine.links)}
+    copies: dict[tuple[str, int], int] = {}
+    link_of: list[int] = []
+    pipes_of: list[tuple[tuple[int, float], ...]] = []
+    for step in steps:
+        if isinstance(step, Prefetch) and (step.tensor, step.address) not in copies:
+            copies[step.tensor, step.address] = len(copies)
+            link_of.append(links[step.link])
+            pipes_of.append(pipe_times(machine, machine.link(step.link), step.size_bytes))
+    up_front: list[int] = []
+    for i in up_front_prefetches(steps) if repeats else ():
+        step = steps[i]
+        if isinstance(step, Prefetch):
+            up_front.append(copies[step.tensor, step.address])
+    return EventProgram(
+        events=_events(steps, copies, running_sums(op_times_s), machine),
+        link_of=link_of,
+        pipes_of=pipes_of,
+        up_front=up_front,
+        repeats=repeats,
+        num_links=len(machine.links),
+        num_pipes=len(machine.pipes),
+    )
+
+
+def pipe_times(machine: Machine, link: Link, size_bytes: int) -> tuple[tuple[int, float], ...]:
+    """Return ``(pipe index, seconds)`` of a transfer of ``size_bytes`` over ``link``."""
+    return tuple(
+        (i, size_bytes / pipe.bandwidth_bytes_per_s)
+        for i, pipe in enumerate(machine.pipes)
+        if pipe.name in link.shared
+    )
+
+
+def _events(
+    steps: Sequence[Step],
+    copies: Mapping[tuple[str, int], int],
+    sums: Sequence[float],
+    machine: Machine,
+) -> list[Event]:
+    events: list[Event] = []
+    begun, reached = 0, 0
+    for step in steps:
+        if isinstance(step, Compute):
+            reached = step.op + 1
+            continue
+        if isinstance(step, Release):
+            continue
+        if reached > begun:
+            events.append((COMPUTE, begun, sums[reached] - sums[begun]))
+            begun = reached
+        key = (step.tensor, step.address)
+        if key not in copies:
+            raise ValueError(f"the wait for '{step.tensor}' at {step.address} has no prefetch")
+        if isinstance(step, Prefetch):
+            time_s = machine.link(step.link).transfer_time_s(step.size_bytes)
+            events.append((PREFETCH, copies[key], time_s))
+        else:
+            events.append((WAIT, copies[key], 0.0))
+    if reached > begun:
+        events.append((COMPUTE, begun, sums[reached] - sums[begun]))
+    return events
+
+
+def _first_iteration(
+    steps: Sequence[Step],
+    ops: Sequence[OpSpec],
+    machine: Machine,
+    resident_bytes: Mapping[str, int],
+    repeats: bool,
+) -> list[Step]:
+    """Return the steps of the first iteration: all that is loaded up front, then the body."""
+    link = _checkpoint_link(machine)
+    if link is None:
+        resident_bytes = {}
+    order: list[tuple[int, Prefetch]] = []
+    needed: dict[int, list[Wait]] = {}
+    seen: set[str] = set()
+    for i, op in enumerate(ops):
+        for name in op.reads:
+            if link and name in resident_bytes and name not in seen:
+                seen.add(name)
+                size = resident_bytes[name]
+                load = Prefetch(op=0, tensor=name, link=link.name, size_bytes=size, address=-1)
+                order.append((i, load))
+                needed.setdefault(i, []).append(Wait(op=i, tensor=name, address=-1))
+    first_wait = {
+        (step.tensor, step.address): step.op for step in reversed(steps) if isinstance(step, Wait)
+    }
+    for i in up_front_prefetches(steps) if repeats else ():
+        step = steps[i]
+        if isinstance(step, Prefetch):
+            order.append((first_wait.get((step.tensor, step.address), 0), step))
+    body: list[Step] = [load for _, load in sorted(order, key=lambda item: item[0])]
+    for step in steps:
+        if isinstance(step, Compute):
+            body.extend(needed.get(step.op, ()))
+        body.append(step)
+    return body
+
+
+def _checkpoint_link(machine: Machine) -> Link | None:
+    """Return the link that residents come over: the one from NVMe, else the fastest."""
+    links = machine.links_into(machine.compute_tier)
+    return next((link for link in links if link.source_tier == "nvme"), next(iter(links), None))

@@ -1,0 +1,212 @@
+"""The planning problem in the planner's own terms, and a decision about it.
+
+A *weight* is read by at least one op. Between two of its uses lies an *interval*: number ``j`` goes from
+use ``j`` to the next one, the last to the first use of the following iteration. A *placement* says for
+every weight whether it is resident or over which link it is streamed, and which intervals a streamed
+weight stays in the arena for. A *visit* is the stay of a streamed weight in the arena.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from gascompile.cost_models.events import running_sums
+from gascompile.cost_models.replay import pipe_times
+from gascompile.errors import UnsupportedOpError
+from gascompile.ir import Budget, Link, Machine, Workload
+from gascompile.passes.liveness import Liveness, liveness
+from gascompile.units import reserve_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """A weight that ops read."""
+
+    name: str
+    size_bytes: int
+    reserved_bytes: int
+    """What it takes in the arena."""
+    uses: tuple[int, ...]
+    """Ops that read it, ascending."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """A workload on a machine within a budget."""
+
+    workload: Workload
+    machine: Machine
+    live: Liveness
+    weights: tuple[Weight, ...]
+    """In the order of their first use."""
+    idle_homes: dict[str, str]
+    """Slow tier of each weight that no op reads."""
+    links: tuple[Link, ...]
+    """Links into the compute tier, fastest first."""
+    op_times_s: tuple[float, ...]
+    sums_s: tuple[float, ...]
+    """Running sums of ``op_times_s``."""
+    limits_bytes: dict[str, int]
+    """Budget per tier."""
+    room_bytes: dict[str, int]
+    """What each slow tier can hold besides ``idle_homes``."""
+    reserved_bytes: int
+    """Bytes of the compute tier that must stay free."""
+
+    @property
+    def base_bytes(self) -> int:
+        """What the compute tier holds besides the arena."""
+        return self.live.state_bytes + self.live.peak_bytes + self.reserved_bytes
+
+    @property
+    def arena_limit_bytes(self) -> int:
+        """The largest arena that the budget allows; negative where not even the rest fits."""
+        return self.limits_bytes[self.machine.compute_tier] - self.base_bytes
+
+    @property
+    def repeats(self) -> bool:
+        """Whether iterations follow each other."""
+        return self.workload.repeats
+
+    @property
+    def compute_s(self) -> float:
+        """Seconds of all ops."""
+        return self.sums_s[-1]
+
+    def transfer_s(self, weight: int, link: int) -> float:
+        """Seconds that loading a weight occupies a link."""
+        return self.links[link].transfer_time_s(self.weights[weight].size_bytes)
+
+    def pipes(self, weight: int, link: int) -> tuple[tuple[int, float], ...]:
+        """Return ``(pipe index, seconds)`` of loading a weight over a link."""
+        return pipe_times(self.machine, self.links[link], self.weights[weight].size_bytes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """A decision: where each weight lives and which intervals it stays for."""
+
+    strategy: str
+    link_of: tuple[int | None, ...]
+    """Per weight the index of the link it is streamed over; ``None`` when it is resident."""
+    kept: frozenset[tuple[int, int]] = frozenset()
+    """``(weight, interval)`` of streamed weights that stay in the arena over the interval."""
+
+    @property
+    def streamed(self) -> tuple[int, ...]:
+        """Indices of the streamed weights."""
+        return tuple(i for i, link in enumerate(self.link_of) if link is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class Visit:
+    """One stay of a streamed weight in the arena."""
+
+    weight: int
+    link: int
+    start: int
+    """Op of the first use."""
+    end: int
+    """Op of the last use; the number of ops is added when it lies in the next iteration."""
+    reserved_bytes: int
+    early_use: int | None = None
+    """First use in the next iteration, where the visit crosses the end."""
+
+
+def problem(
+    workload: Workload, machine: Machine, budget: Budget, *, reserved_bytes: int = 0
+) -> Problem:
+    """Return the planning problem.
+
+    Raises:
+        UnsupportedOpError: an op has no time on the tier that computes.
+        ValueError: an op names a tensor that does not exist.
+    """
+    live = liveness(workload)
+    site = machine.compute_tier
+    for op in workload.ops:
+        if site not in op.time_s:
+            known = ", ".join(sorted(op.time_s)) or "none"
+            raise UnsupportedOpError(
+                f"op '{op.name}' has no time for tier '{site}' of machine '{machine.name}' (it has: {known}); "
+                f"annotate the workload for this machine"
+            )
+    sizes = {tensor.name: tensor.size_bytes for tensor in workload.tensors}
+    links = tuple(link for link in machine.links_into(site) if link.source_tier in machine.tiers)
+    limits = budget.limits_bytes(machine)
+    room = {link.source_tier: limits[link.source_tier] for link in links}
+    idle = _idle_homes([(n, sizes[n]) for n, uses in live.weight_uses.items() if not uses], room)
+    weights = [
+        Weight(name, sizes[name], reserve_bytes(sizes[name]), uses)
+        for name, uses in live.weight_uses.items()
+        if name not in idle
+    ]
+    op_times_s = tuple(op.time_s[site] for op in workload.ops)
+    return Problem(
+        workload=workload,
+        machine=machine,
+        live=live,
+        weights=tuple(sorted(weights, key=lambda weight: weight.uses[:1])),
+        idle_homes=idle,
+        links=links,
+        op_times_s=op_times_s,
+        sums_s=tuple(running_sums(op_times_s)),
+        limits_bytes=limits,
+        room_bytes=room,
+        reserved_bytes=reserved_bytes,
+    )
+
+
+def _idle_homes(idle: Sequence[tuple[str, int]], room: dict[str, int]) -> dict[str, str]:
+    """Return a slow tier for each idle weight and take its bytes from ``room``.
+
+    A weight that fits nowhere is left out: it is then placed like one that ops read.
+    """
+    homes: dict[str, str] = {}
+    for name, size_bytes in idle:
+        tier = max(room, key=lambda tier: room[tier], default=None)
+        if tier is not None and room[tier] >= size_bytes:
+            homes[name] = tier
+            room[tier] -= size_bytes
+    return homes
+
+
+def visits_of(problem: Problem, placement: Placement) -> list[Visit]:
+    """Return the visits of the streamed weights, in the order of their first use."""
+    found: list[Visit] = []
+    for i in placement.streamed:
+        link = placement.link_of[i]
+        assert link is not None
+        found.extend(_weight_visits(problem, placement, i, link))
+    return sorted(found, key=lambda visit: (visit.start, visit.weight))
+
+
+def _weight_visits(problem: Problem, placement: Placement, i: int, link: int) -> Iterable[Visit]:
+    weight, num_ops = problem.weights[i], len(problem.op_times_s)
+    uses = weight.uses
+    last = len(uses) - 1
+    wraps = problem.repeats and (i, last) in placement.kept
+    begins = [
+        j for j in range(len(uses)) if not (wraps if j == 0 else (i, j - 1) in placement.kept)
+    ]
+    if not begins:
+        raise ValueError(
+            f"'{weight.name}' is streamed, yet it stays in the arena over all its intervals"
+        )
+    for number, j in enumerate(begins):
+        crosses = number + 1 == len(begins) and wraps
+        final = begins[number + 1] - 1 if number + 1 < len(begins) else last
+        end = uses[final]
+        if crosses:
+            end = uses[begins[0] - 1] + num_ops
+        yield Visit(i, link, uses[j], end, weight.reserved_bytes, uses[0] if crosses else None)
+
+
+def group_bytes(problem: Problem, weights: Sequence[int]) -> dict[int, int]:
+    """Return the arena bytes that each op needs for those of ``weights`` that it reads."""
+    needed: dict[int, int] = {}
+    for i in weights:
+        for op in problem.weights[i].uses:
+            needed[op] = needed.get(op, 0) + problem.weights[i].reserved_bytes
+    return needed

@@ -1,0 +1,319 @@
+"""Verify: replay a plan without the solver and refuse what breaks a budget or a dependency.
+
+The plan's numbers are not trusted: sizes, peaks, link bytes and predicted seconds are derived again
+from the workload, the machine and the steps. The steps are walked as the runtime walks them, first
+what is issued up front, then three iterations, with a map of who owns which bytes of the arena.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+from gascompile.cost_models.replay import replay_plan, up_front_prefetches
+from gascompile.errors import PlanVerificationError
+from gascompile.ir import (
+    Compute,
+    Plan,
+    Prefetch,
+    Release,
+    Step,
+    TensorKind,
+    Wait,
+)
+from gascompile.passes.certify import physical_limit
+from gascompile.passes.liveness import Liveness, liveness
+from gascompile.units import PAGE_BYTES, format_size, reserve_bytes
+
+_NUM_ITERATIONS = 3
+_TOLERANCE = 1e-6
+
+
+def verify(plan: Plan) -> None:
+    """Return if ``plan`` can run as it claims.
+
+    Raises:
+        PlanVerificationError: names the first offending step or number.
+    """
+    try:
+        live = liveness(plan.workload)
+    except ValueError as error:
+        raise PlanVerificationError(f"the plan's workload is inconsistent: {error}") from error
+    _check_sizes(plan)
+    _check_tensors(plan)
+    _check_ops(plan)
+    _check_program_order(plan)
+    _check_moves(plan)
+    _Walk(plan).run()
+    _check_memory(plan, live)
+    _check_links(plan)
+    _check_certificate(plan, live)
+
+
+def _refuse(message: str, step: int = -1) -> NoReturn:
+    raise PlanVerificationError(
+        f"{message}; the plan is refused, make it again from its workload", step=step
+    )
+
+
+def _check_sizes(plan: Plan) -> None:
+    names = [tensor.name for tensor in plan.workload.tensors]
+    if len(set(names)) != len(names):
+        _refuse("two tensors of the workload have the same name")
+    for tensor in plan.workload.tensors:
+        if tensor.size_bytes < 0:
+            _refuse(f"tensor '{tensor.name}' has the size {tensor.size_bytes}")
+
+
+def _check_tensors(plan: Plan) -> None:
+    """Check that every tensor is where it may be; residents of a shared arena may be another's."""
+    site = plan.machine.compute_tier
+    specs = {tensor.name: tensor for tensor in plan.workload.tensors}
+    if missing := sorted(specs.keys() - plan.tensors.keys()):
+        _refuse(f"the plan does not say where tensor '{missing[0]}' lives")
+    sources = {link.source_tier for link in plan.machine.links if link.target_tier == site}
+    for name, tensor in plan.tensors.items():
+        spec = specs.get(name)
+        if spec is None and (tensor.kind != TensorKind.WEIGHT or tensor.address is None):
+            _refuse(f"the plan places tensor '{name}', which the workload does not have")
+        if spec and (spec.size_bytes, spec.kind) != (tensor.size_bytes, tensor.kind):
+            _refuse(
+                f"tensor '{name}' is a {spec.kind} of {spec.size_bytes} bytes in the workload, "
+                f"a {tensor.kind} of {tensor.size_bytes} in the plan"
+            )
+        if tensor.kind == TensorKind.WEIGHT and tensor.home != site:
+            if tensor.home not in sources:
+                _refuse(
+                    f"no link leads from tier '{tensor.home}', the home of '{name}', to '{site}'"
+                )
+        elif tensor.home != site:
+            _refuse(f"{tensor.kind} '{name}' lives in tier '{tensor.home}' instead of '{site}'")
+        if (tensor.address is None) == (tensor.kind == TensorKind.WEIGHT and tensor.home == site):
+            _refuse(f"tensor '{name}' with home '{tensor.home}' has the address {tensor.address}")
+
+
+def _check_ops(plan: Plan) -> None:
+    site = plan.machine.compute_tier
+    if len(plan.ops) != len(plan.workload.ops):
+        _refuse(f"the plan has {len(plan.ops)} ops, its workload {len(plan.workload.ops)}")
+    for op, spec in zip(plan.ops, plan.workload.ops, strict=True):
+        if op.name != spec.name:
+            _refuse(f"op '{spec.name}' of the workload is called '{op.name}' in the plan")
+        if op.site != site or op.site not in spec.time_s:
+            _refuse(f"op '{op.name}' runs on '{op.site}', but the tier that computes is '{site}'")
+        if not _close(op.time_s, spec.time_s[op.site]):
+            _refuse(
+                f"op '{op.name}' takes {op.time_s} s in the plan, {spec.time_s[op.site]} s in the workload"
+            )
+
+
+def _check_program_order(plan: Plan) -> None:
+    upcoming = 0
+    for i, step in enumerate(plan.steps):
+        if step.op != upcoming:
+            _refuse(f"step {i} names op {step.op}, but stands before op {upcoming}", i)
+        if isinstance(step, Compute):
+            upcoming += 1
+    if upcoming != len(plan.ops):
+        _refuse(f"the steps run {upcoming} of {len(plan.ops)} ops")
+
+
+def _check_moves(plan: Plan) -> None:
+    """Check each prefetch against its tensor's home, size and link, and every address."""
+    site = plan.machine.compute_tier
+    arena_bytes = plan.arena_bytes.get(site, 0)
+    links = {link.name: link for link in plan.machine.links}
+    for name, tensor in plan.tensors.items():
+        if tensor.address is not None:
+            _check_address(name, tensor.address, tensor.size_bytes, arena_bytes, -1)
+    for i, step in enumerate(plan.steps):
+        if isinstance(step, Compute):
+            continue
+        moved = plan.tensors.get(step.tensor)
+        if moved is None or moved.kind != TensorKind.WEIGHT or moved.home == site:
+            _refuse(f"step {i} moves '{step.tensor}', which is not a streamed weight", i)
+        _check_address(step.tensor, step.address, moved.size_bytes, arena_bytes, i)
+        if isinstance(step, Prefetch):
+            link = links.get(step.link)
+            if link is None or (link.source_tier, link.target_tier) != (moved.home, site):
+                _refuse(
+                    f"step {i} reads '{step.tensor}' over '{step.link}', but it goes from "
+                    f"'{moved.home}' to '{site}'",
+                    i,
+                )
+            if step.size_bytes != moved.size_bytes:
+                _refuse(
+                    f"step {i} reads {step.size_bytes} bytes of '{step.tensor}', "
+                    f"which has {moved.size_bytes}",
+                    i,
+                )
+
+
+def _check_address(name: str, address: int, size_bytes: int, arena_bytes: int, step: int) -> None:
+    if address < 0 or address % PAGE_BYTES:
+        _refuse(f"'{name}' has the address {address}, which is no multiple of {PAGE_BYTES}", step)
+    if address + reserve_bytes(size_bytes) > arena_bytes:
+        _refuse(
+            f"'{name}' at {address} takes {reserve_bytes(size_bytes)} bytes and ends beyond "
+            f"the arena of {arena_bytes}",
+            step,
+        )
+
+
+@dataclass(slots=True)
+class _Copy:
+    """Bytes of a streamed weight in the arena or on their way there."""
+
+    tensor: str
+    begin: int
+    end: int
+    arrived: bool = False
+
+
+@dataclass(slots=True)
+class _Walk:
+    """The arena while the steps are walked."""
+
+    plan: Plan
+    copies: dict[str, _Copy] = field(default_factory=dict)
+    """One live copy per streamed weight."""
+    waited: set[str] = field(default_factory=set)
+    """Weights that were waited for in this iteration and not released since."""
+    residents: list[_Copy] = field(default_factory=list)
+
+    def run(self) -> None:
+        """Walk what is issued up front and then the iterations."""
+        self._place_residents()
+        steps = self.plan.steps
+        repeats = self.plan.workload.repeats
+        for i in up_front_prefetches(steps) if repeats else ():
+            self._step(i, steps[i])
+        for _ in range(_NUM_ITERATIONS if repeats else 1):
+            self.waited.clear()
+            for i, step in enumerate(steps):
+                self._step(i, step)
+        if not repeats and self.copies:
+            _refuse(f"'{next(iter(self.copies))}' is never released")
+
+    def _place_residents(self) -> None:
+        placed = sorted(
+            (tensor.address, tensor.address + reserve_bytes(tensor.size_bytes), name)
+            for name, tensor in self.plan.tensors.items()
+            if tensor.address is not None
+        )
+        reached = 0
+        for begin, end, name in placed:
+            if begin < reached and end > begin:
+                _refuse(
+                    f"resident '{name}' at {begin} overlaps the one below it, which ends at {reached}"
+                )
+            reached = max(reached, end)
+            self.residents.append(_Copy(name, begin, end, True))
+
+    def _step(self, i: int, step: Step) -> None:
+        match step:
+            case Compute():
+                self._compute(i, step)
+            case Prefetch():
+                self._prefetch(i, step)
+            case Wait():
+                self._copy(i, step, "waits for").arrived = True
+                self.waited.add(step.tensor)
+            case Release():
+                if not self._copy(i, step, "releases").arrived:
+                    _refuse(f"step {i} releases '{step.tensor}' before it has arrived", i)
+                del self.copies[step.tensor]
+                self.waited.discard(step.tensor)
+
+    def _compute(self, i: int, step: Compute) -> None:
+        spec = self.plan.workload.ops[step.op]
+        for name in (*spec.reads, *spec.writes):
+            tensor = self.plan.tensors[name]
+            if tensor.kind != TensorKind.WEIGHT or tensor.home == self.plan.machine.compute_tier:
+                continue
+            if name not in self.copies or name not in self.waited:
+                _refuse(
+                    f"op '{spec.name}' needs '{name}', which no step has brought and waited for", i
+                )
+
+    def _prefetch(self, i: int, step: Prefetch) -> None:
+        if step.tensor in self.copies:
+            _refuse(f"step {i} reads '{step.tensor}' again before its last copy is released", i)
+        begin, end = step.address, step.address + reserve_bytes(step.size_bytes)
+        for other in (*self.residents, *self.copies.values()):
+            if other.begin < end and begin < other.end:
+                _refuse(
+                    f"step {i} reads '{step.tensor}' to {begin}..{end}, where '{other.tensor}' "
+                    f"still has {other.begin}..{other.end}",
+                    i,
+                )
+        self.copies[step.tensor] = _Copy(step.tensor, begin, end)
+
+    def _copy(self, i: int, step: Wait | Release, verb: str) -> _Copy:
+        copy = self.copies.get(step.tensor)
+        if copy is None or copy.begin != step.address:
+            _refuse(f"step {i} {verb} '{step.tensor}' at {step.address}, where it is not", i)
+        return copy
+
+
+def _check_memory(plan: Plan, live: Liveness) -> None:
+    site = plan.machine.compute_tier
+    held = dict.fromkeys(plan.machine.tiers, 0)
+    for name, tensor in plan.tensors.items():
+        if tensor.kind == TensorKind.WEIGHT and tensor.home != site:
+            held[tensor.home] = held.get(tensor.home, 0) + tensor.size_bytes
+    if set(plan.arena_bytes) != {site}:
+        _refuse(f"the plan has arenas in {sorted(plan.arena_bytes)} instead of '{site}' alone")
+    held[site] = plan.arena_bytes[site] + live.state_bytes + live.peak_bytes
+    if dict(plan.peak_bytes) != held:
+        _refuse(f"the plan claims peaks of {dict(plan.peak_bytes)} bytes, its steps need {held}")
+    for tier, size_bytes in held.items():
+        limit = plan.budget_bytes.get(tier, 0)
+        if size_bytes > limit:
+            _refuse(
+                f"tier '{tier}' would hold {format_size(size_bytes)} ({size_bytes} bytes), "
+                f"its budget is {format_size(limit)} ({limit} bytes)"
+            )
+
+
+def _check_links(plan: Plan) -> None:
+    moved = {link.name: 0 for link in plan.machine.links}
+    for step in plan.steps:
+        if isinstance(step, Prefetch):
+            moved[step.link] += step.size_bytes
+    if dict(plan.link_bytes) != moved:
+        _refuse(f"the plan claims to move {dict(plan.link_bytes)} bytes, its steps move {moved}")
+
+
+def _check_certificate(plan: Plan, live: Liveness) -> None:
+    found = plan.certificate
+    numbers = (found.predicted_s, found.lower_bound_s, found.limit_s, found.gap, found.solve_s)
+    if not all(math.isfinite(number) and number >= 0 for number in numbers):
+        _refuse(f"the certificate holds {numbers}")
+    seconds = replay_plan(plan).seconds
+    if not _close(seconds, found.predicted_s):
+        _refuse(f"the plan predicts {found.predicted_s} s, its replay takes {seconds} s")
+    site = plan.machine.compute_tier
+    read = {name for name, uses in live.weight_uses.items() if uses}
+    limit_s, _ = physical_limit(
+        sum(op.time_s for op in plan.ops),
+        sum(tensor.size_bytes for name, tensor in plan.tensors.items() if name in read),
+        plan.budget_bytes[site] - live.state_bytes - live.peak_bytes,
+        plan.machine,
+    )
+    in_order = (limit_s, found.limit_s, found.lower_bound_s, found.predicted_s)
+    if any(a > b * (1 + _TOLERANCE) for a, b in zip(in_order, in_order[1:], strict=False)):
+        _refuse(f"limit, lower bound and prediction are not in order: {in_order}")
+    gap = (
+        (found.predicted_s - found.lower_bound_s) / found.predicted_s if found.predicted_s else 0.0
+    )
+    if abs(gap - found.gap) > _TOLERANCE:
+        _refuse(f"the certificate claims a gap of {found.gap}, its numbers give {gap}")
+    names = {"compute", *(link.name for link in plan.machine.links)}
+    if found.binding not in names:
+        _refuse(f"the certificate names the resource '{found.binding}', which does not exist")
+
+
+def _close(a: float, b: float) -> bool:
+    return abs(a - b) <= _TOLERANCE * max(abs(a), abs(b))
