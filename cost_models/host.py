@@ -85,6 +85,12 @@ def free_bytes(folder: str | os.PathLike[str]) -> int:
     return stats.f_bavail * stats.f_frsize
 
 
+def capacity_bytes(folder: str | os.PathLike[str]) -> int:
+    """Return the size of the file system of ``folder``; unlike its free space it does not change."""
+    stats = os.statvfs(folder)
+    return stats.f_blocks * stats.f_frsize
+
+
 def file_system_id(folder: str | os.PathLike[str]) -> str:
     """Return a text that tells file systems apart and stays the same across restarts where it can."""
     stats = os.statvfs(folder)

@@ -16,7 +16,7 @@ from datetime import date
 
 import torch
 
-from gascompile.cost_models.host import cpu_model, free_bytes, memory_limit
+from gascompile.cost_models.host import capacity_bytes, cpu_model, memory_limit
 from gascompile.cost_models.measure_compute import (
     NUM_ROWS,
     WeightStream,
@@ -148,8 +148,7 @@ def _machine(
         tiers={
             "cpu": Tier(size_bytes=limit.size_bytes, source=f"{measured} {limit.origin}"),
             "nvme": Tier(
-                size_bytes=round_down(free_bytes(folder)),
-                source=f"{measured} free space, rounded down so that plans outlive small changes",
+                size_bytes=capacity_bytes(folder), source=f"{measured} capacity of the file system"
             ),
         },
         links=_links(measured, disk, together),
@@ -207,9 +206,3 @@ def _links(measured: str, disk: _Disk, together: _Together) -> tuple[Link, ...]:
 
 def _gb(bytes_per_s: float) -> str:
     return f"{bytes_per_s / 1e9:.2f} GB/s"
-
-
-def round_down(size_bytes: int) -> int:
-    """Return ``size_bytes`` with all but its four leading bits cleared: at most an eighth less."""
-    shift = max(size_bytes.bit_length() - 4, 0)
-    return size_bytes >> shift << shift

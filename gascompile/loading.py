@@ -41,9 +41,10 @@ def load(
     bundle = read_bundle(path)
     _check_versions(bundle.versions, path)
     name = bundle.plan.machine.name
-    if not any_machine and name != this_machine_name():
+    here = this_machine_name()
+    if not any_machine and name != here:
         raise PlanMismatchError(
-            f"the plan in {path} was made on the machine '{name}', this is '{this_machine_name()}'; compile again "
+            f"the plan in {path} was made for the machine '{name}', this is '{here}'; compile again "
             "here, or pass any_machine=True to run it as it is"
         )
     weights = bundle.weights

@@ -18,8 +18,8 @@ from pathlib import Path
 import torch
 
 from gascompile import serial
-from gascompile.cost_models.host import cpu_model, file_system_id, free_bytes, memory_limit
-from gascompile.cost_models.measure import machine_name, measure_machine, round_down
+from gascompile.cost_models.host import cpu_model, file_system_id, memory_limit
+from gascompile.cost_models.measure import machine_name, measure_machine
 from gascompile.cost_models.measure_disk import Reader
 from gascompile.errors import FormatError, StorageError
 from gascompile.ir import Machine
@@ -99,7 +99,7 @@ def remembered_machine(cache_dir: str | os.PathLike[str]) -> Machine | None:
     except (FormatError, StorageError) as error:
         _log.warning("the remembered machine is damaged and will be measured again: %s", error)
         return None
-    return _with_free_space(machine, folder)
+    return _with_memory_limit(machine)
 
 
 def _this_machine(cache_dir: Path, read: Reader) -> Machine:
@@ -124,7 +124,6 @@ def _remembered_path(cache_dir: Path) -> Path:
         cpu_model(),
         str(os.cpu_count()),
         str(torch.get_num_threads()),
-        str(memory_limit().size_bytes),
         file_system_id(cache_dir),
         torch.__version__,
         f"{uname.sysname} {uname.release} {uname.machine}",
@@ -133,13 +132,10 @@ def _remembered_path(cache_dir: Path) -> Path:
     return cache_dir / "machine" / f"{key}.json"
 
 
-def _with_free_space(machine: Machine, folder: Path) -> Machine:
-    """Lower the slow tier to what is free now; a plan's fingerprint must not change with every file."""
-    tier = machine.tiers.get("nvme")
-    free = round_down(free_bytes(folder))
-    if tier is None or free >= tier.size_bytes:
-        return machine
-    return replace(machine, tiers={**machine.tiers, "nvme": replace(tier, size_bytes=free)})
+def _with_memory_limit(machine: Machine) -> Machine:
+    """Give the CPU tier what this process may use now; rates do not depend on it, limits come and go."""
+    tier = replace(machine.tiers["cpu"], size_bytes=memory_limit().size_bytes)
+    return replace(machine, tiers={**machine.tiers, "cpu": tier})
 
 
 def _load(path: Path) -> Machine:

@@ -109,7 +109,7 @@ class Job:
             "weights": serial.digest(
                 {n: [s.dtype, list(s.shape)] for n, s in sorted(layout.items())}
             ),
-            "machine": serial.digest(self.machine),
+            "machine": serial.digest(_without_sizes(self.machine)),
             "budget": serial.digest(self.budget.limits_bytes(self.machine)),
             "options": serial.digest(self.config.fingerprint_fields()),
             "sharing": serial.digest([shared, self.reserved_bytes]),
@@ -191,6 +191,11 @@ class Job:
                 reserved_bytes=self.reserved_bytes,
                 pinned=self.pinned,
             )
+
+
+def _without_sizes(machine: Machine) -> Machine:
+    """Return ``machine`` without its tiers' sizes; those that matter to a plan are its budget's limits."""
+    return replace(machine, tiers={name: replace(tier, size_bytes=0) for name, tier in machine.tiers.items()})
 
 
 def make_job(

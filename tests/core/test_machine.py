@@ -13,6 +13,7 @@ import torch
 
 from gascompile import machine as machine_module
 from gascompile import serial
+from gascompile.cost_models.host import MemoryLimit
 from gascompile.cost_models.op_time import op_time_s
 from gascompile.errors import FormatError, StorageError
 from gascompile.ir import IoSettings, Machine
@@ -100,16 +101,17 @@ def test_a_damaged_memory_is_measured_again_with_a_warning(
     assert serial.load(Machine, path) == preset("cpu-nvme")
 
 
-def test_less_free_space_lowers_the_tier_and_changes_nothing_else(
+def test_another_memory_limit_changes_the_tier_and_nothing_else(
     tmp_path: Path, measured: Measured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(machine_module, "free_bytes", lambda folder: 10**15)
+    resolve_machine(None, cache_dir=tmp_path, read=no_read)
     first = resolve_machine(None, cache_dir=tmp_path, read=no_read)
-    assert resolve_machine(None, cache_dir=tmp_path, read=no_read) == first
-    monkeypatch.setattr(machine_module, "free_bytes", lambda folder: 2**30 + 5)
+    limit = MemoryLimit(size_bytes=2**30, origin="a test")
+    monkeypatch.setattr(machine_module, "memory_limit", lambda: limit)
     later = resolve_machine(None, cache_dir=tmp_path, read=no_read)
-    assert later.tiers["nvme"].size_bytes == 2**30
+    assert later.tiers["cpu"].size_bytes == 2**30
     assert replace(later, tiers=first.tiers) == first
+    assert measured.times == 1
 
 
 def test_nothing_is_remembered_of_a_missing_folder(tmp_path: Path) -> None:

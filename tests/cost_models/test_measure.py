@@ -12,7 +12,7 @@ import pytest
 
 from gascompile import serial
 from gascompile.cost_models import measure_disk
-from gascompile.cost_models.measure import measure_machine, round_down
+from gascompile.cost_models.measure import measure_machine
 from gascompile.cost_models.measure_disk import best_setting, probe_file
 from gascompile.errors import StorageError
 from gascompile.ir import IoSettings, Machine
@@ -209,10 +209,3 @@ def test_without_direct_io_the_file_is_written_through_the_cache(
 def test_a_missing_folder_says_so(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="nowhere"), probe_file(tmp_path / "nowhere"):
         pass
-
-
-@pytest.mark.parametrize(
-    ("size", "rounded"), [(0, 0), (15, 15), (17, 16), (1000, 960), (2**40, 2**40)]
-)
-def test_round_down(size: int, rounded: int) -> None:
-    assert round_down(size) == rounded

@@ -1,0 +1,86 @@
+"""``annotate``: the planning problem of a source, to look at or to plan elsewhere."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from gascompile import serial
+from gascompile.commands import options as opt
+from gascompile.commands.output import emit, note, reserved_stdout, warnings_block
+from gascompile.commands.plans import Source
+from gascompile.commands.summary import totals_by_kind, workload_parts, workload_summary
+from gascompile.errors import CaptureError
+from gascompile.ir import Budget, Machine, Workload
+
+_COUNTER = re.compile(r"_\d+$")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Annotated:
+    workload: Workload
+    kinds: Sequence[str]
+    unknown_ops: tuple[str, ...]
+
+
+def annotate(
+    source: Source,
+    output: opt.Output = None,
+    machine: opt.MachineName = None,
+    batch: opt.Batch = 1,
+    tokens: opt.Tokens = 128,
+    cache_dir: opt.CacheDir = None,
+    json: opt.JsonFlag = False,
+) -> None:
+    """Capture a model and cost its ops: FLOPs, bytes and seconds; needs no weights.
+
+    Example: [bold]gascompile annotate Qwen3-8B/ --tokens 1024 -o qwen.workload.json[/bold]
+    """
+    folder = opt.cache_dir_of(cache_dir)
+    with reserved_stdout(json):
+        target = opt.machine_of(machine, folder)
+        found = _annotated(source, target, batch, tokens, folder)
+        if output is not None:
+            serial.write_atomic(output, serial.dumps(found.workload))
+    totals = totals_by_kind(found.workload.ops, found.kinds, target.compute_tier)
+    data = workload_summary(found.workload, totals, found.unknown_ops, target.name)
+    data["workload_file"] = str(output) if output is not None else None
+    unknown = [f"no cost formula for {name}: only its bytes count" for name in found.unknown_ops]
+    written = [note(f"The workload is in {output}.")] if output is not None else []
+    emit(
+        json,
+        data,
+        *workload_parts(found.workload, totals, target.name),
+        *warnings_block(unknown),
+        *written,
+    )
+
+
+def _annotated(
+    source: str, machine: Machine, batch: int, tokens: int, cache_dir: Path
+) -> _Annotated:
+    if source.endswith(".json"):
+        workload = serial.load(Workload, source)
+        kinds = [_COUNTER.sub("", op.name) for op in workload.ops]
+        return _Annotated(workload=workload, kinds=kinds, unknown_ops=())
+    from gascompile.calls import normalize_call
+    from gascompile.config import CompileConfig
+    from gascompile.integrations.huggingface import register_pytrees
+    from gascompile.passes.annotate import annotate as cost
+    from gascompile.pipeline import Job
+    from gascompile.sources import open_source
+
+    opened = open_source(source, batch=batch, tokens=tokens)
+    if opened.inputs is None:
+        raise CaptureError(
+            f"{source} brings no example inputs to trace it with; let the callable return (module, example_inputs)"
+        )
+    register_pytrees()
+    config = CompileConfig(cache_dir=cache_dir)
+    job = Job(model=opened.model, machine=machine, budget=Budget(), config=config)
+    program = job.capture(*normalize_call(opened.model, *opened.inputs)).program
+    found = cost(program, machine)
+    kinds = [str(node.target) for node in program.op_nodes()]
+    return _Annotated(workload=found.workload, kinds=kinds, unknown_ops=found.unknown_ops)

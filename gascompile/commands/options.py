@@ -1,0 +1,141 @@
+"""Options that verbs share, and what they mean."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from gascompile.config import CACHE_VARIABLE, default_cache_dir
+from gascompile.ir import Budget, Machine
+from gascompile.units import parse_size
+
+
+def size(text: str) -> int:
+    """Read a size option; raises ``typer.BadParameter`` with the units that are known."""
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+_AGE_UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
+
+
+def age(text: str) -> float:
+    """Read an age in seconds from ``30d``, ``12h``, ``45m`` or ``2w``."""
+    unit_s = _AGE_UNITS_S.get(text[-1:].lower())
+    try:
+        number = float(text[:-1])
+    except ValueError:
+        number = -1.0
+    if unit_s is None or not 0 <= number < math.inf:
+        raise typer.BadParameter(f"cannot read the age {text!r}: write 30d, 12h, 45m or 2w")
+    return number * unit_s
+
+
+JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
+BudgetSize = Annotated[
+    int | None,
+    typer.Option(
+        "--budget",
+        "-b",
+        parser=size,
+        metavar="SIZE",
+        help="Memory of the tier that computes: 8GiB.",
+    ),
+]
+CpuSize = Annotated[
+    int | None,
+    typer.Option("--cpu", parser=size, metavar="SIZE", help="CPU memory the plan may use."),
+]
+NvmeSize = Annotated[
+    int | None,
+    typer.Option("--nvme", parser=size, metavar="SIZE", help="NVMe space the plan may use."),
+]
+MachineName = Annotated[
+    str | None,
+    typer.Option(
+        "--machine",
+        "-m",
+        metavar="NAME|FILE",
+        help="A preset or a machine file; by default this machine.",
+    ),
+]
+CacheDir = Annotated[
+    Path | None,
+    typer.Option(
+        "--cache-dir",
+        metavar="DIR",
+        help=f"Plans, spilled weights, machine profile; ${CACHE_VARIABLE}.",
+    ),
+]
+Strategy = Annotated[
+    str | None,
+    typer.Option("--strategy", metavar="NAME", help="Force one candidate, such as first_fit."),
+]
+TimeLimit = Annotated[
+    float,
+    typer.Option("--time-limit", min=0.01, metavar="SECONDS", help="Wall clock for the solver."),
+]
+Batch = Annotated[int, typer.Option("--batch", min=1, help="Rows of made-up inputs.")]
+Tokens = Annotated[int, typer.Option("--tokens", min=1, help="Tokens per row of made-up inputs.")]
+Output = Annotated[
+    Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write it here.")
+]
+
+
+def cache_dir_of(given: Path | None) -> Path:
+    """Return the cache folder of this call."""
+    return given.expanduser() if given is not None else default_cache_dir()
+
+
+@contextlib.contextmanager
+def usage_errors() -> Iterator[None]:
+    """Report a ``ValueError`` of the public functions, which they raise for wrong arguments, as wrong usage."""
+    try:
+        yield
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+def machine_of(given: str | None, cache_dir: Path) -> Machine:
+    """Return the machine named on the command line, by default this one, measured once."""
+    from gascompile.machine import resolve_machine
+    from gascompile.progress import task
+    from gascompile.runtime.engine import read_blocks
+
+    with usage_errors(), task("Measuring this machine" if given is None else "Reading the machine"):
+        return resolve_machine(given, cache_dir=cache_dir, read=read_blocks)
+
+
+def budget_of(budget: int | None, cpu: int | None, nvme: int | None, machine: Machine) -> Budget:
+    """Return the budget; ``--budget`` means the tier of ``machine`` that computes."""
+    tier = machine.compute_tier
+    if budget is not None and cpu is not None and tier == "cpu":
+        raise typer.BadParameter(
+            f"--budget and --cpu both set the memory of '{tier}', which computes on '{machine.name}'; give one of them"
+        )
+    gpu = budget if tier == "gpu" else None
+    return Budget(gpu=gpu, cpu=budget if tier == "cpu" and budget is not None else cpu, nvme=nvme)
+
+
+def format_of(path: Path) -> str:
+    """Return the ``format`` of a JSON file, or an empty text where it has none or is no such file."""
+    if path.suffix != ".json" or not path.is_file():
+        return ""
+    try:
+        data = json.loads(path.read_bytes())
+    except ValueError:
+        return ""
+    return str(data.get("format", "")) if isinstance(data, dict) else ""
+
+
+def is_bundle(path: Path) -> bool:
+    """Return whether ``path`` is a folder with a bundle's manifest."""
+    return (path / "manifest.json").is_file()

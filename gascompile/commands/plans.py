@@ -1,0 +1,162 @@
+"""The verbs that need no weights: ``plan``, ``annotate``, ``simulate``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import RenderableType
+
+from gascompile import serial
+from gascompile.commands import options as opt
+from gascompile.commands.output import emit, fields, grid, note, reserved_stdout, warnings_block
+from gascompile.commands.summary import plan_parts, plan_summary, sizes
+from gascompile.ir import Plan, Timeline
+from gascompile.units import format_size, format_time
+
+Source = Annotated[
+    str,
+    typer.Argument(
+        metavar="SOURCE",
+        help="Hugging Face directory (weights optional), .pt2 file, *.workload.json or package.module:callable.",
+        show_default=False,
+    ),
+]
+PlanArgument = Annotated[
+    Path,
+    typer.Argument(
+        metavar="PLAN|BUNDLE", help="A plan file or a saved bundle.", show_default=False
+    ),
+]
+
+
+def plan(
+    source: Source,
+    budget: opt.BudgetSize = None,
+    cpu: opt.CpuSize = None,
+    nvme: opt.NvmeSize = None,
+    machine: opt.MachineName = None,
+    output: opt.Output = None,
+    batch: opt.Batch = 1,
+    tokens: opt.Tokens = 128,
+    strategy: opt.Strategy = None,
+    time_limit: opt.TimeLimit = 20.0,
+    cache_dir: opt.CacheDir = None,
+    json: opt.JsonFlag = False,
+) -> None:
+    """Decide where every tensor lives and when it moves; needs no weights.
+
+    Example: [bold]gascompile plan Qwen3-8B/ --budget 8GiB --machine rtx4090 -o plan.json[/bold]
+    """
+    with reserved_stdout(json):
+        made = make_plan_of(
+            source,
+            limits=(budget, cpu, nvme),
+            machine=machine,
+            shape=(batch, tokens),
+            strategy=strategy,
+            time_limit_s=time_limit,
+            cache_dir=opt.cache_dir_of(cache_dir),
+        )
+        if output is not None:
+            made.save(output)
+    written = [note(f"The plan is in {output}.")] if output is not None else []
+    data = plan_summary(made)
+    data["plan_file"] = str(output) if output is not None else None
+    emit(json, data, *plan_parts(made), *warnings_block(made.warnings), *written)
+
+
+def make_plan_of(
+    source: str,
+    *,
+    limits: tuple[int | None, int | None, int | None],
+    machine: str | None,
+    shape: tuple[int, int],
+    strategy: str | None,
+    time_limit_s: float,
+    cache_dir: Path,
+) -> Plan:
+    """Plan a source as the command line names it; ``limits`` are those of the computing tier, CPU and NVMe."""
+    from gascompile.planning import plan as plan_source
+
+    resolved = opt.machine_of(machine, cache_dir)
+    allowed = opt.budget_of(*limits, resolved)
+    with opt.usage_errors():
+        return plan_source(
+            source,
+            allowed,
+            resolved,
+            cache_dir=cache_dir,
+            time_limit_s=time_limit_s,
+            strategy=strategy,
+            batch=shape[0],
+            tokens=shape[1],
+        )
+
+
+def read_plan(path: Path) -> Plan:
+    """Read the plan of a plan file or of a bundle; it is not verified yet."""
+    if opt.is_bundle(path):
+        from gascompile.bundle import read_bundle
+
+        return read_bundle(path).plan
+    return Plan.load(path)
+
+
+def simulate(
+    plan_path: PlanArgument,
+    machine: opt.MachineName = None,
+    output: opt.Output = None,
+    cache_dir: opt.CacheDir = None,
+    json: opt.JsonFlag = False,
+) -> None:
+    """Replay a plan without running it, on its own machine or on another one.
+
+    Example: [bold]gascompile simulate plan.json --machine rtx4090[/bold]
+    """
+    from gascompile.planning import simulate as replay
+
+    made = read_plan(plan_path)
+    target = opt.machine_of(machine, opt.cache_dir_of(cache_dir)) if machine is not None else None
+    try:
+        timeline = replay(made, target)
+    except KeyError as error:
+        assert target is not None
+        raise typer.BadParameter(
+            f"the machine '{target.name}' has no link {error}, which the plan uses; its links are "
+            f"{', '.join(link.name for link in target.links) or 'none'}"
+        ) from error
+    if output is not None:
+        serial.write_atomic(output, serial.dumps(timeline))
+    name = target.name if target is not None else made.machine.name
+    data = {"model": made.workload.name, "machine": name, "timeline": serial.to_json(timeline)}
+    emit(json, data, *_timeline_parts(made, timeline, name))
+
+
+def _timeline_parts(made: Plan, timeline: Timeline, machine: str) -> list[RenderableType]:
+    rows = [
+        ("machine", machine),
+        ("one iteration", format_time(timeline.seconds)),
+        ("first iteration", format_time(timeline.first_iteration_s)),
+        (
+            "stalled",
+            f"{format_time(sum(s.time_s for s in timeline.stalls))} in {len(timeline.stalls)} waits",
+        ),
+        ("peak", sizes(timeline.peak_bytes)),
+    ]
+    rows += [
+        (link, f"{format_size(size)}, busy {format_time(timeline.link_busy_s[link])}")
+        for link, size in timeline.link_bytes.items()
+    ]
+    parts: list[RenderableType] = [fields(f"Replay of {made.workload.name}", rows)]
+    worst = sorted(timeline.stalls, key=lambda stall: -stall.time_s)[:8]
+    if worst:
+        parts.append(
+            grid(
+                "Longest stalls",
+                [("before op", False), ("waiting for", False), ("time", True)],
+                [(made.ops[s.op].name, s.tensor, format_time(s.time_s)) for s in worst],
+            )
+        )
+    return parts

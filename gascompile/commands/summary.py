@@ -1,0 +1,179 @@
+"""Summaries of plans and workloads, as JSON data and as tables."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import RenderableType
+
+from gascompile import serial
+from gascompile.commands.output import fields, grid
+from gascompile.ir import Certificate, OpSpec, Plan, TensorKind, TensorPlan, Workload
+from gascompile.units import format_size, format_time
+
+
+def sizes(values: Mapping[str, int]) -> str:
+    """Return sizes per tier or link on one line."""
+    return ", ".join(f"{name} {format_size(size)}" for name, size in values.items()) or "none"
+
+
+def weights_of(plan: Plan) -> tuple[list[TensorPlan], list[TensorPlan]]:
+    """Return the resident and the streamed weights."""
+    site = plan.machine.compute_tier
+    weights = [t for t in plan.tensors.values() if t.kind == TensorKind.WEIGHT]
+    return [w for w in weights if w.home == site], [w for w in weights if w.home != site]
+
+
+def plan_summary(plan: Plan) -> dict[str, Any]:
+    """Return what ``gascompile plan --json`` prints."""
+    resident, streamed = weights_of(plan)
+    return {
+        "model": plan.workload.name,
+        "machine": plan.machine.name,
+        "strategy": plan.strategy,
+        "budget_bytes": dict(plan.budget_bytes),
+        "peak_bytes": dict(plan.peak_bytes),
+        "weights": {
+            "resident": {"count": len(resident), "bytes": sum(w.size_bytes for w in resident)},
+            "streamed": {"count": len(streamed), "bytes": sum(w.size_bytes for w in streamed)},
+        },
+        "link_bytes": dict(plan.link_bytes),
+        "certificate": serial.to_json(plan.certificate),
+        "warnings": list(plan.warnings),
+    }
+
+
+def plan_parts(plan: Plan) -> list[RenderableType]:
+    """Return the summary of a plan for people."""
+    resident, streamed = weights_of(plan)
+    site = plan.machine.compute_tier
+    rows = [
+        ("machine", plan.machine.name),
+        ("budget", sizes(plan.budget_bytes)),
+        ("planned peak", sizes(plan.peak_bytes)),
+        (f"resident in {site}", _count(resident)),
+        ("streamed", _count(streamed)),
+        ("moved / iteration", sizes(plan.link_bytes)),
+        *_certificate_rows(plan.certificate),
+        ("strategy", plan.strategy),
+    ]
+    return [fields(f"Plan for {plan.workload.name}", rows)]
+
+
+def _count(weights: Sequence[TensorPlan]) -> str:
+    return f"{len(weights)} weights, {format_size(sum(w.size_bytes for w in weights))}"
+
+
+def _certificate_rows(certificate: Certificate) -> list[tuple[str, str]]:
+    return [
+        ("predicted", f"{format_time(certificate.predicted_s)} per iteration"),
+        ("lower bound", f"{format_time(certificate.lower_bound_s)} (gap {certificate.gap:.2%})"),
+        ("physical limit", f"{format_time(certificate.limit_s)}, set by {certificate.binding}"),
+        ("solver", f"{certificate.status.value} after {format_time(certificate.solve_s)}"),
+    ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KindTotal:
+    """What all ops of one kind add up to."""
+
+    kind: str
+    count: int
+    flops: int
+    moved_bytes: int
+    seconds: float
+
+    @property
+    def intensity(self) -> float:
+        """FLOPs per byte."""
+        return self.flops / self.moved_bytes if self.moved_bytes else 0.0
+
+
+def totals_by_kind(ops: Sequence[OpSpec], kinds: Sequence[str], device: str) -> list[KindTotal]:
+    """Return totals per kind, the longest first; ``kinds[i]`` is the kind of op ``i``."""
+    groups: dict[str, list[OpSpec]] = {}
+    for op, kind in zip(ops, kinds, strict=True):
+        groups.setdefault(kind, []).append(op)
+    found = [
+        KindTotal(
+            kind=kind,
+            count=len(group),
+            flops=sum(op.flops for op in group),
+            moved_bytes=sum(op.read_bytes + op.write_bytes for op in group),
+            seconds=sum(op.time_s.get(device, 0.0) for op in group),
+        )
+        for kind, group in groups.items()
+    ]
+    return sorted(found, key=lambda total: (-total.seconds, total.kind))
+
+
+def workload_summary(
+    workload: Workload, totals: Sequence[KindTotal], unknown: Sequence[str], machine: str
+) -> dict[str, Any]:
+    """Return what ``gascompile annotate --json`` prints."""
+    return {
+        "model": workload.name,
+        "machine": machine,
+        "repeats": workload.repeats,
+        "num_ops": len(workload.ops),
+        "tensors": {
+            kind: {"count": count, "bytes": size} for kind, count, size in _tensor_totals(workload)
+        },
+        "seconds": sum(total.seconds for total in totals),
+        "flops": sum(total.flops for total in totals),
+        "op_kinds": [
+            {
+                "kind": t.kind,
+                "count": t.count,
+                "flops": t.flops,
+                "bytes": t.moved_bytes,
+                "arithmetic_intensity": t.intensity,
+                "seconds": t.seconds,
+            }
+            for t in totals
+        ],
+        "unknown_ops": list(unknown),
+    }
+
+
+def workload_parts(
+    workload: Workload, totals: Sequence[KindTotal], machine: str
+) -> list[RenderableType]:
+    """Return the summary of a workload for people."""
+    rows = [("machine", machine), ("ops", str(len(workload.ops)))]
+    rows += [
+        (f"{kind} tensors", f"{count}, {format_size(size)}")
+        for kind, count, size in _tensor_totals(workload)
+    ]
+    rows.append(("compute", format_time(sum(total.seconds for total in totals))))
+    columns = [
+        ("op", False),
+        ("count", True),
+        ("GFLOP", True),
+        ("moved", True),
+        ("FLOP/B", True),
+        ("time", True),
+    ]
+    lines = [
+        (
+            t.kind,
+            str(t.count),
+            f"{t.flops / 1e9:.3g}",
+            format_size(t.moved_bytes),
+            f"{t.intensity:.3g}",
+            format_time(t.seconds),
+        )
+        for t in totals
+    ]
+    return [fields(f"Workload of {workload.name}", rows), grid("Time by op", columns, lines)]
+
+
+def _tensor_totals(workload: Workload) -> list[tuple[str, int, int]]:
+    found = []
+    for kind in TensorKind:
+        chosen = [t.size_bytes for t in workload.tensors if t.kind == kind]
+        if chosen:
+            found.append((kind.value, len(chosen), sum(chosen)))
+    return found
