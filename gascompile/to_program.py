@@ -12,6 +12,7 @@ from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
 from gascompile.errors import CaptureError, UnsupportedOpError
+from gascompile.passes.bound_aliases import bound_aliases
 from gascompile.passes.mutated_tensors import mutated_tensors
 from gascompile.program import BoundSpec, Dim, InputSpec, Program
 
@@ -61,6 +62,7 @@ def to_program(
     assert in_spec is not None and out_spec is not None
     inputs = _input_specs(exported, graph_module.graph, user_inputs, args, kwargs)
     _order_placeholders(graph_module.graph, set(bindings), [spec.name for spec in inputs])
+    _own_outputs(graph_module.graph, bindings)
     graph_module.graph.lint()
     graph_module.recompile()
     program = Program(
@@ -214,6 +216,18 @@ def _lift_attributes(
             dtype=str(value.dtype).removeprefix("torch."), shape=tuple(value.shape)
         )
         constants[tensor] = value.detach()
+
+
+def _own_outputs(graph: torch.fx.Graph, bindings: Mapping[str, str]) -> None:
+    """Copy every output that is a weight or buffer, or a view of one: their memory is reused after the call."""
+    owners = bound_aliases(graph, bindings)
+    (output,) = (node for node in graph.nodes if node.op == "output")
+    for node in dict.fromkeys(output.all_input_nodes):
+        if owners[node]:
+            with graph.inserting_before(output):
+                copied = graph.call_function(torch.ops.aten.clone.default, (node,))
+            copied.meta["val"] = node.meta["val"]
+            output.replace_input_with(node, copied)
 
 
 def _input_specs(

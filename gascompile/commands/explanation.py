@@ -1,0 +1,159 @@
+"""``explain``: why a tensor is where it is, or what an op costs, with the alternatives' price."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import RenderableType
+
+from gascompile import serial
+from gascompile.commands import options as opt
+from gascompile.commands.output import emit, fields, grid, note, reserved_stdout
+from gascompile.commands.plans import make_plan_of, read_plan
+from gascompile.ir import Plan
+from gascompile.passes.explain import Alternative, OpExplanation, TensorExplanation, explain
+from gascompile.units import format_size, format_time
+
+Subject = Annotated[
+    str, typer.Argument(metavar="TENSOR|OP", help="A name in the plan.", show_default=False)
+]
+PlanOrSource = Annotated[
+    str,
+    typer.Argument(
+        metavar="PLAN|SOURCE", help="A plan file, a bundle, or what 'plan' takes.", show_default=False
+    ),
+]
+
+
+def explain_verb(
+    source: PlanOrSource,
+    name: Subject,
+    budget: opt.BudgetSize = None,
+    cpu: opt.CpuSize = None,
+    nvme: opt.NvmeSize = None,
+    machine: opt.MachineName = None,
+    batch: opt.Batch = 1,
+    tokens: opt.Tokens = 128,
+    strategy: opt.Strategy = None,
+    time_limit: opt.TimeLimit = 20.0,
+    cache_dir: opt.CacheDir = None,
+    json: opt.JsonFlag = False,
+) -> None:
+    """Say why a tensor is where it is, or what an op costs, and what the alternatives would take.
+
+    Example: [bold]gascompile explain plan.json model.layers.7.mlp.up_proj.weight[/bold]
+    """
+    from gascompile.passes.verify import verify
+
+    with reserved_stdout(json):
+        path = Path(source)
+        if opt.is_bundle(path) or opt.format_of(path) == Plan.FORMAT:
+            if any(given is not None for given in (budget, cpu, nvme, machine, strategy)):
+                raise typer.BadParameter(
+                    f"{source} is a finished plan, so --budget, --cpu, --nvme, --machine and --strategy do not apply; "
+                    "plan its source again to change them"
+                )
+            made = read_plan(path)
+            verify(made)
+        else:
+            made = make_plan_of(
+                source,
+                limits=(budget, cpu, nvme),
+                machine=machine,
+                shape=(batch, tokens),
+                strategy=strategy,
+                time_limit_s=time_limit,
+                cache_dir=opt.cache_dir_of(cache_dir),
+            )
+        with opt.usage_errors():
+            found = explain(made, name)
+    kind = "tensor" if isinstance(found, TensorExplanation) else "op"
+    parts = (
+        _tensor_parts(found, made) if isinstance(found, TensorExplanation) else _op_parts(found)
+    )
+    emit(json, {"model": made.workload.name, kind: serial.to_json(found)}, *parts)
+
+
+def _tensor_parts(found: TensorExplanation, plan: Plan) -> list[RenderableType]:
+    rows = [
+        ("kind", found.kind.value),
+        ("size", format_size(found.size_bytes)),
+        ("home", found.home),
+        ("why", found.reason),
+        ("read by", _some(found.uses)),
+    ]
+    if found.writers:
+        rows.append(("written by", _some(found.writers)))
+    for transfer in found.transfers:
+        issued = plan.ops[transfer.issue_op].name if transfer.issue_op < len(plan.ops) else "the end"
+        rows += [
+            ("prefetched", f"before '{issued}' over {transfer.link}, {_ago(transfer.issued_s)}"),
+            ("in flight", f"{format_time(transfer.arrived_s - transfer.begun_s)} on the link"),
+            ("needed", f"by '{plan.ops[transfer.wait_op].name}' at {format_time(transfer.needed_s)}"),
+            ("slack", _slack(transfer.slack_s)),
+        ]
+    if found.releases:
+        names = [plan.ops[op].name if op < len(plan.ops) else "the end" for op in found.releases]
+        rows.append(("released before", _some(tuple(names))))
+    rows.append(("stall", f"{format_time(found.stall_s)} of {format_time(found.plan_s)} per iteration"))
+    parts: list[RenderableType] = [fields(found.name, rows)]
+    if found.alternative is not None:
+        parts.append(_alternatives(found, found.alternative))
+    return parts
+
+
+def _alternatives(found: TensorExplanation, alternative: Alternative) -> RenderableType:
+    lines = [(f"this one in {alternative.home}", *_price(alternative))]
+    if found.peer is not None:
+        peer = found.peer
+        lines.append((f"{peer.name} streamed", *_price(peer.streamed)))
+        if peer.exchange is not None:
+            lines.append((f"this one resident, {peer.name} streamed", *_price(peer.exchange)))
+    columns = [("instead", False), ("memory", True), ("iteration", True), ("change", True)]
+    return grid("Alternatives within the same budget", columns, lines)
+
+
+def _price(alternative: Alternative) -> tuple[str, str, str]:
+    size = alternative.arena_change_bytes
+    memory = f"{'+' if size > 0 else '-'}{format_size(abs(size))}"
+    if alternative.seconds is None or alternative.change_s is None:
+        return memory, "does not fit", ""
+    sign = "-" if alternative.change_s < 0 else "+"
+    return memory, format_time(alternative.seconds), f"{sign}{format_time(abs(alternative.change_s))}"
+
+
+def _ago(time_s: float) -> str:
+    if time_s < 0:
+        return f"{format_time(-time_s)} before the iteration begins"
+    return f"at {format_time(time_s)}"
+
+
+def _slack(slack_s: float) -> str:
+    if slack_s < 0:
+        return f"none: it arrives {format_time(-slack_s)} late"
+    return f"{format_time(slack_s)}: it may arrive so much later without a stall"
+
+
+def _some(names: tuple[str, ...]) -> str:
+    shown = ", ".join(names[:4]) or "no op"
+    return f"{shown} and {len(names) - 4} more" if len(names) > 4 else shown
+
+
+def _op_parts(found: OpExplanation) -> list[RenderableType]:
+    rows = [
+        ("op", f"number {found.index}, on {found.site}"),
+        ("time", format_time(found.time_s)),
+        ("work", f"{found.flops / 1e9:.4g} GFLOP, {format_size(found.moved_bytes)} of memory traffic"),
+        ("intensity", f"{found.arithmetic_intensity:.3g} FLOP per byte"),
+        ("bound by", found.bound),
+        ("workspace", format_size(found.workspace_bytes)),
+        ("stall", format_time(found.stall_s)),
+    ]
+    parts: list[RenderableType] = [fields(found.name, rows)]
+    columns = [("", False), ("tensor", False), ("size", True), ("home", False)]
+    lines = [("reads", t.name, format_size(t.size_bytes), t.home) for t in found.reads]
+    lines += [("writes", t.name, format_size(t.size_bytes), t.home) for t in found.writes]
+    parts.append(grid("Operands", columns, lines) if lines else note("It touches no tensor."))
+    return parts

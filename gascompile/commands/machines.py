@@ -1,0 +1,96 @@
+"""``calibrate`` and ``doctor``: what this machine can do."""
+
+from __future__ import annotations
+
+import typer
+from rich.console import RenderableType
+from rich.text import Text
+
+from gascompile import serial
+from gascompile.commands import options as opt
+from gascompile.commands.output import emit, fields, grid, note, reserved_stdout
+from gascompile.ir import Machine
+from gascompile.units import format_size
+
+
+def calibrate(
+    output: opt.Output = None, cache_dir: opt.CacheDir = None, json: opt.JsonFlag = False
+) -> None:
+    """Measure this machine now, in place of what was remembered, and print what was found.
+
+    Example: [bold]gascompile calibrate -o this-machine.json[/bold]
+    """
+    from gascompile.machine import calibrate_machine
+    from gascompile.progress import task
+    from gascompile.runtime.engine import read_blocks
+
+    folder = opt.cache_dir_of(cache_dir)
+    with reserved_stdout(json), task("Measuring this machine"):
+        machine = calibrate_machine(cache_dir=folder, read=read_blocks)
+    if output is not None:
+        serial.write_atomic(output, serial.dumps(machine))
+    written = [note(f"The machine is in {output}.")] if output is not None else []
+    emit(json, serial.to_json(machine), *machine_parts(machine), *written)
+
+
+def machine_parts(machine: Machine) -> list[RenderableType]:
+    """Return a machine for people: every number with its source."""
+    rows = [
+        (f"{name} memory", f"{format_size(tier.size_bytes)} ({tier.source})")
+        for name, tier in machine.tiers.items()
+    ]
+    rows += [
+        (link.name, f"{_gb(link.bandwidth_bytes_per_s)}, {link.latency_s * 1e6:.0f} us ({link.source})")
+        for link in machine.links
+    ]
+    rows += [
+        (f"pipe {pipe.name}", f"{_gb(pipe.bandwidth_bytes_per_s)} ({pipe.source})")
+        for pipe in machine.pipes
+    ]
+    rows += [
+        (f"{rate.device} memory", f"{_gb(rate.bandwidth_bytes_per_s)} ({rate.source})")
+        for rate in machine.memory
+    ]
+    rows += [
+        (f"{rate.device} {rate.dtype}", f"{rate.flops_per_s / 1e9:.0f} GFLOP/s ({rate.source})")
+        for rate in machine.rates
+    ]
+    io = machine.io
+    rows.append(
+        ("reads", f"{io.num_threads} threads, {format_size(io.chunk_bytes)} each ({io.source})")
+    )
+    return [fields(machine.name, rows)]
+
+
+def _gb(bytes_per_s: float) -> str:
+    return f"{bytes_per_s / 1e9:.2f} GB/s"
+
+
+_STYLES = {"ok": "green", "warn": "yellow", "missing": "red"}
+
+
+def doctor(cache_dir: opt.CacheDir = None, json: opt.JsonFlag = False) -> None:
+    """Say what of this machine can be used and what to do about the rest.
+
+    Example: [bold]gascompile doctor[/bold]
+    """
+    from gascompile.doctor import examine
+
+    with reserved_stdout(json):
+        report = examine(opt.cache_dir_of(cache_dir))
+    rows = []
+    for finding in report.findings:
+        detail = f"{finding.detail}\n-> {finding.remedy}" if finding.remedy else finding.detail
+        status = Text(finding.status.value, style=_STYLES[finding.status.value])
+        rows.append((finding.name, status, detail))
+    columns = [("what", False), ("", False), ("found", False)]
+    verdict = "ready" if report.healthy else "something required is missing; see above"
+    data = {**_as_dict(serial.to_json(report)), "healthy": report.healthy}
+    emit(json, data, grid("This machine", columns, rows), note(verdict))
+    if not report.healthy:
+        raise typer.Exit(1)
+
+
+def _as_dict(data: serial.JsonValue) -> dict[str, serial.JsonValue]:
+    assert isinstance(data, dict)
+    return data
