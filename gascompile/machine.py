@@ -102,19 +102,31 @@ def remembered_machine(cache_dir: str | os.PathLike[str]) -> Machine | None:
     return _with_memory_limit(machine)
 
 
+def calibrate_machine(*, cache_dir: str | os.PathLike[str], read: Reader) -> Machine:
+    """Measure this machine now and remember it in place of what was remembered.
+
+    Raises:
+        StorageError: ``cache_dir`` cannot be made or written to.
+    """
+    folder = _made(Path(cache_dir))
+    machine = measure_machine(folder=folder, read=read)
+    serial.write_atomic(_remembered_path(folder), serial.dumps(machine))
+    return machine
+
+
 def _this_machine(cache_dir: Path, read: Reader) -> Machine:
+    remembered = remembered_machine(_made(cache_dir))
+    return remembered or calibrate_machine(cache_dir=cache_dir, read=read)
+
+
+def _made(folder: Path) -> Path:
     try:
-        cache_dir.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise StorageError(
-            f"cannot make the cache folder {cache_dir}: {error.strerror}; choose another cache_dir"
+            f"cannot make the cache folder {folder}: {error.strerror}; choose another cache_dir"
         ) from error
-    remembered = remembered_machine(cache_dir)
-    if remembered is not None:
-        return remembered
-    machine = measure_machine(folder=cache_dir, read=read)
-    serial.write_atomic(_remembered_path(cache_dir), serial.dumps(machine))
-    return machine
+    return folder
 
 
 def _remembered_path(cache_dir: Path) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,11 +26,18 @@ class CacheEntry:
     size_bytes: int
     age_s: float
     ok: bool
+    weight_files: frozenset[str] = frozenset()
+    """Files that the plan's weights lie in; empty where the entry is damaged."""
+
+
+def plans_dir(cache_dir: Path) -> Path:
+    """Return the folder of all cached plans."""
+    return cache_dir / "plans"
 
 
 def folder_of(cache_dir: Path, prints: Mapping[str, str]) -> Path:
     """Return the folder of the plan with these fingerprints."""
-    return cache_dir / "plans" / serial.digest(prints)
+    return plans_dir(cache_dir) / serial.digest(prints)
 
 
 def read(folder: Path, prints: Mapping[str, str]) -> Bundle | None:
@@ -58,21 +66,50 @@ def write(folder: Path, bundle: Bundle, *, damaged: bool) -> None:
 
 
 def entries(cache_dir: Path) -> list[CacheEntry]:
-    """Return all cached plans, newest first."""
-    found = []
-    for folder in (cache_dir / "plans").glob("[0-9a-f]*"):
-        files = [path for path in folder.rglob("*") if path.is_file()]
+    """Return all cached plans, newest first; one that another process removes meanwhile is left out."""
+    found = [_entry(folder) for folder in plans_dir(cache_dir).glob("[0-9a-f]*") if folder.is_dir()]
+    return sorted((entry for entry in found if entry is not None), key=lambda entry: entry.age_s)
+
+
+def _entry(folder: Path) -> CacheEntry | None:
+    name, ok, weight_files = "(damaged)", True, frozenset[str]()
+    try:
+        bundle = read_bundle(folder)
+        name = bundle.program.name
+        weight_files = frozenset(stamp.path for stamp in bundle.weights.stamps)
+    except (FormatError, StorageError):
+        ok = False
+    try:
+        size_bytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+        written_s = folder.stat().st_mtime
+    except FileNotFoundError:
+        return None
+    return CacheEntry(
+        key=folder.name,
+        model=name,
+        size_bytes=size_bytes,
+        age_s=max(time.time() - written_s, 0.0),
+        ok=ok,
+        weight_files=weight_files,
+    )
+
+
+def remove(cache_dir: Path, key: str) -> None:
+    """Remove one plan: it disappears at once, so that no reader sees half of it.
+
+    Raises:
+        StorageError: the folder cannot be renamed or removed.
+    """
+    folder = plans_dir(cache_dir) / key
+    try:
+        retired = tempfile.mkdtemp(dir=folder.parent, prefix=f".{key}.old.")
         try:
-            name, ok = read_bundle(folder).program.name, True
-        except (FormatError, StorageError):
-            name, ok = "(damaged)", False
-        found.append(
-            CacheEntry(
-                key=folder.name,
-                model=name,
-                size_bytes=sum(path.stat().st_size for path in files),
-                age_s=max(time.time() - folder.stat().st_mtime, 0.0),
-                ok=ok,
-            )
-        )
-    return sorted(found, key=lambda entry: entry.age_s)
+            folder.rename(Path(retired) / "bundle")
+        finally:
+            shutil.rmtree(retired)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise StorageError(
+            f"cannot remove {folder}: {error.strerror or error}; check its permissions"
+        ) from error

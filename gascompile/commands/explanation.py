@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import RenderableType
@@ -13,8 +13,10 @@ from gascompile.commands import options as opt
 from gascompile.commands.output import emit, fields, grid, note, reserved_stdout
 from gascompile.commands.plans import make_plan_of, read_plan
 from gascompile.ir import Plan
-from gascompile.passes.explain import Alternative, OpExplanation, TensorExplanation, explain
 from gascompile.units import format_size, format_time
+
+if TYPE_CHECKING:  # numpy comes with it, which help and wrong usage need not wait for
+    from gascompile.passes.explain import Alternative, OpExplanation, TensorExplanation
 
 Subject = Annotated[
     str, typer.Argument(metavar="TENSOR|OP", help="A name in the plan.", show_default=False)
@@ -22,7 +24,9 @@ Subject = Annotated[
 PlanOrSource = Annotated[
     str,
     typer.Argument(
-        metavar="PLAN|SOURCE", help="A plan file, a bundle, or what 'plan' takes.", show_default=False
+        metavar="PLAN|SOURCE",
+        help="A plan file, a bundle, or what 'plan' takes.",
+        show_default=False,
     ),
 ]
 
@@ -45,6 +49,7 @@ def explain_verb(
 
     Example: [bold]gascompile explain plan.json model.layers.7.mlp.up_proj.weight[/bold]
     """
+    from gascompile.passes.explain import TensorExplanation, explain
     from gascompile.passes.verify import verify
 
     with reserved_stdout(json):
@@ -70,9 +75,7 @@ def explain_verb(
         with opt.usage_errors():
             found = explain(made, name)
     kind = "tensor" if isinstance(found, TensorExplanation) else "op"
-    parts = (
-        _tensor_parts(found, made) if isinstance(found, TensorExplanation) else _op_parts(found)
-    )
+    parts = _tensor_parts(found, made) if isinstance(found, TensorExplanation) else _op_parts(found)
     emit(json, {"model": made.workload.name, kind: serial.to_json(found)}, *parts)
 
 
@@ -87,17 +90,24 @@ def _tensor_parts(found: TensorExplanation, plan: Plan) -> list[RenderableType]:
     if found.writers:
         rows.append(("written by", _some(found.writers)))
     for transfer in found.transfers:
-        issued = plan.ops[transfer.issue_op].name if transfer.issue_op < len(plan.ops) else "the end"
+        issued = (
+            plan.ops[transfer.issue_op].name if transfer.issue_op < len(plan.ops) else "the end"
+        )
         rows += [
             ("prefetched", f"before '{issued}' over {transfer.link}, {_ago(transfer.issued_s)}"),
             ("in flight", f"{format_time(transfer.arrived_s - transfer.begun_s)} on the link"),
-            ("needed", f"by '{plan.ops[transfer.wait_op].name}' at {format_time(transfer.needed_s)}"),
+            (
+                "needed",
+                f"by '{plan.ops[transfer.wait_op].name}' at {format_time(transfer.needed_s)}",
+            ),
             ("slack", _slack(transfer.slack_s)),
         ]
     if found.releases:
         names = [plan.ops[op].name if op < len(plan.ops) else "the end" for op in found.releases]
         rows.append(("released before", _some(tuple(names))))
-    rows.append(("stall", f"{format_time(found.stall_s)} of {format_time(found.plan_s)} per iteration"))
+    rows.append(
+        ("stall", f"{format_time(found.stall_s)} of {format_time(found.plan_s)} per iteration")
+    )
     parts: list[RenderableType] = [fields(found.name, rows)]
     if found.alternative is not None:
         parts.append(_alternatives(found, found.alternative))
@@ -121,7 +131,11 @@ def _price(alternative: Alternative) -> tuple[str, str, str]:
     if alternative.seconds is None or alternative.change_s is None:
         return memory, "does not fit", ""
     sign = "-" if alternative.change_s < 0 else "+"
-    return memory, format_time(alternative.seconds), f"{sign}{format_time(abs(alternative.change_s))}"
+    return (
+        memory,
+        format_time(alternative.seconds),
+        f"{sign}{format_time(abs(alternative.change_s))}",
+    )
 
 
 def _ago(time_s: float) -> str:
@@ -145,7 +159,10 @@ def _op_parts(found: OpExplanation) -> list[RenderableType]:
     rows = [
         ("op", f"number {found.index}, on {found.site}"),
         ("time", format_time(found.time_s)),
-        ("work", f"{found.flops / 1e9:.4g} GFLOP, {format_size(found.moved_bytes)} of memory traffic"),
+        (
+            "work",
+            f"{found.flops / 1e9:.4g} GFLOP, {format_size(found.moved_bytes)} of memory traffic",
+        ),
         ("intensity", f"{found.arithmetic_intensity:.3g} FLOP per byte"),
         ("bound by", found.bound),
         ("workspace", format_size(found.workspace_bytes)),

@@ -40,7 +40,10 @@ def machine_parts(machine: Machine) -> list[RenderableType]:
         for name, tier in machine.tiers.items()
     ]
     rows += [
-        (link.name, f"{_gb(link.bandwidth_bytes_per_s)}, {link.latency_s * 1e6:.0f} us ({link.source})")
+        (
+            link.name,
+            f"{_gb(link.bandwidth_bytes_per_s)}, {link.latency_s * 1e6:.0f} us ({link.source})",
+        )
         for link in machine.links
     ]
     rows += [

@@ -17,7 +17,8 @@ from gascompile.ir import FileStamp, Plan
 from gascompile.units import format_size
 
 Rehash = Annotated[
-    bool, typer.Option("--weights", help="Read every weight file of a bundle and compare its content.")
+    bool,
+    typer.Option("--weights", help="Read every weight file of a bundle and compare its content."),
 ]
 
 
@@ -30,14 +31,18 @@ def verify(plan_path: PlanArgument, weights: Rehash = False, json: opt.JsonFlag 
 
     stamps: tuple[FileStamp, ...] = ()
     if plan_path.is_dir() and not opt.is_bundle(plan_path):
-        raise FormatError(f"{plan_path} holds no manifest.json, so it is no bundle; name a plan file or a bundle")
+        raise FormatError(
+            f"{plan_path} holds no manifest.json, so it is no bundle; name a plan file or a bundle"
+        )
     if opt.is_bundle(plan_path):
         from gascompile.bundle import read_bundle
 
         bundle = read_bundle(plan_path)
         plan, stamps = bundle.plan, bundle.weights.stamps
     elif weights:
-        raise typer.BadParameter(f"{plan_path} is no bundle, so it has no weight files; leave out --weights")
+        raise typer.BadParameter(
+            f"{plan_path} is no bundle, so it has no weight files; leave out --weights"
+        )
     else:
         plan = Plan.load(plan_path)
     check(plan)
@@ -52,7 +57,9 @@ def verify(plan_path: PlanArgument, weights: Rehash = False, json: opt.JsonFlag 
         "weights_rehashed": weights,
     }
     files = f"; {len(stamps)} weight files of {format_size(size_bytes)} unchanged" if stamps else ""
-    emit(json, data, note(f"ok: {plan_path} keeps its budgets in all {len(plan.steps)} steps{files}"))
+    emit(
+        json, data, note(f"ok: {plan_path} keeps its budgets in all {len(plan.steps)} steps{files}")
+    )
 
 
 def check_stamp(stamp: FileStamp, *, rehash: bool) -> None:

@@ -1,0 +1,221 @@
+"""``run``: compile a source (or open a bundle), run it, and say how close to the limit it came."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import RenderableType
+
+from gascompile import serial
+from gascompile.commands import options as opt
+from gascompile.commands.output import emit, fields, note, reserved_stdout, warnings_block
+from gascompile.commands.summary import sizes
+from gascompile.errors import CheckpointError
+from gascompile.units import format_size, format_time
+
+if TYPE_CHECKING:  # torch comes with these, which help and wrong usage need not wait for
+    from gascompile.commands.eager import Difference
+    from gascompile.compiled import CompiledModel
+    from gascompile.ir import Plan, RunReport
+
+RunSource = Annotated[
+    str,
+    typer.Argument(
+        metavar="SOURCE|BUNDLE",
+        help="Hugging Face directory with weights, .pt2 file, package.module:callable, or a saved bundle.",
+        show_default=False,
+    ),
+]
+Repeat = Annotated[
+    int, typer.Option("--repeat", min=1, metavar="N", help="Runs; the last one is reported.")
+]
+Inputs = Annotated[
+    Path | None,
+    typer.Option(
+        "--inputs", metavar="FILE", help="Inputs by argument name in a .safetensors file."
+    ),
+]
+Save = Annotated[
+    Path | None, typer.Option("--save", metavar="DIR", help="Save the compiled model as a bundle.")
+]
+Check = Annotated[
+    bool, typer.Option("--check", help="Compare with eager, where the model fits in memory.")
+]
+
+
+@dataclass(slots=True)
+class _Job:
+    """A compiled model ready to be called."""
+
+    compiled: CompiledModel
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    seconds: list[float] = field(default_factory=list)
+
+
+def run(
+    source: RunSource,
+    budget: opt.BudgetSize = None,
+    cpu: opt.CpuSize = None,
+    nvme: opt.NvmeSize = None,
+    repeat: Repeat = 1,
+    inputs: Inputs = None,
+    save: Save = None,
+    check: Check = False,
+    batch: opt.Batch = 1,
+    tokens: opt.Tokens = 128,
+    strategy: opt.Strategy = None,
+    time_limit: opt.TimeLimit = 20.0,
+    cache_dir: opt.CacheDir = None,
+    json: opt.JsonFlag = False,
+) -> None:
+    """Compile a model for a budget, run it, and report what was measured.
+
+    Example: [bold]gascompile run all-MiniLM-L6-v2/ --budget 32MiB --repeat 5 --check[/bold]
+    """
+    with reserved_stdout(json):
+        if opt.is_bundle(Path(source)):
+            if check or any(given is not None for given in (budget, cpu, nvme, strategy)):
+                raise typer.BadParameter(
+                    f"{source} is a bundle: its plan is made, and it holds no eager model; leave out --budget, --cpu, "
+                    "--nvme, --strategy and --check, or name the source it was made from"
+                )
+            job, difference = _load(source, inputs), None
+            _repeat(job, repeat)
+        else:
+            options = {"time_limit_s": time_limit, "strategy": strategy}
+            job, difference = _compile(
+                source, (budget, cpu, nvme), inputs, (batch, tokens), opt.cache_dir_of(cache_dir),
+                options, repeat, check,
+            )  # fmt: skip
+        if save is not None:
+            job.compiled.save(save)
+        job.compiled.close()
+    _report(job, difference, save, json)
+
+
+def _load(source: str, inputs: Path | None) -> _Job:
+    from gascompile.commands.eager import inputs_of_program, with_given_inputs
+    from gascompile.loading import load
+
+    compiled = load(source)
+    args, kwargs = inputs_of_program(compiled.program)
+    if inputs is not None:
+        kwargs = with_given_inputs(kwargs, inputs)
+    return _Job(compiled, args, kwargs)
+
+
+def _compile(
+    source: str,
+    limits: tuple[int | None, int | None, int | None],
+    inputs: Path | None,
+    shape: tuple[int, int],
+    cache_dir: Path,
+    options: dict[str, Any],
+    repeat: int,
+    check: bool,
+) -> tuple[_Job, Difference | None]:
+    from gascompile.calls import normalize_call
+    from gascompile.commands.eager import compare, require_room, with_given_inputs
+    from gascompile.pipeline import compile as compile_model
+    from gascompile.sources import open_source
+
+    opened = open_source(source, batch=shape[0], tokens=shape[1])
+    if opened.checkpoint is None and Path(source).is_dir():
+        raise CheckpointError(
+            f"{source} holds no .safetensors file, and running needs weights; add them, or use "
+            "'gascompile plan', which needs none"
+        )
+    args, kwargs = normalize_call(opened.model, *(opened.inputs or ((), {})))
+    if inputs is not None:
+        kwargs = with_given_inputs(kwargs, inputs)
+    if not args and not kwargs:
+        raise CheckpointError(
+            f"{source} brings no example inputs; name a file with --inputs, or let the callable return "
+            "(module, example_inputs)"
+        )
+    if check:
+        require_room(opened.model)
+    machine = opt.machine_of(None, cache_dir)
+    with opt.usage_errors():
+        compiled = compile_model(
+            opened.model,
+            opt.budget_of(*limits, machine),
+            checkpoint=opened.checkpoint,
+            machine=machine,
+            cache_dir=cache_dir,
+            **options,
+        )
+    job = _Job(compiled, args, kwargs)
+    outputs = _repeat(job, repeat)
+    return job, compare(opened, args, kwargs, outputs) if check else None
+
+
+def _repeat(job: _Job, repeat: int) -> Any:
+    from gascompile.progress import task
+
+    outputs = None
+    for number in range(repeat):
+        with task(f"Run {number + 1} of {repeat}"):
+            outputs = job.compiled(*job.args, **job.kwargs)
+        report = job.compiled.last_run
+        assert report is not None
+        job.seconds.append(report.seconds)
+    return outputs
+
+
+def _report(job: _Job, difference: Difference | None, save: Path | None, as_json: bool) -> None:
+    plan, report = job.compiled.plan, job.compiled.last_run
+    assert report is not None
+    data = {
+        "model": plan.workload.name,
+        "run": serial.to_json(report),
+        "all_seconds": job.seconds,
+        "budget_bytes": dict(plan.budget_bytes),
+        "predicted_s": plan.certificate.predicted_s,
+        "limit_s": plan.certificate.limit_s,
+        "warnings": list(plan.warnings),
+        "check": serial.to_json(difference) if difference is not None else None,
+        "bundle": str(save) if save is not None else None,
+    }
+    parts: list[RenderableType] = [
+        fields(f"Run of {plan.workload.name}", _rows(plan, report, job.seconds))
+    ]
+    if difference is not None:
+        parts.append(note(difference.sentence()))
+    if save is not None:
+        parts.append(note(f"The bundle is in {save}."))
+    emit(as_json, data, *parts, *warnings_block(plan.warnings))
+    if difference is not None and not difference.ok:
+        raise typer.Exit(1)
+
+
+def _rows(plan: Plan, report: RunReport, seconds: list[float]) -> list[tuple[str, str]]:
+    tier = plan.machine.compute_tier
+    rows = [
+        (
+            "last run",
+            f"{format_time(report.seconds)}, predicted {format_time(plan.certificate.predicted_s)}",
+        ),
+        (
+            "share of limit",
+            f"{report.share_of_limit:.1%} of {format_time(plan.certificate.limit_s)}",
+        ),
+        ("stalled", f"{format_time(report.stall_s)} in {len(report.stalls)} waits"),
+        ("moved", sizes(report.link_bytes)),
+        (
+            "peak",
+            f"{sizes(report.peak_bytes)}; budget {format_size(plan.budget_bytes[tier])} of {tier}",
+        ),
+        ("whole process", format_size(report.process_peak_bytes)),
+        ("I/O path", ", ".join(f"{link}: {path}" for link, path in report.paths.items()) or "none"),
+    ]
+    if len(seconds) > 1:
+        middle, low, high = statistics.median(seconds), min(seconds), max(seconds)
+        text = f"median {format_time(middle)}, {format_time(low)} to {format_time(high)}"
+        rows.insert(1, (f"all {len(seconds)} runs", text))
+    return rows
