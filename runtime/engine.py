@@ -107,7 +107,7 @@ class Engine:
     def paths(self) -> Mapping[str, str]:
         """The I/O path really taken so far, per link: ``O_DIRECT``, ``page cache`` or both."""
         with self._lock:
-            return {link: " + ".join(sorted(taken)) for link, taken in self._paths.items()}
+            return {link: " + ".join(sorted(taken)) for link, taken in self._paths.items() if taken}
 
     def submit(
         self,
@@ -153,10 +153,12 @@ class Engine:
 
     def _cancel_queued(self) -> None:
         for _, _, request in self._heap:
-            if request.error is None:
-                request.error = StorageError(
-                    f"the read of '{request.landing.name}' was cancelled: its run ended or the session was closed"
-                )
+            # One whose last chunk is in flight will be whole; one that has failed ends by itself.
+            if request.exhausted:
+                continue
+            request.error = StorageError(
+                f"the read of '{request.landing.name}' was cancelled: its run or its session has ended"
+            )
             if not request.open_pieces:
                 request.ended.set()
         self._heap.clear()
@@ -166,12 +168,12 @@ class Engine:
     def _serve(self) -> None:
         while (task := self._take()) is not None:
             request, piece = task
+            taken: tuple[str, ...] = ()
             error: BaseException | None = None
-            taken = ""
             try:
                 taken = self._read_piece(piece, request)
             # Whatever a read raises, an interrupt included, is the waiter's: a dead thread would hang it.
-            except BaseException as raised:
+            except BaseException as raised:  # noqa: BLE001
                 error = raised
             self._finish(request, taken, error)
 
@@ -193,25 +195,26 @@ class Engine:
             self._in_flight += 1
             return request, piece
 
-    def _finish(self, request: _Request, taken: str, error: BaseException | None) -> None:
+    def _finish(
+        self, request: _Request, taken: tuple[str, ...], error: BaseException | None
+    ) -> None:
         with self._lock:
             request.open_pieces -= 1
             if request.error is None:
                 request.error = error
-            if taken:
-                self._paths.setdefault(request.link, set()).add(taken)
+            self._paths.setdefault(request.link, set()).update(taken)
             ended = request.exhausted and not request.open_pieces
         if ended:
             if request.error is None and request.on_done is not None:
-                request.on_done()
+                request.error = _raised_by(request.on_done)
             request.ended.set()
         with self._lock:
             self._in_flight -= 1
             if not self._in_flight:
                 self._idle.notify_all()
 
-    def _read_piece(self, piece: Piece, request: _Request) -> str:
-        """Read one chunk whole and return the path it took."""
+    def _read_piece(self, piece: Piece, request: _Request) -> tuple[str, ...]:
+        """Read one chunk whole and return the paths it took."""
         file = self._files[piece.path]
         start = request.address + piece.position
         into = self._memory[start : start + piece.size_bytes]
@@ -220,9 +223,9 @@ class Engine:
         if piece.direct and file.is_direct:
             done = self._read_direct(file, into, piece, name)
             if done >= piece.needed_bytes:
-                return DIRECT
+                return (DIRECT,)
         self._read_buffered(file, into, piece, done, name)
-        return PAGE_CACHE
+        return (DIRECT, PAGE_CACHE) if done else (PAGE_CACHE,)
 
     def _read_direct(self, file: SourceFile, into: memoryview, piece: Piece, name: str) -> int:
         """Return the bytes read in whole pages; less than needed when the page cache has to go on."""
@@ -263,6 +266,15 @@ class Engine:
             # Weights are read once per visit: kept pages would only push out what others need.
             length = piece.needed_bytes - first
             os.posix_fadvise(file.buffered, piece.offset + first, length, os.POSIX_FADV_DONTNEED)
+
+
+def _raised_by(callback: Callable[[], None]) -> BaseException | None:
+    """Call back on a reading thread, which must survive whatever the callback does."""
+    try:
+        callback()
+    except BaseException as raised:  # noqa: BLE001
+        return raised
+    return None
 
 
 def _read_error(piece: Piece, name: str, error: OSError) -> StorageError:

@@ -75,8 +75,9 @@ class Executor:
                 values[slot] = value
             live = LiveBytes(schedule.num_metered)
             self._interpret(values, live)
-            outputs = tuple(self._session.own_copy(values[slot]) for slot in schedule.outputs)
-            self.last_run = self._report(time.perf_counter() - start_s, live.peak_bytes)
+            outputs = tuple(self.mover.own(values[slot]) for slot in schedule.outputs)
+            live_bytes = live.peak_bytes + self.mover.copied_bytes
+            self.last_run = self._report(time.perf_counter() - start_s, live_bytes)
         return outputs
 
     def _interpret(self, values: list[Any], live: LiveBytes) -> None:

@@ -82,8 +82,7 @@ class LiveBytes:
                 size_bytes = value.untyped_storage().nbytes()
                 sizes[number] = size_bytes
                 live_bytes += size_bytes
-        if live_bytes + workspace_bytes > self.peak_bytes:
-            self.peak_bytes = live_bytes + workspace_bytes
+        self.peak_bytes = max(self.peak_bytes, live_bytes + workspace_bytes)
         for number in deaths:
             live_bytes -= sizes[number]
         self._live_bytes = live_bytes

@@ -58,6 +58,7 @@ class PlanMover:
         self._poison = poison
         self._iteration = 0
         self._visits: dict[tuple[str, int], Ticket] = {}
+        self._present: set[tuple[str, int]] = set()
         self._links: dict[str, str] = {}
         self._views: dict[tuple[str, int], torch.Tensor] = {}
         self._due: dict[tuple[str, int], int] = {}
@@ -74,27 +75,36 @@ class PlanMover:
         self._wrapped.sort(key=lambda pair: pair[1])
         self.stalls: list[Stall] = []
         self.link_bytes: dict[str, int] = {}
+        self.copied_bytes = 0
+        """Bytes of the outputs that had to be copied, as they lay in a weight or a state."""
+        self._reset_report()
 
     # ------------------------------------------------------------ one iteration
 
     def begin(self, *, warm: bool) -> None:
         """Start an iteration; a cold one first issues what the iteration before would have."""
-        self.stalls = []
-        self.link_bytes = dict.fromkeys(self._links.values(), 0)
+        self._reset_report()
         self._iteration += 1
         if warm:
             return
         self._iteration = 0
         self._visits.clear()
+        self._present.clear()
         if self._poison:
             self._poison_streamed()
         for step, op in self._wrapped:
             self.prefetch_at(op, step.tensor, step.link, step.address)
 
+    def _reset_report(self) -> None:
+        self.stalls = []
+        self.copied_bytes = 0
+        self.link_bytes = dict.fromkeys((self._session.link, *self._links.values()), 0)
+
     def prefetch_at(self, due: int, tensor: str, link: str, address: int) -> None:
         """Queue a read that op ``due`` of this iteration waits for."""
         if not self._overlap:
             return
+        self._present.discard((tensor, address))
         self._visits[tensor, address] = self._submit(due, tensor, link, address)
 
     def wait_at(self, op: int, tensor: str, address: int) -> torch.Tensor:
@@ -102,9 +112,13 @@ class PlanMover:
         key = (tensor, address)
         link = self._links.get(tensor, self._session.link)
         ticket = self._visits.pop(key, None)
+        if ticket is None and key in self._present:
+            # The same visit serves several waits, in this iteration or across its end.
+            return self._views[key]
         if ticket is None:
             ticket = self._submit(op, tensor, link, address)
         self._await(ticket, op, tensor)
+        self._present.add(key)
         self._count(link, tensor)
         return self._views[key]
 
@@ -117,9 +131,26 @@ class PlanMover:
             self._count(self._session.link, tensor)
         return self._session.resident(tensor)
 
+    def out_of_arena(self, value: object) -> object:
+        """Return ``value``, copied where it is a tensor in the arena."""
+        if isinstance(value, torch.Tensor) and self._session.arena.contains(value):
+            return self._copy(value)
+        return value
+
+    def own(self, value: object) -> object:
+        """Return ``value``, copied where it is a tensor in the arena or in a state."""
+        if isinstance(value, torch.Tensor) and self._session.is_state(value):
+            return self._copy(value)
+        return self.out_of_arena(value)
+
+    def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        copied = tensor.clone()
+        self.copied_bytes += copied.untyped_storage().nbytes()
+        return copied
+
     def _count(self, link: str, tensor: str) -> None:
         size_bytes = self._session.landings[tensor].size_bytes
-        self.link_bytes[link] = self.link_bytes.get(link, 0) + size_bytes
+        self.link_bytes[link] += size_bytes
 
     def _submit(self, due: int, tensor: str, link: str, address: int) -> Ticket:
         landing = self._session.landings[tensor]
@@ -161,6 +192,7 @@ class PlanMover:
 
     def release(self, tensor: str, address: int) -> None:
         """Note that a visit is over; with poison its bytes are spoiled, so that a late reader shows."""
+        self._present.discard((tensor, address))
         if self._poison:
             landing = self._session.landings[tensor]
             start = address + landing.shift_bytes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
+from functools import partial
 
 from gascompile.runtime.landing import Landing
 from gascompile.runtime.protocols import Ticket, TransferEngine
@@ -47,15 +48,12 @@ class Residents:
         """Ask for every resident that has not arrived and is not on its way."""
         for name in self._order:
             if name not in self._loaded and name not in self._loading:
-                landing = self._landings[name]
                 self._loading[name] = self._engine.submit(
-                    landing,
+                    self._landings[name],
                     self._addresses[name],
                     key=self._first_use.get(name, 0),
                     link=self._link,
-                    on_done=None
-                    if self._progress is None
-                    else lambda n=landing.size_bytes: self._arrived(n),
+                    on_done=partial(self._arrived, self._landings[name].size_bytes),
                 )
 
     def pending(self, name: str) -> Ticket | None:
@@ -74,7 +72,8 @@ class Residents:
                 del self._loading[name]
 
     def _arrived(self, size_bytes: int) -> None:
-        assert self._progress is not None
+        if self._progress is None:
+            return
         with self._progress_lock:
             self._done_bytes += size_bytes
             self._progress(self._done_bytes, self._total_bytes)

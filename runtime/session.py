@@ -160,20 +160,10 @@ class Session:
         """Note that a resident weight has been awaited."""
         self._residents.settle(tensor)
 
-    def out_of_arena(self, value: object) -> object:
-        """Return ``value``, copied where it is a tensor in the arena."""
-        if isinstance(value, torch.Tensor) and self.arena.contains(value):
-            return value.clone()
-        return value
-
-    def own_copy(self, value: object) -> object:
-        """Return ``value``, copied where it is a tensor in the arena or in a state."""
-        if isinstance(value, torch.Tensor) and any(
-            value.untyped_storage().data_ptr() == state.untyped_storage().data_ptr()
-            for state in self.states.values()
-        ):
-            return value.clone()
-        return self.out_of_arena(value)
+    def is_state(self, tensor: torch.Tensor) -> bool:
+        """Return whether the tensor shares its storage with a state."""
+        start: int = tensor.untyped_storage().data_ptr()
+        return any(start == t.untyped_storage().data_ptr() for t in self.states.values())
 
     @property
     def is_loaded(self) -> bool:

@@ -85,8 +85,9 @@ class _Builder:
 
     def build(self) -> Schedule:
         nodes = list(self._module.graph.nodes)
-        if not nodes or nodes[0].op != "placeholder" or nodes[-1].op != "output":
-            raise PlanMismatchError("the graph has no mover and no output: insert the plan's moves")
+        mover = nodes[0]
+        if mover.op != "placeholder" or any(u.target not in moves.MOVES for u in mover.users):
+            raise PlanMismatchError("the graph's first input is no mover: insert the plan's moves")
         inputs: list[tuple[str, int]] = []
         for node in nodes[1:-1]:
             match node.op:
@@ -124,7 +125,7 @@ class _Builder:
         return self._slot_of[value] if isinstance(value, fx.Node) else self._slot(None, value)
 
     def _call(self, node: fx.Node) -> None:
-        arguments = node.args[1:]
+        arguments: tuple[Value, ...] = node.args[1:]
         if node.target is moves.resident:
             self._slot(node, self._session.resident(*arguments))
         elif node.target is moves.prefetch:
@@ -141,7 +142,7 @@ class _Builder:
     def _detach(self, slot: int) -> None:
         """Copy an output that lies in the arena at once: its visit may end before the run does."""
         gather: Gather = lambda values: (values[slot],)  # noqa: E731
-        self._steps.append(Step(self._session.out_of_arena, gather, slot, None, (), self._next_op))
+        self._steps.append(Step(self._mover.out_of_arena, gather, slot, None, (), self._next_op))
 
     def _move(self, node: fx.Node, function: Callable[..., Value], arguments: Value) -> None:
         call = partial(function, *arguments)
@@ -209,7 +210,7 @@ class _Builder:
         if isinstance(argument, fx.Node):
             return operator.itemgetter(self._slot_of[argument])
         if not _has_node(argument):
-            return lambda values: argument
+            return lambda _values: argument
         if isinstance(argument, slice):
             bounds = self._fetch((argument.start, argument.stop, argument.step))
             return lambda values: slice(*bounds(values))
@@ -222,7 +223,7 @@ class _Builder:
         return lambda values: [fetch(values) for fetch in parts]
 
 
-def _nothing(values: list[Value]) -> tuple[Value, ...]:
+def _nothing(_values: list[Value]) -> tuple[Value, ...]:
     return ()
 
 

@@ -1,0 +1,157 @@
+"""The inserted graph reads as the plan, computes what the program does, and belongs to one plan only."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from gascompile import moves
+from gascompile.errors import PlanMismatchError
+from gascompile.ir import Compute, Plan, Prefetch, Release, Step, Wait
+from gascompile.passes.insert import insert
+from tests.runtime.toys import LINK, Toy, make_plan, mlp
+
+
+class DictMover:
+    """Hands out copies of the weights and spoils them at their release."""
+
+    def __init__(self, weights: dict[str, torch.Tensor]) -> None:
+        self.weights = weights
+        self.visits: dict[tuple[str, int], torch.Tensor] = {}
+        self.calls: list[Step | str] = []
+
+    def resident(self, tensor: str) -> torch.Tensor:
+        self.calls.append(tensor)
+        return self.weights[tensor]
+
+    def prefetch(self, tensor: str, link: str, address: int) -> None:
+        assert link == LINK
+        self.calls.append(Prefetch(op=0, tensor=tensor, link=link, size_bytes=0, address=address))
+
+    def wait(self, tensor: str, address: int) -> torch.Tensor:
+        self.calls.append(Wait(op=0, tensor=tensor, address=address))
+        self.visits[tensor, address] = self.weights[tensor].clone()
+        return self.visits[tensor, address]
+
+    def release(self, tensor: str, address: int) -> None:
+        self.calls.append(Release(op=0, tensor=tensor, address=address))
+        self.visits.pop((tensor, address)).fill_(float("nan"))
+
+
+def nodes_of(module: torch.fx.GraphModule, target: Callable[..., object]) -> list[torch.fx.Node]:
+    return [node for node in module.graph.nodes if node.target is target]
+
+
+def anonymous(step: Step) -> Step:
+    assert not isinstance(step, Compute)
+    if isinstance(step, Prefetch):
+        return dataclasses.replace(step, op=0, size_bytes=0)
+    return dataclasses.replace(step, op=0)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_moves_are_called_in_plan_order_and_results_are_equal(tmp_path: Path, seed: int) -> None:
+    toy = mlp(tmp_path)
+    residents = frozenset(["layers.1.weight", "layers.2.bias"])
+    plan = make_plan(toy.workload, residents=residents, seed=seed)
+    module = insert(toy.program, plan)
+    # Dead code elimination must leave the moves alone.
+    module.graph.eliminate_dead_code()
+    module.recompile()
+    mover = DictMover(toy.weights)
+    x = torch.randn(4, 96)
+    for ours, eager in zip(module(mover, x), toy.eager(x), strict=True):
+        assert torch.equal(ours, eager)
+    planned = [anonymous(step) for step in plan.steps if not isinstance(step, Compute)]
+    assert mover.calls == ["layers.1.weight", "layers.2.bias", *planned]
+
+
+def test_ops_stand_where_the_plan_has_them(tmp_path: Path) -> None:
+    toy = mlp(tmp_path)
+    plan = make_plan(toy.workload, seed=3, merge=1.0)
+    module = insert(toy.program, plan)
+    found: list[str] = []
+    for node in module.graph.nodes:
+        if node.op == "call_function":
+            is_move = node.target in moves.MOVES
+            found.append(node.target.__name__ if is_move else node.name)
+    expected = [
+        plan.ops[s.op].name if isinstance(s, Compute) else type(s).__name__.lower()
+        for s in plan.steps
+    ]
+    assert found == expected
+
+
+def test_the_program_is_left_alone(tmp_path: Path) -> None:
+    toy = mlp(tmp_path)
+    before = toy.program.graph_module.code
+    insert(toy.program, make_plan(toy.workload))
+    assert toy.program.graph_module.code == before
+
+
+def test_placeholders_are_the_mover_and_the_inputs(tmp_path: Path) -> None:
+    toy = mlp(tmp_path)
+    module = insert(toy.program, make_plan(toy.workload))
+    names = [node.name for node in module.graph.nodes if node.op == "placeholder"]
+    assert names == ["mover", "x0"]
+
+
+def test_all_resident_has_no_moves(tmp_path: Path) -> None:
+    toy = mlp(tmp_path)
+    module = insert(toy.program, make_plan(toy.workload, residents=frozenset(toy.weights)))
+    assert len(nodes_of(module, moves.resident)) == len(toy.weights)
+    assert not any(nodes_of(module, m) for m in (moves.prefetch, moves.wait, moves.release))
+
+
+def test_a_view_is_taken_again_in_a_later_visit_only(tmp_path: Path) -> None:
+    toy = mlp(tmp_path)
+    transpose = torch.ops.aten.t.default
+    apart = insert(toy.program, make_plan(toy.workload, merge=0.0))
+    together = insert(toy.program, make_plan(toy.workload, merge=1.0))
+    assert len(nodes_of(apart, transpose)) == 2
+    assert len(nodes_of(together, transpose)) == 1
+
+
+def test_the_code_reads_as_a_schedule(tmp_path: Path) -> None:
+    toy = mlp(tmp_path, layers=2)
+    code = insert(toy.program, make_plan(toy.workload)).code
+    for move in ("prefetch", "wait", "release"):
+        assert f"gascompile_moves_{move}(mover, 'layers.1.weight'" in code
+
+
+def without(plan: Plan, kind: type[Step], tensor: str) -> Plan:
+    steps = tuple(
+        s
+        for s in plan.steps
+        if not (isinstance(s, kind) and not isinstance(s, Compute) and s.tensor == tensor)
+    )
+    return dataclasses.replace(plan, steps=steps)
+
+
+def mismatches(toy: Toy) -> dict[str, tuple[Plan, str]]:
+    plan = make_plan(toy.workload)
+    renamed = (*plan.ops[:2], dataclasses.replace(plan.ops[2], name="other"), *plan.ops[3:])
+    tensors = {n: t for n, t in plan.tensors.items() if n != "layers.1.bias"}
+    computes = [s for s in plan.steps if isinstance(s, Compute)]
+    no_last = tuple(s for s in plan.steps if s != computes[-1])
+    stray = Wait(op=0, tensor="nobody", address=0)
+    return {
+        "op": (dataclasses.replace(plan, ops=renamed), "op 2 is 'add_tensor' in the program"),
+        "shorter": (dataclasses.replace(plan, ops=plan.ops[:-1]), "longer than the other"),
+        "order": (dataclasses.replace(plan, steps=no_last), "each op once"),
+        "wait": (without(plan, Wait, "layers.1.weight"), r"'layers\.1\.weight' is used"),
+        "tensor": (dataclasses.replace(plan, tensors=tensors), r"'layers\.1\.bias'"),
+        "stray": (dataclasses.replace(plan, steps=(stray, *plan.steps)), "'nobody'"),
+    }
+
+
+@pytest.mark.parametrize("case", ["op", "shorter", "order", "wait", "tensor", "stray"])
+def test_plans_of_another_program_are_refused(tmp_path: Path, case: str) -> None:
+    toy = mlp(tmp_path)
+    plan, message = mismatches(toy)[case]
+    with pytest.raises(PlanMismatchError, match=message):
+        insert(toy.program, plan)

@@ -1,0 +1,141 @@
+"""Files are the ones that were planned on; memory and threads are given back."""
+
+from __future__ import annotations
+
+import gc
+import os
+import shutil
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from gascompile.errors import PlanMismatchError, StorageError
+from gascompile.ir import IoSettings
+from gascompile.runtime.session import Session
+from tests.runtime.toys import LINK, make_plan, mlp, stamp
+
+
+def reading_threads() -> int:
+    return sum(thread.name.startswith("gascompile-read") for thread in threading.enumerate())
+
+
+def test_missing_file(tmp_path: Path) -> None:
+    toy = mlp(tmp_path)
+    plan = make_plan(toy.workload)
+    known = stamp(toy.path)
+    toy.path.unlink()
+    with pytest.raises(StorageError, match=r"toy\.safetensors.*compile again"):
+        Session.for_plan(plan, sources=toy.sources, stamps=(known,))
+    assert not reading_threads()
+
+
+def test_changed_file_is_refused_at_open(tmp_path: Path) -> None:
+    toy = mlp(tmp_path)
+    plan = make_plan(toy.workload)
+    known = stamp(toy.path)
+    os.utime(toy.path, ns=(0, 0))
+    with pytest.raises(StorageError, match=r"toy\.safetensors has changed.*compile again"):
+        Session.for_plan(plan, sources=toy.sources, stamps=(known,))
+
+
+def test_replaced_file_is_refused_at_the_next_run(tmp_path: Path) -> None:
+    toy = mlp(tmp_path)
+    plan = make_plan(toy.workload)
+    x = torch.randn(4, 96)
+    with toy.session(plan) as session:
+        executor = toy.executor(session, plan)
+        executor.run(x)
+        kept = stamp(toy.path)
+        copy = tmp_path / "copy"
+        shutil.copy2(toy.path, copy)
+        # Same size, same time, same name: another file all the same.
+        os.utime(copy, ns=(kept.mtime_ns, kept.mtime_ns))
+        copy.rename(toy.path)
+        with pytest.raises(StorageError, match=r"toy\.safetensors was changed or replaced"):
+            executor.run(x)
+        toy.path.unlink()
+        with pytest.raises(StorageError, match=r"toy\.safetensors is gone"):
+            executor.run(x)
+
+
+def test_rewritten_file_is_refused_at_the_next_run(tmp_path: Path) -> None:
+    toy = mlp(tmp_path)
+    plan = make_plan(toy.workload)
+    with toy.session(plan) as session:
+        executor = toy.executor(session, plan)
+        executor.run(torch.randn(4, 96))
+        with toy.path.open("ab") as stream:
+            stream.write(b"x")
+        with pytest.raises(StorageError, match="compile again"):
+            executor.run(torch.randn(4, 96))
+
+
+def test_closed_session_says_so(tmp_path: Path) -> None:
+    toy = mlp(tmp_path)
+    plan = make_plan(toy.workload)
+    session = toy.session(plan)
+    executor = toy.executor(session, plan)
+    session.close()
+    session.close()
+    assert not reading_threads()
+    with pytest.raises(StorageError, match="session is closed"):
+        executor.run(torch.randn(4, 96))
+
+
+def test_dropped_session_stops_its_threads(tmp_path: Path) -> None:
+    toy = mlp(tmp_path)
+    plan = make_plan(toy.workload)
+    session = toy.session(plan)
+    executor = toy.executor(session, plan)
+    executor.run(torch.randn(4, 96))
+    del session, executor
+    gc.collect()
+    assert not reading_threads()
+
+
+def test_residents_load_in_order_of_first_use(tmp_path: Path) -> None:
+    toy = mlp(tmp_path)
+    residents = frozenset(toy.weights)
+    plan = make_plan(toy.workload, residents=residents, io=IoSettings(num_threads=1))
+    seen: list[tuple[int, int]] = []
+    with Session.for_plan(
+        plan, sources=toy.sources, progress=lambda done, total: seen.append((done, total))
+    ) as session:
+        executor = toy.executor(session, plan)
+        x = torch.randn(4, 96)
+        torch.testing.assert_close(executor.run(x), toy.eager(x))
+        assert session.is_loaded
+        report = executor.last_run
+        assert report is not None
+        total = sum(source.size_bytes for source in toy.sources.values())
+        assert report.link_bytes == {LINK: total}
+        executor.run(x)
+        assert executor.last_run is not None
+        assert executor.last_run.link_bytes == {LINK: 0}
+    assert seen[-1] == (total, total)
+    assert [done for done, _ in seen] == sorted({done for done, _ in seen})
+
+
+def test_weights_without_a_file_are_named(tmp_path: Path) -> None:
+    toy = mlp(tmp_path)
+    plan = make_plan(toy.workload, residents=frozenset(["layers.1.bias"]))
+    sources = {name: s for name, s in toy.sources.items() if name != "layers.1.bias"}
+    with pytest.raises(PlanMismatchError, match=r"layers\.1\.bias"):
+        Session.for_plan(plan, sources=sources)
+    with toy.session(plan) as session:
+        del session.sources["layers.2.weight"]
+        with pytest.raises(PlanMismatchError, match=r"layers\.2\.weight"):
+            toy.executor(session, plan)
+
+
+def test_plans_must_agree_on_the_arena(tmp_path: Path) -> None:
+    toy = mlp(tmp_path)
+    small = make_plan(toy.workload)
+    large = make_plan(toy.workload, residents=frozenset(toy.weights))
+    with toy.session(small) as session, pytest.raises(PlanMismatchError, match="arena"):
+        toy.executor(session, large)
+    one = make_plan(toy.workload, residents=frozenset(["layers.1.bias"]))
+    with toy.session(large) as session, pytest.raises(PlanMismatchError, match=r"layers\.1\.bias"):
+        toy.executor(session, one)
