@@ -87,7 +87,9 @@ class Job:
                 _log.warning("the cached plan %s is refused (%s); planning again", folder, error)
         bundle = self._plan(args, kwargs, checkpoint, prints)
         unit = Unit.of(bundle)
-        plan_cache.write(folder, bundle, damaged=cached is not None)
+        # The model's own states are bound to the model of the day; they are no part of the plan.
+        kept = replace(bundle, held=self._constants(bundle))
+        plan_cache.write(folder, kept, damaged=cached is not None)
         return unit
 
     def fingerprint(
@@ -120,11 +122,16 @@ class Job:
         """Bind a cached program to the model's weights of today."""
         from gascompile.fake_twin import canonical_names
 
+        resolved = self._resolve(
+            cached.program, canonical_names(self.model), self._constants(cached), checkpoint
+        )
+        return replace(cached, weights=resolved.weights, held=resolved.held)
+
+    def _constants(self, bundle: Bundle) -> dict[str, torch.Tensor]:
+        """Return the held tensors that are part of the graph and not of the model."""
         own = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
         own |= {name for name, _ in self.model.named_buffers(remove_duplicate=False)}
-        constants = {name: tensor for name, tensor in cached.held.items() if name not in own}
-        resolved = self._resolve(cached.program, canonical_names(self.model), constants, checkpoint)
-        return replace(cached, weights=resolved.weights, held=resolved.held)
+        return {name: tensor for name, tensor in bundle.held.items() if name not in own}
 
     def _resolve(
         self,
@@ -195,7 +202,9 @@ class Job:
 
 def _without_sizes(machine: Machine) -> Machine:
     """Return ``machine`` without its tiers' sizes; those that matter to a plan are its budget's limits."""
-    return replace(machine, tiers={name: replace(tier, size_bytes=0) for name, tier in machine.tiers.items()})
+    return replace(
+        machine, tiers={name: replace(tier, size_bytes=0) for name, tier in machine.tiers.items()}
+    )
 
 
 def make_job(

@@ -38,7 +38,7 @@ def annotate(program: Program, machine: Machine, *, repeats: bool = True) -> Ann
 
 
 def _op_spec(op: OpFacts, device: str, machine: Machine) -> OpSpec:
-    time_s = sum(
+    times_s = [
         op_time_s(
             flops=leaf.flops,
             read_bytes=leaf.read_bytes,
@@ -48,10 +48,10 @@ def _op_spec(op: OpFacts, device: str, machine: Machine) -> OpSpec:
             machine=machine,
         )
         for leaf in op.leaves
-    )
+    ]
     return OpSpec(
         name=op.name,
-        time_s={device: time_s},
+        time_s={device: sum(times_s, 0.0)},
         reads=tuple(op.reads),
         writes=tuple(op.writes),
         workspace_bytes=op.workspace_bytes,

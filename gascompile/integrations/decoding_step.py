@@ -86,14 +86,16 @@ class DecodingStep(nn.Module):
         return logits
 
 
-class _FixedLayer(CacheLayerMixin):  # type: ignore[misc] - transformers is not typed
+class _FixedLayer(CacheLayerMixin):
     """Keys and values of one layer, as long as the whole cache."""
 
     is_compileable = True
     is_sliding = False
+    keys: torch.Tensor
+    values: torch.Tensor
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor, position: torch.Tensor) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.keys = keys
         self.values = values
         self.is_initialized = True
@@ -117,8 +119,8 @@ class _FixedLayer(CacheLayerMixin):  # type: ignore[misc] - transformers is not 
         del query_length
         return self.get_max_length(), 0
 
-    def get_seq_length(self) -> torch.Tensor:
-        """Return how many tokens were there before this call."""
+    def get_seq_length(self) -> Any:
+        """Return how many tokens were there before this call, as a tensor."""
         return self._position
 
     def get_max_length(self) -> int:
@@ -135,18 +137,19 @@ def _cache_shapes(lm: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
     cache = DynamicCache(config=lm.config)
     with mode, torch.no_grad():
         twin(input_ids=torch.zeros(1, 2, dtype=torch.long), past_key_values=cache, use_cache=True)
-    for i, layer in enumerate(cache.layers):
+    layers: list[Any] = cache.layers
+    for i, layer in enumerate(layers):
         if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) or layer.keys is None:
             raise UnsupportedOpError(
                 f"layer {i} of {type(lm).__name__} keeps its past as {type(layer).__name__}; generation supports "
                 "keys and values per position. Compile the model's forward with use_cache=False instead"
             )
-    if not cache.layers:
+    if not layers:
         raise UnsupportedOpError(
             f"{type(lm).__name__} does not fill the cache that it is given, so each token would need the whole "
             "prompt again. Compile the model's forward instead"
         )
-    return [(layer.keys, layer.values) for layer in cache.layers]
+    return [(layer.keys, layer.values) for layer in layers]
 
 
 def _zeros(like: torch.Tensor, max_length: int) -> torch.Tensor:

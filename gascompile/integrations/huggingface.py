@@ -154,12 +154,22 @@ def ignorable_weights(model: nn.Module, names: Collection[str]) -> set[str]:
 
 
 def is_transformers_model(model: nn.Module) -> bool:
-    """Return whether transformers' weight names apply to ``model``."""
+    """Return whether transformers' weight names apply to ``model`` or to a model that it wraps."""
+    return bool(transformers_models(model))
+
+
+def transformers_models(model: nn.Module) -> dict[str, nn.Module]:
+    """Return path -> model of the outermost transformers models in ``model``; ``""`` for itself."""
     if "transformers" not in sys.modules:
-        return False
+        return {}
     from transformers import PreTrainedModel
 
-    return isinstance(model, PreTrainedModel)
+    found: dict[str, nn.Module] = {}
+    for path, module in model.named_modules():
+        inside = any(outer == "" or path.startswith(f"{outer}.") for outer in found)
+        if isinstance(module, PreTrainedModel) and not inside:
+            found[path] = module
+    return found
 
 
 def strip_prefix(model: Any, names: Collection[str], wanted: Collection[str]) -> Mapping[str, str]:

@@ -15,7 +15,7 @@ from typing import Any
 
 from gascompile.checkpoint import Checkpoint
 from gascompile.errors import CheckpointError
-from gascompile.integrations.huggingface import strip_prefix
+from gascompile.integrations.huggingface import strip_prefix, transformers_models
 from gascompile.ir import Extent, WeightSource
 
 
@@ -31,9 +31,27 @@ class _Pieces:
 def apply_weight_names(model: Any, checkpoint: Checkpoint) -> Checkpoint:
     """Return ``checkpoint`` with the names and shapes that ``model`` uses.
 
+    A module around one transformers model may be given that model's own checkpoint.
+
     Raises:
         CheckpointError: a conversion needs arithmetic or a transpose, so the bytes cannot be used in place.
     """
+    inner = transformers_models(model)
+    if "" in inner:
+        return _apply(model, checkpoint)
+    names = {n for n, _ in model.named_parameters(remove_duplicate=False)}
+    if len(inner) != 1 or names & set(checkpoint.sources):
+        return checkpoint
+    ((path, wrapped),) = inner.items()
+    found = _apply(wrapped, checkpoint)
+    sources = {f"{path}.{name}": source for name, source in found.sources.items()}
+    return Checkpoint(
+        sources={name: _renamed(source, name) for name, source in sources.items()},
+        stamps=found.stamps,
+    )
+
+
+def _apply(model: Any, checkpoint: Checkpoint) -> Checkpoint:
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter
 
