@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import threading
 from collections.abc import Iterable
 
 from gascompile.errors import StorageError
@@ -61,12 +62,13 @@ class SourceFiles:
         """
         self._files: dict[str, SourceFile] = {}
         self._warned: set[int] = set()
+        self._warn_lock = threading.Lock()
         self._stamps = {stamp.path: stamp for stamp in stamps}
         try:
             for path in dict.fromkeys([*paths, *self._stamps]):
                 file = self._files[path] = SourceFile(path)
                 if not file.is_direct:
-                    self._warn(file, file.refusal)
+                    self._warn(file, f"the file system refuses direct reads: {file.refusal}")
             self.check()
         except BaseException:
             self.close()
@@ -83,15 +85,20 @@ class SourceFiles:
         """Read ``file`` through the page cache from now on."""
         # The descriptor stays open: another thread may be about to read from it.
         file.is_direct = False
-        self._warn(file, reason)
+        self._warn(file, f"the file system refuses direct reads: {reason}")
+
+    def expect_page_cache(self, path: str, tensor: str) -> None:
+        """Warn that ``tensor`` cannot be read directly, for how it lies in its file."""
+        self._warn(self._files[path], f"'{tensor}' is not aligned or is in pieces")
 
     def _warn(self, file: SourceFile, reason: str) -> None:
         device = file.identity[0]
-        if device not in self._warned:
+        with self._warn_lock:
+            known = device in self._warned
             self._warned.add(device)
+        if not known:
             _LOG.warning(
-                "direct reads are refused by the file system of %s (%s): "
-                "weights on it are read through the page cache, which is slower",
+                "weights in %s are read through the page cache, which is slower (%s)",
                 file.path,
                 reason,
             )

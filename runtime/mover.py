@@ -58,6 +58,7 @@ class PlanMover:
         self._poison = poison
         self._iteration = 0
         self._visits: dict[tuple[str, int], Ticket] = {}
+        self._delivered: set[tuple[str, int]] = set()
         self._present: set[tuple[str, int]] = set()
         self._links: dict[str, str] = {}
         self._views: dict[tuple[str, int], torch.Tensor] = {}
@@ -102,25 +103,28 @@ class PlanMover:
 
     def prefetch_at(self, due: int, tensor: str, link: str, address: int) -> None:
         """Queue a read that op ``due`` of this iteration waits for."""
-        if not self._overlap:
-            return
-        self._present.discard((tensor, address))
-        self._visits[tensor, address] = self._submit(due, tensor, link, address)
+        key = (tensor, address)
+        self._end_visit(key)
+        if self._overlap:
+            self._visits[key] = self._submit(due, tensor, link, address)
 
     def wait_at(self, op: int, tensor: str, address: int) -> torch.Tensor:
         """Block until the newest prefetch has arrived; the time counts as a stall of ``op``."""
         key = (tensor, address)
-        link = self._links.get(tensor, self._session.link)
-        ticket = self._visits.pop(key, None)
-        if ticket is None and key in self._present:
-            # The same visit serves several waits, in this iteration or across its end.
+        if key in self._delivered:
             return self._views[key]
+        link = self._links.get(tensor, self._session.link)
+        ticket = self._visits.get(key)
         if ticket is None:
             ticket = self._submit(op, tensor, link, address)
         self._await(ticket, op, tensor)
-        self._present.add(key)
+        self._delivered.add(key)
         self._count(link, tensor)
         return self._views[key]
+
+    def _end_visit(self, key: tuple[str, int]) -> None:
+        self._visits.pop(key, None)
+        self._delivered.discard(key)
 
     def resident_at(self, op: int, tensor: str) -> torch.Tensor:
         """Block until a resident weight, which may still be loading, has arrived."""
@@ -193,6 +197,7 @@ class PlanMover:
     def release(self, tensor: str, address: int) -> None:
         """Note that a visit is over; with poison its bytes are spoiled, so that a late reader shows."""
         self._present.discard((tensor, address))
+        self._end_visit((tensor, address))
         if self._poison:
             landing = self._session.landings[tensor]
             start = address + landing.shift_bytes

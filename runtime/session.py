@@ -20,9 +20,10 @@ from gascompile.ir import FileStamp, IoSettings, Plan, TensorKind, WeightSource
 from gascompile.runtime.arena import Arena
 from gascompile.runtime.engine import Engine
 from gascompile.runtime.files import SourceFiles
-from gascompile.runtime.landing import plan_landing
+from gascompile.runtime.landing import Landing, plan_landing
 from gascompile.runtime.protocols import Reader, Ticket, read_at
 from gascompile.runtime.residents import Progress, Residents
+from gascompile.units import PAGE_BYTES
 
 
 class Session:
@@ -73,10 +74,7 @@ class Session:
         try:
             self.arena = Arena(arena_bytes)
             self.landings = {
-                name: plan_landing(
-                    source, chunk_bytes=io.chunk_bytes, is_direct=self._files.is_direct
-                )
-                for name, source in self.sources.items()
+                name: _landing(source, io, self._files) for name, source in self.sources.items()
             }
             self.engine = Engine(self._files, self.arena.memory, io, reader=reader)
         except BaseException:
@@ -242,6 +240,15 @@ def _check_residents(addresses: Mapping[str, int], sources: Mapping[str, WeightS
     for name in addresses:
         if name not in sources:
             raise PlanMismatchError(f"the plan keeps '{name}', for which there is no file")
+
+
+def _landing(source: WeightSource, io: IoSettings, files: SourceFiles) -> Landing:
+    landing = plan_landing(source, chunk_bytes=io.chunk_bytes, is_direct=files.is_direct)
+    for piece in landing.pieces:
+        # The odd bytes where two extents meet are less than a page and cost nothing.
+        if not piece.direct and piece.size_bytes >= PAGE_BYTES and files.is_direct(piece.path):
+            files.expect_page_cache(piece.path, source.name)
+    return landing
 
 
 def _shut_down(engine: Engine, files: SourceFiles, arena: Arena) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import os
 import shutil
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -139,3 +142,48 @@ def test_plans_must_agree_on_the_arena(tmp_path: Path) -> None:
     one = make_plan(toy.workload, residents=frozenset(["layers.1.bias"]))
     with toy.session(large) as session, pytest.raises(PlanMismatchError, match=r"layers\.1\.bias"):
         toy.executor(session, one)
+
+
+def test_weights_that_cannot_be_read_directly_warn_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    toy = mlp(tmp_path)
+    # One byte more in front of everything: no float starts at a multiple of its size.
+    toy.path.write_bytes(b"x" + toy.path.read_bytes())
+    toy.sources = {
+        name: dataclasses.replace(
+            source,
+            extents=tuple(dataclasses.replace(e, offset=e.offset + 1) for e in source.extents),
+        )
+        for name, source in toy.sources.items()
+    }
+    plan = make_plan(toy.workload)
+    with toy.session(plan) as session:
+        executor = toy.executor(session, plan)
+        x = torch.randn(4, 96)
+        torch.testing.assert_close(executor.run(x), toy.eager(x))
+        assert executor.last_run is not None
+        assert executor.last_run.paths == {LINK: "page cache"}
+    assert len(caplog.records) == 1
+    assert "not aligned" in caplog.text
+
+
+def test_a_process_may_end_with_a_session_open(tmp_path: Path) -> None:
+    code = (
+        "import sys, pathlib\n"
+        "from tests.runtime.toys import make_plan, mlp\n"
+        "toy = mlp(pathlib.Path(sys.argv[1]))\n"
+        "plan = make_plan(toy.workload, residents=frozenset(['layers.1.weight']))\n"
+        "session = toy.session(plan)\n"
+        "executor = toy.executor(session, plan)\n"
+        "executor.run(__import__('torch').zeros(4, 96))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        cwd=Path(__file__).parents[2],
+    )
+    assert (done.returncode, done.stderr) == (0, "")
