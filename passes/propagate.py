@@ -75,6 +75,10 @@ def propagate(program: Program) -> Facts:
     return Facts(ops=tuple(ops), size_bytes=owners.size_bytes, outputs=frozenset(outputs))
 
 
+_SCALAR_BYTES = 64
+"""Python numbers among an op's arguments become tensors of one element while it runs."""
+
+
 class _Owners:
     """Names of storages by identity."""
 
@@ -159,6 +163,8 @@ def _run_node(
         owners.size_bytes[name] for name in facts.writes if name.startswith(f"%{node.name}")
     )
     facts.workspace_bytes = max(recorder.peak_bytes - own_bytes, 0) + recorder.kernel_bytes
+    if recorder.leaves:
+        facts.workspace_bytes += _SCALAR_BYTES
     return facts
 
 
@@ -263,17 +269,24 @@ def _leaf(
 
 
 _CPU_ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu"
-_ATTENTION_QUERY_BLOCK, _ATTENTION_KEY_BLOCK = 256, 512
+_ATTENTION_KEY_BLOCK = 512
+
+
+def _attention_bytes(query: torch.Tensor, key: torch.Tensor) -> int:
+    """Return the scores and outputs of one block per thread, as ATen's FlashAttentionKernel allocates them."""
+    rows = query.shape[-2]
+    query_block = min(256 if rows >= 768 else 64 if rows >= 192 else 32, rows)  # noqa: PLR2004
+    key_block = min(_ATTENTION_KEY_BLOCK, key.shape[-2])
+    # Scores may be kept twice, in fp32 and in the reduced type of the values.
+    elements = query_block * (2 * key_block + query.shape[-1] + 2)
+    return 4 * elements * torch.get_num_threads()
 
 
 def _kernel_bytes(func: Any, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> int:
     """Return what a CPU kernel allocates for itself, which no dispatcher sees."""
     name = func._schema.name
     if name == _CPU_ATTENTION:
-        # One block of scores and of outputs per thread, in fp32 (ATen's FlashAttentionKernel).
-        head_dim = inputs[0].shape[-1]
-        block = _ATTENTION_QUERY_BLOCK * (_ATTENTION_KEY_BLOCK + head_dim + 2)
-        return 4 * block * torch.get_num_threads()
+        return _attention_bytes(inputs[0], inputs[1])
     if "convolution" in name:
         # oneDNN reorders weight, input and output into blocked layouts.
         return sum(_nbytes(value) for value in (*inputs, *outputs))
