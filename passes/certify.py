@@ -2,43 +2,49 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from gascompile.ir import Certificate, Machine, SolverStatus
 
 
-def certify(
-    predicted_s: float,
-    *,
-    limit: tuple[float, str],
-    bound_s: float,
-    timed_out: bool,
-    solve_s: float,
-    mip_gap: float,
-) -> Certificate:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proof:
+    """What no plan of a problem can beat."""
+
+    limit_s: float
+    """The physical limit."""
+    binding: str
+    """What sets it: ``compute`` or a link's name."""
+    bound_s: float
+    """The solver's dual bound, where it was asked."""
+    timed_out: bool
+    """The clock ended the search for a better bound."""
+
+
+def certify(predicted_s: float, proof: Proof, *, solve_s: float, mip_gap: float) -> Certificate:
     """Return the certificate of a plan.
 
     Args:
         predicted_s: what the replay says.
-        limit: ``physical_limit``'s answer.
-        bound_s: the solver's dual bound.
-        timed_out: the solver's clock ran out before its gap closed.
+        proof: what no plan can beat.
         solve_s: seconds spent on planning.
         mip_gap: the gap up to which a plan counts as optimal.
     """
-    limit_s, binding = limit
-    # A bound meets the time it bounds up to the solver's tolerance.
-    lower_s = min(max(limit_s, bound_s), predicted_s)
+    # Where plan and bound meet, they differ by rounding.
+    limit_s = min(proof.limit_s, predicted_s)
+    lower_s = min(max(limit_s, proof.bound_s), predicted_s)
     gap = (predicted_s - lower_s) / predicted_s if predicted_s > 0 else 0.0
     status = SolverStatus.OPTIMAL if gap <= mip_gap else SolverStatus.FEASIBLE
-    if timed_out and status is not SolverStatus.OPTIMAL:
+    if proof.timed_out and status is not SolverStatus.OPTIMAL:
         status = SolverStatus.TIMEOUT
     return Certificate(
         predicted_s=predicted_s,
         lower_bound_s=lower_s,
-        limit_s=min(limit_s, predicted_s),
+        limit_s=limit_s,
         gap=gap,
         status=status,
         solve_s=solve_s,
-        binding=binding,
+        binding=proof.binding,
     )
 
 

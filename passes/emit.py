@@ -15,8 +15,7 @@ def emit(problem: Problem, schedule: Schedule) -> tuple[Step, ...]:
     address = [schedule.resident_bytes + offset for offset in schedule.offsets]
     releases: dict[int, list[int]] = {}
     for i, visit in enumerate(visits):
-        freed = visit.end + 1
-        releases.setdefault(freed if freed <= num_ops else freed - num_ops, []).append(i)
+        releases.setdefault(visit.end + 1, []).append(i)
     moves = program_points(visits, schedule.points, num_ops)
     steps: list[Step] = []
     for op in range(num_ops + 1):

@@ -7,10 +7,12 @@ from collections.abc import Mapping
 
 from gascompile.ir import Budget, Machine, Plan, Workload
 from gascompile.passes.assemble import assemble
-from gascompile.passes.certify import certify, physical_limit
+from gascompile.passes.certify import certify
 from gascompile.passes.feasible import feasible
 from gascompile.passes.pin import pin, pinned_residents
 from gascompile.passes.problem import Problem, problem
+from gascompile.passes.prove import prove
+from gascompile.passes.refine import refine
 from gascompile.passes.schedule import Schedule
 from gascompile.passes.search import best_staging, search
 from gascompile.passes.strategies import NAMES, family, homes, strategies
@@ -57,17 +59,15 @@ def make_plan(
         )
     task = problem(workload, machine, budget, reserved_bytes=reserved_bytes)
     if pinned is None:
-        feasible(task)
-        found = _forced(task, strategy) if strategy else None
-        found = found or search(task, strategies(task), task.arena_limit_bytes)
-        assert found is not None, "a feasible problem has a schedule"
+        least_arena_bytes = feasible(task).arena_bytes
+        found = _choose(task, least_arena_bytes, strategy, time_limit_s)
     else:
         found = pin(task, pinned)
+    left_s = time_limit_s - (time.perf_counter() - begun_s)
+    proof = prove(task, found.seconds, time_limit_s=left_s, mip_gap=mip_gap)
     certificate = certify(
         found.seconds,
-        limit=_limit(task),
-        bound_s=0.0,
-        timed_out=False,
+        proof,
         solve_s=time.perf_counter() - begun_s,
         mip_gap=mip_gap,
     )
@@ -83,17 +83,26 @@ def make_plan(
     return plan
 
 
-def _limit(task: Problem) -> tuple[float, str]:
-    return physical_limit(
-        task.compute_s,
-        sum(weight.size_bytes for weight in task.weights if weight.uses),
-        task.arena_limit_bytes,
-        task.machine,
-    )
+def _choose(
+    task: Problem, least_arena_bytes: int, strategy: str | None, time_limit_s: float
+) -> Schedule:
+    """Return the best schedule of one strategy, or of all of them."""
+    found: Schedule | None = None
+    if strategy is None:
+        found = search(task, strategies(task), task.arena_limit_bytes)
+        found = refine(task, least_arena_bytes, found, time_limit_s=time_limit_s)
+    elif strategy == "ilp":
+        found = refine(task, least_arena_bytes, None, time_limit_s=time_limit_s)
+    else:
+        found = _as_peer(task, strategy)
+    # A forced strategy may find nothing that fits where the best of all does.
+    found = found or search(task, strategies(task), task.arena_limit_bytes)
+    assert found is not None, "a feasible problem has a schedule"
+    return found
 
 
-def _forced(task: Problem, strategy: str) -> Schedule | None:
-    """Return what the peer that ``strategy`` names would do: keep as much as fits, stream the rest."""
+def _as_peer(task: Problem, strategy: str) -> Schedule | None:
+    """Return what the peer that ``strategy`` names does: keep as much as fits, stream the rest."""
     for candidate in reversed(family(task, strategy)):
         for placement in homes(task, candidate.residents, strategy)[:1]:
             found = best_staging(task, placement, task.arena_limit_bytes)

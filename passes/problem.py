@@ -91,7 +91,10 @@ class Placement:
     link_of: tuple[int | None, ...]
     """Per weight the index of the link it is streamed over; ``None`` when it is resident."""
     kept: frozenset[tuple[int, int]] = frozenset()
-    """``(weight, interval)`` of streamed weights that stay in the arena over the interval."""
+    """``(weight, interval)`` of streamed weights that stay in the arena over the interval.
+
+    Never their last one: no visit crosses the end of an iteration, where each op waits anew.
+    """
 
     @property
     def streamed(self) -> tuple[int, ...]:
@@ -108,10 +111,8 @@ class Visit:
     start: int
     """Op of the first use."""
     end: int
-    """Op of the last use; the number of ops is added when it lies in the next iteration."""
+    """Op of the last use."""
     reserved_bytes: int
-    early_use: int | None = None
-    """First use in the next iteration, where the visit crosses the end."""
 
 
 def problem(
@@ -183,30 +184,9 @@ def visits_of(problem: Problem, placement: Placement) -> list[Visit]:
 
 
 def _weight_visits(problem: Problem, placement: Placement, i: int, link: int) -> Iterable[Visit]:
-    weight, num_ops = problem.weights[i], len(problem.op_times_s)
-    uses = weight.uses
-    last = len(uses) - 1
-    wraps = problem.repeats and (i, last) in placement.kept
-    begins = [
-        j for j in range(len(uses)) if not (wraps if j == 0 else (i, j - 1) in placement.kept)
-    ]
-    if not begins:
-        raise ValueError(
-            f"'{weight.name}' is streamed, yet it stays in the arena over all its intervals"
-        )
-    for number, j in enumerate(begins):
-        crosses = number + 1 == len(begins) and wraps
-        final = begins[number + 1] - 1 if number + 1 < len(begins) else last
-        end = uses[final]
-        if crosses:
-            end = uses[begins[0] - 1] + num_ops
-        yield Visit(i, link, uses[j], end, weight.reserved_bytes, uses[0] if crosses else None)
-
-
-def group_bytes(problem: Problem, weights: Sequence[int]) -> dict[int, int]:
-    """Return the arena bytes that each op needs for those of ``weights`` that it reads."""
-    needed: dict[int, int] = {}
-    for i in weights:
-        for op in problem.weights[i].uses:
-            needed[op] = needed.get(op, 0) + problem.weights[i].reserved_bytes
-    return needed
+    weight = problem.weights[i]
+    start = 0
+    for j, op in enumerate(weight.uses):
+        if j + 1 == len(weight.uses) or (i, j) not in placement.kept:
+            yield Visit(i, link, weight.uses[start], op, weight.reserved_bytes)
+            start = j + 1

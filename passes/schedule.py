@@ -73,7 +73,7 @@ def schedule(
     for candidate in _with_and_without_kept(placement):
         visits = visits_of(problem, candidate)
         for region_bytes in _regions(visits, staging_bytes, problem.repeats):
-            offsets = _ring(visits, region_bytes, len(problem.op_times_s))
+            offsets = _ring(visits, region_bytes)
             if offsets is None:
                 continue
             points = _points(visits, offsets, len(problem.op_times_s), problem.repeats)
@@ -128,14 +128,12 @@ def _laps(visits: Sequence[Visit], region_bytes: int) -> int:
     return laps
 
 
-def _ring(visits: Sequence[Visit], region_bytes: int, num_ops: int) -> list[int] | None:
+def _ring(visits: Sequence[Visit], region_bytes: int) -> list[int] | None:
     """Return an address per visit such that visits that are in use together do not overlap."""
     offsets: dict[int, int] = {}
     long = [i for i, visit in enumerate(visits) if visit.end > visit.start]
     for i in long:
-        rivals = [
-            j for j in long if j in offsets and _in_use_together(visits[i], visits[j], num_ops)
-        ]
+        rivals = [j for j in long if j in offsets and _in_use_together(visits[i], visits[j])]
         address = _first_fit(visits, offsets, i, rivals, 0, region_bytes)
         if address is None:
             return None
@@ -148,7 +146,7 @@ def _ring(visits: Sequence[Visit], region_bytes: int, num_ops: int) -> list[int]
             end += 1
         op = visits[begin].start
         group = [i for i in range(begin, end) if visits[i].end == op]
-        rivals = [j for j in long if _in_use(visits[j], op, num_ops)]
+        rivals = [j for j in long if visits[j].start <= op <= visits[j].end]
         placed = _place_group(visits, offsets, group, rivals, pointer, region_bytes)
         if placed is None:
             placed = _place_group(visits, offsets, group, rivals, 0, region_bytes)
@@ -200,15 +198,8 @@ def _first_fit(
     return address if address + size <= region_bytes else None
 
 
-def _in_use_together(one: Visit, other: Visit, num_ops: int) -> bool:
-    return any(
-        one.start <= other.end + shift and other.start + shift <= one.end
-        for shift in (-num_ops, 0, num_ops)
-    )
-
-
-def _in_use(visit: Visit, op: int, num_ops: int) -> bool:
-    return visit.start <= op <= visit.end or op + num_ops <= visit.end
+def _in_use_together(one: Visit, other: Visit) -> bool:
+    return one.start <= other.end and other.start <= one.end
 
 
 def _points(
@@ -281,6 +272,4 @@ def program_points(
         moves.setdefault(point, ([], []))[0].append(i)
     for i, visit in enumerate(visits):
         moves.setdefault(visit.start, ([], []))[1].append(i)
-        if visit.early_use is not None:
-            moves.setdefault(visit.early_use, ([], []))[1].append(i)
     return moves

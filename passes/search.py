@@ -7,7 +7,9 @@ gets slower with a larger budget.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 
 from gascompile.passes.problem import Placement, Problem, Visit, visits_of
 from gascompile.passes.schedule import Schedule, schedule
@@ -87,7 +89,7 @@ def staging_sizes(problem: Problem, placement: Placement) -> list[int]:
     for visit in visits:
         loads[visit.start] += visit.reserved_bytes
     following = [loads[op] for op in starts]
-    used = _used_bytes(visits, starts, problem)
+    used = _used_bytes(visits, starts)
     ahead = [0] * len(starts)
     sizes = {max(used)}
     reach = min(len(starts), num_ops)
@@ -102,7 +104,7 @@ def staging_sizes(problem: Problem, placement: Placement) -> list[int]:
         if window >= reach:
             break
     ascending = sorted(sizes)
-    between = [(a + b) // 2 for a, b in zip(ascending[:3], ascending[1:4], strict=False)]
+    between = [(a + b) // 2 for a, b in pairwise(ascending[:4])]
     return sorted({*ascending, *(size // 4096 * 4096 for size in between)})
 
 
@@ -153,17 +155,14 @@ def _placements(problem: Problem, candidate: ResidentSet | Placement) -> list[Pl
     return homes(problem, candidate.residents, candidate.strategy)
 
 
-def _used_bytes(visits: Sequence[Visit], starts: Sequence[int], problem: Problem) -> list[int]:
+def _used_bytes(visits: Sequence[Visit], starts: Sequence[int]) -> list[int]:
     """Return the bytes of the visits in use at each op at which one begins."""
-    num_ops = len(problem.op_times_s)
-    rank = {op: k for k, op in enumerate(starts)}
-    used = [0] * len(starts)
+    used = dict.fromkeys(starts, 0)
     for visit in visits:
-        used[rank[visit.start]] += visit.reserved_bytes
+        used[visit.start] += visit.reserved_bytes
         if visit.end > visit.start:
-            for op in starts:
-                if op != visit.start and (
-                    visit.start < op <= visit.end or op + num_ops <= visit.end
-                ):
-                    used[rank[op]] += visit.reserved_bytes
-    return used
+            for op in starts[bisect_right(starts, visit.start) :]:
+                if op > visit.end:
+                    break
+                used[op] += visit.reserved_bytes
+    return list(used.values())

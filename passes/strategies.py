@@ -104,8 +104,8 @@ def _largest_first(problem: Problem) -> Iterator[frozenset[int]]:
         range(count),
         key=lambda i: (problem.weights[i].reserved_bytes, _spread_rank(i, count)),
     )
-    for step in range(_NUM_LARGEST + 1):
-        num_largest = max(step if step < 4 else 0, step * count // _NUM_LARGEST)
+    grid = {step * count // _NUM_LARGEST for step in range(_NUM_LARGEST + 1)}
+    for num_largest in sorted({*range(min(count, 4) + 1), *grid}):
         largest, rest = order[count - num_largest :], order[: count - num_largest]
         for num_smallest in range(len(rest) + 1):
             yield frozenset((*largest, *rest[:num_smallest]))
@@ -133,15 +133,7 @@ def _adjacent_intervals(problem: Problem, streamed: Sequence[int]) -> frozenset[
     kept: set[tuple[int, int]] = set()
     for i in streamed:
         uses = problem.weights[i].uses
-        if not uses:
-            continue
-        found = {(i, j) for j in range(len(uses) - 1) if rank[uses[j + 1]] == rank[uses[j]] + 1}
-        first, last = rank[uses[0]], rank[uses[-1]]
-        wraps = len(uses) > 1 and first == 0 and last == len(readers) - 1
-        # All intervals kept would make it resident: then the wrap is the one to give up.
-        if problem.repeats and wraps and len(found) < len(uses) - 1:
-            found.add((i, len(uses) - 1))
-        kept |= found
+        kept |= {(i, j) for j in range(len(uses) - 1) if rank[uses[j + 1]] == rank[uses[j]] + 1}
     return frozenset(kept)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import NoReturn
 
 from gascompile.cost_models.replay import replay_plan, up_front_prefetches
@@ -178,8 +179,6 @@ class _Walk:
     plan: Plan
     copies: dict[str, _Copy] = field(default_factory=dict)
     """One live copy per streamed weight."""
-    waited: set[str] = field(default_factory=set)
-    """Weights that were waited for in this iteration and not released since."""
     residents: list[_Copy] = field(default_factory=list)
 
     def run(self) -> None:
@@ -190,11 +189,16 @@ class _Walk:
         for i in up_front_prefetches(steps) if repeats else ():
             self._step(i, steps[i])
         for _ in range(_NUM_ITERATIONS if repeats else 1):
-            self.waited.clear()
             for i, step in enumerate(steps):
                 self._step(i, step)
-        if not repeats and self.copies:
-            _refuse(f"'{next(iter(self.copies))}' is never released")
+            self._end_iteration(repeats=repeats)
+
+    def _end_iteration(self, *, repeats: bool) -> None:
+        for copy in self.copies.values():
+            if copy.arrived or not repeats:
+                _refuse(
+                    f"'{copy.tensor}' is not released by the end of the iteration that needs it"
+                )
 
     def _place_residents(self) -> None:
         placed = sorted(
@@ -218,13 +222,14 @@ class _Walk:
             case Prefetch():
                 self._prefetch(i, step)
             case Wait():
-                self._copy(i, step, "waits for").arrived = True
-                self.waited.add(step.tensor)
+                copy = self._copy(i, step, "waits for")
+                if copy.arrived:
+                    _refuse(f"step {i} waits for '{step.tensor}' a second time", i)
+                copy.arrived = True
             case Release():
                 if not self._copy(i, step, "releases").arrived:
                     _refuse(f"step {i} releases '{step.tensor}' before it has arrived", i)
                 del self.copies[step.tensor]
-                self.waited.discard(step.tensor)
 
     def _compute(self, i: int, step: Compute) -> None:
         spec = self.plan.workload.ops[step.op]
@@ -232,7 +237,7 @@ class _Walk:
             tensor = self.plan.tensors[name]
             if tensor.kind != TensorKind.WEIGHT or tensor.home == self.plan.machine.compute_tier:
                 continue
-            if name not in self.copies or name not in self.waited:
+            if name not in self.copies or not self.copies[name].arrived:
                 _refuse(
                     f"op '{spec.name}' needs '{name}', which no step has brought and waited for", i
                 )
@@ -260,7 +265,7 @@ class _Walk:
 def _check_memory(plan: Plan, live: Liveness) -> None:
     site = plan.machine.compute_tier
     held = dict.fromkeys(plan.machine.tiers, 0)
-    for name, tensor in plan.tensors.items():
+    for tensor in plan.tensors.values():
         if tensor.kind == TensorKind.WEIGHT and tensor.home != site:
             held[tensor.home] = held.get(tensor.home, 0) + tensor.size_bytes
     if set(plan.arena_bytes) != {site}:
@@ -303,7 +308,7 @@ def _check_certificate(plan: Plan, live: Liveness) -> None:
         plan.machine,
     )
     in_order = (limit_s, found.limit_s, found.lower_bound_s, found.predicted_s)
-    if any(a > b * (1 + _TOLERANCE) for a, b in zip(in_order, in_order[1:], strict=False)):
+    if any(a > b * (1 + _TOLERANCE) for a, b in pairwise(in_order)):
         _refuse(f"limit, lower bound and prediction are not in order: {in_order}")
     gap = (
         (found.predicted_s - found.lower_bound_s) / found.predicted_s if found.predicted_s else 0.0
