@@ -28,7 +28,7 @@ class Alternative:
     home: str
     """Where the weight would live."""
     arena_change_bytes: int
-    """What its residency takes (positive) or frees (negative) in the compute tier."""
+    """What residents would take more (positive) or less (negative) of the compute tier."""
     seconds: float | None
     """One iteration of the rescheduled plan; ``None`` when it does not fit the budget."""
     change_s: float | None
@@ -216,9 +216,7 @@ def _with(
 
 def _home(plan: Plan, tensor: TensorSpec) -> str:
     planned = plan.tensors.get(tensor.name)
-    if planned is not None:
-        return planned.home
-    return "caller" if tensor.kind == TensorKind.INPUT else plan.machine.compute_tier
+    return planned.home if planned is not None else plan.machine.compute_tier
 
 
 def _reason_without_choice(found: TensorExplanation, plan: Plan) -> str:
@@ -250,8 +248,13 @@ def _reason(plan: Plan, found: TensorExplanation, other: Alternative) -> str:
         if small or other.change_s < 0:
             return f"it stays in {site} because there is room; streaming it would cost no time"
         return f"it stays in {site}: streaming it would cost {format_time(other.change_s)} per iteration"
-    if small or other.change_s > 0:
+    if small:
         return f"it is streamed from {found.home}: keeping it in {site} would save no time"
+    if other.change_s > 0:
+        return (
+            f"it is streamed from {found.home}: keeping it in {site} would cost {format_time(other.change_s)} per "
+            "iteration, because less room would be left to prefetch the others into"
+        )
     return (
         f"it is streamed from {found.home}; keeping it in {site} would save {format_time(-other.change_s)}, which the "
         f"search left within its gap of {plan.certificate.gap:.2%}"
@@ -262,8 +265,9 @@ def _reason(plan: Plan, found: TensorExplanation, other: Alternative) -> str:
 
 
 def _problem_of(plan: Plan) -> Problem:
-    limits = {tier: plan.budget_bytes.get(tier) for tier in ("gpu", "cpu", "nvme")}
-    return problem(plan.workload, plan.machine, Budget(**limits))
+    limits = plan.budget_bytes
+    budget = Budget(gpu=limits.get("gpu"), cpu=limits.get("cpu"), nvme=limits.get("nvme"))
+    return problem(plan.workload, plan.machine, budget)
 
 
 def _placement_of(plan: Plan, task: Problem) -> Placement:
@@ -305,10 +309,10 @@ def _flip(
     found = best_staging(task, other, room_bytes) if task.links else None
     seconds = found.seconds if found is not None else None
     link = link_of[subject]
-    size = task.weights[subject].reserved_bytes
+    sizes = [(link_of[i] is None, task.weights[i].reserved_bytes) for i in changed]
     return Alternative(
         home=site if link is None or not task.links else task.links[link].source_tier,
-        arena_change_bytes=size if link is None else -size,
+        arena_change_bytes=sum(size if stays else -size for stays, size in sizes),
         seconds=seconds,
         change_s=None if seconds is None else seconds - plan.certificate.predicted_s,
     )

@@ -127,7 +127,7 @@ def _alternatives(found: TensorExplanation, alternative: Alternative) -> Rendera
 
 def _price(alternative: Alternative) -> tuple[str, str, str]:
     size = alternative.arena_change_bytes
-    memory = f"{'+' if size > 0 else '-'}{format_size(abs(size))}"
+    memory = f"{'+' if size > 0 else '-' if size else ''}{format_size(abs(size))}"
     if alternative.seconds is None or alternative.change_s is None:
         return memory, "does not fit", ""
     sign = "-" if alternative.change_s < 0 else "+"

@@ -15,8 +15,9 @@ from gascompile.units import format_size, format_time
 
 
 def sizes(values: Mapping[str, int]) -> str:
-    """Return sizes per tier or link on one line."""
-    return ", ".join(f"{name} {format_size(size)}" for name, size in values.items()) or "none"
+    """Return sizes per tier or link on one line, without those where there is nothing."""
+    shown = (f"{name} {format_size(size)}" for name, size in values.items() if size)
+    return ", ".join(shown) or "none"
 
 
 def weights_of(plan: Plan) -> tuple[list[TensorPlan], list[TensorPlan]]:

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
-from gascompile import __version__
+from gascompile import __version__, serial
 from gascompile.cli import app
 from gascompile.ir import Plan
 
@@ -42,6 +43,7 @@ def without_inputs():
     return Toy().eval()
 """
 _BUDGET = "1MiB"
+_VERBS = ("plan", "annotate", "explain", "run", "verify", "simulate", "calibrate", "doctor")
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +97,7 @@ def _data(*args: str) -> Any:
 def _failure(*args: str) -> tuple[int, str]:
     """Return exit code and message, which are the same with and without --json."""
     code, out, err = _run(*args)
-    assert out == ""
+    assert out.replace("the model's own print\n", "") == ""
     assert "Traceback" not in err
     json_code, json_out, _ = _run(*args, "--json")
     assert json_code == code
@@ -126,7 +128,7 @@ def test_version_and_help_as_a_process() -> None:
     assert shown.returncode == 0
     # Half a second on a machine of its own.
     assert time.perf_counter() - begun_s < 3.0
-    for verb in "plan annotate explain run verify simulate calibrate doctor cache".split():
+    for verb in (*_VERBS, "cache"):
         assert f" {verb} " in shown.stdout
     assert "\x1b[" not in shown.stdout
     assert max(map(len, shown.stdout.splitlines())) <= 80
@@ -141,9 +143,7 @@ def test_help_imports_nothing_heavy() -> None:
     assert done.stdout == "[]\n"
 
 
-@pytest.mark.parametrize(
-    "verb", ["plan", "annotate", "explain", "run", "verify", "simulate", "calibrate", "doctor", "cache ls"]
-)  # fmt: skip
+@pytest.mark.parametrize("verb", [*_VERBS, "cache ls", "cache rm", "cache gc"])
 def test_every_verb_has_an_example_and_json(verb: str) -> None:
     shown = _ok(*verb.split(), "--help")
     assert f"Example: gascompile {verb}" in shown.replace("\n", " ")
@@ -263,7 +263,10 @@ def test_simulate(plan_file: Path, tmp_path: Path) -> None:
     assert data["timeline"]["seconds"] == pytest.approx(plan.certificate.predicted_s)
     assert json.loads(out.read_text()) == data["timeline"]
     assert "one iteration" in _ok("simulate", str(plan_file))
-    code, message = _failure("simulate", str(plan_file), "-m", "rtx4090-gen4")
+    assert _data("simulate", str(plan_file), "-m", "rtx4090-gen4")["machine"] == "rtx4090-gen4"
+    bare = tmp_path / "bare.json"
+    serial.write_atomic(bare, serial.dumps(replace(plan.machine, links=())))
+    code, message = _failure("simulate", str(plan_file), "-m", str(bare))
     assert (code, "no link" in message) == (2, True)
 
 

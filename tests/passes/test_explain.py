@@ -114,9 +114,11 @@ def test_streaming_a_resident_weight_has_its_price() -> None:
     assert found.alternative is not None
     assert found.alternative.home == "nvme"
     assert found.alternative.arena_change_bytes == -_RESERVED
-    # Three transfers of 100 ms keep the link busy all the time.
-    assert found.alternative.seconds == pytest.approx(0.3)
-    assert found.alternative.change_s == pytest.approx(0.3 - plan.certificate.predicted_s)
+    # Three transfers of 100 ms, and at most one op of 10 ms during which none can run.
+    assert found.alternative.seconds is not None
+    assert 0.3 - 1e-9 <= found.alternative.seconds <= 0.31 + 1e-9
+    change_s = found.alternative.seconds - plan.certificate.predicted_s
+    assert found.alternative.change_s == pytest.approx(change_s)
     assert "would cost" in found.reason
 
 
@@ -180,7 +182,7 @@ def test_bounds(op_s: float, bound: str) -> None:
 
 def test_an_unknown_name_suggests_near_ones() -> None:
     plan = _plan(_workload(), 1 << 30)
-    with pytest.raises(ValueError, match="did you mean .*'w1'"):
+    with pytest.raises(ValueError, match=r"did you mean .*'w1'"):
         explain(plan, "w11")
     with pytest.raises(ValueError, match="see the plan"):
         explain(plan, "##########")
