@@ -37,7 +37,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
 
-import pulp  # type: ignore[import-untyped]
+import pulp
 
 from gascompile.errors import SolverError
 from gascompile.passes.problem import Placement, Problem
@@ -135,7 +135,7 @@ class _Model:
     def variable(self, name: str, low: float = 0.0, *, binary: bool = False) -> Expression:
         """Return a new variable; a binary one is at most 1."""
         kind = pulp.LpInteger if binary else pulp.LpContinuous
-        return pulp.LpVariable(name, low, 1 if binary else None, kind)
+        return self.program.add_variable(name, low, 1 if binary else None, kind)
 
 
 def _build(problem: Problem, arena_bytes: int, buffers: int) -> _Model:
