@@ -25,6 +25,8 @@ from torch import nn
 _NOT_STATE = {
     # Set by torch's own machinery; hooks are hashed by the functions in them.
     "_parameters", "_buffers", "_modules", "_version", "_compiled_call_impl",
+    # Python's hash of a transformers configuration: another one in each process.
+    "_original_object_hash",
 }  # fmt: skip
 
 
@@ -145,8 +147,9 @@ class _Hasher:
         elif dataclasses.is_dataclass(value) or hasattr(value, "__dict__"):
             self.add("object", _class_digest(type(value)))
             for name, item in sorted(vars(value).items()):
-                self.add("field", name)
-                self.value(item)
+                if name not in _NOT_STATE:
+                    self.add("field", name)
+                    self.value(item)
         else:
             self.add("opaque", uuid.uuid4().hex)
 
