@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from gascompile.errors import CheckpointError, StorageError
-from gascompile.program import Program
+from gascompile.program import InputSpec, Program
 from gascompile.program_io import load_treespec
 from gascompile.sources import Source
 from gascompile.units import format_size
@@ -42,7 +42,8 @@ class Difference:
         if self.bit_identical:
             return "check: bit-identical to eager"
         verdict = "within rounding" if self.ok else "MORE than rounding explains"
-        return f"check: largest difference to eager {self.max_difference:.3g} (largest value {self.max_value:.3g}), {verdict}"
+        size = f"{self.max_difference:.3g} (largest value {self.max_value:.3g})"
+        return f"check: largest difference to eager {size}, {verdict}"
 
 
 def with_given_inputs(kwargs: Mapping[str, Any], file: Path) -> dict[str, Any]:
@@ -67,15 +68,26 @@ def with_given_inputs(kwargs: Mapping[str, Any], file: Path) -> dict[str, Any]:
 
 
 def inputs_of_program(program: Program) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return inputs of the shapes that a program was captured with: zeros, and its constants."""
-    leaves = [
-        ast.literal_eval(spec.constant)
-        if spec.dtype is None
-        else torch.zeros(spec.upper_shape(), dtype=getattr(torch, spec.dtype), device=spec.device)
-        for spec in program.inputs
-    ]
+    """Return inputs of the shapes that a program was captured with: zeros, and its constants.
+
+    Raises:
+        CheckpointError: a constant is no plain value.
+    """
+    leaves = [_made_up(spec) for spec in program.inputs]
     args, kwargs = pytree.tree_unflatten(leaves, load_treespec(program.in_spec))
     return tuple(args), dict(kwargs)
+
+
+def _made_up(spec: InputSpec) -> Any:
+    if spec.dtype is not None:
+        return torch.zeros(spec.upper_shape(), dtype=getattr(torch, spec.dtype), device=spec.device)
+    try:
+        return ast.literal_eval(spec.constant)
+    except (ValueError, SyntaxError) as error:
+        raise CheckpointError(
+            f"the input '{spec.path}' was captured as {spec.constant}, which cannot be made up; load the bundle in "
+            "Python with gascompile.load"
+        ) from error
 
 
 def require_room(model: nn.Module) -> None:

@@ -16,7 +16,8 @@ from gascompile.ir import Plan
 from gascompile.units import format_size, format_time
 
 if TYPE_CHECKING:  # numpy comes with it, which help and wrong usage need not wait for
-    from gascompile.passes.explain import Alternative, OpExplanation, TensorExplanation
+    from gascompile.passes.alternatives import Alternative
+    from gascompile.passes.explain import OpExplanation, TensorExplanation
 
 Subject = Annotated[
     str, typer.Argument(metavar="TENSOR|OP", help="A name in the plan.", show_default=False)

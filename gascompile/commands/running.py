@@ -46,6 +46,14 @@ Check = Annotated[
     bool, typer.Option("--check", help="Compare with eager, where the model fits in memory.")
 ]
 
+Moved = Annotated[
+    Path | None,
+    typer.Option("--weights", metavar="DIR", help="Where the weight files of a bundle are now."),
+]
+AnyMachine = Annotated[
+    bool, typer.Option("--any-machine", help="Run a bundle that was made on another machine.")
+]
+
 
 @dataclass(slots=True)
 class _Job:
@@ -62,6 +70,7 @@ def run(
     budget: opt.BudgetSize = None,
     cpu: opt.CpuSize = None,
     nvme: opt.NvmeSize = None,
+    machine: opt.MachineName = None,
     repeat: Repeat = 1,
     inputs: Inputs = None,
     save: Save = None,
@@ -70,6 +79,8 @@ def run(
     tokens: opt.Tokens = 128,
     strategy: opt.Strategy = None,
     time_limit: opt.TimeLimit = 20.0,
+    weights: Moved = None,
+    any_machine: AnyMachine = False,
     cache_dir: opt.CacheDir = None,
     json: opt.JsonFlag = False,
 ) -> None:
@@ -79,15 +90,19 @@ def run(
     """
     with reserved_stdout(json):
         if opt.is_bundle(Path(source)):
-            if check or any(given is not None for given in (budget, cpu, nvme, strategy)):
+            if check or any(given is not None for given in (budget, cpu, nvme, machine, strategy)):
                 raise typer.BadParameter(
                     f"{source} is a bundle: its plan is made, and it holds no eager model; leave out --budget, --cpu, "
-                    "--nvme, --strategy and --check, or name the source it was made from"
+                    "--nvme, --machine, --strategy and --check, or name the source it was made from"
                 )
-            job, difference = _load(source, inputs), None
+            job, difference = _load(source, inputs, weights, any_machine=any_machine), None
             _repeat(job, repeat)
         else:
-            options = {"time_limit_s": time_limit, "strategy": strategy}
+            if weights is not None or any_machine:
+                raise typer.BadParameter(
+                    f"{source} is no bundle; --weights and --any-machine are for bundles"
+                )
+            options = {"machine": machine, "time_limit_s": time_limit, "strategy": strategy}
             job, difference = _compile(
                 source, (budget, cpu, nvme), inputs, (batch, tokens), opt.cache_dir_of(cache_dir),
                 options, repeat, check,
@@ -98,11 +113,11 @@ def run(
     _report(job, difference, save, json)
 
 
-def _load(source: str, inputs: Path | None) -> _Job:
+def _load(source: str, inputs: Path | None, weights: Path | None, *, any_machine: bool) -> _Job:
     from gascompile.commands.eager import inputs_of_program, with_given_inputs
     from gascompile.loading import load
 
-    compiled = load(source)
+    compiled = load(source, checkpoint=weights, any_machine=any_machine)
     args, kwargs = inputs_of_program(compiled.program)
     if inputs is not None:
         kwargs = with_given_inputs(kwargs, inputs)
@@ -140,7 +155,7 @@ def _compile(
         )
     if check:
         require_room(opened.model)
-    machine = opt.machine_of(None, cache_dir)
+    machine = opt.machine_of(options.pop("machine"), cache_dir)
     with opt.usage_errors():
         compiled = compile_model(
             opened.model,

@@ -352,6 +352,7 @@ def test_run_a_bundle(bundle: Path, tmp_path: Path) -> None:
     code, message = _failure("run", str(bundle), "--inputs", str(tmp_path / "in.safetensors"))
     assert (code, "its inputs are x" in message) == (2, True)
     assert _failure("run", str(bundle), "--check")[0] == 2
+    assert _failure("run", str(bundle), "--weights", str(tmp_path))[0] == 1
     assert _failure("run", str(bundle), "--inputs", str(tmp_path / "absent.safetensors"))[0] == 1
 
 
@@ -359,6 +360,9 @@ def test_run_needs_inputs(toy: str) -> None:
     code, message = _failure("run", "cli_toy_model:without_inputs")
     assert code == 1
     assert "--inputs" in message
+    code, message = _failure("run", "cli_toy_model:make", "-m", "h100-gen5")
+    assert (code, "cannot execute" in message) == (1, True)
+    assert _failure("run", "cli_toy_model:make", "--any-machine")[0] == 2
 
 
 # ---------------------------------------------------------------- machines
