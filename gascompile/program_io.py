@@ -7,6 +7,7 @@ call nothing else.
 from __future__ import annotations
 
 import importlib
+import keyword
 import math
 import operator
 import sys
@@ -255,8 +256,9 @@ def _read_graph(data: Mapping[str, Any]) -> torch.fx.GraphModule:
             args = tuple(_decode(arg, nodes) for arg in entry["args"])
             kwargs = {key: _decode(arg, nodes) for key, arg in entry["kwargs"].items()}
             node = graph.create_node("call_function", target, args, kwargs, name=name)
-        if node.name != name:
+        if not name.isidentifier() or keyword.iskeyword(name) or name in nodes:
             raise FormatError(f"the node name {name!r} is not usable")
+        node.name = name  # FX would rename a node called like a builtin, such as 'input'
         nodes[name] = node
     graph.output(tuple(_decode(arg, nodes) for arg in data["outputs"]))
     graph.lint()

@@ -119,7 +119,7 @@ def test_dynamic_batch_is_planned_for_its_maximum(cache: Path) -> None:
 
 
 def test_without_example_inputs_each_signature_is_planned_once(cache: Path) -> None:
-    model = nn.Linear(8, 8).eval()
+    model = nn.Linear(8, 8).eval()  # its argument is called like the builtin 'input'
     compiled = gascompile.compile(model, cache_dir=cache)
     with pytest.raises(gascompile.PlanMismatchError, match="nothing is planned yet"):
         _ = compiled.plan
@@ -127,6 +127,13 @@ def test_without_example_inputs_each_signature_is_planned_once(cache: Path) -> N
         x = torch.randn(rows, 8)
         assert_same(compiled(x), eager(model, {"input": x}))
     assert repr(compiled) == "CompiledModel(Linear, 2 plan(s))"
+
+
+def test_argument_called_like_a_builtin_survives_saving(cache: Path, tmp_path: Path) -> None:
+    model, x = nn.Linear(8, 8).eval(), torch.randn(2, 8)
+    compiled = gascompile.compile(model, example_inputs={"input": x}, cache_dir=cache)
+    compiled.save(tmp_path / "bundle")
+    assert_same(gascompile.load(tmp_path / "bundle")(x), eager(model, {"input": x}))
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "t5", "mixtral", "clip", "whisper"])
