@@ -102,8 +102,8 @@ def plan_generation(job: Job, prefill_tokens: int) -> Units:
     tokens = prefill_tokens
     while tokens >= _SHORTEST:
         prefill = _stage(job, tokens)
+        split = _split(decode, prefill)
         try:
-            split = _split(decode, prefill)
             units = _units(decode, prefill, split)
         except InfeasiblePlanError:
             tokens //= _SHRINK

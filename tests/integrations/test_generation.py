@@ -1,0 +1,358 @@
+"""Generation equals eager's greedy decoding token for token, within its budget, whatever the budget."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from gascompile import pipeline
+from gascompile.errors import (
+    CheckpointError,
+    InfeasiblePlanError,
+    StorageError,
+    UnsupportedOpError,
+)
+from gascompile.integrations.generation import Generator
+from gascompile.ir import ComputeRate, Link, Machine, MemoryRate, Tier
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": 101,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+MACHINE = Machine(
+    name="test",
+    tiers={"cpu": Tier(size_bytes=8 << 30), "nvme": Tier(size_bytes=64 << 30)},
+    links=(Link(source_tier="nvme", target_tier="cpu", bandwidth_bytes_per_s=1e9, latency_s=1e-4),),
+    rates=(ComputeRate(device="cpu", dtype="float32", flops_per_s=5e10),),
+    memory=(MemoryRate(device="cpu", bandwidth_bytes_per_s=1e10, op_overhead_s=1e-6),),
+)
+PROMPT = torch.arange(7, 19)
+NUM_NEW = 14
+MAX_LENGTH = 40
+
+
+def _llama() -> Any:
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**_SIZES))
+
+
+def _gpt2() -> Any:
+    config = transformers.GPT2Config(
+        vocab_size=101,
+        n_embd=64,
+        n_layer=2,
+        n_head=4,
+        n_positions=64,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    return transformers.GPT2LMHeadModel(config)
+
+
+def _mixtral() -> Any:
+    return transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(**_SIZES, num_local_experts=4)
+    )
+
+
+def _qwen2_tied() -> Any:
+    config = transformers.Qwen2Config(**_SIZES, tie_word_embeddings=True)
+    return transformers.Qwen2ForCausalLM(config)
+
+
+def _mistral_window() -> Any:
+    return transformers.MistralForCausalLM(transformers.MistralConfig(**_SIZES, sliding_window=6))
+
+
+def _falcon() -> Any:
+    config = transformers.FalconConfig(
+        vocab_size=101, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, bos_token_id=None,
+        eos_token_id=None,
+    )  # fmt: skip
+    return transformers.FalconForCausalLM(config)
+
+
+def _lively(model: Any) -> Any:
+    """Return ``model`` with weights large enough that its answer is not one token over and over."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1 and "embed" not in name and "wte" not in name:
+                parameter.mul_(8.0)
+    return model.eval()
+
+
+def _eager(model: Any, prompt: torch.Tensor, num_new: int) -> list[int]:
+    rows = prompt[None]
+    output = model.generate(
+        rows,
+        attention_mask=torch.ones_like(rows),
+        do_sample=False,
+        max_new_tokens=num_new,
+        pad_token_id=0,
+    )
+    return [int(token) for token in output[0, len(prompt) :]]
+
+
+def _weights_bytes(model: nn.Module) -> int:
+    return sum(p.numel() * p.element_size() for p in model.parameters())
+
+
+def _open(source: Any, budget: int | str, cache: Path, **options: Any) -> Generator:
+    given = {"max_length": MAX_LENGTH, "prefill_tokens": 8, **options}
+    return Generator(source, budget, cache_dir=cache, machine=MACHINE, **given)
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One cache of plans for all tests that do not look at it."""
+    return tmp_path_factory.mktemp("plans")
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    torch.manual_seed(0)
+    model = _lively(_llama())
+    folder = tmp_path_factory.mktemp("llama")
+    model.save_pretrained(folder)
+    return folder, model
+
+
+@pytest.fixture
+def generator(llama: tuple[Path, Any], cache: Path) -> Iterator[Generator]:
+    with _open(llama[0], "1GiB", cache) as made:
+        yield made
+
+
+def _smallest_budget(folder: Path, cache: Path, **options: Any) -> int:
+    with pytest.raises(InfeasiblePlanError) as caught:
+        _open(folder, 1, cache, **options)
+    return caught.value.required_bytes
+
+
+@pytest.mark.parametrize("make", [_llama, _gpt2, _mixtral, _qwen2_tied, _mistral_window])
+def test_tokens_equal_eager_at_every_budget(make: Any, tmp_path: Path, cache: Path) -> None:
+    model = _lively(make())
+    model.save_pretrained(tmp_path)
+    expected = _eager(model, PROMPT, NUM_NEW)
+    assert len(set(expected)) > 3, "the answer is too dull to tell a mistake"
+    smallest = _smallest_budget(tmp_path, cache, prefill_tokens=1)
+    largest = smallest + _weights_bytes(model) + (2 << 20)
+    streamed = []
+    for budget in (largest, (smallest + largest) // 2, smallest):
+        # The prefill of the smallest budget shrinks to this in the end; see the test below.
+        options = {"prefill_tokens": 1} if budget == smallest else {}
+        with _open(tmp_path, budget, cache, **options) as generator:
+            found = []
+            for token in generator.stream(PROMPT, NUM_NEW):
+                found.append(token)
+                assert generator.last_run is not None
+                assert generator.last_run.peak_bytes["cpu"] <= budget
+            assert found == expected
+            streamed.append(generator.last_runs["decode"].link_bytes.get("nvme->cpu", 0))
+    assert streamed[0] == 0
+    assert streamed[0] <= streamed[1] <= streamed[2]
+    assert streamed[2] > 0.8 * _weights_bytes(model)
+
+
+def test_prefill_shrinks_until_it_fits(llama: tuple[Path, Any], cache: Path) -> None:
+    smallest = _smallest_budget(llama[0], cache)
+    with _open(llama[0], smallest, cache) as generator:
+        assert generator.prefill_tokens == 1
+        assert list(generator.plans) == ["decode"]
+        assert list(generator.stream(PROMPT, 3)) == _eager(llama[1], PROMPT, 3)
+    with _open(llama[0], smallest + 30_000, cache, prefill_tokens=32) as generator:
+        assert 1 < generator.prefill_tokens < 32
+        assert list(generator.stream(PROMPT, 3)) == _eager(llama[1], PROMPT, 3)
+
+
+def test_both_plans_share_arena_and_resident_weights(llama: tuple[Path, Any], cache: Path) -> None:
+    budget = _smallest_budget(llama[0], cache) + 300_000
+    with _open(llama[0], budget, cache) as generator:
+        decode, prefill = generator.plans["decode"], generator.plans["prefill"]
+    assert decode.arena_bytes == prefill.arena_bytes
+    homes = [
+        {n: (t.home, t.address) for n, t in p.tensors.items() if t.kind == "weight"}
+        for p in (decode, prefill)
+    ]
+    assert homes[0] == homes[1]
+    for plan in (decode, prefill):
+        assert plan.peak_bytes["cpu"] <= budget
+    caches = {
+        name for name, tensor in decode.tensors.items() if name.startswith(("key_", "value_"))
+    }
+    assert len(caches) == 4
+    assert all(plan.tensors[name].kind == "state" for plan in (decode, prefill) for name in caches)
+
+
+def test_a_second_start_neither_captures_nor_plans(
+    llama: tuple[Path, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start() -> list[int]:
+        with _open(llama[0], 400_000, tmp_path) as generator:
+            return list(generator.stream(PROMPT, 4))
+
+    def never(*args: object, **kwargs: object) -> None:
+        pytest.fail("the second start did the work again")
+
+    first = start()
+    monkeypatch.setattr(pipeline, "capture", never)
+    monkeypatch.setattr(pipeline, "make_plan", never)
+    assert start() == first
+
+
+def test_a_damaged_memo_is_planned_again(
+    llama: tuple[Path, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with _open(llama[0], "1GiB", tmp_path) as generator:
+        first = list(generator.stream(PROMPT, 4))
+    (memo,) = (tmp_path / "generation").iterdir()
+    memo.write_text("{")
+    with _open(llama[0], "1GiB", tmp_path) as generator:
+        assert list(generator.stream(PROMPT, 4)) == first
+    assert "cannot be used" in caplog.text
+
+
+def test_a_longer_prompt_is_read_from_where_it_differs(
+    generator: Generator, llama: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = _eager(llama[1], PROMPT, NUM_NEW)
+    read: list[tuple[int, int]] = []
+    run = generator._run
+
+    def watched(part: list[int], position: int) -> torch.Tensor:
+        read.append((position, len(part)))
+        return run(part, position)
+
+    monkeypatch.setattr(generator, "_run", watched)
+    answer = list(generator.stream(PROMPT, 4))
+    assert read == [(0, 8), (8, 4), (12, 1), (13, 1), (14, 1)]
+    read.clear()
+    assert answer + list(generator.stream([*PROMPT.tolist(), *answer], 4)) == expected[:8]
+    assert read[0] == (15, 1)
+    read.clear()
+    other = torch.cat([PROMPT[:3], torch.tensor([50, 51])])
+    assert list(generator.stream(other, 3)) == _eager(llama[1], other, 3)
+    assert read[0] == (3, 2)
+
+
+def test_streams_taken_in_turns_do_not_disturb_each_other(
+    generator: Generator, llama: tuple[Path, Any]
+) -> None:
+    other = PROMPT.flip(0)
+    pairs = list(zip(generator.stream(PROMPT, 5), generator.stream(other, 5), strict=True))
+    assert [a for a, _ in pairs] == _eager(llama[1], PROMPT, 5)
+    assert [b for _, b in pairs] == _eager(llama[1], other, 5)
+
+
+def test_reset_and_close_leave_it_usable(generator: Generator) -> None:
+    first = list(generator.stream(PROMPT, 3))
+    generator.reset()
+    assert not any(tensor.any() for tensor in generator._step.cache_tensors())
+    assert list(generator.stream(PROMPT, 3)) == first
+    generator.close()
+    generator.close()
+    assert list(generator.stream(PROMPT[None], 3)) == first
+
+
+def test_an_end_token_is_yielded_and_ends(generator: Generator) -> None:
+    whole = list(generator.stream(PROMPT, NUM_NEW))
+    end = whole[3]
+    first = whole.index(end)
+    assert list(generator.stream(PROMPT, NUM_NEW, end)) == whole[: first + 1]
+    assert list(generator.stream(PROMPT, NUM_NEW, [end, 999])) == whole[: first + 1]
+
+
+def test_a_failed_read_is_forgotten(
+    generator: Generator, llama: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = _eager(llama[1], PROMPT, 4)
+    stream = generator.stream(PROMPT, 4)
+    found = [next(stream), next(stream)]
+
+    def broken(part: list[int], position: int) -> torch.Tensor:
+        raise StorageError("the drive is gone")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(generator, "_run", broken)
+        with pytest.raises(StorageError, match="gone"):
+            next(stream)
+    assert found == expected[:2]
+    assert list(generator.stream(PROMPT, 4)) == expected
+
+
+def test_a_model_in_memory_is_spilled(llama: tuple[Path, Any], cache: Path) -> None:
+    with _open(llama[1], 400_000, cache) as generator:
+        assert list(generator.stream(PROMPT, 4)) == _eager(llama[1], PROMPT, 4)
+
+
+def test_constants_of_the_two_programs_are_kept_apart(tmp_path: Path, cache: Path) -> None:
+    model = _lively(_falcon())
+    model.save_pretrained(tmp_path)
+    with _open(tmp_path, "1GiB", cache) as generator:
+        assert list(generator.stream(PROMPT, 4)) == _eager(model, PROMPT, 4)
+        names = {
+            name: {n for n in plan.tensors if "lifted_tensor" in n}
+            for name, plan in generator.plans.items()
+        }
+    assert names["decode"]
+    assert names["prefill"]
+    assert not names["decode"] & names["prefill"]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "num_new", "message"),
+    [
+        (PROMPT, 29, r"prompt of 12 tokens and 29 new ones are 41, more than max_length=40"),
+        (torch.zeros(2, 4, dtype=torch.long), 1, "has 2 rows"),
+        (torch.zeros(1, 1, 4, dtype=torch.long), 1, r"\[1, 1, 4\]"),
+        (torch.zeros(4), 1, "float32"),
+        ([], 1, "empty"),
+        ([3, 101], 1, "token 101 at position 1"),
+        ([3, -1], 1, "token -1"),
+        ([3], 0, "max_new_tokens"),
+    ],
+)
+def test_bad_calls_are_refused_at_once(
+    generator: Generator, prompt: Any, num_new: int, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        generator.stream(prompt, num_new)
+
+
+def test_bad_models_are_refused(llama: tuple[Path, Any], tmp_path: Path, cache: Path) -> None:
+    with pytest.raises(ValueError, match="max_length=65 is more than the 64 positions"):
+        _open(llama[0], "1GiB", cache, max_length=65)
+    with pytest.raises(ValueError, match="at least 2"):
+        _open(llama[0], "1GiB", cache, max_length=1)
+    bert = transformers.BertModel(
+        transformers.BertConfig(
+            hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32
+        )
+    )
+    with pytest.raises(CheckpointError, match="no causal language model"):
+        _open(bert, "1GiB", cache)
+    mamba = transformers.MambaForCausalLM(
+        transformers.MambaConfig(vocab_size=50, hidden_size=16, num_hidden_layers=1)
+    )
+    with pytest.raises(UnsupportedOpError, match="keeps its past as"):
+        _open(mamba, "1GiB", cache)
+    t5 = transformers.T5ForConditionalGeneration(
+        transformers.T5Config(vocab_size=50, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
+    )
+    with pytest.raises(UnsupportedOpError, match="encoder-decoder"):
+        _open(t5, "1GiB", cache)
+    llama[1].config.save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match=r"no \.safetensors file"):
+        _open(tmp_path, "1GiB", cache)
