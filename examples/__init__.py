@@ -1,0 +1,1 @@
+"""Examples: a search and a text generator within a memory budget."""

@@ -50,7 +50,9 @@ def read_prompt(folder: Path, text: str, ids: str | None) -> Prompt:
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"{folder} has no usable tokenizer; pass --prompt-ids 1,2,3 instead") from error
+        raise ValueError(
+            f"{folder} has no usable tokenizer; pass --prompt-ids 1,2,3 instead"
+        ) from error
     return Prompt(
         tokens=list(tokenizer(text)["input_ids"]),
         show=lambda tokens: str(tokenizer.decode(tokens, skip_special_tokens=True)),
@@ -163,13 +165,19 @@ def run(options: argparse.Namespace) -> int:
 def _measured(data: dict[str, Any]) -> RenderableType:
     rows = [
         ("start", f"{format_time(data['prepare_s'])}, planning included where it is not cached"),
-        ("first token", f"{format_time(data['first_token_s'])} for {data['prompt_tokens']} tokens of prompt"),
+        (
+            "first token",
+            f"{format_time(data['first_token_s'])} for {data['prompt_tokens']} tokens of prompt",
+        ),
         ("peak", f"{format_size(data['peak_bytes'])} of {format_size(data['budget_bytes'])}"),
         ("key/value cache", format_size(data["cache_bytes"])),
     ]
     if data["tokens_per_s"] is not None:
         rows[2:2] = [
-            ("decode", f"{data['tokens_per_s']:.3g} tokens/s, {data['share_of_limit']:.0%} of the limit"),
+            (
+                "decode",
+                f"{data['tokens_per_s']:.3g} tokens/s, {data['share_of_limit']:.0%} of the limit",
+            ),
             ("streamed / token", format_size(data["bytes_per_token"])),
         ]
     if "equals_eager" in data:
@@ -181,14 +189,24 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="examples.generate", description="Generate text within a memory budget."
     )
-    parser.add_argument("model", type=Path, help="Hugging Face directory of a causal language model")
+    parser.add_argument(
+        "model", type=Path, help="Hugging Face directory of a causal language model"
+    )
     parser.add_argument("--prompt", default="Once upon a time", help="text (default: %(default)r)")
     parser.add_argument("--prompt-ids", help="token numbers, where the directory has no tokenizer")
-    parser.add_argument("--budget", type=_size, help="such as 1.5GiB (default: what the machine has)")
+    parser.add_argument(
+        "--budget", type=_size, help="such as 1.5GiB (default: what the machine has)"
+    )
     parser.add_argument("--max-new-tokens", type=int, default=64, help="default: %(default)s")
-    parser.add_argument("--max-length", type=int, help="prompt and answer; sizes the key/value cache")
-    parser.add_argument("--compare", action="store_true", help="also generate with transformers alone")
-    parser.add_argument("--make-demo", action="store_true", help="write a small random model and stop")
+    parser.add_argument(
+        "--max-length", type=int, help="prompt and answer; sizes the key/value cache"
+    )
+    parser.add_argument(
+        "--compare", action="store_true", help="also generate with transformers alone"
+    )
+    parser.add_argument(
+        "--make-demo", action="store_true", help="write a small random model and stop"
+    )
     parser.add_argument("--cache-dir", help="where plans are kept (default: the user's cache)")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     return parser
@@ -208,7 +226,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if options.make_demo:
             size_bytes = make_demo(options.model)
-            sys.stdout.write(f"wrote a random model of {format_size(size_bytes)} to {options.model}\n")
+            sys.stdout.write(
+                f"wrote a random model of {format_size(size_bytes)} to {options.model}\n"
+            )
             return 0
         return run(options)
     except gascompile.GASCompileError as error:

@@ -46,7 +46,9 @@ class Measured:
     share_of_limit: float
 
 
-def embed(compiled: gascompile.CompiledModel, inputs: Sequence[dict[str, torch.Tensor]]) -> Measured:
+def embed(
+    compiled: gascompile.CompiledModel, inputs: Sequence[dict[str, torch.Tensor]]
+) -> Measured:
     """Run all batches and measure them."""
     parts, peak_bytes, streamed_bytes, shares = [], 0, 0, []
     start_s = time.perf_counter()
@@ -118,9 +120,13 @@ def failures(found: dict[str, Any]) -> list[str]:
     """Return what a correct run must not show."""
     wrong = []
     if found["peak_bytes"] > found["budget_bytes"]:
-        wrong.append(f"the peak of {found['peak_bytes']} bytes is above the budget of {found['budget_bytes']}")
+        wrong.append(
+            f"the peak of {found['peak_bytes']} bytes is above the budget of {found['budget_bytes']}"
+        )
     if not found["max_difference"] <= TOLERANCE:
-        wrong.append(f"embeddings differ from eager's by {found['max_difference']:.3g}, more than {TOLERANCE}")
+        wrong.append(
+            f"embeddings differ from eager's by {found['max_difference']:.3g}, more than {TOLERANCE}"
+        )
     return wrong
 
 
@@ -135,8 +141,10 @@ def report(found: dict[str, Any]) -> list[RenderableType]:
         ("share of limit", f"{found['share_of_limit']:.0%}, median of the batches"),
         (
             "time",
-            f"{format_time(found['run_s'])} (planning {format_time(found['compile_s'])}; eager, all "
-            f"weights in memory, {format_time(found['eager_s'])})",
+            (
+                f"{format_time(found['run_s'])} (planning {format_time(found['compile_s'])}; eager, all "
+                f"weights in memory, {format_time(found['eager_s'])})"
+            ),
         ),
     ]
     tables: list[RenderableType] = [
@@ -153,9 +161,15 @@ def report(found: dict[str, Any]) -> list[RenderableType]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the example; 0 when the results and the peak are right."""
-    parser = argparse.ArgumentParser(prog="examples.sentence_search", description="Search sentences by meaning.")
-    parser.add_argument("--budget", default="64MiB", help="memory for the encoder (default: %(default)s)")
-    parser.add_argument("--query", action="append", help="what to search for; may be given several times")
+    parser = argparse.ArgumentParser(
+        prog="examples.sentence_search", description="Search sentences by meaning."
+    )
+    parser.add_argument(
+        "--budget", default="64MiB", help="memory for the encoder (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--query", action="append", help="what to search for; may be given several times"
+    )
     parser.add_argument("--cache-dir", help="where plans are kept (default: the user's cache)")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     options = parser.parse_args(argv)
