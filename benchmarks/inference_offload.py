@@ -151,7 +151,9 @@ def report(result: dict[str, Any], console: Console) -> None:
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
     """Run the benchmark and write its result file."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", type=Path, help="checkpoint folder; written when missing (4.4 GB)")
+    parser.add_argument(
+        "--model", type=Path, help="checkpoint folder; written when missing (4.4 GB)"
+    )
     parser.add_argument("--runs", type=int, default=5, help="timed runs per contender")
     parser.add_argument("-o", "--output", type=Path, help="result file")
     parser.add_argument("--toy", action="store_true", help="a tiny model, to try the script")

@@ -38,7 +38,9 @@ def run_limited(command: Sequence[str], limit_bytes: int, *, timeout_s: float = 
     """Run ``command`` under ``limit_bytes`` of memory, page cache included; over it the kernel kills it."""
     group = _make_group()
     if group is None:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=timeout_s, check=False
+        )
         return Finished(
             returncode=done.returncode, stdout=done.stdout, stderr=done.stderr, limited=False
         )

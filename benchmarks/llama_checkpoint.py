@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -30,7 +31,8 @@ def write_llama(
     from transformers import LlamaConfig, LlamaForCausalLM
 
     folder.mkdir(parents=True, exist_ok=True)
-    config = LlamaConfig(**shape, tie_word_embeddings=False, dtype=dtype)
+    options: dict[str, Any] = dict(shape)
+    config = LlamaConfig(**options, tie_word_embeddings=False, dtype=dtype)
     with init_empty_weights():
         model = LlamaForCausalLM(config)
     generator = torch.Generator().manual_seed(0)

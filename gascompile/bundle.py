@@ -11,8 +11,8 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -28,6 +28,7 @@ from gascompile.program import Program
 from gascompile.program_io import program_from_json, program_to_json
 
 FORMAT = "gascompile.bundle/1"
+_WEIGHTS_FOLDER = "weights"
 _FILES = ("program.json", "plan.json", "weights.json", "held.safetensors")
 
 
@@ -56,16 +57,21 @@ class Bundle:
     """Versions of the software that the program was captured with."""
 
 
-def write_bundle(bundle: Bundle, folder: Path, *, replace: bool = False) -> None:
-    """Write ``bundle`` as ``folder``; an existing one is left alone unless ``replace``.
+def write_bundle(
+    bundle: Bundle, folder: Path, *, overwrite: bool = False, enclose: Sequence[Path] = ()
+) -> None:
+    """Write ``bundle`` as ``folder``; an existing one is left alone unless ``overwrite``.
+
+    Weight files named in ``enclose`` become part of the folder, by a hard link where that is possible.
 
     Raises:
         StorageError: the folder cannot be written; nothing half-written stays behind.
     """
+    enclosed = {str(path): f"{_WEIGHTS_FOLDER}/{path.name}" for path in enclose}
     contents = {
         "program.json": json.dumps(program_to_json(bundle.program), separators=(",", ":")).encode(),
         "plan.json": serial.dumps(bundle.plan).encode(),
-        "weights.json": serial.dumps(bundle.weights).encode(),
+        "weights.json": serial.dumps(relocate(bundle.weights, enclosed)).encode(),
         "held.safetensors": save_tensors(
             {name: tensor.detach().contiguous().clone() for name, tensor in bundle.held.items()}
         ),
@@ -81,10 +87,12 @@ def write_bundle(bundle: Bundle, folder: Path, *, replace: bool = False) -> None
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         temporary = tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}.")
-        os.chmod(temporary, 0o755)
+        Path(temporary).chmod(0o777 & ~_umask())  # mkdtemp makes folders for this user alone
         for name, raw in contents.items():
             serial.write_atomic(Path(temporary) / name, raw)
-        if replace and folder.exists():
+        for source, inside in enclosed.items():
+            _link_or_copy(source, Path(temporary) / inside)
+        if overwrite and folder.exists():
             retired = tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}.old.")
             os.replace(folder, Path(retired) / "bundle")
             os.rename(temporary, folder)
@@ -93,7 +101,7 @@ def write_bundle(bundle: Bundle, folder: Path, *, replace: bool = False) -> None
             os.rename(temporary, folder)
     except OSError as error:
         if not (
-            folder.exists() and not replace
+            folder.exists() and not overwrite
         ):  # losing a race against an equal writer is no error
             raise StorageError(
                 f"cannot write the bundle {folder}: {error.strerror or error}; free space or choose another folder"
@@ -130,8 +138,9 @@ def read_bundle(folder: Path) -> Bundle:
         return Bundle(
             program=program_from_json(json.loads(raw["program.json"]), where="program.json"),
             plan=serial.from_json(Plan, json.loads(raw["plan.json"]), where="plan.json"),
-            weights=serial.from_json(
-                Weights, json.loads(raw["weights.json"]), where="weights.json"
+            weights=_absolute(
+                serial.from_json(Weights, json.loads(raw["weights.json"]), where="weights.json"),
+                folder,
             ),
             held=held,
             positional=tuple(manifest["positional"]),
@@ -139,6 +148,40 @@ def read_bundle(folder: Path) -> Bundle:
         )
     except (SafetensorError, ValueError, KeyError) as error:
         raise FormatError(f"{folder} is damaged ({error}); save the bundle again") from error
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def relocate(weights: Weights, places: Mapping[str, str]) -> Weights:
+    """Return ``weights`` with the paths that ``places`` names replaced."""
+    sources = {
+        name: replace(
+            source,
+            extents=tuple(replace(e, path=places.get(e.path, e.path)) for e in source.extents),
+        )
+        for name, source in weights.sources.items()
+    }
+    stamps = tuple(replace(s, path=places.get(s.path, s.path)) for s in weights.stamps)
+    return Weights(sources=sources, stamps=stamps)
+
+
+def _absolute(weights: Weights, folder: Path) -> Weights:
+    root = folder.resolve()
+    relative = [stamp.path for stamp in weights.stamps if not Path(stamp.path).is_absolute()]
+    return relocate(weights, {path: str(root / path) for path in relative})
+
+
+def _link_or_copy(source: str, target: Path) -> None:
+    target.parent.mkdir(exist_ok=True)
+    try:
+        os.link(source, target)
+    except OSError:
+        # Another file system, or one without links.
+        shutil.copy2(source, target)
 
 
 def _digest(raw: bytes) -> str:

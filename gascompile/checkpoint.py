@@ -51,7 +51,8 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         for name, source in found.items():
             if name in sources:
                 raise CheckpointError(
-                    f"the weight '{name}' stands in {sources[name].extents[0].path} and in {file}; remove one of the files"
+                    f"the weight '{name}' stands in {sources[name].extents[0].path} and in {file}; "
+                    "remove one of the files"
                 )
             sources[name] = source
         stamps.append(stamp)
@@ -147,7 +148,8 @@ def _source(file: Path, name: str, entry: Any, data_start: int, data_bytes: int)
         )
     if end > data_bytes:
         raise CheckpointError(
-            f"{file} is truncated: '{name}' ends at byte {end} of the data, the file holds {data_bytes}; download it again"
+            f"{file} is truncated: '{name}' ends at byte {end} of the data, the file holds {data_bytes}; "
+            "download it again"
         )
     extent = Extent(path=str(file.resolve()), offset=data_start + begin, size_bytes=end - begin)
     return WeightSource(
@@ -162,7 +164,8 @@ def _check_coverage(file: Path, header: Mapping[str, Any], data_bytes: int) -> N
     )
     if end != data_bytes:
         raise CheckpointError(
-            f"{file} holds {data_bytes} bytes of weights, its header describes {end}; the file is corrupt: download it again"
+            f"{file} holds {data_bytes} bytes of weights, its header describes {end}; the file is corrupt: "
+            "download it again"
         )
 
 

@@ -23,6 +23,7 @@ from gascompile.program_io import load_treespec
 from gascompile.progress import task
 from gascompile.runtime.executor import Executor
 from gascompile.runtime.session import Session
+from gascompile.store import is_spilled
 
 Args = tuple[Any, ...]
 Kwargs = Mapping[str, Any]
@@ -133,6 +134,8 @@ class CompiledModel:
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write a bundle: plan, program, current states; weights by reference and content hash.
 
+        Weights that came from no file of yours are part of the bundle.
+
         Raises:
             StorageError: the folder cannot be written.
         """
@@ -142,7 +145,10 @@ class CompiledModel:
         with task("Hashing weights", total_bytes) as advance:
             hashed = tuple(content_stamp(stamp, advance) for stamp in stamps)
         weights = Weights(sources=bundle.weights.sources, stamps=hashed)
-        write_bundle(replace(bundle, weights=weights), Path(folder), replace=True)
+        spilled = [Path(stamp.path) for stamp in hashed if is_spilled(Path(stamp.path))]
+        write_bundle(
+            replace(bundle, weights=weights), Path(folder), overwrite=True, enclose=spilled
+        )
 
     def close(self) -> None:
         """Free the arena and close the weight files; calling the model again opens them again."""

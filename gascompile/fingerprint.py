@@ -120,7 +120,7 @@ class _Hasher:
         self.add("tensor", str(value.dtype), tuple(value.shape), str(value.device))
         if value.device.type == "cpu" and not value.is_sparse and value.numel():
             raw = value.detach().contiguous().reshape(-1).view(torch.uint8)
-            self._state.update(memoryview(raw.numpy()))
+            self._state.update(raw.numpy().data)
 
     def _compound(self, value: Any) -> None:
         if isinstance(value, nn.Module):

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from gascompile.bundle import Bundle, Weights, content_stamp, read_bundle
+from gascompile.bundle import Bundle, Weights, content_stamp, read_bundle, relocate
 from gascompile.checkpoint import open_checkpoint
 from gascompile.compiled import CompiledModel, Unit
 from gascompile.errors import CheckpointError, PlanMismatchError, StorageError
 from gascompile.fingerprint import versions
-from gascompile.ir import Extent, FileStamp, WeightSource
+from gascompile.ir import FileStamp
 from gascompile.machine import this_machine_name
 from gascompile.progress import task
 
@@ -58,7 +58,8 @@ def _check_versions(saved: Mapping[str, str], path: Path) -> None:
     for name, here in versions().items():
         if saved.get(name) != here:
             raise PlanMismatchError(
-                f"the bundle {path} was made with {name} {saved.get(name)}, this is {name} {here}; compile the model again"
+                f"the bundle {path} was made with {name} {saved.get(name)}, this is {name} {here}; "
+                "compile the model again"
             )
 
 
@@ -66,28 +67,15 @@ def _moved(weights: Weights, root: Path) -> Weights:
     """Point the weights at files of the same names under ``root``."""
     here = {Path(stamp.path).name: stamp for stamp in open_checkpoint(root).stamps}
 
-    def relocate(path: str) -> str:
-        found = here.get(Path(path).name)
+    places = {}
+    for stamp in weights.stamps:
+        found = here.get(Path(stamp.path).name)
         if found is None:
             raise CheckpointError(
-                f"{root} holds no file '{Path(path).name}', which the bundle needs"
+                f"{root} holds no file '{Path(stamp.path).name}', which the bundle needs"
             )
-        return found.path
-
-    sources = {
-        name: WeightSource(
-            name=source.name,
-            dtype=source.dtype,
-            shape=source.shape,
-            extents=tuple(
-                Extent(path=relocate(e.path), offset=e.offset, size_bytes=e.size_bytes)
-                for e in source.extents
-            ),
-        )
-        for name, source in weights.sources.items()
-    }
-    stamps = tuple(replace(stamp, path=relocate(stamp.path)) for stamp in weights.stamps)
-    return Weights(sources=sources, stamps=stamps)
+        places[stamp.path] = found.path
+    return relocate(weights, places)
 
 
 def _checked(bundle: Bundle, weights: Weights) -> Bundle:
@@ -101,8 +89,8 @@ def _checked_stamp(stamp: FileStamp) -> FileStamp:
         stat = os.stat(stamp.path)
     except OSError as error:
         raise StorageError(
-            f"the weight file {stamp.path} cannot be opened ({error.strerror}); put it back, or pass checkpoint= with its "
-            "new place"
+            f"the weight file {stamp.path} cannot be opened ({error.strerror}); put it back, or pass checkpoint= "
+            "with its new place"
         ) from error
     if stat.st_size == stamp.size_bytes and stat.st_mtime_ns == stamp.mtime_ns:
         return stamp

@@ -29,6 +29,7 @@ from gascompile.passes.annotate import annotate
 from gascompile.passes.make_plan import make_plan
 from gascompile.progress import task
 from gascompile.runtime.engine import read_blocks
+from gascompile.store import STORE
 from gascompile.to_program import Capture
 from gascompile.weights import Resolved, resolve_weights, with_held_tensors
 
@@ -146,7 +147,7 @@ class Job:
             canonical=canonical,
             constants=constants,
             checkpoint=checkpoint,
-            store=self.config.cache_dir / "store",
+            store=self.config.cache_dir / STORE,
             where=str(self.checkpoint_path or "the checkpoint"),
         )
 
@@ -223,8 +224,8 @@ def make_job(
         resolved = resolve_machine(machine, cache_dir=config.cache_dir, read=read_blocks)
     if resolved.compute_tier != "cpu":
         raise UnsupportedOpError(
-            f"the machine '{resolved.name}' computes on '{resolved.compute_tier}', which this runtime cannot execute yet; "
-            "plan for it with gascompile.plan, or compile for this machine with machine=None"
+            f"the machine '{resolved.name}' computes on '{resolved.compute_tier}', which this runtime cannot "
+            "execute yet; plan for it with gascompile.plan, or compile for this machine with machine=None"
         )
     return Job(
         model=model,

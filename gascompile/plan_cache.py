@@ -60,7 +60,7 @@ def read(folder: Path, prints: Mapping[str, str]) -> Bundle | None:
 def write(folder: Path, bundle: Bundle, *, damaged: bool) -> None:
     """Keep ``bundle``; a cache that cannot be written costs time, not the job."""
     try:
-        write_bundle(bundle, folder, replace=damaged)
+        write_bundle(bundle, folder, overwrite=damaged)
     except StorageError as error:
         _log.warning("the plan is not kept: %s", error)
 

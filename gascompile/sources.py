@@ -137,6 +137,7 @@ def default_inputs(model: Any, *, batch: int, tokens: int) -> dict[str, Any]:
         inputs["decoder_input_ids"] = torch.zeros(batch, 1, dtype=torch.long)
     if not inputs:
         raise CaptureError(
-            f"no default inputs are known for {type(model).__name__}; call gascompile.plan from Python with example_inputs="
+            f"no default inputs are known for {type(model).__name__}; call gascompile.plan from Python "
+            "with example_inputs="
         )
     return inputs

@@ -11,6 +11,7 @@ import errno
 import fcntl
 import hashlib
 import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -23,6 +24,9 @@ from gascompile.checkpoint import Checkpoint, open_checkpoint
 from gascompile.errors import StorageError
 from gascompile.units import format_size
 
+STORE = "store"
+"""Name of the store's folder in a cache."""
+
 
 def content_digest(tensors: Mapping[str, torch.Tensor]) -> str:
     """Return a hash of names, dtypes, shapes and bytes."""
@@ -30,8 +34,16 @@ def content_digest(tensors: Mapping[str, torch.Tensor]) -> str:
     for name in sorted(tensors):
         tensor = tensors[name].detach()
         state.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
-        state.update(memoryview(_flat_bytes(tensor).numpy()))
+        state.update(_flat_bytes(tensor).numpy().data)
     return state.hexdigest()
+
+
+def is_spilled(path: Path) -> bool:
+    """Return whether ``path`` is a file of a weight store."""
+    return (
+        path.parent.name == STORE
+        and re.fullmatch(r"[0-9a-f]{40}\.safetensors", path.name) is not None
+    )
 
 
 def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -51,6 +51,14 @@ def to_program(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
 ) -> Capture:
+    """Return the program of ``exported``, which was traced on ``args`` and ``kwargs``.
+
+    ``canonical`` maps each name of the model to the first name of the same tensor.
+
+    Raises:
+        UnsupportedOpError: the graph holds control flow or inputs that no plan has a place for.
+        CaptureError: a dynamic dimension has no maximum.
+    """
     graph_module = exported.graph_module
     _inline_wrappers(graph_module)
     _drop_no_ops(graph_module.graph)

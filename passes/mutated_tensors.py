@@ -40,7 +40,6 @@ def _written(node: torch.fx.Node, target: torch._ops.OpOverload) -> list[torch.f
     for position in positions:
         name = target._schema.arguments[position].name
         value = node.kwargs.get(name, node.args[position] if position < len(node.args) else None)
-        for item in value if isinstance(value, (list, tuple)) else (value,):
-            if isinstance(item, torch.fx.Node):
-                written.append(item)
+        items = value if isinstance(value, (list, tuple)) else (value,)
+        written += [item for item in items if isinstance(item, torch.fx.Node)]
     return written

@@ -66,13 +66,11 @@ def propagate(program: Program) -> Facts:
     env: dict[torch.fx.Node, Any] = {}
     owners = _Owners()
     _place_inputs(program, mode, env, owners)
-    ops: list[OpFacts] = []
-    for node in program.op_nodes():
-        ops.append(_run_node(node, mode, env, owners))
+    ops = tuple(_run_node(node, mode, env, owners) for node in program.op_nodes())
     (output,) = (n for n in program.graph_module.graph.nodes if n.op == "output")
     returned = pytree.tree_leaves(torch.fx.node.map_arg(output.args[0], env.__getitem__))
     outputs = {owners.name(value) for value in returned if isinstance(value, torch.Tensor)}
-    return Facts(ops=tuple(ops), size_bytes=owners.size_bytes, outputs=frozenset(outputs))
+    return Facts(ops=ops, size_bytes=owners.size_bytes, outputs=frozenset(outputs))
 
 
 _SCALAR_BYTES = 64
@@ -189,7 +187,7 @@ class _Recorder(TorchDispatchMode):
     """Records leaf ops and the bytes their results hold while one node runs."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         self.leaves: list[LeafOp] = []
         self.peak_bytes = 0
         self.kernel_bytes = 0
@@ -275,7 +273,7 @@ _ATTENTION_KEY_BLOCK = 512
 def _attention_bytes(query: torch.Tensor, key: torch.Tensor) -> int:
     """Return the scores and outputs of one block per thread, as ATen's FlashAttentionKernel allocates them."""
     rows = query.shape[-2]
-    query_block = min(256 if rows >= 768 else 64 if rows >= 192 else 32, rows)  # noqa: PLR2004
+    query_block = min(256 if rows >= 768 else 64 if rows >= 192 else 32, rows)
     key_block = min(_ATTENTION_KEY_BLOCK, key.shape[-2])
     # Scores may be kept twice, in fp32 and in the reduced type of the values.
     elements = query_block * (2 * key_block + query.shape[-1] + 2)

@@ -97,7 +97,6 @@ def t5() -> Case:
         num_layers=2,
         num_heads=4,
         vocab_size=100,
-        decoder_start_token_id=0,
     )
     inputs = {"input_ids": _tokens(2, 8), "decoder_input_ids": _tokens(2, 6)}
     return transformers.T5ForConditionalGeneration(config), inputs
@@ -122,7 +121,8 @@ class ConvNet(nn.Module):
     def forward(self, image: torch.Tensor) -> torch.Tensor:
         x = functional.relu(self.norm(self.first(image)))
         x = x + functional.relu(self.norm2(self.second(x)))
-        return self.head(functional.adaptive_avg_pool2d(x, 1).flatten(1))
+        pooled: torch.Tensor = functional.adaptive_avg_pool2d(x, 1).flatten(1)
+        return functional.linear(pooled, self.head.weight, self.head.bias)
 
 
 def convnet() -> Case:

@@ -77,9 +77,7 @@ def test_training_batchnorm_statistics_are_states() -> None:
 def test_dynamic_dimension_keeps_its_range() -> None:
     batch = torch.export.Dim("batch", min=2, max=64)
     model = nn.Linear(4, 4)
-    found = capture(
-        model, (), {"input": torch.randn(8, 4)}, dynamic_shapes={"input": {0: batch}}
-    )
+    found = capture(model, (), {"input": torch.randn(8, 4)}, dynamic_shapes={"input": {0: batch}})
     (spec,) = found.program.inputs
     assert isinstance(spec.shape[0], Dim)
     assert (spec.shape[0].minimum, spec.shape[0].maximum) == (2, 64)
@@ -104,7 +102,9 @@ class Branching(nn.Module):
 
 
 def test_data_dependent_branch_names_the_line() -> None:
-    with pytest.raises(CaptureError, match=r"test_capture\.py:\d+.*if x\.sum\(\) > 0.*torch\.where") as error:
+    with pytest.raises(
+        CaptureError, match=r"test_capture\.py:\d+.*if x\.sum\(\) > 0.*torch\.where"
+    ) as error:
         capture(Branching(), (), {"x": torch.ones(3)})
     assert "Branching cannot be captured" in str(error.value)
 

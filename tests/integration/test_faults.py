@@ -35,7 +35,8 @@ class Net(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
             x = torch.tanh(layer(x))
-        return self.norm(x)
+        normed: torch.Tensor = self.norm(x)
+        return normed
 
 
 BUDGET = "16MiB"
@@ -95,7 +96,9 @@ def rewrite(shard: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> N
 
 def test_missing_shard(checkpoint: Path, build: Build) -> None:
     (checkpoint / "model-1.safetensors").unlink()
-    with pytest.raises(gascompile.CheckpointError, match="names the shard model-1.safetensors.*download"):
+    with pytest.raises(
+        gascompile.CheckpointError, match=r"names the shard model-1\.safetensors.*download"
+    ):
         build()
 
 
@@ -103,7 +106,7 @@ def test_missing_shard(checkpoint: Path, build: Build) -> None:
 def test_truncated_shard(checkpoint: Path, build: Build, keep: int) -> None:
     shard = checkpoint / "model-1.safetensors"
     shard.write_bytes(shard.read_bytes()[:keep])
-    with pytest.raises(gascompile.CheckpointError, match="truncated|corrupt"):
+    with pytest.raises(gascompile.CheckpointError, match=r"truncated|corrupt"):
         build()
 
 
@@ -112,14 +115,14 @@ def test_corrupt_header(checkpoint: Path, build: Build) -> None:
     raw = bytearray(shard.read_bytes())
     raw[20:24] = b"\xff\xfe\x00{"
     shard.write_bytes(raw)
-    with pytest.raises(gascompile.CheckpointError, match="model-0.safetensors has a corrupt"):
+    with pytest.raises(gascompile.CheckpointError, match=r"model-0\.safetensors has a corrupt"):
         build()
 
 
 def test_header_whose_entries_are_no_entries(checkpoint: Path, build: Build) -> None:
     header = json.dumps({"layers.0.weight": 7}).encode()
     (checkpoint / "model-0.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
-    with pytest.raises(gascompile.CheckpointError, match="layers.0.weight"):
+    with pytest.raises(gascompile.CheckpointError, match=r"layers\.0\.weight"):
         build()
 
 
@@ -129,7 +132,8 @@ def test_wrong_shape(checkpoint: Path, build: Build) -> None:
 
     rewrite(checkpoint / "model-0.safetensors", change)
     with pytest.raises(
-        gascompile.CheckpointError, match=r"'layers.0.weight' has the shape \[1024, 512\].*\[1024, 1024\]"
+        gascompile.CheckpointError,
+        match=r"'layers.0.weight' has the shape \[1024, 512\].*\[1024, 1024\]",
     ):
         build()
 
@@ -139,12 +143,16 @@ def test_wrong_dtype(checkpoint: Path, build: Build) -> None:
         tensors["layers.0.weight"] = tensors["layers.0.weight"].half()
 
     rewrite(checkpoint / "model-0.safetensors", change)
-    with pytest.raises(gascompile.CheckpointError, match=r"dtype float16.*needs float32.*model\.to"):
+    with pytest.raises(
+        gascompile.CheckpointError, match=r"dtype float16.*needs float32.*model\.to"
+    ):
         build()
 
 
 def test_missing_weight(checkpoint: Path, build: Build) -> None:
-    rewrite(checkpoint / "model-0.safetensors", lambda tensors: tensors.__delitem__("layers.1.bias"))
+    rewrite(
+        checkpoint / "model-0.safetensors", lambda tensors: tensors.__delitem__("layers.1.bias")
+    )
     with pytest.raises(gascompile.CheckpointError, match=r"lacks 1 weights.*'layers\.1\.bias'"):
         build()
 
@@ -154,7 +162,10 @@ def test_extra_weight(checkpoint: Path, build: Build) -> None:
         checkpoint / "model-0.safetensors",
         lambda tensors: tensors.update({"layers.99.bias": torch.zeros(3)}),
     )
-    with pytest.raises(gascompile.CheckpointError, match=r"holds 1 weights that the model does not have.*'layers\.99\.bias'"):
+    with pytest.raises(
+        gascompile.CheckpointError,
+        match=r"holds 1 weights that the model does not have.*'layers\.99\.bias'",
+    ):
         build()
 
 
@@ -231,7 +242,9 @@ def test_damaged_cache_entry_is_made_again(
     if damage == "deleted":
         (entry / file).unlink()
     else:
-        (entry / file).write_bytes(raw[: len(raw) // 2] if damage == "truncated" else b"\x00garbage")
+        (entry / file).write_bytes(
+            raw[: len(raw) // 2] if damage == "truncated" else b"\x00garbage"
+        )
     with caplog.at_level(logging.WARNING, logger="gascompile"):
         assert torch.equal(build()(**inputs), wanted)
     assert "planning again" in caplog.text
@@ -247,9 +260,8 @@ def test_every_input_of_the_plan_changes_the_key(
         return len(list((cache / "plans").iterdir()))
 
     def compile_it(model: nn.Module, budget: str = BUDGET, **options: Any) -> None:
-        gascompile.compile(
-            model, budget, **({"example_inputs": inputs, "cache_dir": cache} | options)
-        )
+        known: dict[str, Any] = {"example_inputs": inputs, "cache_dir": cache}
+        gascompile.compile(model, budget, **(known | options))
 
     changed = Net().eval()
     changed.layers[2] = nn.Linear(1024, 1024, bias=False)
@@ -277,7 +289,7 @@ def test_full_disk_is_found_before_writing(
     net: Net, cache: Path, inputs: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = shutil.disk_usage(cache)._replace(free=1000)
-    monkeypatch.setattr(store.shutil, "disk_usage", lambda path: usage)
+    monkeypatch.setattr("gascompile.store.shutil.disk_usage", lambda path: usage)
     with pytest.raises(gascompile.StorageError, match=r"the weights need .*are free.*cache_dir="):
         gascompile.compile(net, BUDGET, example_inputs=inputs, cache_dir=cache)
     assert not list((cache / "store").glob("*safetensors*"))
@@ -329,7 +341,9 @@ def test_two_processes_fill_one_cache(
         """
     )
     running = [
-        subprocess.Popen([sys.executable, "-c", script], cwd=root, stderr=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [sys.executable, "-c", script], cwd=root, stderr=subprocess.PIPE, text=True
+        )
         for _ in range(2)
     ]
     for process in running:
@@ -341,6 +355,11 @@ def test_two_processes_fill_one_cache(
 
 
 # ------------------------------------------------------------ a run that is disturbed
+
+
+def run_often(compiled: gascompile.CompiledModel, inputs: dict[str, torch.Tensor]) -> None:
+    for _ in range(3):
+        compiled(**inputs)
 
 
 def test_read_error_in_the_middle_of_a_run(
@@ -359,9 +378,10 @@ def test_read_error_in_the_middle_of_a_run(
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "preadv", failing)
-        with pytest.raises(gascompile.StorageError, match=r"layers\..*(Input/output error).*check the drive"):
-            for _ in range(3):
-                compiled(**inputs)
+        with pytest.raises(
+            gascompile.StorageError, match=r"layers\..*(Input/output error).*check the drive"
+        ):
+            run_often(compiled, inputs)
     for _ in range(2):
         assert torch.equal(compiled(**inputs), wanted)
 
@@ -432,13 +452,15 @@ def test_bundle_of_another_version(bundle: Path) -> None:
     manifest = json.loads((bundle / "manifest.json").read_text())
     manifest["versions"]["torch"] = "1.0"
     (bundle / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(gascompile.PlanMismatchError, match=r"made with torch 1\.0.*compile the model again"):
+    with pytest.raises(
+        gascompile.PlanMismatchError, match=r"made with torch 1\.0.*compile the model again"
+    ):
         gascompile.load(bundle)
 
 
 def test_bundle_of_another_machine(bundle: Path, inputs: dict[str, torch.Tensor]) -> None:
     edit_plan(bundle, lambda plan: plan["machine"].update(name="somebody else's"))
-    with pytest.raises(gascompile.PlanMismatchError, match="somebody else's.*any_machine=True"):
+    with pytest.raises(gascompile.PlanMismatchError, match=r"somebody else's.*any_machine=True"):
         gascompile.load(bundle)
     assert gascompile.load(bundle, any_machine=True)(**inputs).shape == (2, 1024)
 

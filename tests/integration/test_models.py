@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -58,14 +59,13 @@ def test_equal_to_eager_at_every_budget(name: str, cache: Path) -> None:
     smallest = smallest_budget(model, inputs, cache)
     times = []
     for budget in (full, max(full // 2, smallest), smallest):
-        with gascompile.compile(
-            model, budget, example_inputs=inputs, cache_dir=cache
-        ) as compiled:
+        with gascompile.compile(model, budget, example_inputs=inputs, cache_dir=cache) as compiled:
             for _ in range(3):
                 assert_same(compiled(**inputs), expected)
                 report = compiled.last_run
                 assert report is not None
                 assert report.peak_bytes["cpu"] <= budget
+            assert report is not None
             assert report.link_bytes["nvme->cpu"] == compiled.plan.link_bytes["nvme->cpu"]
             plan = compiled.plan
             outside = plan.peak_bytes["cpu"] - plan.arena_bytes["cpu"]
@@ -134,6 +134,14 @@ def test_argument_called_like_a_builtin_survives_saving(cache: Path, tmp_path: P
     compiled = gascompile.compile(model, example_inputs={"input": x}, cache_dir=cache)
     compiled.save(tmp_path / "bundle")
     assert_same(gascompile.load(tmp_path / "bundle")(x), eager(model, {"input": x}))
+
+
+def test_bundle_of_a_model_in_memory_holds_its_weights(cache: Path, tmp_path: Path) -> None:
+    model, x = nn.Linear(300, 300).eval(), torch.randn(2, 300)
+    gascompile.compile(model, example_inputs=(x,), cache_dir=cache).save(tmp_path / "bundle")
+    shutil.rmtree(cache)
+    (tmp_path / "bundle").rename(tmp_path / "moved")
+    assert_same(gascompile.load(tmp_path / "moved")(x), eager(model, {"input": x}))
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "t5", "mixtral", "clip", "whisper"])
