@@ -1,14 +1,19 @@
-"""A cache of its own per test, with this machine measured once for all of them."""
+"""A cache of its own per test, with this machine measured once for all; a network to disturb."""
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
+import gascompile
 from gascompile.machine import resolve_machine
 from gascompile.runtime.engine import read_blocks
+from tests.integration.net import BUDGET, Build, Net
 
 
 @pytest.fixture(scope="session")
@@ -24,3 +29,41 @@ def cache(measured_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     folder = tmp_path_factory.mktemp("cache")
     shutil.copytree(measured_cache / "machine", folder / "machine")
     return folder
+
+
+@pytest.fixture
+def net() -> Net:
+    torch.manual_seed(3)
+    return Net().eval()
+
+
+@pytest.fixture
+def inputs() -> dict[str, torch.Tensor]:
+    return {"x": torch.randn(2, 1024, generator=torch.Generator().manual_seed(4))}
+
+
+@pytest.fixture
+def checkpoint(net: Net, tmp_path: Path) -> Path:
+    """Return a folder of two shards with an index, as Hugging Face writes them."""
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    names = list(net.state_dict())
+    weight_map = {}
+    for i, part in enumerate((names[:9], names[9:])):
+        file = f"model-{i}.safetensors"
+        save_file({name: net.state_dict()[name] for name in part}, folder / file)
+        weight_map.update(dict.fromkeys(part, file))
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return folder
+
+
+@pytest.fixture
+def build(checkpoint: Path, cache: Path, inputs: dict[str, torch.Tensor]) -> Build:
+    def compile_it() -> gascompile.CompiledModel:
+        with torch.device("meta"):
+            skeleton = Net().eval()
+        return gascompile.compile(
+            skeleton, BUDGET, example_inputs=inputs, checkpoint=checkpoint, cache_dir=cache
+        )
+
+    return compile_it

@@ -1,0 +1,134 @@
+"""Bundles: run elsewhere without model, solver or capture; refused when anything does not match."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import gascompile
+from gascompile import serial
+from tests.integration.net import Build
+
+
+@pytest.fixture
+def bundle(build: Build, tmp_path: Path) -> Path:
+    folder = tmp_path / "bundle"
+    build().save(folder)
+    return folder
+
+
+def test_bundle_runs_without_model_solver_or_capture(
+    bundle: Path, build: Build, inputs: dict[str, torch.Tensor], root: Path, tmp_path: Path
+) -> None:
+    wanted = build()(**inputs)
+    save_file({"x": inputs["x"], "wanted": wanted}, tmp_path / "io.safetensors")
+    script = textwrap.dedent(
+        f"""
+        import sys, torch, gascompile
+        from safetensors.torch import load_file
+        io = load_file({str(tmp_path / "io.safetensors")!r})
+        compiled = gascompile.load({str(bundle)!r})
+        for _ in range(2):
+            assert torch.equal(compiled(io["x"]), io["wanted"])
+        assert "pulp" not in sys.modules and "transformers" not in sys.modules
+        """
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=root)
+
+
+def edit_plan(bundle: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Change the plan of a bundle and make the checksum right again."""
+    plan = json.loads((bundle / "plan.json").read_text())
+    change(plan)
+    serial.write_atomic(bundle / "plan.json", json.dumps(plan))
+    manifest = json.loads((bundle / "manifest.json").read_text())
+    from gascompile.bundle import _digest
+
+    manifest["files"]["plan.json"] = _digest((bundle / "plan.json").read_bytes())
+    (bundle / "manifest.json").write_text(json.dumps(manifest))
+
+
+def test_bundle_of_another_version(bundle: Path) -> None:
+    manifest = json.loads((bundle / "manifest.json").read_text())
+    manifest["versions"]["torch"] = "1.0"
+    (bundle / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(
+        gascompile.PlanMismatchError, match=r"made with torch 1\.0.*compile the model again"
+    ):
+        gascompile.load(bundle)
+
+
+def test_bundle_of_another_machine(bundle: Path, inputs: dict[str, torch.Tensor]) -> None:
+    edit_plan(bundle, lambda plan: plan["machine"].update(name="somebody else's"))
+    with pytest.raises(gascompile.PlanMismatchError, match=r"somebody else's.*any_machine=True"):
+        gascompile.load(bundle)
+    assert gascompile.load(bundle, any_machine=True)(**inputs).shape == (2, 1024)
+
+
+def test_bundle_whose_plan_is_for_another_graph(bundle: Path) -> None:
+    edit_plan(bundle, lambda plan: plan["ops"][3].update(name="other"))
+    with pytest.raises((gascompile.PlanMismatchError, gascompile.PlanVerificationError)):
+        gascompile.load(bundle)
+
+
+def test_bundle_whose_plan_breaks_a_dependency(bundle: Path) -> None:
+    def drop_a_wait(plan: dict[str, Any]) -> None:
+        plan["steps"].remove(next(s for s in plan["steps"] if s["step"] == "wait"))
+
+    edit_plan(bundle, drop_a_wait)
+    with pytest.raises(gascompile.PlanVerificationError):
+        gascompile.load(bundle)
+
+
+def test_damaged_bundle(bundle: Path) -> None:
+    raw = (bundle / "program.json").read_bytes()
+    (bundle / "program.json").write_bytes(raw.replace(b"tanh", b"sinh"))
+    with pytest.raises(gascompile.FormatError, match="checksum differs"):
+        gascompile.load(bundle)
+
+
+def test_bundle_calls_nothing_but_ops(bundle: Path) -> None:
+    raw = (bundle / "program.json").read_text()
+    for target in ("os.system", "builtins.eval", "operator.attrgetter", "aten.nothing.default"):
+        program = json.loads(raw)
+        program["nodes"][-1]["target"] = target
+        serial.write_atomic(bundle / "program.json", json.dumps(program))
+        manifest = json.loads((bundle / "manifest.json").read_text())
+        from gascompile.bundle import _digest
+
+        manifest["files"]["program.json"] = _digest((bundle / "program.json").read_bytes())
+        (bundle / "manifest.json").write_text(json.dumps(manifest))
+        with pytest.raises(gascompile.FormatError, match="not registered"):
+            gascompile.load(bundle)
+
+
+def test_bundle_whose_weights_changed(bundle: Path, checkpoint: Path) -> None:
+    shard = checkpoint / "model-0.safetensors"
+    raw = bytearray(shard.read_bytes())
+    raw[-5] ^= 1
+    shard.write_bytes(raw)
+    with pytest.raises(gascompile.StorageError, match=r"model-0\.safetensors is not the one"):
+        gascompile.load(bundle)
+
+
+def test_bundle_whose_weights_were_touched_or_moved(
+    bundle: Path, checkpoint: Path, inputs: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    wanted = gascompile.load(bundle)(**inputs)
+    os.utime(checkpoint / "model-0.safetensors")
+    assert torch.equal(gascompile.load(bundle)(**inputs), wanted)
+    moved = tmp_path / "moved"
+    checkpoint.rename(moved)
+    with pytest.raises(gascompile.StorageError, match="pass checkpoint="):
+        gascompile.load(bundle)
+    assert torch.equal(gascompile.load(bundle, checkpoint=moved)(**inputs), wanted)

@@ -1,0 +1,163 @@
+"""The plan cache and the weight store: reused when nothing changed, whole or absent, shared by processes."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import shutil
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import gascompile
+from gascompile import serial, store
+from tests.integration.net import BUDGET, Build, Net
+
+
+def test_second_compile_runs_neither_capture_nor_solver(
+    build: Build, inputs: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = build()(**inputs)
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise AssertionError("ran again")
+
+    monkeypatch.setattr("torch.export.export", refuse)
+    monkeypatch.setattr("gascompile.pipeline.make_plan", refuse)
+    monkeypatch.setattr("gascompile.pipeline.annotate", refuse)
+    assert torch.equal(build()(**inputs), first)
+
+
+@pytest.mark.parametrize("file", ["manifest.json", "program.json", "plan.json", "held.safetensors"])
+@pytest.mark.parametrize("damage", ["garbage", "truncated", "deleted"])
+def test_damaged_cache_entry_is_made_again(
+    build: Build,
+    cache: Path,
+    inputs: dict[str, torch.Tensor],
+    caplog: pytest.LogCaptureFixture,
+    file: str,
+    damage: str,
+) -> None:
+    wanted = build()(**inputs)
+    (entry,) = (cache / "plans").iterdir()
+    raw = (entry / file).read_bytes()
+    if damage == "deleted":
+        (entry / file).unlink()
+    else:
+        (entry / file).write_bytes(
+            raw[: len(raw) // 2] if damage == "truncated" else b"\x00garbage"
+        )
+    with caplog.at_level(logging.WARNING, logger="gascompile"):
+        assert torch.equal(build()(**inputs), wanted)
+    assert "planning again" in caplog.text
+    caplog.clear()
+    build()
+    assert "planning again" not in caplog.text
+
+
+def test_every_input_of_the_plan_changes_the_key(
+    net: Net, cache: Path, inputs: dict[str, torch.Tensor]
+) -> None:
+    def entries() -> int:
+        return len(list((cache / "plans").iterdir()))
+
+    def compile_it(model: nn.Module, budget: str = BUDGET, **options: Any) -> None:
+        known: dict[str, Any] = {"example_inputs": inputs, "cache_dir": cache}
+        gascompile.compile(model, budget, **(known | options))
+
+    changed = Net().eval()
+    changed.layers[2] = nn.Linear(1024, 1024, bias=False)
+    attribute = Net().eval()
+    attribute.norm.eps = 1e-3
+    variants: list[Callable[[], None]] = [
+        lambda: compile_it(net),
+        lambda: compile_it(net, "20MiB"),
+        lambda: compile_it(net, mip_gap=0.2),
+        lambda: compile_it(net, strategy="all_streamed"),
+        lambda: compile_it(net, example_inputs={"x": torch.zeros(4, 1024)}),
+        lambda: compile_it(changed),
+        lambda: compile_it(attribute),
+        lambda: compile_it(Net().train()),
+    ]
+    for count, variant in enumerate(variants, start=1):
+        variant()
+        assert entries() == count
+    for variant in variants:
+        variant()
+    assert entries() == len(variants)
+
+
+def test_full_disk_is_found_before_writing(
+    net: Net, cache: Path, inputs: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(cache)._replace(free=1000)
+    monkeypatch.setattr("gascompile.store.shutil.disk_usage", lambda path: usage)
+    with pytest.raises(gascompile.StorageError, match=r"the weights need .*are free.*cache_dir="):
+        gascompile.compile(net, BUDGET, example_inputs=inputs, cache_dir=cache)
+    assert not list((cache / "store").glob("*safetensors*"))
+
+
+def test_disk_that_fills_up_while_spilling(
+    net: Net, cache: Path, inputs: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(tensors: object, path: Path) -> None:
+        path.write_bytes(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "save_file", full)
+        with pytest.raises(gascompile.StorageError, match="the disk is full"):
+            gascompile.compile(net, BUDGET, example_inputs=inputs, cache_dir=cache)
+    assert [path.name for path in (cache / "store").iterdir()] == [".lock"]
+    compiled = gascompile.compile(net, BUDGET, example_inputs=inputs, cache_dir=cache)
+    assert torch.allclose(compiled(**inputs), net(**inputs), atol=1e-5)
+
+
+def test_cache_that_cannot_keep_the_plan_costs_no_result(
+    build: Build,
+    inputs: dict[str, torch.Tensor],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def full(path: Path, data: object) -> None:
+        raise gascompile.StorageError(f"cannot write {path}: the disk is full")
+
+    monkeypatch.setattr(serial, "write_atomic", full)
+    assert build()(**inputs).shape == (2, 1024)
+    assert "the plan is not kept" in caplog.text
+
+
+def test_two_processes_fill_one_cache(
+    checkpoint: Path, cache: Path, root: Path, inputs: dict[str, torch.Tensor], build: Build
+) -> None:
+    script = textwrap.dedent(
+        f"""
+        import torch, gascompile
+        from tests.integration.net import Net, BUDGET
+        torch.manual_seed(3)
+        x = torch.randn(2, 1024, generator=torch.Generator().manual_seed(4))
+        model = Net().eval()
+        compiled = gascompile.compile(model, BUDGET, example_inputs={{"x": x}}, cache_dir={str(cache)!r})
+        with torch.no_grad():
+            assert torch.allclose(compiled(x), model(x), atol=1e-5)
+        """
+    )
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-c", script], cwd=root, stderr=subprocess.PIPE, text=True
+        )
+        for _ in range(2)
+    ]
+    for process in running:
+        _, errors = process.communicate(timeout=120)
+        assert process.returncode == 0, errors
+    assert len(list((cache / "store").glob("*.safetensors"))) == 1
+    assert len([p for p in (cache / "plans").iterdir() if not p.name.startswith(".")]) == 1
+    assert not [p for p in (cache / "plans").iterdir() if p.name.startswith(".")]
