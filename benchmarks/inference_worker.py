@@ -31,7 +31,7 @@ def main() -> None:
 
 
 def _inputs(options: argparse.Namespace) -> torch.Tensor:
-    return torch.randint(0, 32000, (1, options.tokens), generator=torch.Generator().manual_seed(1))
+    return torch.randint(0, 8000, (1, options.tokens), generator=torch.Generator().manual_seed(1))
 
 
 def _steady(call: Callable[[], Any], runs: int) -> list[float]:
