@@ -21,6 +21,7 @@ from gascompile.passes.verify import verify
 from gascompile.program import Dim, InputSpec, Program
 from gascompile.program_io import load_treespec
 from gascompile.progress import task
+from gascompile.runtime.early_memory import EarlyMemory
 from gascompile.runtime.executor import Executor
 from gascompile.runtime.session import Session
 from gascompile.store import is_spilled
@@ -38,6 +39,8 @@ class Unit:
     in_spec: pytree.TreeSpec
     out_spec: pytree.TreeSpec
     last_run: RunReport | None = None
+    early: EarlyMemory | None = None
+    """Memory taken ahead for the first session."""
 
     @staticmethod
     def of(bundle: Bundle) -> Unit:
@@ -51,13 +54,14 @@ class Unit:
         )
 
 
-def open_session(bundle: Bundle) -> Session:
+def open_session(bundle: Bundle, early: EarlyMemory | None = None) -> Session:
     """Allocate the arena of a plan and start loading its resident weights."""
     return Session.for_plan(
         bundle.plan,
         sources=bundle.weights.sources,
         stamps=bundle.weights.stamps,
         states=bundle.held,
+        early=early,
     )
 
 
@@ -185,7 +189,8 @@ class CompiledModel:
         if self._active is unit and self._executor is not None:
             return self._executor
         self.close()
-        self._session = open_session(unit.bundle)
+        early, unit.early = unit.early, None
+        self._session = open_session(unit.bundle, early)
         self._executor = Executor(self._session, unit.graph_module, unit.bundle.plan)
         self._active = unit
         return self._executor

@@ -28,9 +28,11 @@ from gascompile.machine import resolve_machine
 from gascompile.passes.annotate import annotate
 from gascompile.passes.make_plan import make_plan
 from gascompile.progress import task
+from gascompile.runtime.early_memory import EarlyMemory
 from gascompile.runtime.engine import read_blocks
 from gascompile.store import STORE
 from gascompile.to_program import Capture
+from gascompile.units import reserve_bytes
 from gascompile.weights import Resolved, resolve_weights, with_held_tensors
 
 _log = logging.getLogger("gascompile")
@@ -73,6 +75,13 @@ class Job:
 
             checkpoint = apply_weight_names(self.model, checkpoint)
         return checkpoint
+
+    def most_arena_bytes(self) -> int:
+        """Return what the arena of any plan of this job takes at most."""
+        weights = {id(p): p for p in (*self.model.parameters(), *self.model.buffers())}
+        total_bytes = sum(reserve_bytes(p.numel() * p.element_size()) for p in weights.values())
+        limit_bytes = self.budget.limits_bytes(self.machine)[self.machine.compute_tier]
+        return min(total_bytes, limit_bytes)
 
     def prepare(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Unit:
         """Return the verified plan for one input signature, from the cache where it is there."""
@@ -290,5 +299,11 @@ def compile(  # noqa: A001 - the public name, as in torch.compile
     if example_inputs is None:
         return CompiledModel(positional=positional, units=[], prepare=job.prepare)
     args, kwargs = split_inputs(example_inputs)
-    unit = job.prepare(*normalize_call(model, args, kwargs))
+    early = EarlyMemory(job.most_arena_bytes())
+    try:
+        unit = job.prepare(*normalize_call(model, args, kwargs))
+    except BaseException:
+        early.discard()
+        raise
+    unit.early = early
     return CompiledModel(positional=positional, units=[unit])

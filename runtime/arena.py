@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 
 import torch
+
+from gascompile.runtime.early_memory import map_anonymous
 
 
 class Arena:
@@ -14,13 +15,10 @@ class Arena:
     A view keeps the mapping alive; ``close`` gives the pages back at once even where one survives.
     """
 
-    def __init__(self, size_bytes: int) -> None:
+    def __init__(self, size_bytes: int, memory: mmap.mmap | None = None) -> None:
+        """Use ``memory`` of exactly ``size_bytes``, or map new memory."""
         self.size_bytes = size_bytes
-        self._map = mmap.mmap(-1, max(size_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        # Huge pages make the kernel's pinning of a direct read cheaper; without them it still works.
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            with contextlib.suppress(OSError):
-                self._map.madvise(mmap.MADV_HUGEPAGE)
+        self._map = memory if memory is not None else map_anonymous(size_bytes)
         self.memory = memoryview(self._map)
         bytes_view = torch.frombuffer(self._map, dtype=torch.uint8)
         self._start: int = bytes_view.data_ptr()

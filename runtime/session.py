@@ -18,6 +18,7 @@ import torch
 from gascompile.errors import PlanMismatchError, StorageError
 from gascompile.ir import FileStamp, IoSettings, Plan, TensorKind, WeightSource
 from gascompile.runtime.arena import Arena
+from gascompile.runtime.early_memory import EarlyMemory
 from gascompile.runtime.engine import Engine
 from gascompile.runtime.files import SourceFiles
 from gascompile.runtime.landing import Landing, plan_landing
@@ -45,6 +46,7 @@ class Session:
         link: str = "nvme->cpu",
         progress: Progress | None = None,
         reader: Reader = read_at,
+        early: EarlyMemory | None = None,
     ) -> None:
         """Open the files and start to load the resident weights.
 
@@ -59,6 +61,7 @@ class Session:
             link: the link that resident weights come over, for reports.
             progress: told about the loading of resident weights.
             reader: the low-level read.
+            early: memory that was taken ahead for this arena.
 
         Raises:
             StorageError: a file is missing or has changed.
@@ -72,7 +75,7 @@ class Session:
         used = [e.path for source in self.sources.values() for e in source.extents]
         self._files = SourceFiles(used, stamps)
         try:
-            self.arena = Arena(arena_bytes)
+            self.arena = Arena(arena_bytes, early.take(arena_bytes) if early is not None else None)
             self.landings = {
                 name: _landing(source, io, self._files) for name, source in self.sources.items()
             }
@@ -108,6 +111,7 @@ class Session:
         states: Mapping[str, torch.Tensor] | None = None,
         progress: Progress | None = None,
         reader: Reader = read_at,
+        early: EarlyMemory | None = None,
     ) -> Self:
         """Open a session of the size and with the resident weights of ``plan``."""
         tier = plan.machine.compute_tier
@@ -127,6 +131,7 @@ class Session:
             link=into[0].name if into else f"nvme->{tier}",
             progress=progress,
             reader=reader,
+            early=early,
         )
 
     def view(self, tensor: str, address: int) -> torch.Tensor:
