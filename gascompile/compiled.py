@@ -20,7 +20,7 @@ from gascompile.passes.insert import insert
 from gascompile.passes.verify import verify
 from gascompile.program import Dim, InputSpec, Program
 from gascompile.program_io import load_treespec
-from gascompile.progress import task
+from gascompile.progress import LoadingBar, task
 from gascompile.runtime.early_memory import EarlyMemory
 from gascompile.runtime.executor import Executor
 from gascompile.runtime.session import Session
@@ -54,13 +54,16 @@ class Unit:
         )
 
 
-def open_session(bundle: Bundle, early: EarlyMemory | None = None) -> Session:
+def open_session(
+    bundle: Bundle, *, progress: LoadingBar | None = None, early: EarlyMemory | None = None
+) -> Session:
     """Allocate the arena of a plan and start loading its resident weights."""
     return Session.for_plan(
         bundle.plan,
         sources=bundle.weights.sources,
         stamps=bundle.weights.stamps,
         states=bundle.held,
+        progress=progress,
         early=early,
     )
 
@@ -85,6 +88,7 @@ class CompiledModel:
         self._active: Unit | None = None
         self._session: Session | None = None
         self._executor: Executor | None = None
+        self._bar: LoadingBar | None = None
         self._last: Unit | None = units[0] if units else None
         if units:
             self._activate(units[0])
@@ -161,6 +165,9 @@ class CompiledModel:
         if self._session is not None:
             self._session.close()
             self._session = None
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
         self._active = None
 
     def __enter__(self) -> Self:
@@ -190,7 +197,8 @@ class CompiledModel:
             return self._executor
         self.close()
         early, unit.early = unit.early, None
-        self._session = open_session(unit.bundle, early)
+        self._bar = LoadingBar("Loading resident weights")
+        self._session = open_session(unit.bundle, progress=self._bar, early=early)
         self._executor = Executor(self._session, unit.graph_module, unit.bundle.plan)
         self._active = unit
         return self._executor

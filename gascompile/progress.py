@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 
 @contextmanager
@@ -33,3 +33,29 @@ def task(description: str, total_bytes: int | None = None) -> Iterator[Callable[
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         job = bar.add_task(description, total=total_bytes)
         yield lambda size_bytes: bar.advance(job, size_bytes)
+
+
+class LoadingBar:
+    """A bar for resident weights that load in the background while the first call already runs.
+
+    Made to be called from a reading thread with bytes done and bytes in all; silent off a terminal.
+    """
+
+    def __init__(self, description: str) -> None:
+        self._description = description
+        self._stack = ExitStack()
+        self._advance: Callable[[int], None] | None = None
+        self._done_bytes = 0
+
+    def __call__(self, done_bytes: int, total_bytes: int) -> None:
+        """Show that ``done_bytes`` of ``total_bytes`` have arrived."""
+        if self._advance is None:
+            self._advance = self._stack.enter_context(task(self._description, total_bytes))
+        self._advance(done_bytes - self._done_bytes)
+        self._done_bytes = done_bytes
+        if done_bytes >= total_bytes:
+            self.close()
+
+    def close(self) -> None:
+        """Remove the bar, also where loading ended early."""
+        self._stack.close()
