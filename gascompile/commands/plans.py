@@ -11,7 +11,7 @@ from rich.console import RenderableType
 from gascompile import serial
 from gascompile.commands import options as opt
 from gascompile.commands.output import emit, fields, grid, note, reserved_stdout, warnings_block
-from gascompile.commands.summary import plan_parts, plan_summary, sizes
+from gascompile.commands.summary import plan_parts, sizes
 from gascompile.ir import Plan, Timeline
 from gascompile.units import format_size, format_time
 
@@ -45,7 +45,7 @@ def plan(
     cache_dir: opt.CacheDir = None,
     json: opt.JsonFlag = False,
 ) -> None:
-    """Decide where every tensor lives and when it moves; needs no weights.
+    """Decide where every tensor lives and when it moves; needs no weights. --json prints the whole plan.
 
     Example: [bold]gascompile plan Qwen3-8B/ --budget 8GiB --machine rtx4090 -o plan.json[/bold]
     """
@@ -62,9 +62,7 @@ def plan(
         if output is not None:
             made.save(output)
     written = [note(f"The plan is in {output}.")] if output is not None else []
-    data = plan_summary(made)
-    data["plan_file"] = str(output) if output is not None else None
-    emit(json, data, *plan_parts(made), *warnings_block(made.warnings), *written)
+    emit(json, serial.to_json(made), *plan_parts(made), *warnings_block(made.warnings), *written)
 
 
 def make_plan_of(

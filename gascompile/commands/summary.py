@@ -8,7 +8,6 @@ from typing import Any
 
 from rich.console import RenderableType
 
-from gascompile import serial
 from gascompile.commands.output import fields, grid
 from gascompile.ir import Certificate, OpSpec, Plan, TensorKind, TensorPlan, Workload
 from gascompile.units import format_size, format_time
@@ -25,25 +24,6 @@ def weights_of(plan: Plan) -> tuple[list[TensorPlan], list[TensorPlan]]:
     site = plan.machine.compute_tier
     weights = [t for t in plan.tensors.values() if t.kind == TensorKind.WEIGHT]
     return [w for w in weights if w.home == site], [w for w in weights if w.home != site]
-
-
-def plan_summary(plan: Plan) -> dict[str, Any]:
-    """Return what ``gascompile plan --json`` prints."""
-    resident, streamed = weights_of(plan)
-    return {
-        "model": plan.workload.name,
-        "machine": plan.machine.name,
-        "strategy": plan.strategy,
-        "budget_bytes": dict(plan.budget_bytes),
-        "peak_bytes": dict(plan.peak_bytes),
-        "weights": {
-            "resident": {"count": len(resident), "bytes": sum(w.size_bytes for w in resident)},
-            "streamed": {"count": len(streamed), "bytes": sum(w.size_bytes for w in streamed)},
-        },
-        "link_bytes": dict(plan.link_bytes),
-        "certificate": serial.to_json(plan.certificate),
-        "warnings": list(plan.warnings),
-    }
 
 
 def plan_parts(plan: Plan) -> list[RenderableType]:
