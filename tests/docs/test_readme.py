@@ -1,0 +1,135 @@
+"""What the documentation shows works: code and commands run, links and names lead somewhere."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from examples import demo_model, generate
+from gascompile.cli import app
+from tests.docs.pages import Block, anchors, blocks, defined, links, names, paths
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [
+    ROOT / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "CHANGELOG.md",
+    ROOT / "examples" / "README.md",
+]
+# What the README does with a model of 181 MiB is done with one of 7 MiB here.
+_SMALL_BUDGET = "4MiB"
+_NOT_RUN = ("make", "pip")
+
+
+def _small(code: str) -> str:
+    return code.replace("64MiB", _SMALL_BUDGET)
+
+
+def _command(line: str) -> None:
+    """Run a line of a shell block in this process; fail on a non-zero exit."""
+    words = shlex.split(_small(line), comments=True)
+    if not words or words[0] in _NOT_RUN:
+        return
+    if words[:3] == ["python", "-m", "examples.generate"]:
+        assert generate.main(words[3:]) == 0, line
+        return
+    assert words[0] == "gascompile", (
+        f"the README shows a command that this test does not know: {line}"
+    )
+    done = CliRunner().invoke(app, words[1:])
+    assert done.exit_code == 0, f"{line}\n{done.output}{done.exception!r}"
+
+
+def _run(block: Block, page: Path, namespace: dict[str, Any]) -> None:
+    if block.language == "python":
+        # Blank lines keep the line numbers of the page in tracebacks.
+        code = "\n" * block.line + _small(block.code)
+        exec(compile(code, str(page), "exec"), namespace)
+    elif block.language == "sh":
+        for line in block.code.splitlines():
+            _command(line)
+
+
+@pytest.mark.slow
+def test_the_code_and_the_commands_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def small(folder: Path) -> int:
+        return demo_model.make_demo(folder, width=192, num_layers=3)
+
+    monkeypatch.setattr(generate, "make_demo", small)
+    # The commands list and measure; the other tests' cache is none of their business.
+    monkeypatch.setenv("GASCOMPILE_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    namespace: dict[str, Any] = {}
+    for page in (ROOT / "README.md", ROOT / "docs" / "how-it-works.md"):
+        for block in blocks(page):
+            _run(block, page, namespace)
+    printed = capsys.readouterr().out
+    assert "gascompile_moves_prefetch" in printed
+    assert "equals eager" in printed
+    plan = namespace["compiled"].plan
+    assert plan.peak_bytes["cpu"] <= 24 << 20 < plan.peak_bytes["cpu"] + plan.peak_bytes["nvme"]
+    for name in ("demo-compiled/manifest.json", "gpu-plan.json", "this-machine.json"):
+        assert (tmp_path / name).is_file()
+
+
+def test_every_verb_is_shown() -> None:
+    commands = "\n".join(b.code for b in blocks(ROOT / "README.md") if b.language == "sh")
+    verbs = set(typer.main.get_group(app).commands)
+    assert {"plan", "cache"} <= verbs
+    for verb in verbs:
+        assert f"gascompile {verb}" in commands, verb
+
+
+def test_make_targets_exist() -> None:
+    targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for page in PAGES:
+        for target in re.findall(r"(?:^|`)make (\w+)", page.read_text(), re.MULTILINE):
+            assert target in targets, f"{page.name}: make {target}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in links(page):
+        if link.startswith("https://"):
+            continue
+        target, _, anchor = link.partition("#")
+        path = (page.parent / target).resolve() if target else page
+        assert path.exists(), link
+        assert path.is_relative_to(ROOT), link
+        if anchor:
+            assert anchor in anchors(path), link
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_files_and_functions_that_are_named_exist(page: Path) -> None:
+    for path in paths(page):
+        assert (ROOT / path).exists(), path
+    folders = ("passes", "cost_models", "runtime")
+    sources = {path.stem: path for folder in folders for path in (ROOT / folder).glob("*.py")}
+    leaves = ("ir", "serial", "units", "errors", "program", "moves")
+    sources |= {name: ROOT / "gascompile" / f"{name}.py" for name in leaves}
+    for module, name in names(page, set(sources)):
+        assert name in defined(sources[module]), f"{module}.{name}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_pages_are_ascii(page: Path) -> None:
+    assert page.read_text(encoding="utf-8").isascii()
+
+
+def test_every_error_has_advice() -> None:
+    import gascompile
+
+    text = (ROOT / "docs" / "troubleshooting.md").read_text()
+    for name in gascompile.__all__:
+        if name.endswith("Error") and name != "GASCompileError":
+            assert f"| `{name}` |" in text, name
