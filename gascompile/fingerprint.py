@@ -1,8 +1,8 @@
 """Fingerprints: digests of everything a plan is made from, so that a stale plan is never reused.
 
-A module is hashed by what tracing it could see: the source of its classes, its plain attributes, the
-names, shapes and dtypes of its tensors. No field is listed by hand; what cannot be hashed by value
-makes the fingerprint unique, so that it never matches.
+A module is hashed by what tracing it could see: the code of its classes and of what they call, its
+plain attributes, the names, shapes, strides and dtypes of its tensors. No field is listed by hand; what
+cannot be hashed by value makes the fingerprint unique, so that it never matches.
 """
 
 from __future__ import annotations
@@ -10,17 +10,28 @@ from __future__ import annotations
 import dataclasses
 import enum
 import hashlib
-import inspect
-import os
+import sys
 import types
 import uuid
 from collections.abc import Mapping
-from functools import cache, partial
-from pathlib import Path
+from functools import partial
 from typing import Any
 
+import numpy
 import torch
 from torch import nn
+
+from gascompile.code_fingerprint import (
+    class_parts,
+    code_parts,
+    is_builtin,
+    is_installed,
+    is_library_function,
+    library_parts,
+    named_globals,
+    replaced_functions,
+    unwrapped,
+)
 
 _NOT_STATE = {
     # Set by torch's own machinery; hooks are hashed by the functions in them.
@@ -32,10 +43,11 @@ _NOT_STATE = {
 
 def module_fingerprint(model: nn.Module) -> str:
     """Return a digest of the module's code, structure, plain attributes and tensor shapes."""
-    hasher = _Hasher()
+    hasher = _Hasher(model)
     names: dict[int, str] = {}
     for path, module in model.named_modules(remove_duplicate=False):
-        hasher.add("module", path, _class_digest(type(module)), module.training)
+        hasher.add("module", path, module.training)
+        hasher.value(type(module))
         for kind, tensors in (("p", module._parameters), ("b", module._buffers)):
             for name, tensor in tensors.items():
                 if tensor is not None:
@@ -46,6 +58,7 @@ def module_fingerprint(model: nn.Module) -> str:
                         first,
                         str(tensor.dtype),
                         tuple(tensor.shape),
+                        tensor.stride() if tensor.layout is torch.strided else str(tensor.layout),
                         str(tensor.device.type),
                     )
         hasher.add("non-persistent", sorted(module._non_persistent_buffers_set))
@@ -63,37 +76,14 @@ def versions() -> dict[str, str]:
     return {"gascompile": __version__, "torch": str(torch.__version__)}
 
 
-@cache
-def _file_digest(path: str, mtime_ns: int) -> str:
-    del mtime_ns  # part of the key, so that an edited file is read again
-    return hashlib.blake2b(Path(path).read_bytes(), digest_size=16).hexdigest()
-
-
-def _class_digest(cls: type) -> str:
-    """Return a digest of the source files of a class and its bases (torch's own by version)."""
-    parts = []
-    for base in cls.__mro__:
-        if base.__module__.partition(".")[0] in ("torch", "builtins", "typing", "abc"):
-            continue
-        parts.append(f"{base.__module__}.{base.__qualname__}:{_source_digest(base)}")
-    return "|".join(parts)
-
-
-def _source_digest(item: Any) -> str:
-    try:
-        path = inspect.getsourcefile(item)
-        return _file_digest(path, os.stat(path).st_mtime_ns) if path else uuid.uuid4().hex
-    except (TypeError, OSError):
-        # A class typed at a prompt has no source to compare: never reuse a plan for it.
-        return uuid.uuid4().hex
-
-
 class _Hasher:
     """Feeds values of any kind to one hash, by value and without following cycles twice."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: nn.Module) -> None:
+        self._registered = {id(module) for module in model.modules()}
         self._state = hashlib.blake2b(digest_size=20)
-        self._seen: dict[int, object] = {}
+        self._seen: dict[int, tuple[int, object]] = {}
+        self._in_code = 0
 
     def add(self, *parts: object) -> None:
         self._state.update(repr(parts).encode())
@@ -111,9 +101,9 @@ class _Hasher:
         elif isinstance(value, torch.Tensor):
             self._tensor(value)
         elif id(value) in self._seen:
-            self.add("again", list(self._seen).index(id(value)))
+            self.add("again", self._seen[id(value)][0])
         else:
-            self._seen[id(value)] = value
+            self._seen[id(value)] = (len(self._seen), value)
             self._compound(value)
 
     def _tensor(self, value: torch.Tensor) -> None:
@@ -123,8 +113,9 @@ class _Hasher:
             self._state.update(raw.numpy().data)
 
     def _compound(self, value: Any) -> None:
+        value = unwrapped(value)
         if isinstance(value, nn.Module):
-            self.add("submodule", type(value).__qualname__)
+            self._module(value)
         elif isinstance(value, Mapping):
             self.add("mapping", type(value).__name__, len(value))
             for key, item in value.items():
@@ -140,24 +131,89 @@ class _Hasher:
             self.value((value.func, value.args, value.keywords))
         elif isinstance(value, types.MethodType):
             self.value(value.__func__)
+            self.value(value.__self__)
         elif isinstance(value, types.FunctionType):
             self._function(value)
-        elif isinstance(value, (type, types.BuiltinFunctionType, types.ModuleType)):
+        elif isinstance(value, type):
+            self._class(value)
+        elif isinstance(value, (types.BuiltinFunctionType, types.ModuleType)):
             self.add("named", getattr(value, "__module__", ""), value.__name__)
-        elif dataclasses.is_dataclass(value) or hasattr(value, "__dict__"):
-            self.add("object", _class_digest(type(value)))
-            for name, item in sorted(vars(value).items()):
+        else:
+            self._object(value)
+
+    def _module(self, module: nn.Module) -> None:
+        self.value(type(module))
+        if id(module) not in self._registered:
+            # It is in a plain list or a global: its tensors become constants of the graph.
+            for name, item in sorted(vars(module).items()):
+                self.add("field", name)
+                self.value(item)
+
+    def _object(self, value: Any) -> None:
+        cls = type(value)
+        if isinstance(value, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+            self.add("op", str(value))
+        elif isinstance(value, (numpy.ndarray, numpy.generic)):
+            self.add("array", str(value.dtype), value.shape, value.tobytes())
+        elif self._in_code and is_builtin(cls.__module__):
+            # A global such as a logger or a lock: the code that uses it decides what it means.
+            self.add("global", cls.__module__, cls.__qualname__)
+        elif hasattr(value, "__dict__") or dataclasses.is_dataclass(value):
+            self.add("object")
+            self.value(cls)
+            for name, item in sorted(_fields(value).items()):
                 if name not in _NOT_STATE:
                     self.add("field", name)
                     self.value(item)
         else:
             self.add("opaque", uuid.uuid4().hex)
 
+    def _class(self, cls: type) -> None:
+        self.add("class", cls.__module__, cls.__qualname__)
+        for base in cls.__mro__:
+            if is_builtin(base.__module__):
+                continue
+            module = sys.modules.get(base.__module__)
+            if is_installed(getattr(module, "__file__", None) or ""):
+                self.add("library", *library_parts(base))
+                parts = replaced_functions(base)
+            else:
+                self.add("base", base.__module__, base.__qualname__)
+                parts = class_parts(base)
+            self._in_code += 1
+            for name, item in parts:
+                self.add("member", name)
+                self.value(item)
+            self._in_code -= 1
+
     def _function(self, value: types.FunctionType) -> None:
-        self.add("function", value.__module__, value.__qualname__, value.__code__.co_code.hex())
-        self.value(
-            [const for const in value.__code__.co_consts if not isinstance(const, types.CodeType)]
-        )
-        self.value(value.__defaults__)
-        for cell in value.__closure__ or ():
-            self.value(cell.cell_contents)
+        self.add("function", value.__module__, value.__qualname__)
+        if is_library_function(value):
+            if not is_builtin(value.__module__):
+                self.add(*library_parts(value))
+            self._state_of(value)
+            return
+        self.add(*code_parts(value.__code__))
+        self._state_of(value)
+        self._in_code += 1
+        for name, item in named_globals(value):
+            self.add("global", name)
+            self.value(item)
+        self._in_code -= 1
+
+    def _state_of(self, function: types.FunctionType) -> None:
+        self.value(function.__defaults__)
+        self.value(function.__kwdefaults__)
+        for cell in function.__closure__ or ():
+            try:
+                content = cell.cell_contents
+            except ValueError:  # not bound yet
+                self.add("empty cell")
+                continue
+            self.value(content)
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    if hasattr(value, "__dict__"):
+        return dict(vars(value))
+    return {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
