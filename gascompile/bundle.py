@@ -189,10 +189,19 @@ def _digest(raw: bytes) -> str:
 
 
 def content_stamp(stamp: FileStamp, progress: Callable[[int], None] = lambda n: None) -> FileStamp:
-    """Return ``stamp`` with the digest of the whole file; ``progress`` gets the bytes of each block read."""
+    """Return ``stamp`` with the digest of the whole file; ``progress`` gets the bytes of each block read.
+
+    Raises:
+        StorageError: the file cannot be read, or is not the one that was stamped.
+    """
     state = hashlib.blake2b(digest_size=20)
     try:
         with open(stamp.path, "rb") as stream:
+            stat = os.fstat(stream.fileno())
+            if (stat.st_size, stat.st_mtime_ns) != (stamp.size_bytes, stamp.mtime_ns):
+                raise StorageError(
+                    f"{stamp.path} has changed since it was planned on; compile the model again"
+                )
             while block := stream.read(16 << 20):
                 state.update(block)
                 progress(len(block))

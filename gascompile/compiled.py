@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -82,6 +83,7 @@ class CompiledModel:
         units: list[Unit],
         prepare: Callable[[Args, Kwargs], Unit] | None = None,
     ) -> None:
+        self._turn = threading.RLock()
         self._positional = positional
         self._units = units
         self._prepare = prepare
@@ -102,11 +104,12 @@ class CompiledModel:
         """
         bound_args, bound_kwargs = bind_call(self._positional, args, kwargs)
         leaves, spec = pytree.tree_flatten((bound_args, bound_kwargs))
-        unit = self._unit_for(leaves, spec, bound_args, bound_kwargs)
-        self._last = unit
-        executor = self._activate(unit)
-        outputs = executor.run(*leaves)
-        unit.last_run = executor.last_run
+        with self._turn:
+            unit = self._unit_for(leaves, spec, bound_args, bound_kwargs)
+            self._last = unit
+            executor = self._activate(unit)
+            outputs = executor.run(*leaves)
+            unit.last_run = executor.last_run
         return pytree.tree_unflatten(outputs, unit.out_spec)
 
     @property
@@ -160,8 +163,11 @@ class CompiledModel:
 
     def close(self) -> None:
         """Free the arena and close the weight files; calling the model again opens them again."""
-        if self._executor is not None:
-            self._executor = None
+        with self._turn:
+            self._close_session()
+
+    def _close_session(self) -> None:
+        self._executor = None
         if self._session is not None:
             self._session.close()
             self._session = None

@@ -236,6 +236,12 @@ def make_job(
             f"the machine '{resolved.name}' computes on '{resolved.compute_tier}', which this runtime cannot "
             "execute yet; plan for it with gascompile.plan, or compile for this machine with machine=None"
         )
+    elsewhere = {p.device.type for p in model.parameters()} - {"cpu", "meta"}
+    if elsewhere:
+        raise UnsupportedOpError(
+            f"the model has weights on '{min(elsewhere)}', this machine computes on '{resolved.compute_tier}'; "
+            "move them with model.cpu(), or build the model on the meta device and pass checkpoint="
+        )
     return Job(
         model=model,
         machine=resolved,

@@ -6,7 +6,7 @@ from gascompile.passes.certify import Proof, physical_limit
 from gascompile.passes.place import place
 from gascompile.passes.problem import Problem
 
-_BRANCHING_SHARE = 0.1
+_BRANCHING_SHARE = 0.03
 """Branching rarely lifts the bound much above the relaxation's; the time is better spent elsewhere."""
 
 

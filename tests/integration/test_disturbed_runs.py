@@ -5,13 +5,15 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import gascompile
-from tests.integration.net import Build
+from tests.integration.net import BUDGET, Build, Net
 
 
 def run_often(compiled: gascompile.CompiledModel, inputs: dict[str, torch.Tensor]) -> None:
@@ -62,3 +64,29 @@ def test_interrupt_in_a_run_leaves_the_model_usable(
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
         assert torch.equal(compiled(**inputs), wanted)
     assert interrupted == 5
+
+
+def test_threads_with_different_inputs_take_turns(cache: Path) -> None:
+    model = Net().eval()
+    compiled = gascompile.compile(model, BUDGET, cache_dir=cache)
+    wrong: list[int] = []
+
+    def work(rows: int) -> None:
+        x = torch.randn(rows, 1024)
+        with torch.no_grad():
+            wanted = model(x)
+        close = [torch.allclose(compiled(x), wanted, atol=1e-5) for _ in range(5)]
+        wrong.append(close.count(False))
+
+    threads = [threading.Thread(target=work, args=(rows,)) for rows in (1, 2, 3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == [0, 0, 0]
+
+
+def test_a_closed_model_opens_again(build: Build, inputs: dict[str, torch.Tensor]) -> None:
+    with build() as compiled:
+        wanted = compiled(**inputs)
+    assert torch.equal(compiled(**inputs), wanted)
