@@ -66,7 +66,7 @@ def _capture_error(model: nn.Module, error: Exception) -> CaptureError:
         )
     elif "data-dependent" in text.lower() or "unbacked" in text.lower():
         advice = (
-            "the model's control flow depends on tensor values: use torch.where or torch.cond there, "
+            "the model's control flow depends on tensor values: use torch.where there, "
             "or state what holds with torch._check, or compile the part of the model around it"
         )
     else:

@@ -47,7 +47,7 @@ def plan(
 ) -> None:
     """Decide where every tensor lives and when it moves; needs no weights. --json prints the whole plan.
 
-    Example: [bold]gascompile plan Qwen3-8B/ --budget 8GiB --machine rtx4090 -o plan.json[/bold]
+    Example: [bold]gascompile plan Qwen3-8B/ --budget 8GiB --machine rtx4090-gen4 -o plan.json[/bold]
     """
     with reserved_stdout(json):
         made = make_plan_of(
@@ -111,7 +111,7 @@ def simulate(
 ) -> None:
     """Replay a plan without running it, on its own machine or on another one.
 
-    Example: [bold]gascompile simulate plan.json --machine rtx4090[/bold]
+    Example: [bold]gascompile simulate plan.json --machine rtx4090-gen4[/bold]
     """
     from gascompile.planning import simulate as replay
 
