@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 
+from gascompile.errors import SolverError
 from gascompile.ir import Budget, Machine, Plan, Workload
 from gascompile.passes.assemble import assemble
-from gascompile.passes.certify import certify
+from gascompile.passes.certify import Proof, certify
 from gascompile.passes.feasible import feasible
 from gascompile.passes.pin import pin, pinned_residents
 from gascompile.passes.problem import Problem, problem
@@ -48,7 +49,7 @@ def make_plan(
 
     Raises:
         InfeasiblePlanError: no plan keeps the budget; names the smallest that does.
-        SolverError: the solver ended in a state that is not understood.
+        SolverError: ``ilp`` alone was asked for, and the solver ended in a state not understood.
         UnsupportedOpError: an op has no time on the compute tier.
         ValueError: the strategy or a tensor's name is unknown.
     """
@@ -58,47 +59,53 @@ def make_plan(
             f"unknown strategy {strategy!r}: choose one of {', '.join((*NAMES, 'ilp'))}"
         )
     task = problem(workload, machine, budget, reserved_bytes=reserved_bytes)
-    if pinned is None:
-        least_arena_bytes = feasible(task).arena_bytes
-        found = _choose(task, least_arena_bytes, strategy, time_limit_s)
-    else:
-        found = pin(task, pinned)
+    notes = list(warnings)
+    found = pin(task, pinned) if pinned else _choose(task, strategy, time_limit_s, notes)
     left_s = time_limit_s - (time.perf_counter() - begun_s)
-    proof = prove(task, found.seconds, time_limit_s=left_s, mip_gap=mip_gap)
+    proof = _prove(task, found.seconds, left_s, mip_gap, notes)
     certificate = certify(
-        found.seconds,
-        proof,
-        solve_s=time.perf_counter() - begun_s,
-        mip_gap=mip_gap,
+        found.seconds, proof, solve_s=time.perf_counter() - begun_s, mip_gap=mip_gap
     )
     plan = assemble(
         task,
         found,
         certificate,
         fingerprint=fingerprint,
-        warnings=warnings,
+        warnings=tuple(notes),
         pinned=pinned_residents(pinned) if pinned else None,
     )
     verify(plan)
     return plan
 
 
-def _choose(
-    task: Problem, least_arena_bytes: int, strategy: str | None, time_limit_s: float
-) -> Schedule:
+def _choose(task: Problem, strategy: str | None, time_limit_s: float, notes: list[str]) -> Schedule:
     """Return the best schedule of one strategy, or of all of them."""
+    least_arena_bytes = feasible(task).arena_bytes
     found: Schedule | None = None
-    if strategy is None:
-        found = search(task, strategies(task), task.arena_limit_bytes)
-        found = refine(task, least_arena_bytes, found, time_limit_s=time_limit_s)
-    elif strategy == "ilp":
+    if strategy == "ilp":
         found = refine(task, least_arena_bytes, None, time_limit_s=time_limit_s)
-    else:
+    elif strategy is not None:
         found = _as_peer(task, strategy)
-    # A forced strategy may find nothing that fits where the best of all does.
+    # A forced strategy may have nothing that fits a budget which others keep.
     found = found or search(task, strategies(task), task.arena_limit_bytes)
+    if strategy is None:
+        try:
+            found = refine(task, least_arena_bytes, found, time_limit_s=time_limit_s)
+        except SolverError as error:
+            notes.append(f"planned without the integer program: {error}")
     assert found is not None, "a feasible problem has a schedule"
     return found
+
+
+def _prove(
+    task: Problem, predicted_s: float, time_limit_s: float, mip_gap: float, notes: list[str]
+) -> Proof:
+    """Return the solver's bound, or the physical limit alone where the solver fails."""
+    try:
+        return prove(task, predicted_s, time_limit_s=time_limit_s, mip_gap=mip_gap)
+    except SolverError as error:
+        notes.append(f"the lower bound is the physical limit alone: {error}")
+        return prove(task, 0.0, time_limit_s=time_limit_s, mip_gap=mip_gap)
 
 
 def _as_peer(task: Problem, strategy: str) -> Schedule | None:

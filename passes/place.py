@@ -26,7 +26,7 @@ their op at the end of k, T[k] time, Z time of an iteration, M[s], V[l,s] runnin
 M sums reserve(w) keep[w,j], V[l] sums bytes(w) load[w,j,l] over the intervals open at g(s): a load cannot
 start before the previous use is over. Transfers may stop and resume and take no more than their
 bytes so far, so every schedule of whole tensors is a solution: the dual bound bounds all of them.
-Bytes are in MB and times in ms here, so that coefficients stay near 1.
+Bytes and times are in units of a thousandth of the whole, so that coefficients stay near 1.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ import pulp
 from gascompile.errors import SolverError
 from gascompile.passes.problem import Placement, Problem
 
-_MB = 1e6
-_MS = 1e3
+_WHOLE = 1000.0
+"""All weights in the model's unit of bytes, and the longest possible iteration in its unit of time."""
 _TINY = 1 / 2000
 """Weights below this share of all bytes are not worth a binary."""
 _INTEGRAL = 1e-6
@@ -94,7 +94,7 @@ def place(
         msg=False,
         mip=not relaxed,
         gapRel=mip_gap,
-        gapAbs=mip_gap * _all_streamed_ms(problem),
+        gapAbs=mip_gap * problem.streaming_s / model.time_unit_s,
         timeLimit=max(0.05, time_limit_s),
         threads=1,
     )
@@ -114,7 +114,12 @@ class _Outcome(Enum):
 @dataclass(slots=True)
 class _Model:
     problem: Problem
-    arena_mb: float
+    unit_bytes: float
+    time_unit_s: float
+    arena: float
+    """In the model's unit of bytes, like ``size`` and ``reserved`` of each weight."""
+    size: list[float]
+    reserved: list[float]
     buffers: int
     program: Expression
     readers: list[int]
@@ -148,20 +153,25 @@ def _build(problem: Problem, arena_bytes: int, buffers: int) -> _Model:
             ending[rank[op]].append((w, (j - 1) % len(weight.uses)))
             starting[rank[op]].append((w, j))
     program = pulp.LpProblem("place", pulp.LpMinimize)
-    model = _Model(problem, arena_bytes / _MB, buffers, program, readers, ending, starting)
+    unit_bytes = max(1, sum(weight.size_bytes for weight in problem.weights)) / _WHOLE
+    model = _Model(
+        problem=problem,
+        unit_bytes=unit_bytes,
+        time_unit_s=(max(problem.compute_s, problem.streaming_s) or 1.0) / _WHOLE,
+        arena=arena_bytes / unit_bytes,
+        size=[weight.size_bytes / unit_bytes for weight in problem.weights],
+        reserved=[weight.reserved_bytes / unit_bytes for weight in problem.weights],
+        buffers=buffers,
+        program=program,
+        readers=readers,
+        ending=ending,
+        starting=starting,
+    )
     _add_choices(model)
     ahead = [_add_flow(model, link) for link in range(len(problem.links))]
     _add_memory(model, [gap for gap, _, _ in ahead], [op for _, op, _ in ahead])
     _add_times(model, [delivered for _, _, delivered in ahead])
     return model
-
-
-def _size_mb(model: _Model, w: int) -> float:
-    return model.problem.weights[w].size_bytes / _MB
-
-
-def _reserved_mb(model: _Model, w: int) -> float:
-    return model.problem.weights[w].reserved_bytes / _MB
 
 
 def _sum(terms: Sequence[tuple[Expression, float]]) -> Expression:
@@ -204,17 +214,17 @@ def _add_choices(model: _Model) -> None:
                 model.add(model.keep[w, j] + one == 1, f"choose_{w}_{j}")
     for tier, room in problem.room_bytes.items():
         terms = [
-            (model.home[w, link], _size_mb(model, w))
+            (model.home[w, link], model.size[w])
             for w in range(len(problem.weights))
             for link in links
             if problem.links[link].source_tier == tier
         ]
         if total > room:
-            model.add(_sum(terms) <= room / _MB, f"tier_{tier}")
+            model.add(_sum(terms) <= room / model.unit_bytes, f"tier_{tier}")
 
 
 def _loads(model: _Model, link: int, pairs: Sequence[tuple[int, int]]) -> Expression:
-    return _sum([(model.load[w, j, link], _size_mb(model, w)) for w, j in pairs])
+    return _sum([(model.load[w, j, link], model.size[w]) for w, j in pairs])
 
 
 def _add_flow(
@@ -266,35 +276,33 @@ def _open_loads(model: _Model, link: int) -> list[Expression]:
 
 
 def _kept(model: _Model, pairs: Sequence[tuple[int, int]]) -> Expression:
-    return _sum([(model.keep[w, j], _reserved_mb(model, w)) for w, j in pairs])
+    return _sum([(model.keep[w, j], model.reserved[w]) for w, j in pairs])
 
 
 def _add_memory(
     model: _Model, gaps: Sequence[Sequence[Expression]], ops: Sequence[Sequence[Expression]]
 ) -> None:
-    weights = model.problem.weights
+    problem = model.problem
     current = model.variable("M_0")
-    wrapping = [(w, max(len(weight.uses) - 1, 0)) for w, weight in enumerate(weights)]
+    wrapping = [(w, max(len(weight.uses) - 1, 0)) for w, weight in enumerate(problem.weights)]
     model.add(current == _kept(model, wrapping), "held_0")
     for s in range(len(model.readers) + 1):
         ahead = _sum([(gap[s], 1) for gap in gaps])
-        model.add(current + ahead <= model.arena_mb, f"memory_g_{s}")
+        model.add(current + ahead <= model.arena, f"memory_g_{s}")
         if s == len(model.readers):
             return
-        own = sum(_reserved_mb(model, w) for w, _ in model.ending[s])
+        own = sum(model.reserved[w] for w, _ in model.ending[s])
         ahead = _sum([(op[s], 1) for op in ops])
         held = current - _kept(model, model.ending[s]) + own
         if model.buffers:
-            following = range(s + 1, s + 1 + model.buffers)
-            room = _sum(
-                [
-                    (_loads(model, link, model.ending[k % len(model.readers)]), 1)
-                    for k in following
-                    for link in range(len(model.problem.links))
-                ]
-            )
-            model.add(held + room <= model.arena_mb, f"buffer_{s}")
-        model.add(held + ahead <= model.arena_mb, f"memory_c_{s}")
+            pairs = [
+                pair
+                for k in range(s + 1, s + 1 + model.buffers)
+                for pair in model.ending[k % len(model.readers)]
+            ]
+            room = sum(_loads(model, link, pairs) for link in range(len(problem.links)))
+            model.add(held + room <= model.arena, f"buffer_{s}")
+        model.add(held + ahead <= model.arena, f"memory_c_{s}")
         if set(model.starting[s]) != set(model.ending[s]):
             following = model.variable(f"M_{s + 1}")
             change = _kept(model, model.starting[s]) - _kept(model, model.ending[s])
@@ -305,28 +313,30 @@ def _add_memory(
 def _add_times(model: _Model, delivered: Sequence[Sequence[Expression]]) -> None:
     problem = model.problem
     compute = _slot_seconds(problem, model.readers)
-    times = [model.variable(f"T_{k}", time_s * _MS) for k, time_s in enumerate(compute)]
+    times = [
+        model.variable(f"T_{k}", time_s / model.time_unit_s) for k, time_s in enumerate(compute)
+    ]
     for k in range(1, len(times), 2):
         times[k].upBound = times[k].lowBound
     whole = model.variable("Z")
     model.program.setObjective(pulp.LpAffineExpression([(whole, 1)]))
     model.add(whole >= _sum([(time, 1) for time in times]), "total")
     for number, link in enumerate(problem.links):
-        rate = link.bandwidth_bytes_per_s / _MB / _MS
+        rate = link.bandwidth_bytes_per_s * model.time_unit_s / model.unit_bytes
         for k, time in enumerate(times):
             # An op that has begun waits for nothing: what is slow lengthens the gap before it.
-            time_ms = compute[k] * _MS if k % 2 else time
-            model.add(time_ms * rate >= delivered[number][k], f"rate_{number}_{k}")
+            taken = compute[k] / model.time_unit_s if k % 2 else time
+            model.add(taken * rate >= delivered[number][k], f"rate_{number}_{k}")
         terms = [
-            (load, problem.transfer_s(w, number) * _MS)
+            (load, problem.transfer_s(w, number) / model.time_unit_s)
             for (w, _, over), load in model.load.items()
             if over == number and problem.weights[w].uses
         ]
         model.add(whole >= _sum(terms), f"occupied_{number}")
     for number, pipe in enumerate(problem.machine.pipes):
-        rate = pipe.bandwidth_bytes_per_s / _MB / _MS
+        rate = pipe.bandwidth_bytes_per_s * model.time_unit_s / model.unit_bytes
         terms = [
-            (load, _size_mb(model, w) / rate)
+            (load, model.size[w] / rate)
             for (w, _, over), load in model.load.items()
             if pipe.name in problem.links[over].shared and problem.weights[w].uses
         ]
@@ -343,13 +353,6 @@ def _slot_seconds(problem: Problem, readers: Sequence[int]) -> list[float]:
     return [*seconds, problem.sums_s[-1] - problem.sums_s[reached]]
 
 
-def _all_streamed_ms(problem: Problem) -> float:
-    return _MS * sum(
-        min(problem.transfer_s(w, link) for link in range(len(problem.links)))
-        for w in range(len(problem.weights))
-    )
-
-
 def _solve(model: _Model, solver: Expression) -> _Outcome:
     model.program.solve(solver)
     match (model.program.status, model.program.sol_status):
@@ -364,36 +367,32 @@ def _solve(model: _Model, solver: Expression) -> _Outcome:
             raise SolverError(
                 f"HiGHS ended with status '{pulp.LpStatus.get(status, status)}' and solution "
                 f"'{pulp.LpSolution.get(solution, solution)}' on a placement of "
-                f"{len(model.problem.weights)} weights in an arena of {model.arena_mb:.1f} MB"
+                f"{len(model.problem.weights)} weights in an arena of {model.arena * model.unit_bytes:.0f} bytes"
             )
 
 
 def _extract(model: _Model, *, timed_out: bool, relaxed: bool) -> Solution:
     info = model.program.solverModel.getInfo()
     # A relaxation that was stopped has a value, but no bound.
-    bound_ms = info.objective_function_value if relaxed else info.mip_dual_bound
-    if (relaxed and timed_out) or not math.isfinite(bound_ms):
-        bound_ms = 0.0
-    bound_s = max(0.0, bound_ms) / _MS * (1 - _TOLERANCE)
+    bound = info.objective_function_value if relaxed else info.mip_dual_bound
+    if (relaxed and timed_out) or not math.isfinite(bound):
+        bound = 0.0
+    bound_s = max(0.0, bound) * model.time_unit_s * (1 - _TOLERANCE)
     if info.primal_solution_status != _FEASIBLE_POINT:
         return Solution(None, (), bound_s, timed_out)
     problem = model.problem
     link_of: list[int | None] = []
     kept: set[tuple[int, int]] = set()
-    stay = [_value(model.stay[w]) for w in range(len(problem.weights))]
+    stay = [pulp.value(model.stay[w]) for w in range(len(problem.weights))]
     for w, weight in enumerate(problem.weights):
         if stay[w] > 1 - _INTEGRAL:
             link_of.append(None)
             continue
-        shares = [_value(model.home[w, link]) for link in range(len(problem.links))]
+        shares = [pulp.value(model.home[w, link]) for link in range(len(problem.links))]
         link_of.append(shares.index(max(shares)))
         last = len(weight.uses) - 1
-        kept |= {(w, j) for j in range(last) if _value(model.keep[w, j]) > 1 - _INTEGRAL}
+        kept |= {(w, j) for j in range(last) if pulp.value(model.keep[w, j]) > 1 - _INTEGRAL}
     placement = Placement(strategy="ilp", link_of=tuple(link_of), kept=frozenset(kept))
     # Rounded, so that the order of equal shares is the order of use.
     order = sorted(range(len(stay)), key=lambda w: (-round(stay[w], 6), w))
     return Solution(placement, tuple(order), bound_s, timed_out)
-
-
-def _value(expression: Expression) -> float:
-    return float(pulp.value(expression))

@@ -74,6 +74,13 @@ class Problem:
         """Seconds of all ops."""
         return self.sums_s[-1]
 
+    @property
+    def streaming_s(self) -> float:
+        """Seconds of reading every weight once over the link that is fastest for it."""
+        links = range(len(self.links))
+        weights = range(len(self.weights))
+        return sum(min(self.transfer_s(w, link) for link in links) for w in weights)
+
     def transfer_s(self, weight: int, link: int) -> float:
         """Seconds that loading a weight occupies a link."""
         return self.links[link].transfer_time_s(self.weights[weight].size_bytes)

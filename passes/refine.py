@@ -35,6 +35,8 @@ def refine(
         best: a schedule to beat; without it the result is the solver's own.
         time_limit_s: seconds for all solves together.
     """
+    if not problem.links:
+        return best
     deadline_s = time.perf_counter() + time_limit_s
     arena_bytes = problem.arena_limit_bytes
     for below, above in reversed(list(pairwise(_ladder(problem, least_arena_bytes)))):

@@ -205,7 +205,10 @@ def _in_use_together(one: Visit, other: Visit) -> bool:
 def _points(
     visits: Sequence[Visit], offsets: Sequence[int], num_ops: int, repeats: bool
 ) -> list[int]:
-    """Return the earliest point of each prefetch: when the last overlapping visit has been released."""
+    """Return the earliest point of each prefetch: when all in its way is released.
+
+    In the way are visits that overlap, and the weight's own previous visit: a weight has one copy.
+    """
     releases = [(visit.end + 1, i) for i, visit in enumerate(visits)]
     if repeats:
         releases += [(release - num_ops, i) for release, i in releases]
@@ -219,7 +222,8 @@ def _points(
         k = bisect_right(times, visit.start) - 1
         while k >= 0 and times[k] > point:
             j = releases[k][1]
-            if offsets[j] < end and begin < offsets[j] + visits[j].reserved_bytes:
+            overlaps = offsets[j] < end and begin < offsets[j] + visits[j].reserved_bytes
+            if overlaps or visits[j].weight == visit.weight:
                 point = times[k]
                 break
             k -= 1

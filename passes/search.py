@@ -133,13 +133,11 @@ def _set_bound_s(problem: Problem, residents: Iterable[int]) -> tuple[float, flo
     resident = set(residents)
     streamed = [i for i in range(len(problem.weights)) if i not in resident]
     if len(problem.links) == 1:
-        link_s = 0.0
-        for i in streamed:
-            link_s += problem.transfer_s(i, 0)
+        link_s = sum(problem.transfer_s(i, 0) for i in streamed)
     else:
         rate = sum(link.bandwidth_bytes_per_s for link in problem.links)
         total = sum(problem.weights[i].size_bytes for i in streamed)
-        link_s = total / rate * (1 - _ROUNDING) if streamed else 0.0
+        link_s = total / rate if rate else 0.0
     return max(problem.compute_s, link_s * (1 - _ROUNDING)), link_s
 
 

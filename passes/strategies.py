@@ -8,18 +8,21 @@ them fit. The best of those that fit can therefore never get slower with more me
 * ``largest_area``: what stays longest unused for its bytes leaves first (G10).
 * ``per_layer``: the same fraction of every stretch of the model stays (FlexGen).
 * ``largest_first``: some of the largest weights stay, then the smallest ones.
+* ``exhaustive``: every set of weights, where there are few.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 
 from gascompile.passes.problem import Placement, Problem
 
-NAMES = ("all_streamed", "first_fit", "largest_area", "per_layer", "largest_first")
+NAMES = ("all_streamed", "first_fit", "largest_area", "per_layer", "largest_first", "exhaustive")
 _FRACTIONS = 64
 _NUM_LARGEST = 12
+_FEW = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,12 +114,20 @@ def _largest_first(problem: Problem) -> Iterator[frozenset[int]]:
             yield frozenset((*largest, *rest[:num_smallest]))
 
 
+def _exhaustive(problem: Problem) -> Iterator[frozenset[int]]:
+    """Keep every set in turn; only the empty one where there are too many."""
+    weights = range(len(problem.weights))
+    for count in range(len(weights) + 1 if len(weights) <= _FEW else 1):
+        yield from map(frozenset, combinations(weights, count))
+
+
 _FAMILIES = {
     "all_streamed": _all_streamed,
     "first_fit": _first_fit,
     "largest_area": _largest_area,
     "per_layer": _per_layer,
     "largest_first": _largest_first,
+    "exhaustive": _exhaustive,
 }
 
 

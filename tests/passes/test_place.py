@@ -1,0 +1,159 @@
+"""The integer program: its bound is below every schedule, and its endings are told apart."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import pulp
+import pytest
+from hypothesis import given, settings
+
+from gascompile.errors import SolverError
+from gascompile.ir import Budget, Machine, Workload
+from gascompile.passes.place import place
+from gascompile.passes.problem import Placement, Problem, problem
+from gascompile.passes.search import best_staging
+from gascompile.units import reserve_bytes
+from tests.passes.planning import (
+    UNIT,
+    budget_at,
+    cpu_machine,
+    gpu_machine,
+    llama,
+    machines,
+    shares,
+    workload,
+    workloads,
+)
+
+SLOT = reserve_bytes(UNIT)
+
+
+def asked(task: Workload, machine: Machine, budget_bytes: int) -> Problem:
+    return problem(task, machine, Budget.of(budget_bytes, machine))
+
+
+def test_everything_that_fits_stays() -> None:
+    task = asked(workload(["a", "b"]), cpu_machine(), 2 * SLOT)
+    found = place(task, 2 * SLOT, time_limit_s=5, mip_gap=0.0)
+    assert found.placement is not None
+    assert found.placement.link_of == (None, None)
+    assert found.bound_s == pytest.approx(2.0, rel=1e-5)
+
+
+def test_one_slot_bounds_the_time_by_loads_and_ops_in_turn() -> None:
+    task = asked(workload(["a", "b"]), cpu_machine(), SLOT)
+    found = place(task, SLOT, time_limit_s=5, mip_gap=0.0)
+    assert found.placement is not None
+    assert found.placement.streamed == (0, 1)
+    assert found.bound_s == pytest.approx(4.0, rel=1e-3)
+
+
+def test_the_cheaper_weight_stays() -> None:
+    task = asked(workload(["a", "b", "c"], sizes={"b": 2 * UNIT}, seconds=0.0), cpu_machine(), 1)
+    found = place(task, 3 * SLOT, time_limit_s=5, mip_gap=0.0)
+    assert found.placement is not None
+    # Streaming the large one needs two slots and 2 s; streaming the others through one slot, too.
+    assert found.bound_s == pytest.approx(2.0, rel=1e-2)
+
+
+def test_an_arena_below_the_least_has_no_placement() -> None:
+    task = asked(workload(["ab", "c"]), cpu_machine(), SLOT)
+    found = place(task, SLOT, time_limit_s=5, mip_gap=0.0)
+    assert (found.placement, found.bound_s, found.timed_out) == (None, float("inf"), False)
+
+
+def test_a_small_cpu_tier_is_respected() -> None:
+    machine = gpu_machine(cpu_bytes=2 * UNIT)
+    task = asked(workload(list("abcdef"), seconds=0.0), machine, 2 * SLOT)
+    found = place(task, 2 * SLOT, time_limit_s=5, mip_gap=0.0)
+    assert found.placement is not None
+    over_cpu = [link for link in found.placement.link_of if link == 0]
+    assert task.links[0].name == "cpu->gpu"
+    assert len(over_cpu) <= 2
+
+
+@settings(max_examples=25)
+@given(workloads(max_weights=4, max_ops=7), machines(), shares())
+def test_no_schedule_beats_the_bound(task: Workload, machine: Machine, share: float) -> None:
+    """Try every home of every weight with every size of the staging region."""
+    question = asked(task, machine, budget_at(share, task, machine))
+    arena_bytes = question.arena_limit_bytes
+    bounds = [
+        place(question, arena_bytes, time_limit_s=5, mip_gap=0.0, relaxed=relaxed).bound_s
+        for relaxed in (True, False)
+    ]
+    choices: list[tuple[int | None, ...]] = [()]
+    for _ in question.weights:
+        choices = [(*c, link) for c in choices for link in (None, *range(len(question.links)))]
+    for link_of in choices:
+        pairs = [
+            (i, j)
+            for i, link in enumerate(link_of)
+            for j in range(len(question.weights[i].uses) - 1)
+            if link is not None
+        ]
+        for kept in combinations(pairs, min(1, len(pairs))):
+            placement = Placement(strategy="any", link_of=link_of, kept=frozenset(kept))
+            found = best_staging(question, placement, arena_bytes)
+            if found is not None and fits(question, placement):
+                assert max(bounds) <= found.seconds * (1 + 1e-9)
+
+
+def fits(question: Problem, placement: Placement) -> bool:
+    held = dict.fromkeys(question.room_bytes, 0)
+    for weight, link in zip(question.weights, placement.link_of, strict=True):
+        if link is not None:
+            held[question.links[link].source_tier] += weight.size_bytes
+    return all(size <= question.room_bytes[tier] for tier, size in held.items())
+
+
+def test_a_large_model_is_bounded_in_seconds() -> None:
+    task, machine = llama(80, 0.0115e-3)
+    question = asked(task, machine, 6 << 30)
+    found = place(question, question.arena_limit_bytes, time_limit_s=20, mip_gap=0.03, relaxed=True)
+    assert found.bound_s > 0.9 * (14.6e9 - (6 << 30)) / 3e9
+
+
+@pytest.mark.parametrize(
+    ("status", "solution", "timed_out"),
+    [
+        (pulp.LpStatusOptimal, pulp.LpSolutionOptimal, False),
+        (pulp.LpStatusOptimal, pulp.LpSolutionIntegerFeasible, True),
+    ],
+)
+def test_endings_with_a_solution(
+    monkeypatch: pytest.MonkeyPatch, status: int, solution: int, *, timed_out: bool
+) -> None:
+    end_with(monkeypatch, status, solution)
+    task = asked(workload(["a", "b"]), cpu_machine(), SLOT)
+    assert place(task, SLOT, time_limit_s=5, mip_gap=0.0).timed_out is timed_out
+
+
+@pytest.mark.parametrize(
+    ("status", "solution"),
+    [
+        (pulp.LpStatusUnbounded, pulp.LpSolutionUnbounded),
+        (pulp.LpStatusNotSolved, pulp.LpSolutionNoSolutionFound),
+        (pulp.LpStatusUndefined, pulp.LpSolutionNoSolutionFound),
+        (17, 17),
+    ],
+)
+def test_an_ending_that_is_not_understood_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, status: int, solution: int
+) -> None:
+    end_with(monkeypatch, status, solution)
+    task = asked(workload(["a", "b"]), cpu_machine(), SLOT)
+    with pytest.raises(SolverError, match="HiGHS ended"):
+        place(task, SLOT, time_limit_s=5, mip_gap=0.0)
+
+
+def end_with(monkeypatch: pytest.MonkeyPatch, status: int, solution: int) -> None:
+    """Make the solver claim an ending after it has solved."""
+    solve = pulp.LpProblem.solve
+
+    def claim(program: pulp.LpProblem, solver: pulp.LpSolver) -> None:
+        solve(program, solver)
+        program.status, program.sol_status = status, solution
+
+    monkeypatch.setattr(pulp.LpProblem, "solve", claim)
