@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from gascompile.passes.problem import Placement, Problem, Visit, visits_of
 from gascompile.passes.schedule import Schedule, schedule
@@ -83,25 +83,19 @@ def staging_sizes(problem: Problem, placement: Placement) -> list[int]:
     visits = visits_of(problem, placement)
     if not visits:
         return [0]
-    num_ops = len(problem.op_times_s)
     starts = sorted({visit.start for visit in visits})
     loads = dict.fromkeys(starts, 0)
     for visit in visits:
         loads[visit.start] += visit.reserved_bytes
-    following = [loads[op] for op in starts]
     used = _used_bytes(visits, starts)
-    ahead = [0] * len(starts)
-    sizes = {max(used)}
-    reach = min(len(starts), num_ops)
-    done = 1
+    count = len(starts)
+    following = [*loads.values(), *(loads.values() if problem.repeats else [0] * count)]
+    sums = [0, *accumulate(following)]
+    sizes: set[int] = set()
     for window in _WINDOWS:
-        for step in range(done, min(window, reach)):
-            for k in range(len(starts)):
-                if k + step < len(starts) or problem.repeats:
-                    ahead[k] += following[(k + step) % len(starts)]
-        done = window
-        sizes.add(max(a + b for a, b in zip(used, ahead, strict=True)))
-        if window >= reach:
+        reach = min(window, count)
+        sizes.add(max(used[k] + sums[k + reach] - sums[k + 1] for k in range(count)))
+        if window >= count:
             break
     ascending = sorted(sizes)
     between = [(a + b) // 2 for a, b in pairwise(ascending[:4])]

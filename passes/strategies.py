@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, pairwise
 
 from gascompile.passes.problem import Placement, Problem
 
@@ -23,6 +23,7 @@ NAMES = ("all_streamed", "first_fit", "largest_area", "per_layer", "largest_firs
 _FRACTIONS = 64
 _NUM_LARGEST = 12
 _FEW = 8
+_REACHES = (1, 4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,19 +49,21 @@ def family(problem: Problem, name: str) -> list[ResidentSet]:
 
 
 def homes(problem: Problem, residents: frozenset[int], strategy: str) -> list[Placement]:
-    """Return placements of a resident set: over the fastest link alone, and balanced over all links.
+    """Return placements of a resident set; none where the slow tiers cannot hold the others.
 
-    Weights that are read again before another weight is needed stay in the arena in between. None is
-    returned where the slow tiers cannot hold what is not resident.
+    They differ in the links, the fastest alone or balanced over all, and in how long a streamed weight
+    stays for its next use: until another weight is needed, or for a few of them.
     """
     streamed = [i for i in range(len(problem.weights)) if i not in residents]
-    kept = _adjacent_intervals(problem, streamed)
-    found: dict[tuple[int | None, ...], Placement] = {}
+    found: dict[Placement, None] = {}
     for balanced in (False, True) if len(problem.links) > 1 else (False,):
         link_of = _choose_links(problem, streamed, balanced)
-        if link_of is not None and link_of not in found:
-            found[link_of] = Placement(strategy=strategy, link_of=link_of, kept=kept)
-    return list(found.values())
+        if link_of is None:
+            continue
+        for reach in _REACHES:
+            kept = _near_intervals(problem, streamed, reach)
+            found[Placement(strategy=strategy, link_of=link_of, kept=kept)] = None
+    return list(found)
 
 
 def _all_streamed(problem: Problem) -> Iterator[frozenset[int]]:
@@ -137,15 +140,21 @@ def _spread_rank(i: int, count: int) -> int:
     return int(format(i, f"0{bits}b")[::-1], 2)
 
 
-def _adjacent_intervals(problem: Problem, streamed: Sequence[int]) -> frozenset[tuple[int, int]]:
-    """Return intervals of streamed weights in which no other streamed weight is read."""
+def _near_intervals(
+    problem: Problem, streamed: Sequence[int], reach: int
+) -> frozenset[tuple[int, int]]:
+    """Return intervals of streamed weights with fewer than ``reach`` ops in them that read such weights."""
+    repeated = [i for i in streamed if len(problem.weights[i].uses) > 1]
+    if not repeated:
+        return frozenset()
     readers = sorted({op for i in streamed for op in problem.weights[i].uses})
     rank = {op: k for k, op in enumerate(readers)}
-    kept: set[tuple[int, int]] = set()
-    for i in streamed:
-        uses = problem.weights[i].uses
-        kept |= {(i, j) for j in range(len(uses) - 1) if rank[uses[j + 1]] == rank[uses[j]] + 1}
-    return frozenset(kept)
+    return frozenset(
+        (i, j)
+        for i in repeated
+        for j, (use, following) in enumerate(pairwise(problem.weights[i].uses))
+        if rank[following] - rank[use] <= reach
+    )
 
 
 def _choose_links(

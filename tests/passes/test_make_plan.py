@@ -323,3 +323,10 @@ def test_a_decoder_of_one_billion_parameters_runs_at_the_speed_of_its_drive() ->
     assert moved_s / plan.certificate.predicted_s >= 0.97
     assert plan.link_bytes["nvme->cpu"] <= 4.39e9 - 1536 * MIB + 3 * 46.1e6
     assert plan.certificate.gap <= 0.03
+
+
+def test_a_weight_that_is_soon_read_again_waits_for_it() -> None:
+    """A transposed weight is read by its view and by its product, with others in between."""
+    task = workload(["a", "b", "c", "a", "b", "c", "d", "e", "f"], seconds=0.01)
+    plan = plan_of(task, cpu_machine(), 3 * SLOT)
+    assert plan.link_bytes["nvme->cpu"] <= 6 * UNIT
