@@ -188,20 +188,27 @@ def _digest(raw: bytes) -> str:
     return hashlib.blake2b(raw, digest_size=20).hexdigest()
 
 
+def require_unchanged(stamp: FileStamp) -> None:
+    """Raise ``StorageError`` unless the file is there with the size and the time of its stamp."""
+    try:
+        stat = os.stat(stamp.path)
+    except OSError as error:
+        raise StorageError(f"cannot read {stamp.path}: {error.strerror or error}") from error
+    if (stat.st_size, stat.st_mtime_ns) != (stamp.size_bytes, stamp.mtime_ns):
+        raise StorageError(
+            f"{stamp.path} has changed since it was planned on; compile the model again"
+        )
+
+
 def content_stamp(stamp: FileStamp, progress: Callable[[int], None] = lambda n: None) -> FileStamp:
     """Return ``stamp`` with the digest of the whole file; ``progress`` gets the bytes of each block read.
 
     Raises:
-        StorageError: the file cannot be read, or is not the one that was stamped.
+        StorageError: the file cannot be read.
     """
     state = hashlib.blake2b(digest_size=20)
     try:
         with open(stamp.path, "rb") as stream:
-            stat = os.fstat(stream.fileno())
-            if (stat.st_size, stat.st_mtime_ns) != (stamp.size_bytes, stamp.mtime_ns):
-                raise StorageError(
-                    f"{stamp.path} has changed since it was planned on; compile the model again"
-                )
             while block := stream.read(16 << 20):
                 state.update(block)
                 progress(len(block))

@@ -13,7 +13,7 @@ from typing import Any, Self
 import torch
 from torch.utils import _pytree as pytree
 
-from gascompile.bundle import Bundle, Weights, content_stamp, write_bundle
+from gascompile.bundle import Bundle, Weights, content_stamp, require_unchanged, write_bundle
 from gascompile.calls import bind_call
 from gascompile.errors import PlanMismatchError
 from gascompile.ir import Plan, RunReport
@@ -148,10 +148,12 @@ class CompiledModel:
         Weights that came from no file of yours are part of the bundle.
 
         Raises:
-            StorageError: the folder cannot be written.
+            StorageError: the folder cannot be written, or a weight file has changed.
         """
         bundle = self._current().bundle
         stamps = bundle.weights.stamps
+        for stamp in stamps:
+            require_unchanged(stamp)
         total_bytes = sum(stamp.size_bytes for stamp in stamps)
         with task("Hashing weights", total_bytes) as advance:
             hashed = tuple(content_stamp(stamp, advance) for stamp in stamps)
