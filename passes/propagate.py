@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from gascompile.cost_models.kernel_workspace import kernel_workspace_bytes
 from gascompile.errors import UnsupportedOpError
 from gascompile.program import Program
 
@@ -73,7 +74,7 @@ def propagate(program: Program) -> Facts:
     return Facts(ops=ops, size_bytes=owners.size_bytes, outputs=frozenset(outputs))
 
 
-_SCALAR_BYTES = 64
+_SCALAR_BYTES = 256
 """Python numbers among an op's arguments become tensors of one element while it runs."""
 
 
@@ -141,19 +142,21 @@ def _run_node(
     try:
         with torch.no_grad(), mode, recorder:
             env[node] = node.target(*args, **kwargs)
+        results = pytree.tree_leaves(env[node])
+        fresh = [isinstance(v, torch.Tensor) and not owners.known(v) for v in results]
     except (RuntimeError, TypeError, ValueError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UnsupportedOpError(
             f"op '{node.name}' ({node.target}) cannot be planned, its shapes are not known ahead of time: {reason}. "
             "Move the op out of the model, or replace it by one whose output shape depends on input shapes only."
         ) from error
-    results = pytree.tree_leaves(env[node])
     if node.target is not operator.getitem:
         single = isinstance(env[node], torch.Tensor)
         for i, value in enumerate(results):
-            if isinstance(value, torch.Tensor) and not owners.known(value):
+            if fresh[i] and not owners.known(value):
                 name = f"%{node.name}" if single else f"%{node.name}.{i}"
                 owners.add(value, name)
+                owners.size_bytes[name] += _understated_bytes(node, i, args)
                 facts.writes.append(name)
     facts.writes += _mutated(node, args, kwargs, owners)
     facts.leaves = recorder.leaves
@@ -164,6 +167,14 @@ def _run_node(
     if recorder.leaves:
         facts.workspace_bytes += _SCALAR_BYTES
     return facts
+
+
+def _understated_bytes(node: torch.fx.Node, element: int, args: Any) -> int:
+    """Return by how much an output can be larger than its fake; the index outputs of bags are smaller there."""
+    if "embedding_bag" not in str(node.target) or element == 0:
+        return 0
+    _, indices, offsets = args[:3]
+    return 8 * int(indices.numel() + offsets.numel() + 1)
 
 
 def _mutated(node: torch.fx.Node, args: Any, kwargs: Any, owners: _Owners) -> list[str]:
@@ -201,18 +212,24 @@ class _Recorder(TorchDispatchMode):
         inputs = [v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor)]
         outputs = [v for v in pytree.tree_leaves(result) if isinstance(v, torch.Tensor)]
         before = {value.untyped_storage()._cdata for value in inputs}
+        given = {id(value) for value in inputs}
         fresh = [value for value in outputs if value.untyped_storage()._cdata not in before]
-        for value in fresh:
-            self._track(value)
-        if fresh or _mutates(func):
+        for value in outputs:
+            if id(value) not in given:
+                self._track(value, is_fresh=value.untyped_storage()._cdata not in before)
+        if fresh or func._schema.is_mutable:
             self.leaves.append(_leaf(func, args, kwargs or {}, result, inputs, outputs))
-            self.kernel_bytes = max(self.kernel_bytes, _kernel_bytes(func, inputs, outputs))
+            own_bytes = kernel_workspace_bytes(func, args, inputs, outputs)
+            self.kernel_bytes = max(self.kernel_bytes, own_bytes)
         return result
 
-    def _track(self, value: torch.Tensor) -> None:
+    def _track(self, value: torch.Tensor, *, is_fresh: bool) -> None:
+        """Count a storage that the op made for as long as a tensor, or a view of it, lives."""
         storage = value.untyped_storage()
         key, size_bytes = storage._cdata, storage.nbytes()
         if self._tensors.get(key, 0) == 0:
+            if not is_fresh:
+                return
             self._live_bytes += size_bytes
             self.peak_bytes = max(self.peak_bytes, self._live_bytes)
         self._tensors[key] = self._tensors.get(key, 0) + 1
@@ -222,10 +239,6 @@ class _Recorder(TorchDispatchMode):
         self._tensors[key] -= 1
         if self._tensors[key] == 0:
             self._live_bytes -= size_bytes
-
-
-def _mutates(func: Any) -> bool:
-    return bool(func._schema.is_mutable)
 
 
 def _nbytes(value: torch.Tensor) -> int:
@@ -264,48 +277,3 @@ def _leaf(
         dtype=dtype,
         known=formula is not None or func.namespace in ("aten", "prims", "prim"),
     )
-
-
-_CPU_ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu"
-_ATTENTION_KEY_BLOCK = 512
-
-
-def _attention_bytes(query: torch.Tensor, key: torch.Tensor) -> int:
-    """Return the scores and outputs of one block per thread, as ATen's FlashAttentionKernel allocates them."""
-    rows = query.shape[-2]
-    query_block = min(256 if rows >= 768 else 64 if rows >= 192 else 32, rows)
-    key_block = min(_ATTENTION_KEY_BLOCK, key.shape[-2])
-    # Scores may be kept twice, in fp32 and in the reduced type of the values.
-    elements = query_block * (2 * key_block + query.shape[-1] + 2)
-    return 4 * elements * torch.get_num_threads()
-
-
-def _kernel_bytes(func: Any, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> int:
-    """Return what a CPU kernel allocates for itself, which no dispatcher sees."""
-    name = func._schema.name
-    if name == _CPU_ATTENTION:
-        return _attention_bytes(inputs[0], inputs[1])
-    if "convolution" in name:
-        # oneDNN reorders weight, input and output into blocked layouts.
-        return sum(_nbytes(value) for value in (*inputs, *outputs))
-    if name in ("aten::sort", "aten::topk", "aten::argsort"):
-        return sum(_nbytes(value) for value in inputs)
-    if _makes_contiguous(name):
-        return sum(_nbytes(value) for value in inputs if not value.is_contiguous())
-    return 0
-
-
-_CONTIGUOUS_KERNELS = (
-    "aten::_softmax",
-    "aten::_log_softmax",
-    "aten::native_layer_norm",
-    "aten::native_group_norm",
-    "aten::cumsum",
-    "aten::embedding",
-    "aten::bmm",
-    "aten::baddbmm",
-)
-
-
-def _makes_contiguous(name: str) -> bool:
-    return name in _CONTIGUOUS_KERNELS
