@@ -175,7 +175,7 @@ def _machine(
         io=IoSettings(
             num_threads=disk.io.num_threads,
             chunk_bytes=disk.io.chunk_bytes,
-            source=f"{measured} fastest of up to 7 settings, fewer threads preferred within 5 %",
+            source=f"{measured} fastest of up to 6 settings, fewer threads preferred within 5 %",
         ),
     )
 
