@@ -121,7 +121,7 @@ def test_the_search_finds_the_best_setting_in_few_reads(tmp_path: Path) -> None:
         io, size_bytes = best_setting(file, drive, limit_s=5)
         assert size_bytes <= file.size_bytes
     assert (io.num_threads, io.chunk_bytes) == (2, 4 * MIB)
-    assert len(drive.asked) == 8
+    assert len(drive.asked) == 7
 
 
 def test_equal_settings_leave_the_processor_to_the_ops(tmp_path: Path) -> None:
