@@ -7,6 +7,7 @@ with. The graph is left undecomposed: composite ops run faster and the graph is 
 from __future__ import annotations
 
 import traceback
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -36,7 +37,9 @@ def capture(
     """
     twin, canonical = fake_twin(model, device=device)
     try:
-        with torch.no_grad():
+        with torch.no_grad(), warnings.catch_warnings():
+            # Recurrent layers set up their own list of weights again while they are traced.
+            warnings.filterwarnings("ignore", message=r".*\._flat_weights\[")
             exported = torch.export.export(
                 twin, args, dict(kwargs), dynamic_shapes=dynamic_shapes, strict=False
             )
@@ -59,7 +62,16 @@ def _capture_error(model: nn.Module, error: Exception) -> CaptureError:
         else ""
     )
     text = str(error)
-    if "pytree" in text:
+    lines = text.strip().splitlines() or [type(error).__name__]
+    summary = lines[0]
+    if "Constraints violated" in text or "dynamic_shapes" in text:
+        # The lines that follow name the dimension and what the model needs of it.
+        summary = " ".join(line.strip() for line in lines[:3])
+        advice = (
+            "give dynamic_shapes= one entry per argument, as in {'x': {0: torch.export.Dim('batch', max=32)}}, with "
+            "ranges and relations that the model keeps"
+        )
+    elif "pytree" in text:
         advice = (
             "return tensors, tuples, lists, dicts or dataclasses, register the type with "
             "torch.utils._pytree.register_pytree_node, or switch it off (for a cache: use_cache=False)"
@@ -74,7 +86,6 @@ def _capture_error(model: nn.Module, error: Exception) -> CaptureError:
             "check that model(*args, **kwargs) itself runs on these example inputs; if it does, compile the "
             "submodules around this line one by one"
         )
-    summary = text.strip().splitlines()[0] if text.strip() else type(error).__name__
     return CaptureError(
         f"{type(model).__name__} cannot be captured{where}: {type(error).__name__}: {summary}. What to do: {advice}."
     )

@@ -27,6 +27,9 @@ _DTYPES = {
     "C64": ("complex64", 8),
 }  # fmt: skip
 
+FILE_DTYPES = frozenset(name for name, _ in _DTYPES.values())
+"""Dtypes that safetensors files hold, with torch's names."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:

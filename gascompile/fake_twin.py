@@ -48,7 +48,8 @@ def canonical_names(model: nn.Module) -> dict[str, str]:
 def _fake(mode: FakeTensorMode, tensor: torch.Tensor, device: str) -> torch.Tensor:
     target = device if tensor.device.type == "meta" else tensor.device
     with mode:
-        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=target)
+        # Contiguous, as the arena lays tensors out whatever their strides in the model.
+        fake = torch.empty(tensor.shape, dtype=tensor.dtype, device=target)
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(fake, requires_grad=False)
     return fake

@@ -45,17 +45,19 @@ def module_fingerprint(model: nn.Module) -> str:
     """Return a digest of the module's code, structure, plain attributes and tensor shapes."""
     hasher = _Hasher(model)
     names: dict[int, str] = {}
+    storages: dict[int, str] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         hasher.add("module", path, module.training)
         hasher.value(type(module))
         for kind, tensors in (("p", module._parameters), ("b", module._buffers)):
             for name, tensor in tensors.items():
                 if tensor is not None:
-                    first = names.setdefault(id(tensor), f"{path}.{name}")
+                    here = f"{path}.{name}"
                     hasher.add(
                         kind,
                         name,
-                        first,
+                        names.setdefault(id(tensor), here),
+                        _storage_name(tensor, here, storages),
                         str(tensor.dtype),
                         tuple(tensor.shape),
                         tensor.stride() if tensor.layout is torch.strided else str(tensor.layout),
@@ -67,6 +69,13 @@ def module_fingerprint(model: nn.Module) -> str:
                 hasher.add("attribute", name)
                 hasher.value(value)
     return hasher.digest()
+
+
+def _storage_name(tensor: torch.Tensor, name: str, storages: dict[int, str]) -> str:
+    """Return the first name of a tensor in the same memory."""
+    if tensor.layout is not torch.strided or tensor.device.type == "meta" or not tensor.numel():
+        return name
+    return storages.setdefault(tensor.untyped_storage().data_ptr(), name)
 
 
 def versions() -> dict[str, str]:

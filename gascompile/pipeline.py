@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +64,8 @@ class Job:
     dynamic_shapes: Any = None
     reserved_bytes: int = 0
     pinned: Plan | None = None
+    buffers: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Buffers of the model that calls mutate: one for the plans of all signatures."""
 
     def open_checkpoint(self) -> Checkpoint | None:
         """Read the checkpoint's headers, under the names that the model uses."""
@@ -150,7 +152,7 @@ class Job:
         constants: Mapping[str, torch.Tensor],
         checkpoint: Checkpoint | None,
     ) -> Resolved:
-        return resolve_weights(
+        resolved = resolve_weights(
             self.model,
             program,
             canonical=canonical,
@@ -159,6 +161,11 @@ class Job:
             store=self.config.cache_dir / STORE,
             where=str(self.checkpoint_path or "the checkpoint"),
         )
+        held = {
+            name: tensor if name in constants else self.buffers.setdefault(name, tensor)
+            for name, tensor in resolved.held.items()
+        }
+        return replace(resolved, held=held)
 
     def _plan(
         self,
@@ -184,7 +191,11 @@ class Job:
     def capture(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Capture:
         """Trace the model; see ``gascompile.capture``."""
         with task(f"Capturing {type(self.model).__name__}"):
-            captured = capture(self.model, args, kwargs, dynamic_shapes=self.dynamic_shapes)
+            shapes = self.dynamic_shapes
+            if isinstance(shapes, (tuple, list)) and not args:
+                # The positional arguments they describe were given their names.
+                shapes = dict(zip(positional_names(self.model), shapes, strict=False))
+            captured = capture(self.model, args, kwargs, dynamic_shapes=shapes)
         program = with_held_tensors(captured.program, self.model, captured.constants)
         return replace(captured, program=program)
 

@@ -11,6 +11,7 @@ import torch
 from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
+from gascompile.checkpoint import FILE_DTYPES
 from gascompile.errors import CaptureError, UnsupportedOpError
 from gascompile.passes.bound_aliases import bound_aliases
 from gascompile.passes.mutated_tensors import mutated_tensors
@@ -73,17 +74,46 @@ def to_program(
     _own_outputs(graph_module.graph, bindings)
     graph_module.graph.lint()
     graph_module.recompile()
+    states = mutated_tensors(graph_module.graph, bindings)
+    _check_bound(bound, states, constants)
     program = Program(
         name=name,
         graph_module=graph_module,
         inputs=inputs,
         bindings=bindings,
         bound=bound,
-        states=mutated_tensors(graph_module.graph, bindings),
-        in_spec=pytree.treespec_dumps(in_spec),
-        out_spec=pytree.treespec_dumps(out_spec),
+        states=states,
+        in_spec=_dumped(in_spec, "takes"),
+        out_spec=_dumped(out_spec, "returns"),
     )
     return Capture(program=program, constants=constants, canonical=canonical)
+
+
+def _check_bound(
+    bound: Mapping[str, BoundSpec], states: frozenset[str], constants: Mapping[str, torch.Tensor]
+) -> None:
+    for name in sorted(states & constants.keys()):
+        raise UnsupportedOpError(
+            f"the model mutates '{name}', a tensor in a plain attribute, which has no place to keep its value: "
+            f"make it a buffer, as in self.register_buffer('{name.rpartition('.')[2]}', value)"
+        )
+    for name, spec in bound.items():
+        if spec.dtype not in FILE_DTYPES:
+            raise UnsupportedOpError(
+                f"'{name}' has the dtype {spec.dtype}, which safetensors files cannot hold; use one of "
+                f"{', '.join(sorted(FILE_DTYPES))}"
+            )
+
+
+def _dumped(spec: pytree.TreeSpec, verb: str) -> str:
+    try:
+        return pytree.treespec_dumps(spec)
+    except NotImplementedError as error:
+        raise CaptureError(
+            f"the model {verb} a type that a saved program cannot name ({error}). What to do: use a plain tuple or "
+            "dict there, or register the type: torch.utils._pytree._register_namedtuple(cls, serialized_type_name=...) "
+            "for a named tuple, torch.utils._pytree.register_pytree_node(...) for others"
+        ) from error
 
 
 def _inline_wrappers(graph_module: torch.fx.GraphModule) -> None:

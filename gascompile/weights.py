@@ -11,7 +11,7 @@ from torch import nn
 
 from gascompile.bundle import Weights
 from gascompile.checkpoint import Checkpoint, match_weights
-from gascompile.errors import CheckpointError
+from gascompile.errors import CheckpointError, UnsupportedOpError
 from gascompile.integrations.huggingface import ignorable_weights, rebuild_buffers
 from gascompile.ir import WeightSource
 from gascompile.program import Program
@@ -39,7 +39,25 @@ def with_held_tensors(
     for name, spec in program.bound.items():
         if name in buffers and name not in persistent and spec.size_bytes < HELD_LIMIT_BYTES:
             held.add(name)
+    _check_shared(program, model)
     return replace(program, states=program.states | held)
+
+
+def _check_shared(program: Program, model: nn.Module) -> None:
+    """Refuse a mutated buffer that overlaps another: the other one's copy would not see the change."""
+    owners: dict[int, list[str]] = {}
+    named = [*model.named_parameters(), *model.named_buffers()]
+    for name, tensor in named:
+        if name in program.bound and tensor.device.type != "meta" and tensor.numel():
+            owners.setdefault(tensor.untyped_storage().data_ptr(), []).append(name)
+    for names in owners.values():
+        changed = [name for name in names if name in program.states]
+        if changed and len(names) > 1:
+            other = next(name for name in names if name != changed[0])
+            raise UnsupportedOpError(
+                f"the model changes '{changed[0]}', which shares memory with '{other}': a plan keeps them apart; "
+                "keep one of them and take the view of it in forward"
+            )
 
 
 def resolve_weights(

@@ -19,7 +19,7 @@ from torch.utils.flop_counter import flop_registry
 
 from gascompile.cost_models.kernel_workspace import kernel_workspace_bytes
 from gascompile.errors import UnsupportedOpError
-from gascompile.program import Program
+from gascompile.program import Dim, Program
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,21 +57,68 @@ class Facts:
     """Storages that the model returns."""
 
 
+_Shapes = dict[str, tuple[int, ...]]
+
+
 def propagate(program: Program) -> Facts:
     """Return the storages, kernels and workspace of every op at the largest input shapes.
 
     Raises:
         UnsupportedOpError: an op cannot run on fake tensors, for example one whose output shape depends on values.
     """
+    largest = {spec.name: spec.upper_shape() for spec in program.inputs}
+    others = [shapes for shapes in _other_shapes(program) if shapes != largest]
+    copies = {name for shapes in others for name in _copying_ops(program, shapes)}
+    return _propagate(program, largest, copies)
+
+
+def _propagate(program: Program, shapes: _Shapes, copies: set[str]) -> Facts:
+    """Return the facts at ``shapes``; the ops named in ``copies`` make a storage of their own."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     env: dict[torch.fx.Node, Any] = {}
     owners = _Owners()
-    _place_inputs(program, mode, env, owners)
-    ops = tuple(_run_node(node, mode, env, owners) for node in program.op_nodes())
+    _place_inputs(program, shapes, mode, env, owners)
+    ops = tuple(
+        _run_node(node, mode, env, owners, copies=node.name in copies)
+        for node in program.op_nodes()
+    )
     (output,) = (n for n in program.graph_module.graph.nodes if n.op == "output")
     returned = pytree.tree_leaves(torch.fx.node.map_arg(output.args[0], env.__getitem__))
     outputs = {owners.name(value) for value in returned if isinstance(value, torch.Tensor)}
     return Facts(ops=ops, size_bytes=owners.size_bytes, outputs=frozenset(outputs))
+
+
+def _other_shapes(program: Program) -> list[_Shapes]:
+    """Return the smallest input shapes, and those just below the largest."""
+    return [
+        {
+            spec.name: tuple(
+                (dim.minimum if smallest else max(dim.maximum - 1, dim.minimum))
+                if isinstance(dim, Dim)
+                else dim
+                for dim in spec.shape
+            )
+            for spec in program.inputs
+        }
+        for smallest in (True, False)
+    ]
+
+
+def _copying_ops(program: Program, shapes: _Shapes) -> set[str]:
+    """Return the ops that make a storage of their own at ``shapes``.
+
+    Whether ``contiguous`` or ``reshape`` copies depends on sizes. An op that does at some size is planned
+    to do so at all, and the runtime copies where it would not.
+    """
+    try:
+        facts = _propagate(program, shapes, set())
+    except UnsupportedOpError:
+        return set()  # the program refuses these sizes at run time, too
+    return {op.name for op in facts.ops if any(_is_own(name, op.name) for name in op.writes)}
+
+
+def _is_own(tensor: str, op: str) -> bool:
+    return tensor == f"%{op}" or tensor.startswith(f"%{op}.")
 
 
 _SCALAR_BYTES = 256
@@ -100,7 +147,11 @@ class _Owners:
 
 
 def _place_inputs(
-    program: Program, mode: FakeTensorMode, env: dict[torch.fx.Node, Any], owners: _Owners
+    program: Program,
+    shapes: _Shapes,
+    mode: FakeTensorMode,
+    env: dict[torch.fx.Node, Any],
+    owners: _Owners,
 ) -> None:
     inputs = {spec.name: spec for spec in program.inputs}
     for node in program.graph_module.graph.nodes:
@@ -119,7 +170,7 @@ def _place_inputs(
             tensor, dtype, shape, device = (
                 f"%{node.name}",
                 spec.dtype,
-                spec.upper_shape(),
+                shapes[node.name],
                 spec.device,
             )
         with mode:
@@ -128,7 +179,12 @@ def _place_inputs(
 
 
 def _run_node(
-    node: torch.fx.Node, mode: FakeTensorMode, env: dict[torch.fx.Node, Any], owners: _Owners
+    node: torch.fx.Node,
+    mode: FakeTensorMode,
+    env: dict[torch.fx.Node, Any],
+    owners: _Owners,
+    *,
+    copies: bool,
 ) -> OpFacts:
     args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), env.__getitem__)
     facts = OpFacts(name=node.name)
@@ -142,10 +198,18 @@ def _run_node(
     try:
         with torch.no_grad(), mode, recorder:
             env[node] = node.target(*args, **kwargs)
+        if copies and isinstance(env[node], torch.Tensor) and owners.known(env[node]):
+            with mode:
+                env[node] = env[node].clone()
         results = pytree.tree_leaves(env[node])
         fresh = [isinstance(v, torch.Tensor) and not owners.known(v) for v in results]
     except (RuntimeError, TypeError, ValueError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        if not isinstance(node.target, torch._ops.OpOverload):
+            raise UnsupportedOpError(
+                f"op '{node.name}' calls {getattr(node.target, '__name__', node.target)}, which is no ATen op "
+                f"({reason}). Write transforms such as torch.func.vmap as batched tensor code."
+            ) from error
         raise UnsupportedOpError(
             f"op '{node.name}' ({node.target}) cannot be planned, its shapes are not known ahead of time: {reason}. "
             "Move the op out of the model, or replace it by one whose output shape depends on input shapes only."
@@ -160,9 +224,7 @@ def _run_node(
                 facts.writes.append(name)
     facts.writes += _mutated(node, args, kwargs, owners)
     facts.leaves = recorder.leaves
-    own_bytes = sum(
-        owners.size_bytes[name] for name in facts.writes if name.startswith(f"%{node.name}")
-    )
+    own_bytes = sum(owners.size_bytes[name] for name in facts.writes if _is_own(name, node.name))
     facts.workspace_bytes = max(recorder.peak_bytes - own_bytes, 0) + recorder.kernel_bytes
     if recorder.leaves:
         facts.workspace_bytes += _SCALAR_BYTES

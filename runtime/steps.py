@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch
 from torch import fx
 
 from gascompile import moves
@@ -158,6 +159,8 @@ class _Builder:
             meter = self._meters[op]
             self._next_op += 1
         function, gather = self._prepare(node)
+        if meter is not None and meter.births and _may_return_its_input(node.target):
+            function = _owning(function)
         slot = self._slot(node)
         self._steps.append(Step(function, gather, slot, meter, self._freed(node, slot), op))
 
@@ -221,6 +224,35 @@ class _Builder:
         if isinstance(argument, tuple):
             return lambda values: tuple(fetch(values) for fetch in parts)
         return lambda values: [fetch(values) for fetch in parts]
+
+
+def _may_return_its_input(target: Value) -> bool:
+    """Return whether an op that made a copy at the planned sizes may return a view at others."""
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    return any(value.alias_info for value in target._schema.returns) or (
+        torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), "CompositeImplicitAutograd")
+    )
+
+
+def _owning(function: Callable[..., Value]) -> Callable[..., Value]:
+    """Return ``function`` with results that share no memory with its arguments, as the plan has it.
+
+    A view would outlive the visit of the weight that it lies in, or keep more memory than planned.
+    """
+
+    def call(*values: Value) -> Value:
+        result = function(*values)
+        if isinstance(result, torch.Tensor):
+            start = result.untyped_storage().data_ptr()
+            for value in values:
+                if isinstance(value, torch.Tensor) and (
+                    value.untyped_storage().data_ptr() == start and start
+                ):
+                    return result.clone()
+        return result
+
+    return call
 
 
 def _nothing(_values: list[Value]) -> tuple[Value, ...]:

@@ -107,6 +107,112 @@ def mixtral() -> Case:
     return transformers.MixtralForCausalLM(config), {"input_ids": _tokens(2, 8)}
 
 
+def gemma3() -> Case:
+    config = transformers.Gemma3TextConfig(
+        **_TEXT, num_key_value_heads=2, head_dim=16, sliding_window=4
+    )
+    inputs = {"input_ids": _tokens(2, 8), "output_hidden_states": True}
+    return transformers.Gemma3ForCausalLM(config), inputs
+
+
+def deepseek_v3() -> Case:
+    config = transformers.DeepseekV3Config(
+        **_TEXT,
+        num_key_value_heads=4,
+        q_lora_rank=32,
+        kv_lora_rank=16,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=8,
+        v_head_dim=16,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        first_k_dense_replace=1,
+        moe_intermediate_size=32,
+        n_group=2,
+        topk_group=1,
+    )
+    return transformers.DeepseekV3ForCausalLM(config), {"input_ids": _tokens(2, 8)}
+
+
+def mamba2() -> Case:
+    config = transformers.Mamba2Config(
+        hidden_size=64,
+        num_hidden_layers=2,
+        vocab_size=100,
+        state_size=8,
+        num_heads=8,
+        head_dim=16,
+        n_groups=2,
+        chunk_size=4,
+    )
+    inputs = {"input_ids": _tokens(2, 8), "use_cache": False}
+    return transformers.Mamba2ForCausalLM(config), inputs
+
+
+def deberta() -> Case:
+    config = transformers.DebertaV2Config(
+        **_TEXT, relative_attention=True, pos_att_type=["c2p", "p2c"], max_relative_positions=16
+    )
+    inputs = {"input_ids": _tokens(2, 8), "labels": _tokens(2, 8)}
+    return transformers.DebertaV2ForMaskedLM(config), inputs
+
+
+def clipseg() -> Case:
+    config = transformers.CLIPSegConfig(
+        text_config={**_TEXT, "eos_token_id": 99, "bos_token_id": 98},
+        vision_config=_VISION,
+        projection_dim=32,
+        extract_layers=[0, 1],
+        reduce_dim=16,
+        decoder_num_attention_heads=2,
+        decoder_intermediate_size=32,
+    )
+    inputs = {"input_ids": _tokens(2, 8), "pixel_values": torch.randn(2, 3, 32, 32)}
+    return transformers.CLIPSegForImageSegmentation(config), inputs
+
+
+def hubert() -> Case:
+    config = transformers.HubertConfig(
+        **_TEXT,
+        conv_dim=(32, 32),
+        conv_stride=(5, 4),
+        conv_kernel=(10, 4),
+        num_conv_pos_embeddings=16,
+        num_conv_pos_embedding_groups=4,
+    )
+    return transformers.HubertModel(config), {"input_values": torch.randn(2, 800)}
+
+
+class Modules(nn.Module):
+    """Layers of torch itself whose kernels allocate more than their results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bags = nn.EmbeddingBag(50, 64, padding_idx=0)
+        self.lstm = nn.LSTM(64, 64, 2, bidirectional=True, batch_first=True)
+        self.gru = nn.GRU(128, 128, batch_first=True)
+        self.up = nn.ConvTranspose1d(128, 16, 4, 2)
+        self.volume = nn.Conv3d(2, 4, 3)
+        self.norm = nn.InstanceNorm1d(16, affine=True)
+
+    def forward(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = self.bags(ids.reshape(-1, 4)).reshape(2, -1, 64)
+        x = self.gru(self.lstm(x)[0])[0]
+        x = self.norm(self.up(x.transpose(1, 2)))
+        return functional.interpolate(x, scale_factor=2, mode="linear"), self.volume(
+            x[:, :, :12].reshape(1, 2, 4, 6, 8)
+        )
+
+
+def modules() -> Case:
+    return Modules(), {"ids": torch.randint(0, 50, (2, 24))}
+
+
+def reduced() -> Case:
+    model = nn.Sequential(nn.Linear(64, 256), nn.LayerNorm(256), nn.GELU(), nn.Linear(256, 64))
+    return model.to(torch.bfloat16), {"input": torch.randn(3, 64, dtype=torch.bfloat16)}
+
+
 class ConvNet(nn.Module):
     """Convolutions with BatchNorm, pooling and a residual connection."""
 
@@ -166,6 +272,14 @@ CASES: dict[str, Callable[[], Case]] = {
     "mixtral": mixtral,
     "convnet": convnet,
     "tied": tied,
+    "gemma3": gemma3,
+    "deepseek_v3": deepseek_v3,
+    "mamba2": mamba2,
+    "deberta": deberta,
+    "clipseg": clipseg,
+    "hubert": hubert,
+    "modules": modules,
+    "reduced": reduced,
 }
 
 

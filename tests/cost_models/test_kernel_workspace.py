@@ -21,7 +21,7 @@ def measured_bytes(call: Callable[[], Any]) -> int:
     """Return what a call allocates beside its results."""
     with torch.no_grad():
         result = call()
-        own = sum(t.untyped_storage().nbytes() for t in pytree.tree_leaves(result))
+        own: int = sum(t.untyped_storage().nbytes() for t in pytree.tree_leaves(result))
         del result
         return peak_growth_bytes(call) - own
 
