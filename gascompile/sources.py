@@ -80,10 +80,21 @@ def _open_exported(path: Path) -> Source:
     except (OSError, RuntimeError, ValueError, KeyError) as error:
         raise FormatError(f"{path} is not a .pt2 file that this torch can load: {error}") from error
     inputs = exported.example_inputs
-    model = exported.module(check_guards=False)
+    model = _Exported(exported.module(check_guards=False))
     return Source(
         model=model, checkpoint=None, inputs=(inputs[0], dict(inputs[1])) if inputs else None
     )
+
+
+class _Exported(nn.Module):
+    """Takes arguments as they were exported: an exported module refuses positional ones by name."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
 
 
 def _open_callable(text: str) -> Source:
