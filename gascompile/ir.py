@@ -65,6 +65,10 @@ class OpSpec:
     flops: int = 0
     read_bytes: int = 0
     write_bytes: int = 0
+    splits: Mapping[str, int] = field(default_factory=dict)
+    """Weights along whose rows the op may be split, with the number of rows: a linear's output features."""
+    gathers: Mapping[str, int] = field(default_factory=dict)
+    """Weights of which the op needs only some rows, with the bytes that it needs: an embedding's."""
 
     @property
     def arithmetic_intensity(self) -> float:
@@ -247,24 +251,55 @@ class Prefetch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wait:
-    """Block until the newest prefetch of ``tensor`` to ``address`` has arrived."""
+    """Block until the newest transfer of ``tensor`` (at ``address``) is complete."""
 
     op: int
     tensor: str
-    address: int
+    address: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Release:
-    """From here on the bytes of ``tensor`` at ``address`` may be overwritten."""
+    """From here on the bytes of ``tensor`` (at ``address``) may be overwritten."""
 
     op: int
     tensor: str
-    address: int
+    address: int | None = None
 
 
-Step = Compute | Prefetch | Wait | Release
-"""A plan's steps stand in program order. ``offload``, ``reload`` and ``recompute`` join this union with training."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offload:
+    """Start copying ``tensor`` out of the compute tier over ``link``. Its bytes stay until a ``Release``."""
+
+    op: int
+    tensor: str
+    link: str
+    size_bytes: int = field(metadata=_json("bytes"))
+    address: int | None = None
+    """``None``: the tensor has no fixed place in the arena; the same holds for the steps around it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reload:
+    """Take memory for ``tensor`` and start copying it back over ``link``."""
+
+    op: int
+    tensor: str
+    link: str
+    size_bytes: int = field(metadata=_json("bytes"))
+    address: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recompute:
+    """Run op ``source`` again: what it writes comes back without a transfer."""
+
+    op: int
+    source: int
+
+
+Step = Compute | Prefetch | Wait | Release | Offload | Reload | Recompute
+"""A plan's steps stand in program order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
