@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import math
 import os
-from collections.abc import Iterator
 from dataclasses import replace
 from importlib import resources
 from pathlib import Path
@@ -23,6 +21,7 @@ from gascompile.cost_models.measure import machine_name, measure_machine
 from gascompile.cost_models.measure_disk import Reader
 from gascompile.errors import FormatError, StorageError
 from gascompile.ir import Machine
+from gascompile.machine_check import check_machine
 
 _log = logging.getLogger(__name__)
 
@@ -47,6 +46,7 @@ def resolve_machine(
         StorageError: the file cannot be read, or ``cache_dir`` cannot be written to.
     """
     if isinstance(machine, Machine):
+        check_machine(machine, where=f"machine '{machine.name}': $")
         return machine
     if machine is None:
         return _this_machine(Path(cache_dir), read)
@@ -152,40 +152,5 @@ def _with_memory_limit(machine: Machine) -> Machine:
 
 def _load(path: Path) -> Machine:
     machine = serial.load(Machine, path)
-    for problem in _problems(machine):
-        raise FormatError(f"{path}: {problem}")
+    check_machine(machine, where=f"{path}: $")
     return machine
-
-
-def _problems(machine: Machine) -> Iterator[str]:
-    """Yield what makes no sense in a machine that was read from a file."""
-    if machine.compute_tier not in machine.tiers:
-        yield "a machine needs a tier 'gpu' or 'cpu' that computes"
-    for name, tier in machine.tiers.items():
-        if tier.size_bytes < 0:
-            yield f"tier '{name}' has the size {tier.size_bytes}"
-    pipes = {pipe.name for pipe in machine.pipes}
-    for link in machine.links:
-        for end in (link.source_tier, link.target_tier):
-            if end not in machine.tiers:
-                yield f"link {link.name} names the tier '{end}', which the machine does not have"
-        for missing in set(link.shared) - pipes:
-            yield f"link {link.name} shares the pipe '{missing}', which the machine does not have"
-    if machine.io.num_threads < 1 or machine.io.chunk_bytes < 1:
-        yield "io needs at least one thread and a chunk of at least one byte"
-    yield from _bad_rates(machine)
-
-
-def _bad_rates(machine: Machine) -> Iterator[str]:
-    rates = [(f"link {link.name}", link.bandwidth_bytes_per_s) for link in machine.links]
-    rates += [(f"pipe {pipe.name}", pipe.bandwidth_bytes_per_s) for pipe in machine.pipes]
-    rates += [(f"rate {rate.device}/{rate.dtype}", rate.flops_per_s) for rate in machine.rates]
-    rates += [(f"memory {rate.device}", rate.bandwidth_bytes_per_s) for rate in machine.memory]
-    for name, value in rates:
-        if not (math.isfinite(value) and value > 0):
-            yield f"{name} has the rate {value}, which is not a positive number"
-    costs = [(f"link {link.name}", link.latency_s) for link in machine.links]
-    costs += [(f"memory {rate.device}", rate.op_overhead_s) for rate in machine.memory]
-    for name, value in costs:
-        if not (math.isfinite(value) and value >= 0):
-            yield f"{name} has the fixed cost {value}, which is not zero or more"

@@ -194,7 +194,7 @@ LINK = {"from": "nvme", "to": "gpu", "bytes_per_second": 1e9}
     ("changes", "match"),
     [
         ({"tiers": {"nvme": {"bytes": 1}}, "links": []}, "that computes"),
-        ({"tiers": {"gpu": {"bytes": -1}}, "links": []}, "size -1"),
+        ({"tiers": {"gpu": {"bytes": -1}}, "links": []}, r"tiers\.gpu\.bytes.*size -1"),
         ({"links": [{**LINK, "from": "tape"}]}, "tier 'tape'"),
         ({"links": [{**LINK, "shared": ["straw"]}]}, "pipe 'straw'"),
         ({"links": [{**LINK, "bytes_per_second": 0}]}, "not a positive number"),
