@@ -429,6 +429,10 @@ class Stall:
     op: int
     tensor: str
     time_s: float
+    link: str = ""
+    cause: str = ""
+    """Why it came late: ``link busy``, ``memory`` or ``bandwidth``; ``blocker`` is the tensor in its way."""
+    blocker: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
