@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from gascompile.cost_models.replay import replay_plan
-from gascompile.cost_models.transfers import Transfer, transfers
+from gascompile.cost_models.trace import Transfer, trace
 from gascompile.ir import OpSpec, Plan, Release, TensorKind, TensorSpec
 from gascompile.passes.alternatives import Alternative, Peer, alternatives
 from gascompile.units import format_size, format_time
@@ -147,7 +147,8 @@ def _bound(plan: Plan, op: OpSpec, site: str, time_s: float) -> str:
 def _tensor(plan: Plan, tensor: TensorSpec) -> TensorExplanation:
     ops = plan.workload.ops
     uses = tuple(op.name for op in ops if tensor.name in op.reads)
-    stall_s = sum(s.time_s for s in replay_plan(plan).stalls if s.tensor == tensor.name)
+    found = trace(plan)
+    stall_s = sum(s.time_s for s in found.stalls if s.tensor == tensor.name)
     base = TensorExplanation(
         name=tensor.name,
         kind=tensor.kind,
@@ -156,7 +157,9 @@ def _tensor(plan: Plan, tensor: TensorSpec) -> TensorExplanation:
         reason="",
         uses=uses,
         writers=tuple(op.name for op in ops if tensor.name in op.writes),
-        transfers=tuple(t for t in transfers(plan) if t.tensor == tensor.name),
+        transfers=tuple(
+            t for t in found.transfers if t.tensor == tensor.name and t.wait_op is not None
+        ),
         releases=tuple(
             s.op for s in plan.steps if isinstance(s, Release) and s.tensor == tensor.name
         ),

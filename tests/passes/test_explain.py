@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from gascompile.cost_models.transfers import transfers
+from gascompile.cost_models.trace import trace
 from gascompile.ir import (
     Budget,
     Link,
@@ -102,7 +102,7 @@ def test_stalls_and_slack_add_up_to_the_iteration() -> None:
     plan = _plan(_workload(), 3 * _RESERVED + 8192 * 4, _machine(1e8))
     stalls = sum(_tensor(plan, name).stall_s for name in _names(plan, resident=False))
     assert 0.04 + stalls == pytest.approx(plan.certificate.predicted_s)
-    late = sum(max(0.0, -t.slack_s) for t in transfers(plan))
+    late = sum(max(0.0, -t.slack_s) for t in trace(plan).transfers)
     assert late == pytest.approx(stalls)
 
 
