@@ -1,9 +1,9 @@
 """The simulator: what a list of steps takes on a machine, without running it.
 
-One thread walks the steps. ``Compute`` takes its op's seconds, ``Prefetch`` puts a transfer on its link
-and costs nothing, ``Wait`` blocks until the transfer has arrived. A link serves its transfers one after
-the other in the order of their prefetches; a pipe that links share admits a transfer when the bytes
-of the one before would have passed at the pipe's own bandwidth.
+One thread walks the steps. ``Compute`` and ``Recompute`` take their op's seconds; ``Prefetch``, ``Offload``
+and ``Reload`` put a transfer on its link and cost nothing; ``Wait`` blocks until the transfer has arrived.
+A link serves its transfers one after the other in the order of their steps; a pipe that links share
+admits a transfer when the bytes of the one before would have passed at the pipe's own bandwidth.
 """
 
 from __future__ import annotations
@@ -24,16 +24,23 @@ from gascompile.ir import (
     Compute,
     Link,
     Machine,
+    Offload,
     OpSpec,
     Plan,
     Prefetch,
+    Recompute,
     Release,
+    Reload,
     Stall,
     Step,
     TensorKind,
     Timeline,
     Wait,
 )
+
+_TRANSFERS = (Prefetch, Offload, Reload)
+_Key = tuple[str, int | None]
+"""A tensor and its place: an address of the arena, or ``None`` for the heap."""
 
 
 def replay(
@@ -68,7 +75,7 @@ def replay(
     link_bytes: dict[str, int] = {}
     link_busy_s: dict[str, float] = {}
     for step in steps:
-        if isinstance(step, Prefetch):
+        if isinstance(step, _TRANSFERS):
             busy_s = machine.link(step.link).transfer_time_s(step.size_bytes)
             link_bytes[step.link] = link_bytes.get(step.link, 0) + step.size_bytes
             link_busy_s[step.link] = link_busy_s.get(step.link, 0.0) + busy_s
@@ -92,7 +99,7 @@ def replay_plan(plan: Plan, machine: Machine | None = None) -> Timeline:
     resident_bytes = {
         name: tensor.size_bytes
         for name, tensor in plan.tensors.items()
-        if tensor.kind == TensorKind.WEIGHT and tensor.address is not None
+        if tensor.kind == TensorKind.WEIGHT and tensor.home == plan.machine.compute_tier
     }
     return replay(
         plan.steps,
@@ -105,23 +112,24 @@ def replay_plan(plan: Plan, machine: Machine | None = None) -> Timeline:
     )
 
 
-def up_front_prefetches(steps: Sequence[Step]) -> list[int]:
-    """Return the indices of the prefetches to issue before the first iteration, by first use.
+def up_front_transfers(steps: Sequence[Step]) -> list[int]:
+    """Return the indices of the transfers to issue before the first iteration, by first use.
 
-    They are those whose copy is waited for or released earlier in the list than it is prefetched.
+    They are those that are waited for, in the arena also released, earlier in the list than they start.
     """
-    first: dict[tuple[str, int], int] = {}
-    newest: dict[tuple[str, int], int] = {}
+    first: dict[_Key, int] = {}
+    newest: dict[_Key, int] = {}
     for i, step in enumerate(steps):
-        if not isinstance(step, Compute):
+        if not isinstance(step, (Compute, Recompute)):
             key = (step.tensor, step.address)
             first.setdefault(key, i)
-            if isinstance(step, Prefetch):
+            if isinstance(step, _TRANSFERS):
                 newest[key] = i
     return [
         newest[key]
         for key, i in sorted(first.items(), key=lambda item: item[1])
-        if key in newest and not isinstance(steps[i], Prefetch)
+        if key in newest
+        and (isinstance(steps[i], Wait) or (key[1] is not None and isinstance(steps[i], Release)))
     ]
 
 
@@ -130,24 +138,19 @@ def compile_events(
 ) -> EventProgram:
     """Return the events of ``steps``; ops between two moves become one event."""
     links = {link.name: i for i, link in enumerate(machine.links)}
-    copies: dict[tuple[str, int], int] = {}
+    number: dict[int, int] = {}
     link_of: list[int] = []
     pipes_of: list[tuple[tuple[int, float], ...]] = []
-    for step in steps:
-        if isinstance(step, Prefetch) and (step.tensor, step.address) not in copies:
-            copies[step.tensor, step.address] = len(copies)
+    for i, step in enumerate(steps):
+        if isinstance(step, _TRANSFERS):
+            number[i] = len(number)
             link_of.append(links[step.link])
             pipes_of.append(pipe_times(machine, machine.link(step.link), step.size_bytes))
-    up_front: list[int] = []
-    for i in up_front_prefetches(steps) if repeats else ():
-        step = steps[i]
-        if isinstance(step, Prefetch):
-            up_front.append(copies[step.tensor, step.address])
     return EventProgram(
-        events=_events(steps, copies, running_sums(op_times_s), machine),
+        events=_events(steps, number, op_times_s, machine, repeats=repeats),
         link_of=link_of,
         pipes_of=pipes_of,
-        up_front=up_front,
+        up_front=[number[i] for i in (up_front_transfers(steps) if repeats else ())],
         repeats=repeats,
         num_links=len(machine.links),
         num_pipes=len(machine.pipes),
@@ -165,13 +168,18 @@ def pipe_times(machine: Machine, link: Link, size_bytes: int) -> tuple[tuple[int
 
 def _events(
     steps: Sequence[Step],
-    copies: Mapping[tuple[str, int], int],
-    sums: Sequence[float],
+    number: Mapping[int, int],
+    op_times_s: Sequence[float],
     machine: Machine,
+    *,
+    repeats: bool,
 ) -> list[Event]:
+    """Return the events; ``number`` has the number of the transfer that each step starts."""
+    sums = running_sums(op_times_s)
     events: list[Event] = []
+    newest = _newest_transfers(steps, number) if repeats else {}
     begun, reached = 0, 0
-    for step in steps:
+    for i, step in enumerate(steps):
         if isinstance(step, Compute):
             reached = step.op + 1
             continue
@@ -180,17 +188,30 @@ def _events(
         if reached > begun:
             events.append((COMPUTE, begun, sums[reached] - sums[begun]))
             begun = reached
-        key = (step.tensor, step.address)
-        if key not in copies:
-            raise ValueError(f"the wait for '{step.tensor}' at {step.address} has no prefetch")
-        if isinstance(step, Prefetch):
-            time_s = machine.link(step.link).transfer_time_s(step.size_bytes)
-            events.append((PREFETCH, copies[key], time_s))
+        if isinstance(step, Recompute):
+            events.append((COMPUTE, step.source, op_times_s[step.source]))
+        elif isinstance(step, Wait):
+            key = (step.tensor, step.address)
+            if key not in newest:
+                raise ValueError(f"the wait for '{step.tensor}' at {step.address} has no transfer")
+            events.append((WAIT, newest[key], 0.0))
         else:
-            events.append((WAIT, copies[key], 0.0))
+            newest[step.tensor, step.address] = number[i]
+            time_s = machine.link(step.link).transfer_time_s(step.size_bytes)
+            events.append((PREFETCH, number[i], time_s))
     if reached > begun:
         events.append((COMPUTE, begun, sums[reached] - sums[begun]))
     return events
+
+
+def _newest_transfers(steps: Sequence[Step], number: Mapping[int, int]) -> dict[_Key, int]:
+    """Return the number of each tensor's last transfer: what a wait of the next iteration means."""
+    newest: dict[_Key, int] = {}
+    for i, transfer in number.items():
+        step = steps[i]
+        assert isinstance(step, _TRANSFERS)
+        newest[step.tensor, step.address] = transfer
+    return newest
 
 
 def _first_iteration(
@@ -204,7 +225,7 @@ def _first_iteration(
     link = _checkpoint_link(machine)
     if link is None:
         resident_bytes = {}
-    order: list[tuple[int, Prefetch]] = []
+    order: list[tuple[int, Step]] = []
     needed: dict[int, list[Wait]] = {}
     seen: set[str] = set()
     for i, op in enumerate(ops):
@@ -218,11 +239,11 @@ def _first_iteration(
     first_wait = {
         (step.tensor, step.address): step.op for step in reversed(steps) if isinstance(step, Wait)
     }
-    for i in up_front_prefetches(steps) if repeats else ():
+    for i in up_front_transfers(steps) if repeats else ():
         step = steps[i]
-        if isinstance(step, Prefetch):
+        if isinstance(step, _TRANSFERS):
             order.append((first_wait.get((step.tensor, step.address), 0), step))
-    body: list[Step] = [load for _, load in sorted(order, key=lambda item: item[0])]
+    body = [load for _, load in sorted(order, key=lambda item: item[0])]
     for step in steps:
         if isinstance(step, Compute):
             body.extend(needed.get(step.op, ()))

@@ -12,18 +12,22 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NoReturn
 
-from gascompile.cost_models.replay import replay_plan, up_front_prefetches
+from gascompile.cost_models.replay import replay_plan, up_front_transfers
 from gascompile.errors import PlanVerificationError
 from gascompile.ir import (
     Compute,
+    Offload,
     Plan,
     Prefetch,
+    Recompute,
     Release,
+    Reload,
     Step,
     TensorKind,
     Wait,
 )
 from gascompile.passes.certify import physical_limit
+from gascompile.passes.heap import heap, heap_tensors
 from gascompile.passes.liveness import Liveness, liveness
 from gascompile.units import PAGE_BYTES, format_size, reserve_bytes
 
@@ -47,7 +51,7 @@ def verify(plan: Plan) -> None:
     _check_program_order(plan)
     _check_moves(plan)
     _Walk(plan).run()
-    _check_memory(plan, live)
+    _check_memory(plan, heap(plan))
     _check_links(plan)
     _check_certificate(plan, live)
 
@@ -74,6 +78,7 @@ def _check_tensors(plan: Plan) -> None:
     if missing := sorted(specs.keys() - plan.tensors.keys()):
         _refuse(f"the plan does not say where tensor '{missing[0]}' lives")
     sources = {link.source_tier for link in plan.machine.links if link.target_tier == site}
+    offsite = {op.site for op in plan.ops}
     for name, tensor in plan.tensors.items():
         spec = specs.get(name)
         if spec is None and (tensor.kind != TensorKind.WEIGHT or tensor.address is None):
@@ -83,26 +88,23 @@ def _check_tensors(plan: Plan) -> None:
                 f"tensor '{name}' is a {spec.kind} of {spec.size_bytes} bytes in the workload, "
                 f"a {tensor.kind} of {tensor.size_bytes} in the plan"
             )
-        if tensor.kind == TensorKind.WEIGHT and tensor.home != site:
-            if tensor.home not in sources:
-                _refuse(
-                    f"no link leads from tier '{tensor.home}', the home of '{name}', to '{site}'"
-                )
-        elif tensor.home != site:
+        persists = tensor.kind in (TensorKind.WEIGHT, TensorKind.STATE)
+        if tensor.home != site and not persists:
             _refuse(f"{tensor.kind} '{name}' lives in tier '{tensor.home}' instead of '{site}'")
-        if (tensor.address is None) == (tensor.kind == TensorKind.WEIGHT and tensor.home == site):
+        if tensor.home not in (site, *sources, *offsite):
+            _refuse(f"no link leads from tier '{tensor.home}', the home of '{name}', to '{site}'")
+        if tensor.address is not None and (tensor.kind, tensor.home) != (TensorKind.WEIGHT, site):
             _refuse(f"tensor '{name}' with home '{tensor.home}' has the address {tensor.address}")
 
 
 def _check_ops(plan: Plan) -> None:
-    site = plan.machine.compute_tier
     if len(plan.ops) != len(plan.workload.ops):
         _refuse(f"the plan has {len(plan.ops)} ops, its workload {len(plan.workload.ops)}")
     for op, spec in zip(plan.ops, plan.workload.ops, strict=True):
         if op.name != spec.name:
             _refuse(f"op '{spec.name}' of the workload is called '{op.name}' in the plan")
-        if op.site != site or op.site not in spec.time_s:
-            _refuse(f"op '{op.name}' runs on '{op.site}', but the tier that computes is '{site}'")
+        if op.site not in plan.machine.tiers or op.site not in spec.time_s:
+            _refuse(f"op '{op.name}' runs on '{op.site}', for which the workload has no time")
         if not _close(op.time_s, spec.time_s[op.site]):
             _refuse(
                 f"op '{op.name}' takes {op.time_s} s in the plan, {spec.time_s[op.site]} s in the workload"
@@ -123,15 +125,18 @@ def _check_program_order(plan: Plan) -> None:
 def _check_moves(plan: Plan) -> None:
     """Check each prefetch against its tensor's home, size and link, and every address."""
     site = plan.machine.compute_tier
+    on_heap = heap_tensors(plan)
     arena_bytes = plan.arena_bytes.get(site, 0)
     links = {link.name: link for link in plan.machine.links}
     for name, tensor in plan.tensors.items():
         if tensor.address is not None:
             _check_address(name, tensor.address, tensor.size_bytes, arena_bytes, -1)
     for i, step in enumerate(plan.steps):
-        if isinstance(step, Compute):
+        if isinstance(step, (Compute, Recompute)) or _is_heap_step(step, on_heap):
             continue
         moved = plan.tensors.get(step.tensor)
+        if isinstance(step, (Offload, Reload)) or step.address is None:
+            _refuse(f"step {i} moves '{step.tensor}', which is not on the heap", i)
         if moved is None or moved.kind != TensorKind.WEIGHT or moved.home == site:
             _refuse(f"step {i} moves '{step.tensor}', which is not a streamed weight", i)
         _check_address(step.tensor, step.address, moved.size_bytes, arena_bytes, i)
@@ -149,6 +154,10 @@ def _check_moves(plan: Plan) -> None:
                     f"which has {moved.size_bytes}",
                     i,
                 )
+
+
+def _is_heap_step(step: Prefetch | Wait | Release | Offload | Reload, heap: frozenset[str]) -> bool:
+    return step.address is None and step.tensor in heap
 
 
 def _check_address(name: str, address: int, size_bytes: int, arena_bytes: int, step: int) -> None:
@@ -180,13 +189,15 @@ class _Walk:
     copies: dict[str, _Copy] = field(default_factory=dict)
     """One live copy per streamed weight."""
     residents: list[_Copy] = field(default_factory=list)
+    on_heap: frozenset[str] = frozenset()
 
     def run(self) -> None:
         """Walk what is issued up front and then the iterations."""
         self._place_residents()
         steps = self.plan.steps
         repeats = self.plan.workload.repeats
-        for i in up_front_prefetches(steps) if repeats else ():
+        self.on_heap = heap_tensors(self.plan)
+        for i in up_front_transfers(steps) if repeats else ():
             self._step(i, steps[i])
         for _ in range(_NUM_ITERATIONS if repeats else 1):
             for i, step in enumerate(steps):
@@ -218,9 +229,15 @@ class _Walk:
     def _step(self, i: int, step: Step) -> None:
         match step:
             case Compute():
-                self._compute(i, step)
+                self._compute(i, step.op)
+            case Recompute():
+                self._compute(i, step.source)
             case Prefetch():
                 self._prefetch(i, step)
+            case Offload() | Reload():
+                return
+            case _ if step.tensor in self.on_heap:
+                return
             case Wait():
                 copy = self._copy(i, step, "waits for")
                 if copy.arrived:
@@ -231,11 +248,19 @@ class _Walk:
                     _refuse(f"step {i} releases '{step.tensor}' before it has arrived", i)
                 del self.copies[step.tensor]
 
-    def _compute(self, i: int, step: Compute) -> None:
-        spec = self.plan.workload.ops[step.op]
+    def _compute(self, i: int, op: int) -> None:
+        spec, site = self.plan.workload.ops[op], self.plan.ops[op].site
         for name in (*spec.reads, *spec.writes):
             tensor = self.plan.tensors[name]
-            if tensor.kind != TensorKind.WEIGHT or tensor.home == self.plan.machine.compute_tier:
+            if tensor.kind != TensorKind.WEIGHT:
+                continue
+            if tensor.address is not None and site == self.plan.machine.compute_tier:
+                continue
+            if name in self.on_heap:
+                continue
+            if site != self.plan.machine.compute_tier:
+                if tensor.home != site:
+                    _refuse(f"op '{spec.name}' on '{site}' reads '{name}' of '{tensor.home}'", i)
                 continue
             if name not in self.copies or not self.copies[name].arrived:
                 _refuse(
@@ -262,15 +287,16 @@ class _Walk:
         return copy
 
 
-def _check_memory(plan: Plan, live: Liveness) -> None:
+def _check_memory(plan: Plan, on_heap: dict[str, int]) -> None:
     site = plan.machine.compute_tier
-    held = dict.fromkeys(plan.machine.tiers, 0)
-    for tensor in plan.tensors.values():
-        if tensor.kind == TensorKind.WEIGHT and tensor.home != site:
+    held = dict(on_heap)
+    apart = heap_tensors(plan)
+    for name, tensor in plan.tensors.items():
+        if tensor.kind == TensorKind.WEIGHT and tensor.home != site and name not in apart:
             held[tensor.home] = held.get(tensor.home, 0) + tensor.size_bytes
     if set(plan.arena_bytes) != {site}:
         _refuse(f"the plan has arenas in {sorted(plan.arena_bytes)} instead of '{site}' alone")
-    held[site] = plan.arena_bytes[site] + live.state_bytes + live.peak_bytes
+    held[site] += plan.arena_bytes[site]
     if dict(plan.peak_bytes) != held:
         _refuse(f"the plan claims peaks of {dict(plan.peak_bytes)} bytes, its steps need {held}")
     for tier, size_bytes in held.items():
@@ -285,10 +311,18 @@ def _check_memory(plan: Plan, live: Liveness) -> None:
 def _check_links(plan: Plan) -> None:
     moved = {link.name: 0 for link in plan.machine.links}
     for step in plan.steps:
-        if isinstance(step, Prefetch):
+        if isinstance(step, (Prefetch, Offload, Reload)):
             moved[step.link] += step.size_bytes
     if dict(plan.link_bytes) != moved:
         _refuse(f"the plan claims to move {dict(plan.link_bytes)} bytes, its steps move {moved}")
+
+
+def _moves_on_heap(plan: Plan) -> bool:
+    return any(
+        not isinstance(step, (Compute, Prefetch))
+        and (isinstance(step, Recompute) or step.address is None)
+        for step in plan.steps
+    )
 
 
 def _check_certificate(plan: Plan, live: Liveness) -> None:
@@ -301,10 +335,11 @@ def _check_certificate(plan: Plan, live: Liveness) -> None:
         _refuse(f"the plan predicts {found.predicted_s} s, its replay takes {seconds} s")
     site = plan.machine.compute_tier
     read = {name for name, uses in live.weight_uses.items() if uses}
+    fixed_bytes = 0 if _moves_on_heap(plan) else live.state_bytes + live.peak_bytes
     limit_s, _ = physical_limit(
-        sum(op.time_s for op in plan.ops),
+        sum(min(spec.time_s[tier] for tier in spec.time_s) for spec in plan.workload.ops),
         sum(tensor.size_bytes for name, tensor in plan.tensors.items() if name in read),
-        plan.budget_bytes[site] - live.state_bytes - live.peak_bytes,
+        plan.budget_bytes[site] - fixed_bytes,
         plan.machine,
     )
     in_order = (limit_s, found.limit_s, found.lower_bound_s, found.predicted_s)

@@ -28,11 +28,11 @@ def due_ops(plan: Plan) -> list[tuple[Prefetch, int]]:
     """
     next_wait: dict[tuple[str, int], int] = {}
     for step in plan.steps:
-        if isinstance(step, Wait):
+        if isinstance(step, Wait) and step.address is not None:
             next_wait.setdefault((step.tensor, step.address), step.op + len(plan.ops))
     found: list[tuple[Prefetch, int]] = []
     for step in reversed(plan.steps):
-        if isinstance(step, Wait):
+        if isinstance(step, Wait) and step.address is not None:
             next_wait[step.tensor, step.address] = step.op
         elif isinstance(step, Prefetch):
             due = next_wait.get((step.tensor, step.address))
@@ -69,7 +69,7 @@ class PlanMover:
             if due >= len(plan.ops):
                 self._wrapped.append((step, due - len(plan.ops)))
         for wait in plan.steps:
-            if isinstance(wait, Wait):
+            if isinstance(wait, Wait) and wait.address is not None:
                 key = (wait.tensor, wait.address)
                 self._views[key] = session.view(*key)
                 self._due.setdefault(key, wait.op)

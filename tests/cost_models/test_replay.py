@@ -14,7 +14,7 @@ from gascompile.cost_models.events import (
     EventProgram,
     steady_seconds,
 )
-from gascompile.cost_models.replay import replay, up_front_prefetches
+from gascompile.cost_models.replay import replay, up_front_transfers
 from gascompile.ir import (
     Compute,
     Link,
@@ -138,7 +138,7 @@ def test_what_is_waited_for_before_it_is_prefetched_goes_up_front() -> None:
         Release(op=2, tensor="b", address=8),
         prefetch(2, "a", 1, 0),
     ]
-    assert up_front_prefetches(steps) == [7]
+    assert up_front_transfers(steps) == [7]
 
 
 def test_a_wait_without_a_prefetch_is_named() -> None:

@@ -18,6 +18,7 @@ from gascompile.ir import (
     Plan,
     Prefetch,
     Release,
+    Step,
     TensorKind,
     TensorSpec,
     Tier,
@@ -208,8 +209,8 @@ class _Interpreter:
         self.weights = {t.name for t in plan.workload.tensors if t.kind == TensorKind.WEIGHT}
         self.owner: dict[int, tuple[str, int]] = {}
         self.arrived: set[tuple[str, int]] = set()
-        self.newest: dict[tuple[str, int], tuple[str, int]] = {}
-        self.usable: dict[str, tuple[tuple[str, int], int]] = {}
+        self.newest: dict[tuple[str, int | None], tuple[str, int]] = {}
+        self.usable: dict[str, tuple[tuple[str, int], int | None]] = {}
         self.serial = 0
 
     def run(self, iterations: int) -> str:
@@ -270,7 +271,7 @@ class _Interpreter:
             self.owner[page] = copy
         return ""
 
-    def _step(self, step: Compute | Prefetch | Wait | Release) -> str:
+    def _step(self, step: Step) -> str:
         match step:
             case Prefetch():
                 tensor = self.plan.tensors.get(step.tensor)
@@ -306,7 +307,8 @@ class _Interpreter:
             if tensor.home == self.site:
                 copy, address = (name, 0), tensor.address or 0
             elif name in self.usable:
-                copy, address = self.usable[name]
+                copy, at = self.usable[name]
+                address = at or 0
             else:
                 return f"op {op} finds no {name}"
             if any(self.owner.get(page) != copy for page in self._pages(name, address)):

@@ -126,7 +126,7 @@ def move_visit(plan: Plan, chance: random.Random) -> Plan | None:
     name, address = chance.choice(streamed), some_address(plan, chance)
     steps = [
         step
-        if isinstance(step, Compute) or step.tensor != name
+        if not isinstance(step, (Prefetch, Wait, Release)) or step.tensor != name
         else dataclasses.replace(step, address=address)
         for step in plan.steps
     ]
@@ -138,11 +138,11 @@ def swap_addresses(plan: Plan, chance: random.Random) -> Plan | None:
     if len(streamed) < 2:
         return None
     (one, first), (other, second) = chance.sample(streamed, 2)
-    to = {(one, first): second, (other, second): first}
+    to: dict[tuple[str, int | None], int] = {(one, first): second, (other, second): first}
     steps = [
-        step
-        if isinstance(step, Compute)
-        else dataclasses.replace(step, address=to.get((step.tensor, step.address), step.address))
+        dataclasses.replace(step, address=to[step.tensor, step.address])
+        if isinstance(step, (Prefetch, Wait, Release)) and (step.tensor, step.address) in to
+        else step
         for step in plan.steps
     ]
     return dataclasses.replace(plan, steps=tuple(steps))
@@ -262,7 +262,7 @@ def false_claims() -> dict[str, Plan]:
         "two arenas": changed(plan, "arena_bytes", {**plan.arena_bytes, "cpu": 1}),
         "no arena": changed(plan, "arena_bytes", {}),
         "op name": with_op(dataclasses.replace(op, name="x")),
-        "op site": with_op(dataclasses.replace(op, site="cpu")),
+        "op site": with_op(dataclasses.replace(op, site="nvme")),
         "op time": with_op(dataclasses.replace(op, time_s=0.5)),
         "fewer ops": changed(plan, "ops", plan.ops[1:]),
         "unplaced": changed(plan, "tensors", {n: t for n, t in plan.tensors.items() if n != "a"}),
