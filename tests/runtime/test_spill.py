@@ -1,0 +1,85 @@
+"""Activations in the spill file come back as they left, and a failing disk is a typed error."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gascompile.errors import StorageError
+from gascompile.runtime.spill import BOUNCE_BYTES, Spill
+
+SIZES = st.sampled_from(
+    [1, 4095, 4096, 4097, BOUNCE_BYTES - 1, BOUNCE_BYTES, BOUNCE_BYTES + 1, 3 * BOUNCE_BYTES + 17]
+)
+
+
+@settings(max_examples=10, deadline=None)
+@given(sizes=st.lists(SIZES, min_size=1, max_size=4))
+def test_bytes_come_back(tmp_path_factory: pytest.TempPathFactory, sizes: list[int]) -> None:
+    folder = tmp_path_factory.mktemp("spill")
+    tensors = {f"t{i}": torch.randint(0, 256, (n,), dtype=torch.uint8) for i, n in enumerate(sizes)}
+    kept = {name: tensor.clone() for name, tensor in tensors.items()}
+    spill = Spill(folder, {name: tensor.nbytes for name, tensor in tensors.items()})
+    writes = [spill.write(name, tensor.untyped_storage()) for name, tensor in tensors.items()]
+    for ticket in writes:
+        ticket.wait()
+    for tensor in tensors.values():
+        tensor.untyped_storage().resize_(0)
+    for name, tensor in tensors.items():
+        tensor.untyped_storage().resize_(kept[name].nbytes)
+        spill.read(name, tensor.untyped_storage()).wait()
+    assert all(torch.equal(tensors[name], kept[name]) for name in kept)
+    spill.close()
+    assert list(folder.iterdir()) == []
+
+
+def test_short_transfers_are_continued(tmp_path: Path) -> None:
+    def part_read(descriptor: int, into: memoryview, offset: int) -> int:
+        return os.preadv(descriptor, [into[:4096]], offset)
+
+    def part_write(descriptor: int, data: memoryview, offset: int) -> int:
+        return os.pwrite(descriptor, data[:8192], offset)
+
+    tensor = torch.arange(50_000)
+    kept = tensor.clone()
+    spill = Spill(tmp_path, {"x": tensor.nbytes}, reader=part_read, writer=part_write)
+    spill.write("x", tensor.untyped_storage()).wait()
+    tensor.zero_()
+    spill.read("x", tensor.untyped_storage()).wait()
+    assert torch.equal(tensor, kept)
+    spill.close()
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
+def test_a_failing_disk_is_a_storage_error(tmp_path: Path, code: int) -> None:
+    def fail(descriptor: int, data: memoryview, offset: int) -> int:
+        raise OSError(code, os.strerror(code))
+
+    spill = Spill(tmp_path, {"x": 64}, writer=fail)
+    ticket = spill.write("x", torch.zeros(64, dtype=torch.uint8).untyped_storage())
+    with pytest.raises(StorageError, match=os.strerror(code)):
+        ticket.wait()
+    assert ticket.failed
+    spill.close()
+
+
+def test_no_space_is_found_before_anything_runs(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match="for activations"):
+        Spill(tmp_path, {"x": 1 << 60})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_tensor_larger_than_its_slot_is_refused(tmp_path: Path) -> None:
+    spill = Spill(tmp_path, {"x": 8})
+    with pytest.raises(StorageError, match="its slot 8"):
+        spill.write("x", torch.zeros(9, dtype=torch.uint8).untyped_storage())
+    spill.close()
+    spill.close()
+    with pytest.raises(StorageError, match="closed"):
+        spill.write("x", torch.zeros(8, dtype=torch.uint8).untyped_storage())
