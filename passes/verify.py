@@ -252,11 +252,11 @@ class _Walk:
         spec, site = self.plan.workload.ops[op], self.plan.ops[op].site
         for name in (*spec.reads, *spec.writes):
             tensor = self.plan.tensors[name]
-            if tensor.kind != TensorKind.WEIGHT:
+            if tensor.kind != TensorKind.WEIGHT or name in self.on_heap:
                 continue
+            if name in spec.writes:
+                _refuse(f"op '{spec.name}' writes '{name}', whose copy in the arena is clean", i)
             if tensor.address is not None and site == self.plan.machine.compute_tier:
-                continue
-            if name in self.on_heap:
                 continue
             if site != self.plan.machine.compute_tier:
                 if tensor.home != site:
