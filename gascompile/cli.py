@@ -15,8 +15,9 @@ from gascompile.commands.cache import cache
 from gascompile.commands.explanation import explain_verb
 from gascompile.commands.machines import calibrate, doctor
 from gascompile.commands.output import VerbGroup
-from gascompile.commands.plans import plan, simulate
+from gascompile.commands.plans import plan
 from gascompile.commands.running import run
+from gascompile.commands.simulation import simulate
 from gascompile.commands.verification import verify
 
 app = typer.Typer(

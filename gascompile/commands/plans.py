@@ -1,4 +1,4 @@
-"""The verbs that need no weights: ``plan``, ``annotate``, ``simulate``."""
+"""``plan``, and what other verbs need to get at a plan."""
 
 from __future__ import annotations
 
@@ -6,14 +6,12 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import RenderableType
 
 from gascompile import serial
 from gascompile.commands import options as opt
-from gascompile.commands.output import emit, fields, grid, note, reserved_stdout, warnings_block
-from gascompile.commands.summary import plan_parts, sizes
-from gascompile.ir import Plan, Timeline
-from gascompile.units import format_size, format_time
+from gascompile.commands.output import emit, note, reserved_stdout, warnings_block
+from gascompile.commands.summary import plan_parts
+from gascompile.ir import Plan
 
 Source = Annotated[
     str,
@@ -100,61 +98,3 @@ def read_plan(path: Path) -> Plan:
 
         return read_bundle(path).plan
     return Plan.load(path)
-
-
-def simulate(
-    plan_path: PlanArgument,
-    machine: opt.MachineName = None,
-    output: opt.Output = None,
-    cache_dir: opt.CacheDir = None,
-    json: opt.JsonFlag = False,
-) -> None:
-    """Replay a plan without running it, on its own machine or on another one.
-
-    Example: [bold]gascompile simulate plan.json --machine rtx4090-gen4[/bold]
-    """
-    from gascompile.planning import simulate as replay
-
-    made = read_plan(plan_path)
-    target = opt.machine_of(machine, opt.cache_dir_of(cache_dir)) if machine is not None else None
-    try:
-        timeline = replay(made, target)
-    except KeyError as error:
-        assert target is not None
-        raise typer.BadParameter(
-            f"the machine '{target.name}' has no link {error}, which the plan uses; its links are "
-            f"{', '.join(link.name for link in target.links) or 'none'}"
-        ) from error
-    if output is not None:
-        serial.write_atomic(output, serial.dumps(timeline))
-    name = target.name if target is not None else made.machine.name
-    data = {"model": made.workload.name, "machine": name, "timeline": serial.to_json(timeline)}
-    emit(json, data, *_timeline_parts(made, timeline, name))
-
-
-def _timeline_parts(made: Plan, timeline: Timeline, machine: str) -> list[RenderableType]:
-    rows = [
-        ("machine", machine),
-        ("one iteration", format_time(timeline.seconds)),
-        ("first iteration", format_time(timeline.first_iteration_s)),
-        (
-            "stalled",
-            f"{format_time(sum(s.time_s for s in timeline.stalls))} in {len(timeline.stalls)} waits",
-        ),
-        ("peak", sizes(timeline.peak_bytes)),
-    ]
-    rows += [
-        (link, f"{format_size(size)}, busy {format_time(timeline.link_busy_s[link])}")
-        for link, size in timeline.link_bytes.items()
-    ]
-    parts: list[RenderableType] = [fields(f"Replay of {made.workload.name}", rows)]
-    worst = sorted(timeline.stalls, key=lambda stall: -stall.time_s)[:8]
-    if worst:
-        parts.append(
-            grid(
-                "Longest stalls",
-                [("before op", False), ("waiting for", False), ("time", True)],
-                [(made.ops[s.op].name, s.tensor, format_time(s.time_s)) for s in worst],
-            )
-        )
-    return parts

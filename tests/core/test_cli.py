@@ -260,7 +260,18 @@ def test_simulate(plan_file: Path, tmp_path: Path) -> None:
     data = _data("simulate", str(plan_file), "-o", str(out))
     assert data["timeline"]["seconds"] == pytest.approx(plan.certificate.predicted_s)
     assert json.loads(out.read_text()) == data["timeline"]
+    assert {stall["cause"] for stall in data["timeline"]["stalls"]} <= {
+        "link busy", "memory", "bandwidth",
+    }  # fmt: skip
     assert "one iteration" in _ok("simulate", str(plan_file))
+    shown = _ok(
+        "simulate", str(plan_file),
+        "--trace", str(tmp_path / "trace.json"), "--picture", str(tmp_path / "plan.svg"),
+    )  # fmt: skip
+    assert "ui.perfetto.dev" in shown
+    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert "nvme" in (tmp_path / "plan.svg").read_text()
+    assert _failure("simulate", str(plan_file), "--picture", str(tmp_path / "plan.bmp"))[0] == 2
     assert _data("simulate", str(plan_file), "-m", "rtx4090-gen4")["machine"] == "rtx4090-gen4"
     bare = tmp_path / "bare.json"
     serial.write_atomic(bare, serial.dumps(replace(plan.machine, links=())))

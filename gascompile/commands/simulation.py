@@ -1,0 +1,137 @@
+"""``simulate``: what a plan does when, as a table, a trace file and a picture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import RenderableType
+
+from gascompile import serial
+from gascompile.commands import options as opt
+from gascompile.commands.output import emit, fields, grid, note, reserved_stdout
+from gascompile.commands.plans import PlanArgument, read_plan
+from gascompile.commands.summary import sizes
+from gascompile.ir import Machine, Plan, Stall
+from gascompile.units import format_size, format_time
+
+if TYPE_CHECKING:  # numpy comes with it, which help and wrong usage need not wait for
+    from gascompile.cost_models.trace import Trace
+
+TraceFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--trace", metavar="FILE", help="Write a trace for ui.perfetto.dev (trace-event JSON)."
+    ),
+]
+PictureFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--picture", metavar="FILE", help="Draw ops, links and memory over time: .png or .svg."
+    ),
+]
+
+
+def simulate(
+    plan_path: PlanArgument,
+    machine: opt.MachineName = None,
+    output: opt.Output = None,
+    trace: TraceFile = None,
+    picture: PictureFile = None,
+    cache_dir: opt.CacheDir = None,
+    json: opt.JsonFlag = False,
+) -> None:
+    """Replay a plan without running it, on its own machine or on another one; show why ops wait.
+
+    Example: [bold]gascompile simulate plan.json --trace trace.json --picture plan.png[/bold]
+    """
+    from gascompile.passes.verify import verify
+
+    with reserved_stdout(json):
+        made = read_plan(plan_path)
+        verify(made)
+        target = opt.machine_of(machine, opt.cache_dir_of(cache_dir)) if machine else made.machine
+        found = trace_of(made, target)
+        written = _write(made, found, output, trace, picture)
+    data = {
+        "model": made.workload.name,
+        "machine": target.name,
+        "timeline": serial.to_json(found),
+    }
+    emit(json, data, *_parts(made, found), *(note(line) for line in written))
+
+
+def trace_of(made: Plan, target: Machine) -> Trace:
+    """Return the trace; a machine without a link that the plan uses is wrong usage."""
+    from gascompile.cost_models.trace import trace
+
+    try:
+        return trace(made, target)
+    except KeyError as error:
+        raise typer.BadParameter(
+            f"the machine '{target.name}' has no link {error}, which the plan uses; its links are "
+            f"{', '.join(link.name for link in target.links) or 'none'}"
+        ) from error
+
+
+def _write(
+    made: Plan, found: Trace, output: Path | None, trace_file: Path | None, picture: Path | None
+) -> list[str]:
+    """Write what was asked for; return what to say about it."""
+    lines = []
+    if picture is not None:
+        from gascompile.picture import picture as draw
+
+        with opt.usage_errors():
+            draw(made, found, picture)
+        lines.append(f"The picture is in {picture}.")
+    if trace_file is not None:
+        from gascompile.perfetto import perfetto
+
+        serial.write_atomic(trace_file, serial.dumps(perfetto(made, found)))
+        lines.append(f"The trace is in {trace_file}; open it at https://ui.perfetto.dev.")
+    if output is not None:
+        serial.write_atomic(output, serial.dumps(found))
+        lines.append(f"The timeline is in {output}.")
+    return lines
+
+
+def _parts(made: Plan, found: Trace) -> list[RenderableType]:
+    stalled_s = sum(stall.time_s for stall in found.stalls)
+    rows = [
+        ("machine", found.machine),
+        ("one iteration", format_time(found.seconds)),
+        ("first iteration", format_time(found.first_iteration_s)),
+        ("stalled", f"{format_time(stalled_s)} in {len(found.stalls)} waits{_causes(found)}"),
+        ("peak", sizes({tier: curve.peak_bytes for tier, curve in found.memory.items()})),
+        ("planned peak", sizes(found.peak_bytes)),
+    ]
+    for link, size in found.link_bytes.items():
+        busy_s = found.link_busy_s[link]
+        share = f" ({busy_s / found.seconds:.0%})" if found.seconds else ""
+        rows.append((link, f"{format_size(size)}, busy {format_time(busy_s)}{share}"))
+    parts: list[RenderableType] = [fields(f"Replay of {made.workload.name}", rows)]
+    worst = sorted(found.stalls, key=lambda stall: -stall.time_s)[:8]
+    if worst:
+        columns = [("before op", False), ("waiting for", False), ("time", True), ("why", False)]
+        lines = [(made.ops[s.op].name, s.tensor, format_time(s.time_s), why_late(s)) for s in worst]
+        parts.append(grid("Longest stalls", columns, lines))
+    return parts
+
+
+def _causes(found: Trace) -> str:
+    totals: dict[str, float] = {}
+    for stall in found.stalls:
+        totals[stall.cause] = totals.get(stall.cause, 0.0) + stall.time_s
+    shown = ", ".join(f"{cause} {format_time(time_s)}" for cause, time_s in totals.items())
+    return f" ({shown})" if shown else ""
+
+
+def why_late(stall: Stall) -> str:
+    """Return the cause of a stall in a few words."""
+    if stall.cause == "link busy":
+        return f"{stall.link} was busy with {stall.blocker}"
+    if stall.cause == "memory":
+        return f"no room until {stall.blocker} was released"
+    return f"bandwidth of {stall.link}"
