@@ -12,6 +12,7 @@ import typer
 from gascompile import __version__
 from gascompile.commands.annotation import annotate
 from gascompile.commands.cache import cache
+from gascompile.commands.difference import diff_verb
 from gascompile.commands.explanation import explain_verb
 from gascompile.commands.machines import calibrate, doctor
 from gascompile.commands.output import VerbGroup
@@ -56,6 +57,7 @@ app.command("explain")(explain_verb)
 app.command()(run)
 app.command()(verify)
 app.command()(simulate)
+app.command("diff")(diff_verb)
 app.command()(calibrate)
 app.command()(doctor)
 app.add_typer(cache, name="cache")

@@ -43,7 +43,7 @@ def without_inputs():
     return Toy().eval()
 """
 _BUDGET = "1MiB"
-_VERBS = ("plan", "annotate", "explain", "run", "verify", "simulate", "calibrate", "doctor")
+_VERBS = ("plan", "annotate", "explain", "run", "verify", "simulate", "diff", "calibrate", "doctor")
 
 
 @pytest.fixture(scope="module")
@@ -277,6 +277,22 @@ def test_simulate(plan_file: Path, tmp_path: Path) -> None:
     serial.write_atomic(bare, serial.dumps(replace(plan.machine, links=())))
     code, message = _failure("simulate", str(plan_file), "-m", str(bare))
     assert (code, "no link" in message) == (2, True)
+
+
+def test_diff(toy: str, plan_file: Path, tmp_path: Path) -> None:
+    larger = tmp_path / "larger.json"
+    _ok("plan", toy, "--budget", "1.5MiB", "-m", "cpu-nvme", "-o", str(larger))
+    same = _data("diff", str(plan_file), str(plan_file))
+    assert same["identical"]
+    assert "do the same" in _ok("diff", str(plan_file), str(plan_file))
+    data = _data("diff", str(plan_file), str(larger))
+    assert data["change_s"] < 0
+    assert not data["identical"]
+    assert {change["after"] for change in data["homes"]} == {"cpu"}
+    out = _ok("diff", str(plan_file), str(larger))
+    for word in ("faster", "budget of cpu", "moved over nvme->cpu", "Homes"):
+        assert word in out
+    assert _failure("diff", str(plan_file), str(tmp_path / "absent.json"))[0] == 1
 
 
 # ---------------------------------------------------------------- explain, verify

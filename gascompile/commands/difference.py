@@ -1,0 +1,138 @@
+"""``diff``: what distinguishes two plans."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import RenderableType
+
+from gascompile import serial
+from gascompile.commands import options as opt
+from gascompile.commands.output import emit, grid, note
+from gascompile.commands.plans import read_plan
+from gascompile.units import format_size, format_time
+
+if TYPE_CHECKING:  # help and wrong usage need not wait for the passes
+    from gascompile.passes.diff import Change, PlanDiff
+
+_SHOWN = 12
+"""Rows of a table for people; JSON has all."""
+
+Before = Annotated[
+    Path, typer.Argument(metavar="A", help="A plan file or a bundle.", show_default=False)
+]
+After = Annotated[
+    Path, typer.Argument(metavar="B", help="The one to compare with it.", show_default=False)
+]
+
+
+def diff_verb(a: Before, b: After, json: opt.JsonFlag = False) -> None:
+    """Show what is different between two plans, most important first.
+
+    Example: [bold]gascompile diff small.plan.json large.plan.json[/bold]
+    """
+    from gascompile.passes.diff import diff
+    from gascompile.passes.verify import verify
+
+    plans = [read_plan(a), read_plan(b)]
+    for made in plans:
+        verify(made)
+    found = diff(*plans)
+    data = {"identical": found.identical, **_fields(found)}
+    emit(json, data, *_parts(found))
+
+
+def _fields(found: PlanDiff) -> dict[str, serial.JsonValue]:
+    data = serial.to_json(found)
+    assert isinstance(data, dict)
+    return data
+
+
+def _parts(found: PlanDiff) -> list[RenderableType]:
+    if found.identical:
+        return [note("The plans do the same.")]
+    parts: list[RenderableType] = [note(f"A: {found.before}\nB: {found.after}\n{_verdict(found)}")]
+    if not found.same_workload:
+        parts.append(
+            note(
+                "The workloads differ; tensors and ops are compared by name as far as both have them.",
+                style="yellow",
+            )
+        )
+    rows = [(c.name, _value(c, c.before), _value(c, c.after), _step(c)) for c in found.summary]
+    columns = [("", False), ("A", False), ("B", False), ("change", True)]
+    parts += _table("What differs", columns, rows)
+    parts += _table(
+        "Homes",
+        [("tensor", False), ("size", True), ("A", False), ("B", False)],
+        [(h.tensor, format_size(h.size_bytes), h.before, h.after) for h in found.homes],
+    )
+    parts += _table(
+        "Moves per iteration",
+        [("tensor", False), ("size", True), ("A", False), ("B", False)],
+        [
+            (m.tensor, format_size(m.size_bytes), _moves(m.before), _moves(m.after))
+            for m in found.moves
+        ],
+    )
+    parts += _table(
+        "Ops",
+        [("op", False), ("A", False), ("B", False)],
+        [
+            (
+                s.op,
+                f"{s.before}, {format_time(s.before_s)}",
+                f"{s.after}, {format_time(s.after_s)}",
+            )
+            for s in found.sites
+        ],
+    )
+    for name, names in (("A", found.only_before), ("B", found.only_after)):
+        if names:
+            more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+            parts.append(note(f"Only in {name}: {', '.join(names[:_SHOWN])}{more}"))
+    return parts
+
+
+def _verdict(found: PlanDiff) -> str:
+    if not found.change_s:
+        return "Both take the same time."
+    word = "slower" if found.change_s > 0 else "faster"
+    return f"B is {format_time(abs(found.change_s))} per iteration {word}."
+
+
+def _table(
+    title: str, columns: Sequence[tuple[str, bool]], rows: Sequence[Sequence[str]]
+) -> list[RenderableType]:
+    """Return a table of the first rows and a line about the others; nothing where there are none."""
+    if not rows:
+        return []
+    parts: list[RenderableType] = [grid(title, columns, rows[:_SHOWN])]
+    if len(rows) > _SHOWN:
+        parts.append(note(f"and {len(rows) - _SHOWN} more; --json has all"))
+    return parts
+
+
+def _value(change: Change, value: float | str | None) -> str:
+    if value is None:
+        return "none"
+    if isinstance(value, str):
+        return value
+    return format_time(value) if change.unit == "s" else format_size(value)
+
+
+def _step(change: Change) -> str:
+    a, b = change.before, change.after
+    if isinstance(a, str) or isinstance(b, str) or a is None or b is None:
+        return ""
+    sign = "-" if b < a else "+"
+    shown = format_time(abs(b - a)) if change.unit == "s" else format_size(abs(b - a))
+    share = f" ({(b - a) / a:+.1%})" if a else ""
+    return f"{sign}{shown}{share}"
+
+
+def _moves(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{way} x{count}" for way, count in counts.items()) or "stays"

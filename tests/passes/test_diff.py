@@ -1,0 +1,96 @@
+"""Differences between plans that were written by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+
+from gascompile.ir import Budget, Compute, Machine, TensorKind, Workload
+from gascompile.passes.diff import Change, diff
+from gascompile.passes.make_plan import make_plan
+from tests.cost_models.hand_plans import MB, fetch, hand_plan, machine, streaming, training
+from tests.passes.planning import budget_at, machines, workloads
+
+
+def test_the_same_plan() -> None:
+    found = diff(streaming(), streaming())
+    assert found.identical
+    assert found.change_s == 0
+
+
+def test_a_resident_weight_changes_home_moves_and_time() -> None:
+    # w1 stays, and w0 is fetched while op1 runs: 4 s for it, of which op1 hides none (no room before).
+    kept = hand_plan(
+        {"w0": 4, "w1": 2},
+        [("w0", "", 1.0), ("w1", "", 1.0)],
+        [Compute(op=0), Compute(op=1)],
+        addresses={"w0": 0, "w1": 5 * MB // 4096 * 4096},
+    )
+    found = diff(streaming(), kept)
+    assert found.same_workload
+    assert found.change_s == pytest.approx(2.0 - 8.0)
+    homes = [(h.tensor, h.size_bytes, h.before, h.after) for h in found.homes]
+    assert homes == [("w0", 4 * MB, "cpu", "gpu"), ("w1", 2 * MB, "cpu", "gpu")]
+    moves = [(m.tensor, m.before, m.after) for m in found.moves]
+    assert moves == [("w0", {"cpu->gpu": 1}, {}), ("w1", {"cpu->gpu": 1}, {})]
+    assert found.summary[0] == Change(name="predicted", unit="s", before=8.0, after=2.0)
+    moved = Change(name="moved over cpu->gpu", unit="bytes", before=6 * MB, after=0)
+    assert moved in found.summary
+    assert found.sites == ()
+
+
+def test_sites_and_reruns() -> None:
+    plan = training()
+    elsewhere = replace(plan, ops=(replace(plan.ops[0], site="cpu", time_s=8.0), *plan.ops[1:]))
+    (site,) = diff(plan, elsewhere).sites
+    assert (site.op, site.before, site.after, site.after_s) == ("op0", "gpu", "cpu", 8.0)
+    without = [step for step in plan.steps if type(step).__name__ != "Recompute"]
+    moves = diff(plan, replace(plan, steps=tuple(without))).moves
+    assert [(m.tensor, m.before, m.after) for m in moves] == [("a1", {"recompute": 1}, {})]
+
+
+def test_links_of_machines_of_one_name() -> None:
+    plan = streaming()
+    faster = replace(plan, machine=machine(in_bandwidth=2 * MB))
+    (change,) = diff(plan, faster).summary
+    assert change.name == "links"
+    assert "cpu->gpu 0.001 GB/s" in str(change.before)
+    assert "cpu->gpu 0.002 GB/s" in str(change.after)
+
+
+def test_another_workload_is_compared_by_name() -> None:
+    other = hand_plan(
+        {"w0": 4, "w9": 1},
+        [("w0", "", 1.0), ("w9", "", 1.0), ("", "", 1.0)],
+        [fetch(0, "w0", 4), Compute(op=0), Compute(op=1), Compute(op=2)],
+        homes={"w0": "cpu"},
+        addresses={"w9": 8 * MB // 4096 * 4096},
+        repeats=False,
+    )
+    found = diff(streaming(), other)
+    assert not found.same_workload
+    assert not found.identical
+    assert found.only_before == ("w1",)
+    assert found.only_after == ("w9", "op2")
+    assert found.homes == ()
+
+
+@settings(max_examples=30, deadline=None)
+@given(task=workloads(), on=machines())
+def test_backwards_is_the_opposite(task: Workload, on: Machine) -> None:
+    plans = [
+        make_plan(
+            task, on, Budget.of(budget_at(share, task, on), on), fingerprint={}, time_limit_s=1.0
+        )
+        for share in (0.0, 0.6)
+    ]
+    there, back = diff(*plans), diff(*reversed(plans))
+    assert there.change_s == -back.change_s
+    assert there.identical == back.identical
+    assert {(h.tensor, h.before, h.after) for h in there.homes} == {
+        (h.tensor, h.after, h.before) for h in back.homes
+    }
+    # Weights alone have a choice here; what lives elsewhere also moves another number of times.
+    assert {h.kind for h in there.homes} <= {TensorKind.WEIGHT}
