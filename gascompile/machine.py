@@ -10,7 +10,6 @@ import hashlib
 import logging
 import os
 from dataclasses import replace
-from importlib import resources
 from pathlib import Path
 
 import torch
@@ -21,7 +20,9 @@ from gascompile.cost_models.measure import machine_name, measure_machine
 from gascompile.cost_models.measure_disk import Reader
 from gascompile.errors import FormatError, StorageError
 from gascompile.ir import Machine
-from gascompile.machine_check import check_machine
+from gascompile.machine_files import load_machine, named_machine
+from gascompile.machine_files import preset as preset  # noqa: PLC0414 - re-exported
+from gascompile.machine_files import preset_names as preset_names  # noqa: PLC0414 - re-exported
 
 _log = logging.getLogger(__name__)
 
@@ -45,47 +46,14 @@ def resolve_machine(
         FormatError: the file is not a machine, or its numbers make no sense.
         StorageError: the file cannot be read, or ``cache_dir`` cannot be written to.
     """
-    if isinstance(machine, Machine):
-        check_machine(machine, where=f"machine '{machine.name}': $")
-        return machine
     if machine is None:
         return _this_machine(Path(cache_dir), read)
-    name = os.fspath(machine)
-    if isinstance(machine, str) and name in preset_names():
-        return preset(name)
-    if Path(name).is_file():
-        return _load(Path(name))
-    if isinstance(machine, str) and Path(name).name == name and not name.endswith(".json"):
-        raise ValueError(
-            f"no machine is called '{name}'; the presets are {', '.join(preset_names())}. "
-            f"Name one of them, a file of format {Machine.FORMAT}, or none to measure this machine"
-        )
-    raise StorageError(
-        f"the machine file {name} does not exist; give an existing file or one of the presets "
-        f"{', '.join(preset_names())}"
-    )
+    return named_machine(machine)
 
 
 def this_machine_name() -> str:
     """Return the name that plans made for this machine carry, without measuring it."""
     return machine_name()
-
-
-def preset_names() -> tuple[str, ...]:
-    """Return the names of the machines that ship with the package, from datasheets."""
-    folder = resources.files("gascompile.cost_models") / "presets"
-    names = (entry.name for entry in folder.iterdir())
-    return tuple(sorted(name.removesuffix(".json") for name in names if name.endswith(".json")))
-
-
-def preset(name: str) -> Machine:
-    """Return a preset by name; ``KeyError`` when there is none of that name."""
-    if name not in preset_names():
-        raise KeyError(name)
-    with resources.as_file(
-        resources.files("gascompile.cost_models") / "presets" / f"{name}.json"
-    ) as path:
-        return _load(path)
 
 
 def remembered_machine(cache_dir: str | os.PathLike[str]) -> Machine | None:
@@ -95,7 +63,7 @@ def remembered_machine(cache_dir: str | os.PathLike[str]) -> Machine | None:
     if path is None or not path.exists():
         return None
     try:
-        machine = _load(path)
+        machine = load_machine(path)
     except (FormatError, StorageError) as error:
         _log.warning("the remembered machine is damaged and will be measured again: %s", error)
         return None
@@ -148,9 +116,3 @@ def _with_memory_limit(machine: Machine) -> Machine:
     """Give the CPU tier what this process may use now; rates do not depend on it, limits come and go."""
     tier = replace(machine.tiers["cpu"], size_bytes=memory_limit().size_bytes)
     return replace(machine, tiers={**machine.tiers, "cpu": tier})
-
-
-def _load(path: Path) -> Machine:
-    machine = serial.load(Machine, path)
-    check_machine(machine, where=f"{path}: $")
-    return machine

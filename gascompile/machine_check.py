@@ -8,8 +8,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from gascompile import serial
 from gascompile.errors import FormatError
 from gascompile.ir import Machine
+
+COMPUTING_TIERS = ("gpu", "cpu")
+MAX_BYTES = 1 << 60
+"""An exbibyte: what is larger is a slip of the keyboard, and sums of it leave the range of the solver."""
+_RATE_RANGE = (1.0, 1e21)
+_MAX_FIXED_COST_S = 3600.0
 
 
 def check_machine(machine: Machine, *, where: str = "$") -> None:
@@ -22,21 +29,50 @@ def check_machine(machine: Machine, *, where: str = "$") -> None:
     Raises:
         FormatError: names the first field that makes no sense and what to write instead.
     """
+    serial.check_types(machine, where=where)
     for path, problem in _problems(machine):
         raise FormatError(f"{where}{path}: {problem}")
 
 
+def source_warnings(machine: Machine) -> tuple[str, ...]:
+    """Return a warning where rates of ``machine`` come from measurements and from datasheets.
+
+    Capacities are left out: they are facts either way, while a measured rate next to a datasheet's peak
+    lets a plan prefer what nobody measured.
+    """
+    places: dict[str, list[str]] = {"measured": [], "datasheet": []}
+    for field in ("links", "pipes", "rates", "memory"):
+        for i, item in enumerate(getattr(machine, field)):
+            for kind, found in places.items():
+                if item.source.startswith(kind):
+                    found.append(f"{field}[{i}]")
+    measured, datasheet = places["measured"], places["datasheet"]
+    if not measured or not datasheet:
+        return ()
+    warning = (
+        f"machine '{machine.name}' mixes measured rates ({_some(measured)}) with those of datasheets "
+        f"({_some(datasheet)}), which real hardware does not reach: measure the rest as well, or take all "
+        f"from datasheets"
+    )
+    return (warning,)
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
 def _problems(machine: Machine) -> Iterator[tuple[str, str]]:
     """Yield ``(path below the machine, what is wrong with it)``."""
-    if machine.compute_tier not in machine.tiers:
+    if not set(COMPUTING_TIERS) & machine.tiers.keys():
         yield ".tiers", "a machine needs a tier 'gpu' or 'cpu' that computes"
     for name, tier in machine.tiers.items():
+        path = f".tiers.{name}.bytes"
         if tier.size_bytes < 0:
-            yield (
-                f".tiers.{name}.bytes",
-                f"the tier has the size {tier.size_bytes}; give zero or more",
-            )
+            yield path, f"the tier has the size {tier.size_bytes}; give zero or more"
+        if tier.size_bytes > MAX_BYTES:
+            yield path, f"the tier has the size {tier.size_bytes}; give at most {MAX_BYTES}"
     yield from _bad_links(machine)
+    yield from _bad_names(machine)
     if machine.io.num_threads < 1 or machine.io.chunk_bytes < 1:
         yield ".io", "io needs at least one thread and a chunk of at least one byte"
     yield from _bad_rates(machine)
@@ -44,36 +80,58 @@ def _problems(machine: Machine) -> Iterator[tuple[str, str]]:
 
 def _bad_links(machine: Machine) -> Iterator[tuple[str, str]]:
     pipes = {pipe.name for pipe in machine.pipes}
+    first: dict[str, int] = {}
     for i, link in enumerate(machine.links):
         for field, end in (("from", link.source_tier), ("to", link.target_tier)):
             if end not in machine.tiers:
-                yield f".links[{i}].{field}", f"the machine has no tier '{end}'"
+                known = ", ".join(machine.tiers)
+                yield f".links[{i}].{field}", f"the machine has no tier '{end}'; it has {known}"
+        if link.source_tier == link.target_tier:
+            yield f".links[{i}]", f"the link goes from '{link.source_tier}' to itself; remove it"
+        if first.setdefault(link.name, i) != i:
+            twin = f"links[{first[link.name]}] is called {link.name} as well"
+            yield f".links[{i}]", f"{twin}; keep one of them, with the bandwidth of both"
         for k, name in enumerate(link.shared):
             if name not in pipes:
-                yield f".links[{i}].shared[{k}]", f"the machine has no pipe '{name}'"
+                yield (
+                    f".links[{i}].shared[{k}]",
+                    f"the machine has no pipe '{name}'; add it to pipes",
+                )
+
+
+def _bad_names(machine: Machine) -> Iterator[tuple[str, str]]:
+    """Yield what is named twice; tiers cannot be, for they are the keys of an object."""
+    named = {
+        "pipes": [f"pipe '{pipe.name}'" for pipe in machine.pipes],
+        "rates": [f"{rate.dtype} on '{rate.device}'" for rate in machine.rates],
+        "memory": [f"device '{rate.device}'" for rate in machine.memory],
+    }
+    for field, names in named.items():
+        first: dict[str, int] = {}
+        for i, name in enumerate(names):
+            if first.setdefault(name, i) != i:
+                yield (
+                    f".{field}[{i}]",
+                    f"{field}[{first[name]}] has {name} as well; keep one of them",
+                )
 
 
 def _bad_rates(machine: Machine) -> Iterator[tuple[str, str]]:
-    rates = [
-        (f".links[{i}].bytes_per_second", x.bandwidth_bytes_per_s)
-        for i, x in enumerate(machine.links)
-    ]
-    rates += [
-        (f".pipes[{i}].bytes_per_second", x.bandwidth_bytes_per_s)
-        for i, x in enumerate(machine.pipes)
-    ]
+    speeds = [("links", i, link.bandwidth_bytes_per_s) for i, link in enumerate(machine.links)]
+    speeds += [("pipes", i, pipe.bandwidth_bytes_per_s) for i, pipe in enumerate(machine.pipes)]
+    speeds += [("memory", i, rate.bandwidth_bytes_per_s) for i, rate in enumerate(machine.memory)]
+    rates = [(f".{field}[{i}].bytes_per_second", value) for field, i, value in speeds]
     rates += [(f".rates[{i}].flops_per_second", x.flops_per_s) for i, x in enumerate(machine.rates)]
-    rates += [
-        (f".memory[{i}].bytes_per_second", x.bandwidth_bytes_per_s)
-        for i, x in enumerate(machine.memory)
-    ]
+    least, most = _RATE_RANGE
     for path, value in rates:
         if not (math.isfinite(value) and value > 0):
             yield path, f"the rate {value} is not a positive number"
+        if not least <= value <= most:
+            yield path, f"the rate {value} per second is not within {least:g} and {most:g}"
     costs = [(f".links[{i}].latency_seconds", x.latency_s) for i, x in enumerate(machine.links)]
     costs += [
         (f".memory[{i}].op_overhead_seconds", x.op_overhead_s) for i, x in enumerate(machine.memory)
     ]
     for path, value in costs:
-        if not (math.isfinite(value) and value >= 0):
-            yield path, f"the fixed cost {value} is not zero or more"
+        if not 0 <= value <= _MAX_FIXED_COST_S:
+            yield path, f"the fixed cost {value} is not within 0 and {_MAX_FIXED_COST_S:g} seconds"

@@ -25,6 +25,7 @@ from gascompile.fingerprint import module_fingerprint, versions
 from gascompile.integrations.huggingface import is_transformers_model, register_pytrees
 from gascompile.ir import Budget, Machine, Plan
 from gascompile.machine import resolve_machine
+from gascompile.machine_check import source_warnings
 from gascompile.passes.annotate import annotate
 from gascompile.passes.make_plan import make_plan
 from gascompile.progress import task
@@ -207,6 +208,7 @@ class Job:
                 f"no cost formula for {name}: only the bytes it touches are counted"
                 for name in annotation.unknown_ops
             )
+            warnings += source_warnings(self.machine)
             return make_plan(
                 annotation.workload,
                 self.machine,

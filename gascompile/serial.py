@@ -75,14 +75,12 @@ def from_json(cls: type[T], data: object, *, where: str = "$") -> T:
         FormatError: the data is not of this format, names an unknown field, lacks one or has a wrong type.
     """
     if not isinstance(data, dict):
-        raise FormatError(
-            f"{where}: expected an object for {cls.__name__}, found {type(data).__name__}"
-        )
+        raise FormatError(f"{where}: expected an object for {cls.__name__}, found {_shown(data)}")
     rest = dict(data)
     expected = getattr(cls, "FORMAT", None)
     if expected is not None and (found := rest.pop("format", None)) != expected:
         raise FormatError(
-            f"{where}: this reader knows the format {expected!r}, the data says {found!r}; "
+            f"{where}: this reader knows the format {expected!r}, the data says {_shown(found)}; "
             f"write it again with this version"
         )
     values: dict[str, Any] = {}
@@ -93,7 +91,7 @@ def from_json(cls: type[T], data: object, *, where: str = "$") -> T:
         elif required:
             raise FormatError(f"{where}: the field {json_name!r} of {cls.__name__} is missing")
     if rest:
-        raise FormatError(f"{where}: unknown field {sorted(rest)[0]!r} in {cls.__name__}")
+        raise FormatError(f"{where}: unknown field {_shown(min(rest))} in {cls.__name__}")
     return cls(**values)
 
 
@@ -103,11 +101,11 @@ def _read(hint: Any, data: object, where: str) -> Any:
         return _read_union(args, data, where)
     if origin is tuple:
         if not isinstance(data, list):
-            raise FormatError(f"{where}: expected a list, found {type(data).__name__}")
+            raise FormatError(f"{where}: expected a list, found {_shown(data)}")
         return tuple(_read(args[0], item, f"{where}[{i}]") for i, item in enumerate(data))
     if origin is Mapping:
         if not isinstance(data, dict):
-            raise FormatError(f"{where}: expected an object, found {type(data).__name__}")
+            raise FormatError(f"{where}: expected an object, found {_shown(data)}")
         return {str(key): _read(args[1], item, f"{where}.{key}") for key, item in data.items()}
     if dataclasses.is_dataclass(hint) and isinstance(hint, type):
         return from_json(hint, data, where=where)
@@ -121,26 +119,62 @@ def _read_union(args: tuple[Any, ...], data: object, where: str) -> Any:
     if len(members) == 1:
         return _read(members[0], data, where)
     if not isinstance(data, dict):
-        raise FormatError(f"{where}: expected a step, found {type(data).__name__}")
+        raise FormatError(f"{where}: expected a step, found {_shown(data)}")
     tag = data.get("step")
     for member in members:
         if member.__name__.lower() == tag:
             return from_json(member, {k: v for k, v in data.items() if k != "step"}, where=where)
-    raise FormatError(f"{where}: unknown step {tag!r}")
+    raise FormatError(f"{where}: unknown step {_shown(tag)}")
 
 
 def _read_scalar(hint: Any, data: object, where: str) -> Any:
     if isinstance(hint, type) and issubclass(hint, StrEnum):
-        if data not in [member.value for member in hint]:
-            raise FormatError(
-                f"{where}: {data!r} is not one of {[member.value for member in hint]}"
-            )
+        members = [member.value for member in hint]
+        if data not in members:
+            raise FormatError(f"{where}: {_shown(data)} is not one of {members}")
         return hint(data)
-    if hint is float and isinstance(data, int) and not isinstance(data, bool):
+    accepted = (int, float) if hint is float else hint
+    if not isinstance(data, accepted) or (isinstance(data, bool) and hint is not bool):
+        raise FormatError(f"{where}: expected {hint.__name__}, found {_shown(data)}")
+    if isinstance(data, (int, float)) and not abs(data) <= _MAX_NUMBER[hint]:
+        raise FormatError(f"{where}: {_shown(data)} is no finite number of a sensible size")
+    if hint is float and isinstance(data, int):
         return float(data)
-    if not isinstance(data, hint) or (isinstance(data, bool) and hint is not bool):
-        raise FormatError(f"{where}: expected {hint.__name__}, found {data!r}")
+    if isinstance(data, str) and not data.isascii() and not _is_text(data):
+        raise FormatError(f"{where}: {_shown(data)} holds half a character; write whole ones")
     return data
+
+
+_MAX_NUMBER = {bool: 1, int: (1 << 63) - 1, float: 1e300}
+"""What int64 and the solver's doubles hold; NaN compares false and so never passes."""
+
+
+def _is_text(data: str) -> bool:
+    """Return whether ``data`` can be printed and written; JSON's escapes can spell lone surrogates."""
+    return not any("\ud800" <= character <= "\udfff" for character in data)
+
+
+def _shown(data: object) -> str:
+    """Return data for a message: short, and in ASCII; of what holds other data its type alone."""
+    if data is not None and not isinstance(data, (bool, int, float, str)):
+        return type(data).__name__
+    if isinstance(data, int) and data.bit_length() > 200:
+        return f"an int of {data.bit_length()} bits"
+    text = ascii(data)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def check_types(value: object, *, where: str = "$") -> None:
+    """Check a dataclass that was built in Python as if it had been read from its JSON.
+
+    Raises:
+        FormatError: a field holds another type than it says, or a number that no file may hold.
+    """
+    try:
+        data = to_json(value)
+    except TypeError as error:
+        raise FormatError(f"{where}: {error}; use plain numbers, texts, lists and dicts") from error
+    from_json(type(value), data, where=where)
 
 
 def dumps(value: object) -> str:
@@ -154,8 +188,13 @@ def digest(value: object) -> str:
     return hashlib.blake2b(text.encode(), digest_size=20).hexdigest()
 
 
-def read_json(path: str | os.PathLike[str]) -> Any:
+def read_json(path: str | os.PathLike[str], *, strict: bool = False) -> Any:
     """Return the JSON data of a file.
+
+    Args:
+        path: a file of UTF-8 text.
+        strict: refuse what Python's reader lets pass and the standard does not: ``NaN``, ``Infinity`` and
+            a key that stands twice in one object.
 
     Raises:
         FormatError: the file is not JSON.
@@ -166,16 +205,36 @@ def read_json(path: str | os.PathLike[str]) -> Any:
     except OSError as error:
         raise StorageError(f"cannot read {path}: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
-        raise FormatError(f"{path} is not a text file, so not JSON") from error
+        raise FormatError(
+            f"{path} is not a text file in UTF-8, so not JSON; save it in UTF-8"
+        ) from error
+    hooks = {"object_pairs_hook": _object, "parse_constant": _refuse_constant} if strict else {}
     try:
-        return json.loads(text)
+        return json.loads(text, **hooks)
+    except RecursionError as error:
+        raise FormatError(
+            f"{path} is nested too deeply for any format of this package; write it again"
+        ) from error
     except ValueError as error:
-        raise FormatError(f"{path} is not valid JSON: {error}") from error
+        raise FormatError(f"{path} is not valid JSON: {error}; write it again") from error
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise ValueError(f"the key {_shown(twice)} stands twice in one object")
+    return found
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a number in JSON")
 
 
 def load(cls: type[T], path: str | os.PathLike[str]) -> T:
     """Read one object of a versioned format from a file; raises as ``read_json`` and ``from_json`` do."""
-    return from_json(cls, read_json(path), where=str(path))
+    return from_json(cls, read_json(path, strict=True), where=f"{path}: $")
 
 
 def write_atomic(path: str | os.PathLike[str], data: bytes | str) -> None:

@@ -162,7 +162,7 @@ def test_a_preset_by_a_wrong_name() -> None:
 
 
 def test_an_unknown_name_lists_the_known_ones(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"'abacus'.*cpu-nvme, h100-gen5, h200-gen5, rtx4090-gen4"):
+    with pytest.raises(ValueError, match=rf"'abacus'.*{', '.join(preset_names())}"):
         resolve_machine("abacus", cache_dir=tmp_path, read=no_read)
 
 
@@ -198,7 +198,7 @@ LINK = {"from": "nvme", "to": "gpu", "bytes_per_second": 1e9}
         ({"links": [{**LINK, "from": "tape"}]}, "tier 'tape'"),
         ({"links": [{**LINK, "shared": ["straw"]}]}, "pipe 'straw'"),
         ({"links": [{**LINK, "bytes_per_second": 0}]}, "not a positive number"),
-        ({"links": [{**LINK, "bytes_per_second": float("nan")}]}, "not a positive number"),
+        ({"links": [{**LINK, "bytes_per_second": float("nan")}]}, "NaN is not a number"),
         ({"links": [{**LINK, "latency_seconds": -1.0}]}, "fixed cost"),
         ({"io": {"num_threads": 0}}, "at least one thread"),
         ({"colour": "red"}, "unknown field"),
