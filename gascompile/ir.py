@@ -135,13 +135,24 @@ class Pipe:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RatePoint:
+    """What a device reached with products of one arithmetic intensity: few rows are slower than many."""
+
+    flops_per_byte: float
+    flops_per_s: float = field(metadata=_json("flops_per_second"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ComputeRate:
     """Matrix rate of a device for one dtype (torch's name without the ``torch.`` prefix)."""
 
     device: str
     dtype: str
     flops_per_s: float = field(metadata=_json("flops_per_second"))
+    """The best that any product reaches."""
     source: str = ""
+    points: tuple[RatePoint, ...] = ()
+    """Rates by growing intensity; without any, ``flops_per_s`` holds for every product."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

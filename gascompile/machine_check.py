@@ -122,6 +122,9 @@ def _bad_rates(machine: Machine) -> Iterator[tuple[str, str]]:
     speeds += [("memory", i, rate.bandwidth_bytes_per_s) for i, rate in enumerate(machine.memory)]
     rates = [(f".{field}[{i}].bytes_per_second", value) for field, i, value in speeds]
     rates += [(f".rates[{i}].flops_per_second", x.flops_per_s) for i, x in enumerate(machine.rates)]
+    for i, compute in enumerate(machine.rates):
+        for k, point in enumerate(compute.points):
+            rates.append((f".rates[{i}].points[{k}].flops_per_second", point.flops_per_s))
     least, most = _RATE_RANGE
     for path, value in rates:
         if not (math.isfinite(value) and value > 0):
