@@ -1,26 +1,29 @@
-"""``plan`` and ``simulate``: everything that needs neither weights nor the runtime."""
+"""``plan`` and ``simulate``: everything that needs neither weights nor the runtime.
+
+Planning a workload for a machine that is named needs no torch either, and loads none.
+"""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
-
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 from gascompile import serial
-from gascompile.calls import normalize_call
 from gascompile.config import CompileConfig
 from gascompile.cost_models.replay import replay_plan
-from gascompile.errors import CaptureError
-from gascompile.integrations.huggingface import register_pytrees
 from gascompile.ir import Budget, Machine, Plan, Timeline, Workload
-from gascompile.machine import resolve_machine
+from gascompile.machine_check import source_warnings
+from gascompile.machine_files import named_machine
 from gascompile.passes.make_plan import make_plan
 from gascompile.passes.verify import verify
-from gascompile.pipeline import ExampleInputs, Job, split_inputs
-from gascompile.runtime.engine import read_blocks
-from gascompile.sources import Source, open_source
+from gascompile.workload_check import check_workload
+from gascompile.workload_files import is_workload_file, load_workload
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from gascompile.pipeline import ExampleInputs
 
 
 def plan(
@@ -55,38 +58,46 @@ def plan(
 
     Raises:
         InfeasiblePlanError: the budget is too small; names the smallest feasible one.
-        FormatError: the source is none of the above or a damaged file.
+        FormatError: the source is none of the above or a damaged file, or the workload or the machine makes
+            no sense; names the place.
     """
     options: dict[str, Any] = {"cache_dir": Path(cache_dir)} if cache_dir is not None else {}
     config = CompileConfig(time_limit_s=time_limit_s, mip_gap=mip_gap, strategy=strategy, **options)
-    resolved = resolve_machine(machine, cache_dir=config.cache_dir, read=read_blocks)
+    resolved = machine_of(machine, config.cache_dir)
     limits = Budget.of(budget, resolved)
-    if not isinstance(source, (nn.Module, Workload)) and str(source).endswith(".json"):
-        source = serial.load(Workload, source)
+    limits.limits_bytes(resolved)  # refuses what is no size, before anything is read or captured
     if isinstance(source, Workload):
+        check_workload(source, where=f"workload '{source.name}': $")
         return _plan_workload(source, resolved, limits, config)
-    opened = (
-        Source(model=source, checkpoint=None, inputs=None)
-        if isinstance(source, nn.Module)
-        else open_source(source, batch=batch, tokens=tokens)
-    )
-    inputs = split_inputs(example_inputs) if example_inputs is not None else opened.inputs
-    if inputs is None:
-        raise CaptureError(
-            f"{type(opened.model).__name__} needs example_inputs=, a tuple or dict of inputs to trace it with"
-        )
-    job = Job(
-        model=opened.model,
-        machine=resolved,
-        budget=limits,
-        config=config,
-        checkpoint_path=opened.checkpoint,
+    if is_workload_file(source):
+        return _plan_workload(load_workload(source), resolved, limits, config)
+    from gascompile.model_planning import plan_model
+
+    return plan_model(
+        source,
+        limits,
+        resolved,
+        config,
+        example_inputs=example_inputs,
         dynamic_shapes=dynamic_shapes,
+        shape=(batch, tokens),
     )
-    register_pytrees()
-    args, kwargs = normalize_call(opened.model, *inputs)
-    captured = job.capture(args, kwargs)
-    return job.place(captured, job.fingerprint(args, kwargs, job.open_checkpoint()))
+
+
+def machine_of(machine: Machine | str | os.PathLike[str] | None, cache_dir: Path) -> Machine:
+    """Return the machine to plan for; torch is loaded where this one is meant, to measure it.
+
+    Raises:
+        ValueError: a name that is neither a preset nor a file.
+        FormatError: the file is not a machine, or its numbers make no sense.
+        StorageError: the file cannot be read, or ``cache_dir`` cannot be written to.
+    """
+    if machine is not None:
+        return named_machine(machine)
+    from gascompile.machine import resolve_machine
+    from gascompile.runtime.engine import read_blocks
+
+    return resolve_machine(None, cache_dir=cache_dir, read=read_blocks)
 
 
 def _plan_workload(
@@ -106,6 +117,7 @@ def _plan_workload(
         time_limit_s=config.time_limit_s,
         mip_gap=config.mip_gap,
         strategy=config.strategy,
+        warnings=source_warnings(machine),
     )
 
 
@@ -118,6 +130,4 @@ def simulate(plan: Plan, machine: Machine | str | os.PathLike[str] | None = None
     verify(plan)
     if machine is None:
         return replay_plan(plan)
-    if not isinstance(machine, Machine):
-        machine = resolve_machine(machine, cache_dir=CompileConfig().cache_dir, read=read_blocks)
-    return replay_plan(plan, machine)
+    return replay_plan(plan, named_machine(machine))

@@ -14,6 +14,7 @@ from gascompile.commands.plans import Source
 from gascompile.commands.summary import totals_by_kind, workload_parts, workload_summary
 from gascompile.errors import CaptureError
 from gascompile.ir import Budget, Machine, Workload
+from gascompile.workload_files import is_workload_file, load_workload
 
 _COUNTER = re.compile(r"_\d+$")
 
@@ -61,8 +62,8 @@ def annotate(
 def _annotated(
     source: str, machine: Machine, batch: int, tokens: int, cache_dir: Path
 ) -> _Annotated:
-    if source.endswith(".json"):
-        workload = serial.load(Workload, source)
+    if is_workload_file(source):
+        workload = load_workload(source)
         kinds = [_COUNTER.sub("", op.name) for op in workload.ops]
         return _Annotated(workload=workload, kinds=kinds, unknown_ops=())
     from gascompile.calls import normalize_call

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +11,9 @@ from typing import Annotated
 import typer
 
 from gascompile.config import CACHE_VARIABLE, default_cache_dir
+from gascompile.errors import FormatError, StorageError
 from gascompile.ir import Budget, Machine
+from gascompile.serial import read_json
 from gascompile.units import parse_size
 
 
@@ -106,12 +107,11 @@ def usage_errors() -> Iterator[None]:
 
 def machine_of(given: str | None, cache_dir: Path) -> Machine:
     """Return the machine named on the command line, by default this one, measured once."""
-    from gascompile.machine import resolve_machine
+    from gascompile import planning
     from gascompile.progress import task
-    from gascompile.runtime.engine import read_blocks
 
     with usage_errors(), task("Measuring this machine" if given is None else "Reading the machine"):
-        return resolve_machine(given, cache_dir=cache_dir, read=read_blocks)
+        return planning.machine_of(given, cache_dir)
 
 
 def budget_of(budget: int | None, cpu: int | None, nvme: int | None, machine: Machine) -> Budget:
@@ -130,8 +130,8 @@ def format_of(path: Path) -> str:
     if path.suffix != ".json" or not path.is_file():
         return ""
     try:
-        data = json.loads(path.read_bytes())
-    except ValueError:
+        data = read_json(path)
+    except (FormatError, StorageError):
         return ""
     return str(data.get("format", "")) if isinstance(data, dict) else ""
 

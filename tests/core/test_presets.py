@@ -22,7 +22,11 @@ from gascompile.machine_check import source_warnings
 FOLDER = Path(__file__).resolve().parents[2] / "cost_models" / "presets"
 WITH_GPU = [name for name in preset_names() if "gpu" in preset(name).tiers]
 # x16 after encoding, by the standard's arithmetic: GT/s per lane x 16 lanes x 128/130 / 8 bits.
-PCIE_BYTES_PER_S = {"gen3": 8e9 * 16 * 128 / 130 / 8, "gen4": 16e9 * 16 * 128 / 130 / 8, "gen5": 32e9 * 16 * 128 / 130 / 8}  # fmt: skip
+PCIE_BYTES_PER_S = {
+    "gen3": 8e9 * 16 * 128 / 130 / 8,
+    "gen4": 16e9 * 16 * 128 / 130 / 8,
+    "gen5": 32e9 * 16 * 128 / 130 / 8,
+}
 
 
 def test_the_machines_that_users_name_are_there() -> None:
@@ -131,7 +135,8 @@ def test_a_second_drive_doubles_what_a_copied_preset_reads() -> None:
     two = doubled_drive(one)
     slow = gascompile.plan(workload("cpu"), "128MiB", one).certificate.predicted_s
     fast = gascompile.plan(workload("cpu"), "128MiB", two).certificate.predicted_s
-    assert fast < 0.55 * slow
+    # Latencies and the first op, which the reads of the next iteration cannot hide behind, stay.
+    assert 0.5 * slow < fast < 0.6 * slow
 
 
 def doubled_drive(machine: Machine) -> Machine:

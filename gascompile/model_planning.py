@@ -1,0 +1,64 @@
+"""Plans for models: captured with torch, without their weights."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from torch import nn
+
+from gascompile.calls import normalize_call
+from gascompile.config import CompileConfig
+from gascompile.errors import CaptureError
+from gascompile.integrations.huggingface import register_pytrees
+from gascompile.ir import Budget, Machine, Plan
+from gascompile.pipeline import ExampleInputs, Job, split_inputs
+from gascompile.sources import Source, open_source
+
+
+def plan_model(
+    source: nn.Module | str | os.PathLike[str],
+    budget: Budget,
+    machine: Machine,
+    config: CompileConfig,
+    *,
+    example_inputs: ExampleInputs | None,
+    dynamic_shapes: Any,
+    shape: tuple[int, int],
+) -> Plan:
+    """Capture a module, or what ``open_source`` opens, and plan it.
+
+    Args:
+        source: the module, or where it is.
+        budget: bytes per tier.
+        machine: what to plan for.
+        config: options of the solver.
+        example_inputs: tuple or dict; by default those that the source brings.
+        dynamic_shapes: as ``torch.export.export`` takes it.
+        shape: rows and tokens of made-up inputs.
+
+    Raises:
+        CaptureError: there are no inputs to trace the model with, or it cannot be traced.
+    """
+    opened = (
+        Source(model=source, checkpoint=None, inputs=None)
+        if isinstance(source, nn.Module)
+        else open_source(source, batch=shape[0], tokens=shape[1])
+    )
+    inputs = split_inputs(example_inputs) if example_inputs is not None else opened.inputs
+    if inputs is None:
+        raise CaptureError(
+            f"{type(opened.model).__name__} needs example_inputs=, a tuple or dict of inputs to trace it with"
+        )
+    job = Job(
+        model=opened.model,
+        machine=machine,
+        budget=budget,
+        config=config,
+        checkpoint_path=opened.checkpoint,
+        dynamic_shapes=dynamic_shapes,
+    )
+    register_pytrees()
+    args, kwargs = normalize_call(opened.model, *inputs)
+    captured = job.capture(args, kwargs)
+    return job.place(captured, job.fingerprint(args, kwargs, job.open_checkpoint()))

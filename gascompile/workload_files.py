@@ -1,0 +1,33 @@
+"""Workload files: which paths name one, and how it is read and checked. Needs no torch."""
+
+from __future__ import annotations
+
+import os
+
+from gascompile import serial
+from gascompile.ir import Workload
+from gascompile.workload_check import check_content, check_count
+
+
+def is_workload_file(source: object) -> bool:
+    """Return whether ``source`` is a path that is read as a workload, by its ending."""
+    return isinstance(source, (str, os.PathLike)) and os.fspath(source).endswith(".json")
+
+
+def load_workload(path: str | os.PathLike[str]) -> Workload:
+    """Read a workload file and check it.
+
+    Raises:
+        FormatError: it is no workload, or makes no sense as one; names the place.
+        StorageError: it cannot be read.
+    """
+    data = serial.read_json(path, strict=True)
+    where = f"{os.fspath(path)}: $"
+    # Lists are counted before a million objects are made from them.
+    for field in ("tensors", "ops"):
+        items = data.get(field) if isinstance(data, dict) else None
+        if isinstance(items, list):
+            check_count(len(items), f"{where}.{field}")
+    workload = serial.from_json(Workload, data, where=where)
+    check_content(workload, where=where)
+    return workload
