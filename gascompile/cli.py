@@ -19,6 +19,7 @@ from gascompile.commands.output import VerbGroup
 from gascompile.commands.plans import plan
 from gascompile.commands.running import run
 from gascompile.commands.simulation import simulate
+from gascompile.commands.variation import whatif_verb
 from gascompile.commands.verification import verify
 
 app = typer.Typer(
@@ -54,6 +55,7 @@ def _options(
 app.command()(plan)
 app.command()(annotate)
 app.command("explain")(explain_verb)
+app.command("whatif")(whatif_verb)
 app.command()(run)
 app.command()(verify)
 app.command()(simulate)

@@ -43,7 +43,18 @@ def without_inputs():
     return Toy().eval()
 """
 _BUDGET = "1MiB"
-_VERBS = ("plan", "annotate", "explain", "run", "verify", "simulate", "diff", "calibrate", "doctor")
+_VERBS = (
+    "plan",
+    "annotate",
+    "explain",
+    "run",
+    "verify",
+    "simulate",
+    "diff",
+    "whatif",
+    "calibrate",
+    "doctor",
+)
 
 
 @pytest.fixture(scope="module")
@@ -293,6 +304,23 @@ def test_diff(toy: str, plan_file: Path, tmp_path: Path) -> None:
     for word in ("faster", "budget of cpu", "moved over nvme->cpu", "Homes"):
         assert word in out
     assert _failure("diff", str(plan_file), str(tmp_path / "absent.json"))[0] == 1
+
+
+def test_whatif(toy: str, plan_file: Path) -> None:
+    args = ("whatif", str(plan_file), "--gib", "0.001", "--gbps", "1")
+    data = _data(*args)
+    variants = {(v["change"], v["subject"]): v for v in data["variants"]}
+    assert variants["budget", "cpu"]["amount"] == round(0.001 * 2**30)
+    assert variants["budget", "cpu"]["change_s"] < 0
+    assert variants["bandwidth", "nvme->cpu"]["amount"] == 1e9
+    assert variants["drive", "nvme"]["speedup"] > 0
+    assert data["base_s"] == pytest.approx(Plan.load(plan_file).certificate.predicted_s)
+    out = _ok(*args)
+    for word in ("a second drive", "1 GB/s more over nvme->cpu", "half the budget", "next budget"):
+        assert word in out
+    code, message = _failure("whatif", str(plan_file), "--budget", "2MiB")
+    assert (code, "finished plan" in message) == (2, True)
+    assert _failure("whatif", toy, "--budget", "1KiB", "-m", "cpu-nvme")[0] == 1
 
 
 # ---------------------------------------------------------------- explain, verify

@@ -1,0 +1,144 @@
+"""``whatif``: what more memory, more bandwidth or another drive would be worth."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import RenderableType
+
+from gascompile import serial
+from gascompile.commands import options as opt
+from gascompile.commands.explanation import PlanOrSource
+from gascompile.commands.output import emit, fields, grid, note, reserved_stdout, warnings_block
+from gascompile.commands.plans import make_plan_of, read_plan
+from gascompile.ir import Plan
+from gascompile.units import GIB, format_size, format_time
+
+if TYPE_CHECKING:  # numpy comes with it, which help and wrong usage need not wait for
+    from gascompile.passes.whatif import Variant, WhatIf
+
+Gib = Annotated[
+    float | None,
+    typer.Option("--gib", min=1e-6, metavar="N", help="Memory to add to each tier, in GiB."),
+]
+Gbps = Annotated[
+    float | None,
+    typer.Option("--gbps", min=1e-6, metavar="N", help="Bandwidth to add to each link, in GB/s."),
+]
+
+
+def whatif_verb(
+    source: PlanOrSource,
+    gib: Gib = None,
+    gbps: Gbps = None,
+    budget: opt.BudgetSize = None,
+    cpu: opt.CpuSize = None,
+    nvme: opt.NvmeSize = None,
+    machine: opt.MachineName = None,
+    batch: opt.Batch = 1,
+    tokens: opt.Tokens = 128,
+    time_limit: opt.TimeLimit = 10.0,
+    cache_dir: opt.CacheDir = None,
+    json: opt.JsonFlag = False,
+) -> None:
+    """Say what more memory or bandwidth would be worth; every time shown is that of a plan made for it.
+
+    Example: [bold]gascompile whatif plan.json --gib 4 --gbps 2[/bold]
+    """
+    from gascompile.passes.verify import verify
+    from gascompile.passes.whatif import whatif
+    from gascompile.progress import task
+
+    with reserved_stdout(json):
+        path = Path(source)
+        if opt.is_bundle(path) or opt.format_of(path) == Plan.FORMAT:
+            if any(given is not None for given in (budget, cpu, nvme, machine)):
+                raise typer.BadParameter(
+                    f"{source} is a finished plan, so --budget, --cpu, --nvme and --machine do not apply; "
+                    "plan its source again to change them"
+                )
+            made = read_plan(path)
+            verify(made)
+        else:
+            made = make_plan_of(
+                source,
+                limits=(budget, cpu, nvme),
+                machine=machine,
+                shape=(batch, tokens),
+                strategy=None,
+                time_limit_s=time_limit,
+                cache_dir=opt.cache_dir_of(cache_dir),
+            )
+        with task("Planning variants"):
+            found = whatif(
+                made,
+                step_bytes=None if gib is None else round(gib * GIB),
+                step_bytes_per_s=None if gbps is None else gbps * 1e9,
+                time_limit_s=time_limit,
+            )
+    data: dict[str, Any] = {"model": made.workload.name, "machine": made.machine.name}
+    whole = serial.to_json(found)
+    assert isinstance(whole, dict)
+    for variant, entry in zip(found.variants, whole["variants"], strict=True):
+        entry["speedup"] = variant.speedup(found.base_s)
+    emit(json, {**data, **whole}, *_parts(made, found))
+
+
+def _parts(made: Plan, found: WhatIf) -> list[RenderableType]:
+    rows = [
+        ("machine", made.machine.name),
+        ("one iteration", format_time(found.base_s)),
+        ("set by", found.binding),
+    ]
+    columns = [
+        ("what if", False),
+        ("iteration", True),
+        ("change", True),
+        ("speed", True),
+        ("price says", True),
+    ]
+    lines = [(_name(made, v), *_cells(v, found.base_s)) for v in found.variants]
+    parts: list[RenderableType] = [
+        fields(f"What if, for {made.workload.name}", rows),
+        grid("Each line is a plan made for it", columns, lines),
+    ]
+    if not found.of("next"):
+        parts.append(note("No larger budget saves 1 % or more."))
+    return [*parts, *warnings_block(found.notes)]
+
+
+def _name(made: Plan, variant: Variant) -> str:
+    tier = made.machine.compute_tier
+    match variant.change:
+        case "budget":
+            return f"{format_size(variant.amount)} more in {variant.subject}"
+        case "bandwidth":
+            return f"{variant.amount / 1e9:.3g} GB/s more over {variant.subject}"
+        case "drive":
+            return "a second drive"
+        case "next":
+            size = made.budget_bytes[tier] + variant.amount
+            return f"next budget that helps: {format_size(size)}"
+        case _:
+            return f"half the budget: {format_size(made.budget_bytes[tier] + variant.amount)}"
+
+
+def _cells(variant: Variant, base_s: float) -> tuple[str, str, str, str]:
+    if variant.predicted_s is None or variant.change_s is None:
+        needed = variant.required_bytes or 0
+        return f"needs {format_size(needed)}", "", "", ""
+    speedup = variant.speedup(base_s)
+    return (
+        format_time(variant.predicted_s),
+        _signed(variant.change_s),
+        "" if speedup is None else f"{speedup:+.1%}",
+        "" if variant.estimate_s is None else _signed(variant.estimate_s),
+    )
+
+
+def _signed(time_s: float) -> str:
+    if not time_s:
+        return "0"
+    return f"{'-' if time_s < 0 else '+'}{format_time(abs(time_s))}"
