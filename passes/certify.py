@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from gascompile.ir import Certificate, Machine, SolverStatus
+from gascompile.ir import Certificate, Link, Machine, SolverStatus
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,17 +51,58 @@ def certify(predicted_s: float, proof: Proof, *, solve_s: float, mip_gap: float)
 
 
 def physical_limit(
-    compute_s: float, weight_bytes: int, arena_bytes: int, machine: Machine
+    compute_s: float,
+    weight_bytes: int,
+    arena_bytes: int,
+    machine: Machine,
+    room_bytes: Mapping[str, int] | None = None,
 ) -> tuple[float, str]:
     """Return the limit in seconds and what sets it: ``compute`` or a link's name.
 
     The arena holds at most ``arena_bytes`` of the ``weight_bytes`` that an iteration reads; the rest
-    comes over the links, at best over all of them at once.
+    comes over the links, at best over all at once, and over each no more than its tier holds.
+
+    Args:
+        room_bytes: what each slow tier may hold; a tier that is not named holds everything.
     """
     links = machine.links_into(machine.compute_tier)
-    rate = sum(link.bandwidth_bytes_per_s for link in links)
     unavoidable = max(0, weight_bytes - max(0, arena_bytes))
-    transfer_s = unavoidable / rate if links else 0.0
-    if transfer_s > compute_s:
-        return transfer_s, links[0].name
-    return compute_s, "compute"
+    if not links or not unavoidable:
+        return compute_s, "compute"
+    room = room_bytes or {}
+    rates = [
+        (link.bandwidth_bytes_per_s, room.get(link.source_tier, unavoidable)) for link in links
+    ]
+    limits = [(_least_time_s(rates, unavoidable), _last_link(links, rates, unavoidable))]
+    for pipe in machine.pipes:
+        inside = [link for link in links if pipe.name in link.shared]
+        outside = [pair for link, pair in zip(links, rates, strict=True) if link not in inside]
+        if inside:
+            shared = [(pipe.bandwidth_bytes_per_s, unavoidable), *outside]
+            limits.append((_least_time_s(shared, unavoidable), inside[0].name))
+    transfer_s, name = max(limits, key=lambda limit: limit[0])
+    return (transfer_s, name) if transfer_s > compute_s else (compute_s, "compute")
+
+
+def _least_time_s(rates: Sequence[tuple[float, int]], size_bytes: int) -> float:
+    """Return the least time in which links of ``(rate, bytes at most)`` bring ``size_bytes``."""
+    left_bytes = float(size_bytes)
+    # Links run dry in this order; those that are left carry the rest.
+    ordered = sorted(rates, key=lambda pair: pair[1] / pair[0])
+    for first, (rate, most_bytes) in enumerate(ordered):
+        time_s = left_bytes / sum(other for other, _ in ordered[first:])
+        if most_bytes >= rate * time_s:
+            return time_s
+        left_bytes -= most_bytes
+    return math.inf
+
+
+def _last_link(links: Sequence[Link], rates: Sequence[tuple[float, int]], size_bytes: int) -> str:
+    """Return the fastest link that is still busy at the end of the least time."""
+    time_s = _least_time_s(rates, size_bytes)
+    busy = [
+        link.name
+        for link, (rate, most_bytes) in zip(links, rates, strict=True)
+        if most_bytes >= rate * time_s
+    ]
+    return busy[0] if busy else links[-1].name

@@ -47,7 +47,8 @@ def least_need(problem: Problem) -> Need:
     streamed = homes(problem, frozenset(), "all_streamed")
     candidates = streamed[:1] or [
         placement
-        for candidate in strategies(problem)
+        for family in strategies(problem)
+        for candidate in family.members()
         for placement in homes(problem, candidate.residents, candidate.strategy)[:1]
     ]
     arena_bytes, op = min(least_arena_bytes(problem, placement) for placement in candidates)

@@ -37,10 +37,11 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
 
+import highspy
 import pulp
 
 from gascompile.errors import SolverError
-from gascompile.passes.problem import Placement, Problem
+from gascompile.passes.problem import Placement, Problem, slot_seconds
 
 _WHOLE = 1000.0
 """All weights in the model's unit of bytes, and the longest possible iteration in its unit of time."""
@@ -312,7 +313,7 @@ def _add_memory(
 
 def _add_times(model: _Model, delivered: Sequence[Sequence[Expression]]) -> None:
     problem = model.problem
-    compute = _slot_seconds(problem, model.readers)
+    compute = slot_seconds(problem, model.readers)
     times = [
         model.variable(f"T_{k}", time_s / model.time_unit_s) for k, time_s in enumerate(compute)
     ]
@@ -343,16 +344,6 @@ def _add_times(model: _Model, delivered: Sequence[Sequence[Expression]]) -> None
         model.add(whole >= _sum(terms), f"pipe_{number}")
 
 
-def _slot_seconds(problem: Problem, readers: Sequence[int]) -> list[float]:
-    """Return the compute of each slot: gap, op, gap, op, ..., gap."""
-    seconds: list[float] = []
-    reached = 0
-    for op in readers:
-        seconds += [problem.sums_s[op] - problem.sums_s[reached], problem.op_times_s[op]]
-        reached = op + 1
-    return [*seconds, problem.sums_s[-1] - problem.sums_s[reached]]
-
-
 def _solve(model: _Model, solver: Expression) -> _Outcome:
     model.program.solve(solver)
     match (model.program.status, model.program.sol_status):
@@ -360,6 +351,8 @@ def _solve(model: _Model, solver: Expression) -> _Outcome:
             return _Outcome.FINISHED
         # PuLP calls a search that the clock ended optimal; only the solution's status tells.
         case (pulp.LpStatusOptimal, pulp.LpSolutionIntegerFeasible):
+            return _Outcome.STOPPED
+        case (pulp.LpStatusNotSolved, pulp.LpSolutionNoSolutionFound) if _out_of_time(model):
             return _Outcome.STOPPED
         case (pulp.LpStatusInfeasible, pulp.LpSolutionInfeasible):
             return _Outcome.INFEASIBLE
@@ -369,6 +362,11 @@ def _solve(model: _Model, solver: Expression) -> _Outcome:
                 f"'{pulp.LpSolution.get(solution, solution)}' on a placement of "
                 f"{len(model.problem.weights)} weights in an arena of {model.arena * model.unit_bytes:.0f} bytes"
             )
+
+
+def _out_of_time(model: _Model) -> bool:
+    """Whether the clock ended the search; PuLP has no pair of its own for one without a solution."""
+    return bool(model.program.solverModel.getModelStatus() == highspy.HighsModelStatus.kTimeLimit)
 
 
 def _extract(model: _Model, *, timed_out: bool, relaxed: bool) -> Solution:

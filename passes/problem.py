@@ -197,3 +197,13 @@ def _weight_visits(problem: Problem, placement: Placement, i: int, link: int) ->
         if j + 1 == len(weight.uses) or (i, j) not in placement.kept:
             yield Visit(i, link, weight.uses[start], op, weight.reserved_bytes)
             start = j + 1
+
+
+def slot_seconds(problem: Problem, readers: Sequence[int]) -> list[float]:
+    """Return the compute of each slot around ``readers``: gap, op, gap, op, ..., gap."""
+    seconds: list[float] = []
+    reached = 0
+    for op in readers:
+        seconds += [problem.sums_s[op] - problem.sums_s[reached], problem.op_times_s[op]]
+        reached = op + 1
+    return [*seconds, problem.sums_s[-1] - problem.sums_s[reached]]

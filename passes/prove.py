@@ -21,6 +21,7 @@ def prove(problem: Problem, predicted_s: float, *, time_limit_s: float, mip_gap:
         sum(weight.size_bytes for weight in problem.weights if weight.uses),
         problem.arena_limit_bytes,
         problem.machine,
+        problem.room_bytes,
     )
     bound_s = 0.0
     timed_out = False

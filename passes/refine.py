@@ -66,6 +66,7 @@ def _bound_s(problem: Problem, arena_bytes: int, time_limit_s: float) -> float:
         sum(weight.size_bytes for weight in problem.weights if weight.uses),
         arena_bytes,
         problem.machine,
+        problem.room_bytes,
     )
     relaxation = place(
         problem, arena_bytes, time_limit_s=time_limit_s, mip_gap=_CANDIDATE_GAP, relaxed=True

@@ -2,14 +2,17 @@
 
 Residents are packed at the bottom of the arena; the rest is the staging region. Visits take addresses
 around it like in a ring, in the order of their first use, so that memory is freed in the order in
-which it is taken. Addresses are the same in every iteration. A prefetch stands at the earliest point
-of the program at which its address range is free, at most one iteration ahead.
+which it is taken; or each link has a part of the region, a *lane*, with a ring of its own, so that the
+long loads of a slow link do not hold up the others. Addresses are the same in every iteration.
+A prefetch stands at the earliest point of the program at which its address range is free, at most one
+iteration ahead. Where links share a pipe, which serves them in the order of their prefetches, it may
+also stand where the load before it on its link is waited for: earlier it would only block the pipe.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from gascompile.cost_models.events import (
@@ -54,7 +57,12 @@ class Schedule:
 
 
 def schedule(
-    problem: Problem, placement: Placement, staging_bytes: int, *, resident_bytes: int | None = None
+    problem: Problem,
+    placement: Placement,
+    staging_bytes: int,
+    *,
+    resident_bytes: int | None = None,
+    lanes: Sequence[int] = (),
 ) -> Schedule | None:
     """Return the fastest schedule found within ``staging_bytes``; ``None`` when none packs.
 
@@ -62,6 +70,7 @@ def schedule(
 
     Args:
         resident_bytes: size of the residents' part, by default what the placement's residents take.
+        lanes: bytes of each link's part of the region; by default all links share the whole.
     """
     if resident_bytes is None:
         resident_bytes = sum(
@@ -72,25 +81,67 @@ def schedule(
     best: Schedule | None = None
     for candidate in _with_and_without_kept(placement):
         visits = visits_of(problem, candidate)
-        for region_bytes in _regions(visits, staging_bytes, problem.repeats):
-            offsets = _ring(visits, region_bytes)
-            if offsets is None:
-                continue
-            points = _points(visits, offsets, len(problem.op_times_s), problem.repeats)
-            seconds = steady_seconds(_events(problem, visits, points))
-            if best is None or seconds < best.seconds:
-                best = Schedule(
-                    placement=candidate,
-                    resident_bytes=resident_bytes,
-                    staging_bytes=staging_bytes,
-                    visits=tuple(visits),
-                    offsets=tuple(offsets),
-                    points=tuple(points),
-                    seconds=seconds,
-                )
+        for offsets in _layouts(visits, lanes or (staging_bytes,), problem.repeats):
+            earliest = _points(visits, offsets, len(problem.op_times_s), problem.repeats)
+            for points in _in_turn(problem, visits, earliest):
+                seconds = steady_seconds(_events(problem, visits, points))
+                if best is None or seconds < best.seconds:
+                    best = Schedule(
+                        placement=candidate,
+                        resident_bytes=resident_bytes,
+                        staging_bytes=staging_bytes,
+                        visits=tuple(visits),
+                        offsets=tuple(offsets),
+                        points=tuple(points),
+                        seconds=seconds,
+                    )
         if best is not None:
             return best
     return best
+
+
+def _layouts(
+    visits: Sequence[Visit], lanes: Sequence[int], repeats: bool
+) -> Iterator[tuple[int, ...]]:
+    """Yield addresses of the visits: in one ring, or in one ring per link where there are more lanes."""
+    members = [
+        [i for i, visit in enumerate(visits) if len(lanes) == 1 or visit.link == lane]
+        for lane in range(len(lanes))
+    ]
+    sizes = [
+        _regions([visits[i] for i in inside], lane_bytes, repeats)
+        for inside, lane_bytes in zip(members, lanes, strict=True)
+    ]
+    for chosen in dict.fromkeys((tuple(s[0] for s in sizes), tuple(s[-1] for s in sizes))):
+        offsets = [0] * len(visits)
+        bottom = 0
+        for inside, lane_bytes, ring_bytes in zip(members, lanes, chosen, strict=True):
+            ring = _ring([visits[i] for i in inside], ring_bytes)
+            if ring is None:
+                break
+            for i, offset in zip(inside, ring, strict=True):
+                offsets[i] = bottom + offset
+            bottom += lane_bytes
+        else:
+            yield tuple(offsets)
+
+
+def _in_turn(
+    problem: Problem, visits: Sequence[Visit], earliest: Sequence[int]
+) -> list[Sequence[int]]:
+    """Return the earliest points and, where used links share a pipe, those of one load at a time."""
+    used = {visit.link for visit in visits}
+    pipes = [pipe for link in used for pipe in problem.links[link].shared]
+    if len(pipes) == len(set(pipes)):
+        return [earliest]
+    before: dict[int, int] = {}
+    if problem.repeats:
+        before = {visit.link: visit.start - len(problem.op_times_s) for visit in visits}
+    late: list[int] = []
+    for visit, point in zip(visits, earliest, strict=True):
+        late.append(max(point, before.get(visit.link, 0)))
+        before[visit.link] = visit.start
+    return [earliest] if late == earliest else [earliest, late]
 
 
 def _with_and_without_kept(placement: Placement) -> list[Placement]:

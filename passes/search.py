@@ -1,65 +1,134 @@
 """Search: the fastest schedule among placements and sizes of the staging region.
 
 What may be tried does not depend on the budget, only what fits does, and nothing that could be the
-fastest is skipped: a bound on its time rules a candidate out, never the clock. So the result never
-gets slower with a larger budget.
+fastest is skipped: a bound on its time rules a candidate out. So the result never gets slower with a
+larger budget. The clock ends only the search among the many candidates of a large model.
 """
 
 from __future__ import annotations
 
+import math
+import time
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
-from itertools import accumulate, pairwise
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate, pairwise, product
 
+import numpy as np
+
+from gascompile.passes.certify import physical_limit
 from gascompile.passes.problem import Placement, Problem, Visit, visits_of
 from gascompile.passes.schedule import Schedule, schedule
-from gascompile.passes.strategies import ResidentSet, homes
+from gascompile.passes.strategies import MANY_WEIGHTS, Family, ResidentSet, homes
 
 _WINDOWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+_LANE_SIZES = 4
+"""Sizes to try of each link's own part of the staging region."""
 _ROUNDING = 1e-9
+
+Candidate = Family | ResidentSet | Placement
+_Single = tuple[Family, int] | ResidentSet | Placement
 
 
 def search(
     problem: Problem,
-    candidates: Iterable[ResidentSet | Placement],
+    candidates: Iterable[Candidate],
     arena_bytes: int,
     best: Schedule | None = None,
+    *,
+    time_limit_s: float = math.inf,
 ) -> Schedule | None:
     """Return the fastest schedule of ``candidates`` whose arena is at most ``arena_bytes``.
 
     Args:
         best: a schedule to beat; returned when nothing is faster.
+        time_limit_s: seconds after which a schedule, once there is one, is not improved further.
     """
+    deadline_s = time.perf_counter() + time_limit_s
     fitting = [
-        (_set_bound_s(problem, _residents(candidate)), number, candidate)
-        for number, candidate in enumerate(candidates)
-        if resident_bytes(problem, _residents(candidate)) <= arena_bytes
+        (*bound_s, number, member)
+        for number, item in enumerate(candidates)
+        for bound_s, member in _fitting(problem, item, arena_bytes)
     ]
-    for bound_s, _, candidate in sorted(fitting, key=lambda item: item[:2]):
-        if best is not None and bound_s[0] >= best.seconds:
+    seen: set[frozenset[int]] = set()
+    for bound_s, _, _, single in sorted(fitting, key=lambda item: item[:3]):
+        if best is not None and (bound_s >= best.seconds or time.perf_counter() > deadline_s):
             break
+        candidate = single[0].member(single[1]) if isinstance(single, tuple) else single
+        if isinstance(candidate, ResidentSet):
+            if candidate.residents in seen:
+                continue
+            seen.add(candidate.residents)
         for placement in _placements(problem, candidate):
-            best = best_staging(problem, placement, arena_bytes, best)
+            best = best_staging(problem, placement, arena_bytes, best, deadline_s=deadline_s)
     return best
 
 
 def best_staging(
-    problem: Problem, placement: Placement, arena_bytes: int, best: Schedule | None = None
+    problem: Problem,
+    placement: Placement,
+    arena_bytes: int,
+    best: Schedule | None = None,
+    *,
+    deadline_s: float = math.inf,
 ) -> Schedule | None:
-    """Return the faster of ``best`` and the placement's schedules within ``arena_bytes``."""
-    bound_s = time_bound_s(problem, placement)
+    """Return the faster of ``best`` and the placement's schedules within ``arena_bytes``.
+
+    Args:
+        deadline_s: reading of ``time.perf_counter`` from which on a schedule is not improved further.
+    """
     residents = resident_bytes(problem, _residents(placement))
-    for staging_bytes in reversed(staging_sizes(problem, placement)):
+    visits = visits_of(problem, placement)
+    bound_s = time_bound_s(problem, placement)
+    for lanes in _regions(problem, placement):
+        staging_bytes = sum(lanes)
         if residents + staging_bytes > arena_bytes:
             continue
-        if best is not None and bound_s >= best.seconds:
-            break
-        found = schedule(problem, placement, staging_bytes, resident_bytes=residents)
+        if best is not None and (
+            max(bound_s, _stalled_s(problem, visits, lanes)) >= best.seconds
+            or time.perf_counter() > deadline_s
+        ):
+            continue
+        found = schedule(problem, placement, staging_bytes, resident_bytes=residents, lanes=lanes)
         if found is not None:
             found = snap(found, time_bound_s(problem, found.placement))
             if best is None or found.seconds < best.seconds:
                 best = found
     return best
+
+
+def _regions(problem: Problem, placement: Placement) -> Iterator[tuple[int, ...]]:
+    """Yield staging regions: whole ones, the largest first, and ones with a lane for each link."""
+    links = {link for link in placement.link_of if link is not None}
+    if len(links) < 2 or len(problem.weights) < MANY_WEIGHTS:
+        yield from ((size,) for size in reversed(staging_sizes(problem, placement)))
+    if len(links) > 1:
+        sizes = [
+            staging_sizes(problem, placement, link)[:_LANE_SIZES]
+            for link in range(len(problem.links))
+        ]
+        yield from sorted(product(*sizes), key=sum, reverse=True)
+
+
+def _stalled_s(problem: Problem, visits: Sequence[Visit], lanes: Sequence[int]) -> float:
+    """Return a time that no schedule in these lanes beats.
+
+    Where a lane has no room for a second visit beside one, its link rests while the ops of that visit run.
+    """
+    if len(lanes) == 1:
+        return 0.0
+    longest_s = 0.0
+    for link, lane_bytes in enumerate(lanes):
+        inside = [visit for visit in visits if visit.link == link]
+        smallest = min((visit.reserved_bytes for visit in inside), default=0)
+        busy_s = sum(problem.transfer_s(visit.weight, link) for visit in inside)
+        # The last visit's ops may run beside the first load of the next iteration, or after all loads.
+        rests = [
+            problem.sums_s[visit.end + 1] - problem.sums_s[visit.start]
+            for visit in inside
+            if visit.reserved_bytes + smallest > lane_bytes
+        ]
+        longest_s = max(longest_s, busy_s + sum(rests))
+    return longest_s * (1 - _ROUNDING)
 
 
 def snap(found: Schedule, bound_s: float) -> Schedule:
@@ -74,13 +143,13 @@ def resident_bytes(problem: Problem, residents: Iterable[int]) -> int:
     return sum(problem.weights[i].reserved_bytes for i in residents)
 
 
-def staging_sizes(problem: Problem, placement: Placement) -> list[int]:
-    """Return sizes of the staging region worth trying, ascending.
+def staging_sizes(problem: Problem, placement: Placement, link: int | None = None) -> list[int]:
+    """Return sizes of the staging region, or of the lane of one link, worth trying, ascending.
 
     Size ``m`` holds what any op has in use and the visits of the ``m - 1`` ops after it; the
     first one is the least that the placement can run with.
     """
-    visits = visits_of(problem, placement)
+    visits = [v for v in visits_of(problem, placement) if link is None or v.link == link]
     if not visits:
         return [0]
     starts = sorted({visit.start for visit in visits})
@@ -122,17 +191,32 @@ def time_bound_s(problem: Problem, placement: Placement) -> float:
     return max(problem.compute_s, *busy_s, 0.0)
 
 
-def _set_bound_s(problem: Problem, residents: Iterable[int]) -> tuple[float, float]:
-    """Return a bound on the time of all placements of a resident set, and a tie-break."""
-    resident = set(residents)
-    streamed = [i for i in range(len(problem.weights)) if i not in resident]
+def _fitting(
+    problem: Problem, candidate: Candidate, arena_bytes: int
+) -> Iterator[tuple[tuple[float, float], _Single]]:
+    """Yield what of a candidate may fit, with a bound on its time and a tie-break."""
+    if not isinstance(candidate, Family):
+        order = tuple(_residents(candidate))
+        member = Family("", order, len(order))
+        yield from ((bound_s, candidate) for bound_s, _ in _fitting(problem, member, arena_bytes))
+        return
+    weights = [problem.weights[i] for i in candidate.order]
+    taken = [0, *accumulate(weight.reserved_bytes for weight in weights)]
+    counts = range(candidate.least, bisect_right(taken, arena_bytes))
     if len(problem.links) == 1:
-        link_s = sum(problem.transfer_s(i, 0) for i in streamed)
+        every_s = [problem.transfer_s(i, 0) for i in range(len(problem.weights))]
+        kept_s = np.cumsum([0.0, *(every_s[i] for i in candidate.order)])
+        link_s = [sum(every_s) - float(kept_s[count]) for count in counts]
     else:
-        rate = sum(link.bandwidth_bytes_per_s for link in problem.links)
-        total = sum(problem.weights[i].size_bytes for i in streamed)
-        link_s = total / rate if rate else 0.0
-    return max(problem.compute_s, link_s * (1 - _ROUNDING)), link_s
+        total = sum(weight.size_bytes for weight in problem.weights)
+        kept = [0, *accumulate(weight.size_bytes for weight in weights)]
+        link_s = [
+            physical_limit(0.0, total - kept[count], 0, problem.machine, problem.room_bytes)[0]
+            for count in counts
+        ]
+    for count, time_s in zip(counts, link_s, strict=True):
+        bound_s = max(problem.compute_s, time_s * (1 - _ROUNDING))
+        yield (bound_s, time_s), (candidate, count)
 
 
 def _residents(candidate: ResidentSet | Placement) -> Sequence[int]:

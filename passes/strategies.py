@@ -1,7 +1,8 @@
 """Strategies: the orders in which the known planners fill the compute tier, as families of placements.
 
-Each family is a list of placements that does not depend on the budget; a budget only decides which of
-them fit. The best of those that fit can therefore never get slower with more memory.
+Each strategy is some orders of the weights that do not depend on the budget, and each order a family of
+placements, in which ever more weights stay; a budget only decides which of them fit. The best of those
+that fit can therefore never get slower with more memory.
 
 * ``all_streamed``: nothing stays (ZeRO-Inference).
 * ``first_fit``: weights stay in execution order until memory is full (accelerate's device map).
@@ -13,13 +14,16 @@ them fit. The best of those that fit can therefore never get slower with more me
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise
 
 from gascompile.passes.problem import Placement, Problem
+from gascompile.passes.spread import spread
 
 NAMES = ("all_streamed", "first_fit", "largest_area", "per_layer", "largest_first", "exhaustive")
+MANY_WEIGHTS = 256
+"""From here on only the kinds of schedules are tried that pay for large models."""
 _FRACTIONS = 64
 _NUM_LARGEST = 12
 _FEW = 8
@@ -34,52 +38,79 @@ class ResidentSet:
     residents: frozenset[int]
 
 
-def strategies(problem: Problem) -> list[ResidentSet]:
-    """Return the resident sets of every family, without repetitions, in a fixed order."""
-    found: dict[frozenset[int], ResidentSet] = {}
-    for name in NAMES:
-        for residents in _FAMILIES[name](problem):
-            found.setdefault(residents, ResidentSet(name, residents))
-    return list(found.values())
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Sets that follow from one order: its first weights stay, at least ``least`` of them."""
+
+    strategy: str
+    order: tuple[int, ...]
+    least: int = 0
+
+    def member(self, count: int) -> ResidentSet:
+        """Return the set of the first ``count`` weights."""
+        return ResidentSet(self.strategy, frozenset(self.order[:count]))
+
+    def members(self) -> list[ResidentSet]:
+        """Return all sets, the smallest first."""
+        return [self.member(count) for count in range(self.least, len(self.order) + 1)]
+
+
+def strategies(problem: Problem) -> list[Family]:
+    """Return the families of every strategy in a fixed order."""
+    return [
+        Family(name, order, least) for name in NAMES for order, least in _FAMILIES[name](problem)
+    ]
 
 
 def family(problem: Problem, name: str) -> list[ResidentSet]:
-    """Return the resident sets of one strategy, from none resident to all."""
-    return [ResidentSet(name, residents) for residents in dict.fromkeys(_FAMILIES[name](problem))]
+    """Return the resident sets of one strategy without repetitions, from none resident to all."""
+    found = [
+        member
+        for order, least in _FAMILIES[name](problem)
+        for member in Family(name, order, least).members()
+    ]
+    return list(dict.fromkeys(found))
 
 
 def homes(problem: Problem, residents: frozenset[int], strategy: str) -> list[Placement]:
     """Return placements of a resident set; none where the slow tiers cannot hold the others.
 
-    They differ in the links, the fastest alone or balanced over all, and in how long a streamed weight
-    stays for its next use: until another weight is needed, or for a few of them.
+    They differ in the links, the fastest alone, balanced in the order of use or spread evenly, and in
+    how long a streamed weight stays for its next use: until another weight is needed, or for a few of
+    them. Of many weights over several links only the even spread is worth a look.
     """
     streamed = [i for i in range(len(problem.weights)) if i not in residents]
+    choices: list[Callable[[Problem, Sequence[int]], tuple[int | None, ...] | None]] = [_in_order]
+    if len(problem.links) > 1:
+        choices += [_balanced, spread]
+    if len(problem.weights) >= MANY_WEIGHTS:
+        choices.reverse()
     found: dict[Placement, None] = {}
-    for balanced in (False, True) if len(problem.links) > 1 else (False,):
-        link_of = _choose_links(problem, streamed, balanced)
+    for choose in choices:
+        link_of = choose(problem, streamed)
         if link_of is None:
             continue
         for reach in _REACHES:
             kept = _near_intervals(problem, streamed, reach)
             found[Placement(strategy=strategy, link_of=link_of, kept=kept)] = None
+        if len(problem.weights) >= MANY_WEIGHTS:
+            break
     return list(found)
 
 
-def _all_streamed(problem: Problem) -> Iterator[frozenset[int]]:
-    yield frozenset()
+Order = tuple[tuple[int, ...], int]
+"""Weights from those that stay first on, and how many of them stay at least."""
 
 
-def _prefixes(order: Sequence[int]) -> Iterator[frozenset[int]]:
-    for count in range(len(order) + 1):
-        yield frozenset(order[:count])
+def _all_streamed(problem: Problem) -> Iterator[Order]:
+    yield (), 0
 
 
-def _first_fit(problem: Problem) -> Iterator[frozenset[int]]:
-    return _prefixes(range(len(problem.weights)))
+def _first_fit(problem: Problem) -> Iterator[Order]:
+    yield tuple(range(len(problem.weights))), 0
 
 
-def _largest_area(problem: Problem) -> Iterator[frozenset[int]]:
+def _largest_area(problem: Problem) -> Iterator[Order]:
     num_ops = len(problem.op_times_s)
 
     def area(i: int) -> tuple[float, int]:
@@ -88,10 +119,10 @@ def _largest_area(problem: Problem) -> Iterator[frozenset[int]]:
         longest = max(b - a for a, b in zip(weight.uses, later, strict=True)) if later else 0
         return weight.reserved_bytes * longest, _spread_rank(i, len(problem.weights))
 
-    return _prefixes(sorted(range(len(problem.weights)), key=area))
+    yield tuple(sorted(range(len(problem.weights)), key=area)), 0
 
 
-def _per_layer(problem: Problem) -> Iterator[frozenset[int]]:
+def _per_layer(problem: Problem) -> Iterator[Order]:
     """Keep a fraction of the bytes of every stretch: weights stay where the running quota passes them."""
     for part in range(_FRACTIONS + 1):
         chosen: list[int] = []
@@ -101,10 +132,10 @@ def _per_layer(problem: Problem) -> Iterator[frozenset[int]]:
             if quota >= weight.reserved_bytes * (1 - 1e-9):
                 chosen.append(i)
                 quota -= weight.reserved_bytes
-        yield frozenset(chosen)
+        yield tuple(chosen), len(chosen)
 
 
-def _largest_first(problem: Problem) -> Iterator[frozenset[int]]:
+def _largest_first(problem: Problem) -> Iterator[Order]:
     count = len(problem.weights)
     order = sorted(
         range(count),
@@ -112,16 +143,14 @@ def _largest_first(problem: Problem) -> Iterator[frozenset[int]]:
     )
     grid = {step * count // _NUM_LARGEST for step in range(_NUM_LARGEST + 1)}
     for num_largest in sorted({*range(min(count, 4) + 1), *grid}):
-        largest, rest = order[count - num_largest :], order[: count - num_largest]
-        for num_smallest in range(len(rest) + 1):
-            yield frozenset((*largest, *rest[:num_smallest]))
+        yield (*order[count - num_largest :], *order[: count - num_largest]), num_largest
 
 
-def _exhaustive(problem: Problem) -> Iterator[frozenset[int]]:
+def _exhaustive(problem: Problem) -> Iterator[Order]:
     """Keep every set in turn; only the empty one where there are too many."""
     weights = range(len(problem.weights))
     for count in range(len(weights) + 1 if len(weights) <= _FEW else 1):
-        yield from map(frozenset, combinations(weights, count))
+        yield from ((subset, count) for subset in combinations(weights, count))
 
 
 _FAMILIES = {
@@ -157,8 +186,16 @@ def _near_intervals(
     )
 
 
+def _in_order(problem: Problem, streamed: Sequence[int]) -> tuple[int | None, ...] | None:
+    return _choose_links(problem, streamed, balanced=False)
+
+
+def _balanced(problem: Problem, streamed: Sequence[int]) -> tuple[int | None, ...] | None:
+    return _choose_links(problem, streamed, balanced=True)
+
+
 def _choose_links(
-    problem: Problem, streamed: Sequence[int], balanced: bool
+    problem: Problem, streamed: Sequence[int], *, balanced: bool
 ) -> tuple[int | None, ...] | None:
     """Return a link per weight, in the order of use; ``None`` when the slow tiers are too small."""
     left = dict(problem.room_bytes)
