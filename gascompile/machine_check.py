@@ -11,10 +11,9 @@ from collections.abc import Iterator
 from gascompile import serial
 from gascompile.errors import FormatError
 from gascompile.ir import Machine
+from gascompile.units import MAX_SIZE_BYTES
 
 COMPUTING_TIERS = ("gpu", "cpu")
-MAX_BYTES = 1 << 60
-"""An exbibyte: what is larger is a slip of the keyboard, and sums of it leave the range of the solver."""
 _RATE_RANGE = (1.0, 1e21)
 _MAX_FIXED_COST_S = 3600.0
 
@@ -69,8 +68,8 @@ def _problems(machine: Machine) -> Iterator[tuple[str, str]]:
         path = f".tiers.{name}.bytes"
         if tier.size_bytes < 0:
             yield path, f"the tier has the size {tier.size_bytes}; give zero or more"
-        if tier.size_bytes > MAX_BYTES:
-            yield path, f"the tier has the size {tier.size_bytes}; give at most {MAX_BYTES}"
+        if tier.size_bytes > MAX_SIZE_BYTES:
+            yield path, f"the tier has the size {tier.size_bytes}; give at most {MAX_SIZE_BYTES}"
     yield from _bad_links(machine)
     yield from _bad_names(machine)
     if machine.io.num_threads < 1 or machine.io.chunk_bytes < 1:
@@ -123,8 +122,15 @@ def _bad_rates(machine: Machine) -> Iterator[tuple[str, str]]:
     rates = [(f".{field}[{i}].bytes_per_second", value) for field, i, value in speeds]
     rates += [(f".rates[{i}].flops_per_second", x.flops_per_s) for i, x in enumerate(machine.rates)]
     for i, compute in enumerate(machine.rates):
+        before = 0.0
         for k, point in enumerate(compute.points):
             rates.append((f".rates[{i}].points[{k}].flops_per_second", point.flops_per_s))
+            if not before < point.flops_per_byte:
+                yield (
+                    f".rates[{i}].points[{k}].flops_per_byte",
+                    f"{point.flops_per_byte} is not above {before}",
+                )
+            before = point.flops_per_byte
     least, most = _RATE_RANGE
     for path, value in rates:
         if not (math.isfinite(value) and value > 0):

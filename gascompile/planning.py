@@ -17,7 +17,7 @@ from gascompile.machine_check import source_warnings
 from gascompile.machine_files import named_machine
 from gascompile.passes.make_plan import make_plan
 from gascompile.passes.verify import verify
-from gascompile.workload_check import check_workload
+from gascompile.workload_check import check_times, check_workload
 from gascompile.workload_files import is_workload_file, load_workload
 
 if TYPE_CHECKING:
@@ -67,10 +67,13 @@ def plan(
     limits = Budget.of(budget, resolved)
     limits.limits_bytes(resolved)  # refuses what is no size, before anything is read or captured
     if isinstance(source, Workload):
-        check_workload(source, where=f"workload '{source.name}': $")
+        where = f"workload '{source.name}': $"
+        check_workload(source, where=where)
+        check_times(source, resolved, where=where)
         return _plan_workload(source, resolved, limits, config)
     if is_workload_file(source):
-        return _plan_workload(load_workload(source), resolved, limits, config)
+        workload = load_workload(source, resolved)
+        return _plan_workload(workload, resolved, limits, config)
     from gascompile.model_planning import plan_model
 
     return plan_model(

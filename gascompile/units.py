@@ -11,6 +11,9 @@ KIB = 1 << 10
 MIB = 1 << 20
 GIB = 1 << 30
 
+MAX_SIZE_BYTES = 1 << 60
+"""An exbibyte; sums of what is larger leave the range of int64."""
+
 PAGE_BYTES = 4096
 """Alignment of every arena address, file offset and length that direct I/O touches."""
 
@@ -42,7 +45,7 @@ def parse_size(value: int | str) -> int:
     if isinstance(value, int):
         if value < 0:
             raise ValueError(f"a size cannot be negative: {value}")
-        return value
+        return _within_range(value)
     match = _SIZE_PATTERN.match(value)
     scale = _SUFFIX_BYTES.get(match.group(2).lower()) if match else None
     if match is None or scale is None:
@@ -50,7 +53,15 @@ def parse_size(value: int | str) -> int:
         raise ValueError(
             f"cannot read the size {value!r}: write a number and one of {units}, as in '1.5GiB'"
         )
-    return round(float(match.group(1)) * scale)
+    return _within_range(float(match.group(1)) * scale)
+
+
+def _within_range(size_bytes: float) -> int:
+    if size_bytes > MAX_SIZE_BYTES:
+        raise ValueError(
+            f"a size beyond {MAX_SIZE_BYTES // 10**12} TB is beyond any machine: give a smaller one"
+        )
+    return round(size_bytes)
 
 
 def format_size(size_bytes: float) -> str:

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 
 from gascompile import serial
-from gascompile.errors import FormatError
-from gascompile.ir import OpSpec, TensorKind, TensorSpec, Workload
+from gascompile.errors import FormatError, UnsupportedOpError
+from gascompile.ir import Machine, OpSpec, TensorKind, TensorSpec, Workload
+from gascompile.units import MAX_SIZE_BYTES
 
 MAX_ITEMS = 250_000
 """Ops, and tensors, that a workload may have: several times those of the largest models known."""
-MAX_BYTES = 1 << 60
 MAX_TIME_S = 1e9
 
 _WRITTEN_FIRST = frozenset(
@@ -50,6 +50,22 @@ def check_content(workload: Workload, *, where: str = "$") -> None:
         raise FormatError(f"{where}{path}: {problem}")
 
 
+def check_times(workload: Workload, machine: Machine, *, where: str = "$") -> None:
+    """Return if every op has a time on the tier of ``machine`` that computes.
+
+    Raises:
+        UnsupportedOpError: names the first op that has none.
+    """
+    tier = machine.compute_tier
+    for i, op in enumerate(workload.ops):
+        if tier not in op.time_s:
+            known = ", ".join(sorted(op.time_s))
+            raise UnsupportedOpError(
+                f"{where}.ops[{i}].seconds: op '{op.name}' has no time for tier '{tier}' of machine "
+                f"'{machine.name}' (it has: {known}); annotate the workload for this machine"
+            )
+
+
 def check_count(count: int, where: str) -> None:
     """Refuse a list that is too long to plan; raises ``FormatError``."""
     if count > MAX_ITEMS:
@@ -66,10 +82,10 @@ def _problems(workload: Workload) -> Iterator[tuple[str, str]]:
     yield from _bad_names("tensors", (tensor.name for tensor in workload.tensors))
     yield from _bad_names("ops", (op.name for op in workload.ops))
     for i, tensor in enumerate(workload.tensors):
-        if not 0 <= tensor.size_bytes <= MAX_BYTES:
+        if not 0 <= tensor.size_bytes <= MAX_SIZE_BYTES:
             yield (
                 f".tensors[{i}].bytes",
-                f"'{tensor.name}' has the size {tensor.size_bytes}; give 0 to {MAX_BYTES} bytes",
+                f"'{tensor.name}' has the size {tensor.size_bytes}; give 0 to {MAX_SIZE_BYTES} bytes",
             )
     tensors = {tensor.name: tensor for tensor in workload.tensors}
     written: set[str] = set()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 
 from gascompile import serial
-from gascompile.ir import Workload
-from gascompile.workload_check import check_content, check_count
+from gascompile.ir import Machine, Workload
+from gascompile.workload_check import check_content, check_count, check_times
 
 
 def is_workload_file(source: object) -> bool:
@@ -14,12 +14,13 @@ def is_workload_file(source: object) -> bool:
     return isinstance(source, (str, os.PathLike)) and os.fspath(source).endswith(".json")
 
 
-def load_workload(path: str | os.PathLike[str]) -> Workload:
-    """Read a workload file and check it.
+def load_workload(path: str | os.PathLike[str], machine: Machine) -> Workload:
+    """Read a workload file and check that it can be planned for ``machine``.
 
     Raises:
         FormatError: it is no workload, or makes no sense as one; names the place.
         StorageError: it cannot be read.
+        UnsupportedOpError: an op has no time on the tier that computes.
     """
     data = serial.read_json(path, strict=True)
     where = f"{os.fspath(path)}: $"
@@ -30,4 +31,5 @@ def load_workload(path: str | os.PathLike[str]) -> Workload:
             check_count(len(items), f"{where}.{field}")
     workload = serial.from_json(Workload, data, where=where)
     check_content(workload, where=where)
+    check_times(workload, machine, where=where)
     return workload

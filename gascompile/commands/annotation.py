@@ -63,7 +63,7 @@ def _annotated(
     source: str, machine: Machine, batch: int, tokens: int, cache_dir: Path
 ) -> _Annotated:
     if is_workload_file(source):
-        workload = load_workload(source)
+        workload = load_workload(source, machine)
         kinds = [_COUNTER.sub("", op.name) for op in workload.ops]
         return _Annotated(workload=workload, kinds=kinds, unknown_ops=())
     from gascompile.calls import normalize_call
