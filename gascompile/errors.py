@@ -58,6 +58,18 @@ def _rebuild_infeasible(
     )
 
 
+class DeviceMapError(GASCompileError):
+    """A device map does not fit the model or the machine.
+
+    Attributes:
+        names: the prefixes or weights that do not fit.
+    """
+
+    def __init__(self, message: str, *, names: tuple[str, ...] = ()) -> None:
+        self.names = names
+        super().__init__(message)
+
+
 class SolverError(GASCompileError):
     """The solver ended in a state that is not understood."""
 

@@ -60,7 +60,7 @@ def picture(plan: Plan, trace: Trace, path: str | Path) -> None:
     tiers = [tier for tier, curve in trace.memory.items() if curve.peak_bytes]
     heights = [_LANE_INCHES * len(lanes), *(_curve_inches(trace, tier) for tier in tiers)]
     height = sum(heights) + _FRAME_INCHES + 0.45 * len(tiers)
-    style = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
+    style: dict[Any, Any] = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
     # Text stays text in an SVG, and its ids do not change from one run to the next.
     style |= {"svg.fonttype": "none", "svg.hashsalt": "gascompile"}
     with rc_context(style):

@@ -206,7 +206,8 @@ def _counts(plan: Plan) -> dict[str, dict[str, int]]:
     found: dict[str, dict[str, int]] = {}
     for step in plan.steps:
         if isinstance(step, (Prefetch, Reload, Offload)):
-            names, way = (step.tensor,), step.link
+            names: tuple[str, ...] = (step.tensor,)
+            way = step.link
         elif isinstance(step, Recompute):
             names, way = plan.workload.ops[step.source].writes, "recompute"
         else:

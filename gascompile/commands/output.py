@@ -16,7 +16,12 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from gascompile.errors import GASCompileError, InfeasiblePlanError, PlanVerificationError
+from gascompile.errors import (
+    DeviceMapError,
+    GASCompileError,
+    InfeasiblePlanError,
+    PlanVerificationError,
+)
 from gascompile.serial import JsonValue
 
 # Newer typer carries a click of its own, older ones import it; this is UsageError in both.
@@ -94,6 +99,8 @@ def _error_json(error: Exception) -> dict[str, JsonValue]:
             data[name] = getattr(error, name)
     elif isinstance(error, PlanVerificationError):
         data["step"] = error.step
+    elif isinstance(error, DeviceMapError):
+        data["names"] = list(error.names)
     elif isinstance(error, typer.BadParameter):
         data["message"] = error.format_message()
     return data

@@ -29,6 +29,16 @@ PlanArgument = Annotated[
 ]
 
 
+DeviceMapFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--device-map",
+        metavar="FILE",
+        help="Plan what accelerate does with this device map (JSON).",
+    ),
+]
+
+
 def plan(
     source: Source,
     budget: opt.BudgetSize = None,
@@ -39,6 +49,7 @@ def plan(
     batch: opt.Batch = 1,
     tokens: opt.Tokens = 128,
     strategy: opt.Strategy = None,
+    device_map: DeviceMapFile = None,
     time_limit: opt.TimeLimit = 20.0,
     cache_dir: opt.CacheDir = None,
     json: opt.JsonFlag = False,
@@ -47,20 +58,50 @@ def plan(
 
     Example: [bold]gascompile plan Qwen3-8B/ --budget 8GiB --machine rtx4090-gen4 -o plan.json[/bold]
     """
-    with reserved_stdout(json):
-        made = make_plan_of(
-            source,
-            limits=(budget, cpu, nvme),
-            machine=machine,
-            shape=(batch, tokens),
-            strategy=strategy,
-            time_limit_s=time_limit,
-            cache_dir=opt.cache_dir_of(cache_dir),
+    if device_map is not None and strategy is not None:
+        raise typer.BadParameter(
+            "--device-map and --strategy both say how to plan; give one of them"
         )
+    limits, folder = (budget, cpu, nvme), opt.cache_dir_of(cache_dir)
+    with reserved_stdout(json):
+        if device_map is not None:
+            made = _mapped(source, device_map, limits, machine, (batch, tokens), folder)
+        else:
+            made = make_plan_of(
+                source,
+                limits=limits,
+                machine=machine,
+                shape=(batch, tokens),
+                strategy=strategy,
+                time_limit_s=time_limit,
+                cache_dir=folder,
+            )
         if output is not None:
             made.save(output)
     written = [note(f"The plan is in {output}.")] if output is not None else []
     emit(json, serial.to_json(made), *plan_parts(made), *warnings_block(made.warnings), *written)
+
+
+def _mapped(
+    source: str,
+    device_map: Path,
+    limits: tuple[int | None, int | None, int | None],
+    machine: str | None,
+    shape: tuple[int, int],
+    cache_dir: Path,
+) -> Plan:
+    from gascompile.integrations.device_map import device_map_plan, read_device_map
+
+    resolved = opt.machine_of(machine, cache_dir)
+    return device_map_plan(
+        read_device_map(device_map),
+        source,
+        resolved,
+        opt.budget_of(*limits, resolved),
+        batch=shape[0],
+        tokens=shape[1],
+        cache_dir=cache_dir,
+    )
 
 
 def make_plan_of(

@@ -1,0 +1,185 @@
+"""Device maps of accelerate as plans: what loading a model with ``device_map=`` would take.
+
+A map says per module prefix where its weights live: a GPU (``0``, ``"cuda:0"``, ``"gpu"``), ``"cpu"`` or
+``"disk"``. The longest prefix of a weight's name counts, as in accelerate.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+from gascompile import serial
+from gascompile.config import default_cache_dir
+from gascompile.errors import CaptureError, DeviceMapError, FormatError
+from gascompile.ir import Budget, Machine, Plan, TensorKind, Workload
+from gascompile.passes.as_mapped import as_mapped
+from gascompile.planning import machine_of
+from gascompile.workload_files import is_workload_file, load_workload
+
+DeviceMap = Mapping[str, int | str]
+_SHOWN = 4
+"""Names that a message lists."""
+
+
+def read_device_map(path: str | os.PathLike[str]) -> dict[str, int | str]:
+    """Read a device map from a JSON file.
+
+    Raises:
+        FormatError: the file is not JSON, or not an object of devices by module.
+        StorageError: the file cannot be read.
+    """
+    data = serial.read_json(path)
+    if not isinstance(data, dict) or not data:
+        raise FormatError(f"{path}: a device map is a JSON object of devices by module prefix")
+    for prefix, device in data.items():
+        if isinstance(device, bool) or not isinstance(device, (int, str)):
+            raise FormatError(
+                f"{path}: the device of '{prefix}' is {device!r}; write 0, 'cpu' or 'disk'"
+            )
+    return data
+
+
+def device_map_plan(
+    device_map: DeviceMap,
+    source: Workload | str | os.PathLike[str],
+    machine: Machine | str | os.PathLike[str] | None = None,
+    budget: Budget | int | str | None = None,
+    *,
+    batch: int = 1,
+    tokens: int = 128,
+    cache_dir: str | os.PathLike[str] | None = None,
+) -> Plan:
+    """Return the verified plan that executes ``device_map`` the way accelerate does.
+
+    What is mapped to the device that computes stays there; the rest is loaded whole, right before each
+    op that reads it, and nothing is loaded ahead. The plan's strategy is ``device_map``.
+
+    Args:
+        device_map: devices by module prefix; ``""`` stands for the whole model.
+        source: a ``Workload``, or a path or ``package.module:callable`` as ``gascompile.plan`` takes it.
+        machine: what to plan for, by default this machine.
+        budget: memory of the tier that computes, or a ``Budget``.
+        batch: rows of made-up inputs.
+        tokens: tokens per row of made-up inputs.
+        cache_dir: where the machine profile is kept.
+
+    Raises:
+        DeviceMapError: a prefix or a device is unknown, a weight is in no prefix, or a tier is too small.
+        InfeasiblePlanError: the budget does not hold what the map keeps; names what would.
+    """
+    folder = Path(cache_dir) if cache_dir is not None else default_cache_dir()
+    resolved = machine_of(machine, folder)
+    limits = Budget.of(budget, resolved)
+    workload, modules = _workload_of(source, resolved, (batch, tokens), folder)
+    tiers = tiers_of(device_map, workload, resolved, modules=modules)
+    prints = {
+        "graph": serial.digest(workload),
+        "machine": serial.digest(resolved),
+        "budget": serial.digest(limits.limits_bytes(resolved)),
+        "device_map": serial.digest({prefix: str(tier) for prefix, tier in device_map.items()}),
+    }
+    return as_mapped(workload, resolved, limits, tiers, fingerprint=prints)
+
+
+def tiers_of(
+    device_map: DeviceMap, workload: Workload, machine: Machine, *, modules: Collection[str] = ()
+) -> dict[str, str]:
+    """Return the tier that the map puts each weight on.
+
+    Args:
+        modules: names of modules that the model has; a prefix may be one of them without any weight.
+
+    Raises:
+        DeviceMapError: a prefix or a device is unknown, or a weight is in no prefix; names them.
+    """
+    tiers = {prefix: _tier(prefix, device, machine) for prefix, device in device_map.items()}
+    names = [tensor.name for tensor in workload.tensors]
+    unknown = [
+        prefix
+        for prefix in tiers
+        if prefix not in modules and not any(_is_in(name, prefix) for name in names)
+    ]
+    if unknown:
+        raise DeviceMapError(
+            f"the device map names {_list(unknown)}, but {workload.name} has no weight or module of that name",
+            names=tuple(unknown),
+        )
+    found: dict[str, str] = {}
+    unmapped = []
+    for tensor in workload.tensors:
+        if tensor.kind != TensorKind.WEIGHT:
+            continue
+        prefixes = [prefix for prefix in tiers if _is_in(tensor.name, prefix)]
+        if prefixes:
+            found[tensor.name] = tiers[max(prefixes, key=len)]
+        else:
+            unmapped.append(tensor.name)
+    if unmapped:
+        raise DeviceMapError(
+            f'the device map says nothing about {_list(unmapped)}; add a prefix of each, or "" for all others',
+            names=tuple(unmapped),
+        )
+    return found
+
+
+def _tier(prefix: str, device: int | str, machine: Machine) -> str:
+    """Return the tier that a device of accelerate means on ``machine``."""
+    text = str(device).lower()
+    site = machine.compute_tier
+    tier = {"cpu": "cpu", "disk": "nvme", "nvme": "nvme"}.get(text)
+    if tier is None and text in ("0", "cuda", "cuda:0", "gpu", "gpu:0"):
+        tier = site
+    if tier is None:
+        raise DeviceMapError(
+            f"the device map puts '{prefix}' on {device!r}; known are 0, 'cuda:0' and 'gpu' (here '{site}'), 'cpu' and "
+            "'disk' (here 'nvme')",
+            names=(prefix,),
+        )
+    if tier not in machine.tiers:
+        raise DeviceMapError(
+            f"the device map puts '{prefix}' on {device!r}, but machine '{machine.name}' has no tier '{tier}'",
+            names=(prefix,),
+        )
+    return tier
+
+
+def _is_in(name: str, prefix: str) -> bool:
+    return not prefix or name == prefix or name.startswith(f"{prefix}.")
+
+
+def _list(names: list[str]) -> str:
+    shown = ", ".join(f"'{name}'" for name in names[:_SHOWN])
+    return f"{shown} and {len(names) - _SHOWN} more" if len(names) > _SHOWN else shown
+
+
+def _workload_of(
+    source: Workload | str | os.PathLike[str],
+    machine: Machine,
+    shape: tuple[int, int],
+    cache_dir: Path,
+) -> tuple[Workload, frozenset[str]]:
+    """Return the workload of a source, and the names of the modules of a model."""
+    if isinstance(source, Workload):
+        return source, frozenset()
+    if is_workload_file(source):
+        return load_workload(source, machine), frozenset()
+    from gascompile.calls import normalize_call
+    from gascompile.config import CompileConfig
+    from gascompile.integrations.huggingface import register_pytrees
+    from gascompile.passes.annotate import annotate
+    from gascompile.pipeline import Job
+    from gascompile.sources import open_source
+
+    opened = open_source(source, batch=shape[0], tokens=shape[1])
+    if opened.inputs is None:
+        raise CaptureError(
+            f"{source} brings no example inputs to trace it with; let the callable return (module, example_inputs)"
+        )
+    register_pytrees()
+    config = CompileConfig(cache_dir=cache_dir)
+    job = Job(model=opened.model, machine=machine, budget=Budget(), config=config)
+    captured = job.capture(*normalize_call(opened.model, *opened.inputs))
+    modules = frozenset(name for name, _ in opened.model.named_modules())
+    return annotate(captured.program, machine).workload, modules
