@@ -47,14 +47,15 @@ def draw_case(
     chance = random.Random(seed)
     flavour = chance.choice((_inference, _training, _anything))
     tensors, ops = flavour(chance, max_tensors, max_ops)
+    total = sum(t.size_bytes for t in tensors if t.kind is not TensorKind.INPUT)
+    machine = draw_machine(chance, total)
+    center = machine.compute_tier
     workload = Workload(
         name=f"random {seed}",
         repeats=chance.random() < 0.6 if repeats is None else repeats,
         tensors=tuple(tensors),
-        ops=tuple(ops),
+        ops=tuple(replace(at, time_s={center: at.time_s["cpu"]}) for at in ops),
     )
-    total = sum(t.size_bytes for t in tensors if t.kind is not TensorKind.INPUT)
-    machine = draw_machine(chance, total)
     least, most = footprint_bytes(workload)
     limits = {tier: spec.size_bytes for tier, spec in machine.tiers.items()}
     limits[machine.compute_tier] = chance.randint(max(0, least - 1), max(least, most))
@@ -120,10 +121,10 @@ def footprint_bytes(workload: Workload) -> tuple[int, int]:
 def op(
     name: str, time_s: float, reads: str = "", writes: str = "", workspace_bytes: int = 0
 ) -> OpSpec:
-    """Return an op that reads and writes the tensors named by the words of two texts."""
+    """Return an op on the CPU that reads and writes the tensors named by the words of two texts."""
     return OpSpec(
         name=name,
-        time_s={"cpu": time_s, "gpu": time_s},
+        time_s={"cpu": time_s},
         reads=tuple(reads.split()),
         writes=tuple(writes.split()),
         workspace_bytes=workspace_bytes,
