@@ -165,7 +165,7 @@ def run_read(options: argparse.Namespace) -> dict[str, Any]:
 
         def read_all() -> None:
             tickets = [
-                session.engine.submit(session.landings[m.tensor], m.address, key=i, link=m.link)
+                session.engine.submit(session.landing(m.tensor), m.address, key=i, link=m.link)
                 for i, m in enumerate(moves)
             ]
             for ticket in tickets:

@@ -20,6 +20,7 @@ from gascompile.cost_models.events import (
     steady_iteration,
     steady_seconds,
 )
+from gascompile.cost_models.gathers import gather_link_bytes
 from gascompile.ir import (
     Compute,
     Link,
@@ -79,6 +80,8 @@ def replay(
             busy_s = machine.link(step.link).transfer_time_s(step.size_bytes)
             link_bytes[step.link] = link_bytes.get(step.link, 0) + step.size_bytes
             link_busy_s[step.link] = link_busy_s.get(step.link, 0.0) + busy_s
+    for name, size_bytes in gather_link_bytes(ops, machine).items():
+        link_bytes[name] = link_bytes.get(name, 0) + size_bytes
     return Timeline(
         seconds=seconds,
         first_iteration_s=first_s,

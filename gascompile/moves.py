@@ -12,7 +12,7 @@ import torch
 
 
 class Mover(Protocol):
-    """What the runtime does for a move. Only ``wait`` blocks."""
+    """What the runtime does for a move. Only ``wait`` and ``gather`` block."""
 
     def resident(self, tensor: str) -> torch.Tensor: ...
 
@@ -21,6 +21,8 @@ class Mover(Protocol):
     def wait(self, tensor: str, address: int) -> torch.Tensor: ...
 
     def release(self, tensor: str, address: int) -> None: ...
+
+    def gather(self, tensor: str, indices: torch.Tensor) -> torch.Tensor: ...
 
 
 def resident(mover: Mover, tensor: str) -> torch.Tensor:
@@ -43,4 +45,38 @@ def release(mover: Mover, tensor: str, address: int) -> None:
     mover.release(tensor, address)
 
 
-MOVES = (resident, prefetch, wait, release)
+def gather(mover: Mover, tensor: str, indices: torch.Tensor) -> torch.Tensor:
+    """Read the rows of ``tensor`` that ``indices`` names from its slow tier and return them: an embedding."""
+    return mover.gather(tensor, indices)
+
+
+MOVES = (resident, prefetch, wait, release, gather)
+
+
+def linear_tile(
+    out: torch.Tensor | None,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    begin: int,
+    features: int,
+) -> torch.Tensor:
+    """Compute the output features of a linear layer that begin at ``begin``, in place, and return all of them.
+
+    Args:
+        out: what the tiles before have written; ``None`` makes room for all ``features``.
+        x: the layer's input.
+        weight: the rows of the layer's weight that belong to the tile.
+        bias: the layer's whole bias.
+        begin: first output feature of the tile.
+        features: output features of the layer.
+    """
+    if out is None:
+        out = x.new_empty((*x.shape[:-1], features))
+    part = out.view(-1, features)[:, begin : begin + weight.shape[0]]
+    rows = x.reshape(-1, x.shape[-1])
+    if bias is None:
+        torch.mm(rows, weight.t(), out=part)
+    else:
+        torch.addmm(bias[begin : begin + weight.shape[0]], rows, weight.t(), out=part)
+    return out

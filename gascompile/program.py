@@ -8,6 +8,7 @@ Conventions that every pass and the runtime rely on:
   op carries the node's name.
 * Tensor names of a workload: a weight or state keeps its name in the model; what a node ``n`` creates
   is ``%n`` (``%n.i`` for element ``i`` of a tuple result); a user input is ``%`` + its placeholder.
+* Where a plan divides them, rows ``b`` to ``e`` of the weight ``w`` are ``w[b:e]``, and so are ops.
 * The output node's single argument is the flat tuple of the model's outputs.
 """
 
@@ -17,6 +18,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+
+OP_NAME = "op"
+"""Key in the ``meta`` of a node that is called otherwise than its op, as a node's name cannot hold it."""
+
+
+def op_name(node: torch.fx.Node) -> str:
+    """Return the name of the op that ``node`` is."""
+    name: str = node.meta.get(OP_NAME, node.name)
+    return name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+
+import torch
 
 from gascompile.cost_models.op_time import op_time_s
 from gascompile.ir import Machine, OpSpec, TensorKind, TensorSpec, Workload
@@ -29,7 +32,10 @@ def annotate(program: Program, machine: Machine, *, repeats: bool = True) -> Ann
     """
     facts = propagate(program)
     device = machine.compute_tier
-    ops = tuple(_op_spec(op, device, machine) for op in facts.ops)
+    nodes = {node.name: node for node in program.op_nodes()}
+    ops = tuple(
+        _op_spec(op, device, machine, *_parts(nodes[op.name], program, facts)) for op in facts.ops
+    )
     unknown = sorted({leaf.target for op in facts.ops for leaf in op.leaves if not leaf.known})
     workload = Workload(
         name=program.name, repeats=repeats, tensors=_tensors(program, facts), ops=ops
@@ -37,7 +43,41 @@ def annotate(program: Program, machine: Machine, *, repeats: bool = True) -> Ann
     return Annotation(workload=workload, unknown_ops=tuple(unknown))
 
 
-def _op_spec(op: OpFacts, device: str, machine: Machine) -> OpSpec:
+def _parts(
+    node: torch.fx.Node, program: Program, facts: Facts
+) -> tuple[Mapping[str, int], Mapping[str, int]]:
+    """Return the weight that an op could take in tiles, with its rows, and the one it needs rows of, with their bytes.
+
+    Only a weight that the op is given as it lies in its file counts: its rows are ranges of bytes there.
+    """
+    if node.target is torch.ops.aten.linear.default:
+        weight = _weight(node.args[1], program)
+        if weight is not None:
+            return {weight: program.bound[weight].shape[0]}, {}
+    if node.target is torch.ops.aten.embedding.default:
+        weight = _weight(node.args[0], program)
+        if weight is not None:
+            return {}, {weight: facts.size_bytes[f"%{node.name}"]}
+    return {}, {}
+
+
+def _weight(argument: object, program: Program) -> str | None:
+    """Return the weight that ``argument`` is bound to, if it is a matrix."""
+    if not isinstance(argument, torch.fx.Node):
+        return None
+    name = program.bindings.get(argument.name)
+    if name is None or name in program.states or len(program.bound[name].shape) != 2:
+        return None
+    return name
+
+
+def _op_spec(
+    op: OpFacts,
+    device: str,
+    machine: Machine,
+    splits: Mapping[str, int],
+    gathers: Mapping[str, int],
+) -> OpSpec:
     times_s = [
         op_time_s(
             flops=leaf.flops,
@@ -58,6 +98,8 @@ def _op_spec(op: OpFacts, device: str, machine: Machine) -> OpSpec:
         flops=sum(leaf.flops for leaf in op.leaves),
         read_bytes=sum(leaf.read_bytes for leaf in op.leaves),
         write_bytes=sum(leaf.write_bytes for leaf in op.leaves),
+        splits=splits,
+        gathers=gathers,
     )
 
 

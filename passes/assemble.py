@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from gascompile.cost_models.gathers import gather_link_bytes
 from gascompile.ir import Certificate, OpPlan, Plan, Prefetch, Step, TensorKind, TensorPlan
 from gascompile.passes.emit import emit
 from gascompile.passes.problem import Problem
@@ -87,4 +88,6 @@ def _link_bytes(problem: Problem, steps: tuple[Step, ...]) -> dict[str, int]:
     for step in steps:
         if isinstance(step, Prefetch):
             moved[step.link] += step.size_bytes
+    for link, size_bytes in gather_link_bytes(problem.workload.ops, problem.machine).items():
+        moved[link] += size_bytes
     return moved

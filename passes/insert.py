@@ -15,7 +15,9 @@ from torch import fx
 from gascompile import moves
 from gascompile.errors import PlanMismatchError
 from gascompile.ir import Compute, Plan, Prefetch, Release, Step, Wait
-from gascompile.program import Program
+from gascompile.passes.divide_graph import divide_graph
+from gascompile.program import Program, op_name
+from gascompile.tiles import base_name
 
 for _move in (moves.prefetch, moves.wait, moves.release):
     fx.node.has_side_effect(_move)
@@ -29,7 +31,6 @@ def insert(program: Program, plan: Plan) -> fx.GraphModule:
     Raises:
         PlanMismatchError: the plan was made for another program.
     """
-    _check_ops(program, plan)
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     graph.output(graph.graph_copy(program.graph_module.graph, copies))
@@ -43,8 +44,8 @@ def insert(program: Program, plan: Plan) -> fx.GraphModule:
     return module
 
 
-def _check_ops(program: Program, plan: Plan) -> None:
-    found = [node.name for node in program.op_nodes()]
+def _check_ops(nodes: list[fx.Node], plan: Plan) -> None:
+    found = [op_name(node) for node in nodes]
     planned = [op.name for op in plan.ops]
     if found != planned:
         differing = next(
@@ -80,7 +81,6 @@ class _Rewrite:
         self._plan = plan
         self._graph = graph
         (self._output,) = (node for node in graph.nodes if node.op == "output")
-        self._ops = [node for node in graph.nodes if node.op == "call_function"]
         self._next_op = 0
         self._bound = {
             node: program.bindings[node.name]
@@ -91,6 +91,9 @@ class _Rewrite:
         self._views: dict[fx.Node, _View] = {}
         with graph.inserting_before(next(iter(graph.nodes))):
             self._mover = graph.placeholder("mover")
+        divide_graph(graph, plan.workload.ops, self._bound, self._mover)
+        self._ops = [node for node in graph.nodes if node.op == "call_function"]
+        _check_ops(self._ops, plan)
         self._streamed = {
             node: name for node, name in self._bound.items() if not self._is_resident(name)
         }
@@ -158,7 +161,7 @@ class _Rewrite:
         taken = _View(node.args, node.kwargs, self._bases(node))
         with self._graph.inserting_before(node):
             self._point_at_visits(node, spec.reads)
-        own = f"%{spec.name}"
+        own = f"%{base_name(spec.name)}"
         makes_view = not any(name == own or name.startswith(f"{own}.") for name in spec.writes)
         if taken.visits and makes_view:
             self._views[node] = taken

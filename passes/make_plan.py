@@ -10,6 +10,7 @@ from gascompile.ir import Budget, Machine, Plan, Workload
 from gascompile.passes.assemble import assemble
 from gascompile.passes.certify import Proof, certify
 from gascompile.passes.feasible import feasible
+from gascompile.passes.forms import Solution, best_form, forms, same_form
 from gascompile.passes.pin import pin, pinned_residents
 from gascompile.passes.problem import Problem, problem
 from gascompile.passes.prove import prove
@@ -58,16 +59,30 @@ def make_plan(
         raise ValueError(
             f"unknown strategy {strategy!r}: choose one of {', '.join((*NAMES, 'ilp'))}"
         )
-    task = problem(workload, machine, budget, reserved_bytes=reserved_bytes)
     notes = list(warnings)
-    found = pin(task, pinned) if pinned else _choose(task, strategy, time_limit_s, notes)
-    left_s = time_limit_s - (time.perf_counter() - begun_s)
-    proof = _prove(task, found.seconds, left_s, mip_gap, notes)
+
+    def left_s() -> float:
+        return time_limit_s - (time.perf_counter() - begun_s)
+
+    def solve(task: Problem) -> Solution:
+        found = pin(task, pinned) if pinned else _choose(task, strategy, left_s(), notes)
+        proof = _prove(task, found.seconds, left_s(), mip_gap, notes)
+        return Solution(task=task, schedule=found, proof=proof)
+
+    candidates = (
+        [same_form(workload, machine, pinned.workload)] if pinned else forms(workload, machine)
+    )
+    chosen = best_form(
+        [problem(form, machine, budget, reserved_bytes=reserved_bytes) for form in candidates],
+        solve,
+        mip_gap=mip_gap,
+    )
+    found = chosen.schedule
     certificate = certify(
-        found.seconds, proof, solve_s=time.perf_counter() - begun_s, mip_gap=mip_gap
+        found.seconds, chosen.proof, solve_s=time.perf_counter() - begun_s, mip_gap=mip_gap
     )
     plan = assemble(
-        task,
+        chosen.task,
         found,
         certificate,
         fingerprint=fingerprint,

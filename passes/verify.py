@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NoReturn
 
+from gascompile.cost_models.gathers import gather_link, gather_link_bytes, gathered
 from gascompile.cost_models.replay import replay_plan, up_front_transfers
 from gascompile.errors import PlanVerificationError
 from gascompile.ir import (
@@ -29,6 +30,7 @@ from gascompile.ir import (
 from gascompile.passes.certify import physical_limit
 from gascompile.passes.heap import heap, heap_tensors
 from gascompile.passes.liveness import Liveness, liveness
+from gascompile.tiles import parse_tile
 from gascompile.units import PAGE_BYTES, format_size, reserve_bytes
 
 _NUM_ITERATIONS = 3
@@ -48,6 +50,7 @@ def verify(plan: Plan) -> None:
     _check_sizes(plan)
     _check_tensors(plan)
     _check_ops(plan)
+    _check_gathers(plan)
     _check_program_order(plan)
     _check_moves(plan)
     _Walk(plan).run()
@@ -109,6 +112,18 @@ def _check_ops(plan: Plan) -> None:
             _refuse(
                 f"op '{op.name}' takes {op.time_s} s in the plan, {spec.time_s[op.site]} s in the workload"
             )
+
+
+def _check_gathers(plan: Plan) -> None:
+    """Check that the rows an op reads by itself are rows of a weight, and that a link brings them."""
+    weights = {t.base for t in map(parse_tile, plan.tensors) if t is not None}
+    weights |= {name for name, t in plan.tensors.items() if t.kind == TensorKind.WEIGHT}
+    for spec in plan.workload.ops:
+        for name, size_bytes in gathered(spec).items():
+            if name not in weights or size_bytes < 0:
+                _refuse(f"op '{spec.name}' gathers {size_bytes} bytes of '{name}', no weight")
+            if size_bytes and gather_link(plan.machine) is None:
+                _refuse(f"op '{spec.name}' gathers rows of '{name}', but no link brings them")
 
 
 def _check_program_order(plan: Plan) -> None:
@@ -313,6 +328,8 @@ def _check_links(plan: Plan) -> None:
     for step in plan.steps:
         if isinstance(step, (Prefetch, Offload, Reload)):
             moved[step.link] += step.size_bytes
+    for link, size_bytes in gather_link_bytes(plan.workload.ops, plan.machine).items():
+        moved[link] += size_bytes
     if dict(plan.link_bytes) != moved:
         _refuse(f"the plan claims to move {dict(plan.link_bytes)} bytes, its steps move {moved}")
 
@@ -334,13 +351,17 @@ def _check_certificate(plan: Plan, live: Liveness) -> None:
     if not _close(seconds, found.predicted_s):
         _refuse(f"the plan predicts {found.predicted_s} s, its replay takes {seconds} s")
     site = plan.machine.compute_tier
+    # The limit holds for all forms of the workload: gathers may be read whole, tiles in one go.
     read = {name for name, uses in live.weight_uses.items() if uses}
+    read -= {name for op in plan.workload.ops for name in op.gathers}
+    whole = [op for op in plan.workload.ops if not op.gathers and parse_tile(op.name) is None]
     fixed_bytes = 0 if _moves_on_heap(plan) else live.state_bytes + live.peak_bytes
     limit_s, _ = physical_limit(
-        sum(min(spec.time_s[tier] for tier in spec.time_s) for spec in plan.workload.ops),
+        sum(min(spec.time_s[tier] for tier in spec.time_s) for spec in whole),
         sum(tensor.size_bytes for name, tensor in plan.tensors.items() if name in read),
         plan.budget_bytes[site] - fixed_bytes,
         plan.machine,
+        plan.budget_bytes,
     )
     in_order = (limit_s, found.limit_s, found.lower_bound_s, found.predicted_s)
     if any(a > b * (1 + _TOLERANCE) for a, b in pairwise(in_order)):

@@ -35,15 +35,22 @@ class _Request:
         "error",
         "landing",
         "link",
+        "memory",
         "next_piece",
         "on_done",
         "open_pieces",
     )
 
     def __init__(
-        self, landing: Landing, address: int, link: str, on_done: Callable[[], None] | None
+        self,
+        landing: Landing,
+        memory: memoryview,
+        address: int,
+        link: str,
+        on_done: Callable[[], None] | None,
     ) -> None:
         self.landing = landing
+        self.memory = memory
         self.address = address
         self.link = link
         self.on_done = on_done
@@ -116,14 +123,16 @@ class Engine:
         *,
         key: int,
         link: str,
+        memory: memoryview | None = None,
         on_done: Callable[[], None] | None = None,
     ) -> _Request:
-        """Queue a tensor for the reservation at ``address``; returns at once.
+        """Queue a tensor for the reservation at ``address``, in ``memory`` if it is not for the engine's own.
 
-        The smallest ``key`` is served first, equal ones in the order of submission. ``on_done`` is
-        called by a reading thread once all bytes have arrived.
+        Returns at once. The smallest ``key`` is served first, equal ones in the order of submission.
+        ``on_done`` is called by a reading thread once all bytes have arrived.
         """
-        request = _Request(landing, address, link, on_done)
+        own = self._memory if memory is None else memory
+        request = _Request(landing, own, address, link, on_done)
         with self._lock:
             if self._closed:
                 raise StorageError("the engine is closed; open a new session")
@@ -217,7 +226,7 @@ class Engine:
         """Read one chunk whole and return the paths it took."""
         file = self._files[piece.path]
         start = request.address + piece.position
-        into = self._memory[start : start + piece.size_bytes]
+        into = request.memory[start : start + piece.size_bytes]
         name = request.landing.name
         done = 0
         if piece.direct and file.is_direct:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from gascompile.ir import Plan, TensorKind
+from gascompile.tiles import base_name
 
 
 class Meter(NamedTuple):
@@ -34,7 +35,10 @@ def make_meters(plan: Plan) -> tuple[list[Meter | None], int]:
     births: list[tuple[tuple[int, int], ...]] = []
     last_op: dict[int, int] = {}
     for i, op in enumerate(workload.ops):
-        created = {name: _element(name, op.name) for name in op.writes}
+        # What several tiles write together is born with the first.
+        created = {
+            name: _element(name, base_name(op.name)) for name in op.writes if name not in number
+        }
         born = {name: element for name, element in created.items() if element is not None}
         for name in born:
             number[name] = len(number)

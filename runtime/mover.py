@@ -13,6 +13,7 @@ import torch
 from gascompile.errors import PlanMismatchError, StorageError
 from gascompile.ir import Plan, Prefetch, Stall, Wait
 from gascompile.runtime.protocols import Ticket
+from gascompile.runtime.rows import rows_landing
 from gascompile.runtime.session import Session
 from gascompile.units import reserve_bytes
 
@@ -135,6 +136,30 @@ class PlanMover:
             self._count(self._session.link, tensor)
         return self._session.resident(tensor)
 
+    def gather_at(self, op: int, tensor: str, indices: torch.Tensor) -> torch.Tensor:
+        """Read the rows of a weight that ``indices`` names and return them in its shape.
+
+        Every row counts as often as it is asked for, as planned.
+
+        Raises:
+            IndexError: the weight has no such row.
+        """
+        source, link = self._session.source(tensor), self._session.link
+        rows = [int(row) for row in indices.flatten().tolist()]
+        for row in rows:
+            if not 0 <= row < source.shape[0]:
+                raise IndexError(
+                    f"index {row} is out of range: '{tensor}' has {source.shape[0]} rows"
+                )
+        found = torch.empty((*indices.shape, *source.shape[1:]), dtype=getattr(torch, source.dtype))
+        memory = found.flatten().view(torch.uint8).numpy().data
+        landing = rows_landing(source, rows)
+        key = self._iteration * len(self._ops) + op
+        ticket = self._session.engine.submit(landing, 0, key=key, link=link, memory=memory)
+        self._await(ticket, op, tensor)
+        self.link_bytes[link] += landing.size_bytes
+        return found
+
     def out_of_arena(self, value: object) -> object:
         """Return ``value``, copied where it is a tensor in the arena."""
         if isinstance(value, torch.Tensor) and self._session.arena.contains(value):
@@ -153,11 +178,11 @@ class PlanMover:
         return copied
 
     def _count(self, link: str, tensor: str) -> None:
-        size_bytes = self._session.landings[tensor].size_bytes
+        size_bytes = self._session.landing(tensor).size_bytes
         self.link_bytes[link] += size_bytes
 
     def _submit(self, due: int, tensor: str, link: str, address: int) -> Ticket:
-        landing = self._session.landings[tensor]
+        landing = self._session.landing(tensor)
         key = self._iteration * len(self._ops) + due
         return self._session.engine.submit(landing, address, key=key, link=link)
 
@@ -177,10 +202,14 @@ class PlanMover:
         arena = self._session.arena
         for name, address in sorted(self._session.addresses.items(), key=lambda item: item[1]):
             arena.fill(start, max(start, address), _POISON)
-            start = address + reserve_bytes(self._session.landings[name].size_bytes)
+            start = address + reserve_bytes(self._session.landing(name).size_bytes)
         arena.fill(start, arena.size_bytes, _POISON)
 
     # ------------------------------------------------------------ moves.Mover
+
+    def gather(self, tensor: str, indices: torch.Tensor) -> torch.Tensor:
+        """Read the rows of a weight that ``indices`` names."""
+        return self.gather_at(0, tensor, indices)
 
     def resident(self, tensor: str) -> torch.Tensor:
         """Return the view of a weight or state that stays."""
@@ -199,6 +228,6 @@ class PlanMover:
         self._present.discard((tensor, address))
         self._end_visit((tensor, address))
         if self._poison:
-            landing = self._session.landings[tensor]
+            landing = self._session.landing(tensor)
             start = address + landing.shift_bytes
             self._session.arena.fill(start, start + landing.size_bytes, _POISON)

@@ -51,9 +51,14 @@ class TransferEngine(Protocol):
         *,
         key: int,
         link: str,
+        memory: memoryview | None = None,
         on_done: Callable[[], None] | None = None,
     ) -> Ticket:
-        """Queue a tensor for the reservation at ``address``; the smallest ``key`` is served first."""
+        """Queue a tensor for the reservation at ``address``; the smallest ``key`` is served first.
+
+        Args:
+            memory: where it goes if not into the engine's own memory.
+        """
         ...
 
     def drain(self) -> None:

@@ -24,6 +24,8 @@ from gascompile.runtime.files import SourceFiles
 from gascompile.runtime.landing import Landing, plan_landing
 from gascompile.runtime.protocols import Reader, Ticket, read_at
 from gascompile.runtime.residents import Progress, Residents
+from gascompile.runtime.rows import tile_source
+from gascompile.tiles import base_name, parse_tile
 from gascompile.units import PAGE_BYTES
 
 
@@ -76,9 +78,9 @@ class Session:
         self._files = SourceFiles(used, stamps)
         try:
             self.arena = Arena(arena_bytes, early.take(arena_bytes) if early is not None else None)
-            self.landings = {
-                name: _landing(source, io, self._files) for name, source in self.sources.items()
-            }
+            self._io = io
+            self._landings: dict[str, Landing] = {}
+            landings = {name: self.landing(name) for name in self.addresses}
             self.engine = Engine(self._files, self.arena.memory, io, reader=reader)
         except BaseException:
             self._files.close()
@@ -93,7 +95,7 @@ class Session:
         self._views: dict[tuple[str, int], torch.Tensor] = {}
         self._residents = Residents(
             self.engine,
-            self.landings,
+            landings,
             self.addresses,
             first_use=first_use or {},
             link=link,
@@ -134,14 +136,31 @@ class Session:
             early=early,
         )
 
+    def source(self, tensor: str) -> WeightSource:
+        """Return where a weight, or a tile of one, lies.
+
+        Raises:
+            PlanMismatchError: there is no file for it.
+        """
+        tile = parse_tile(tensor) if tensor not in self.sources else None
+        if tile is not None and tile.base in self.sources:
+            return tile_source(self.sources[tile.base], tile)
+        if tensor not in self.sources:
+            raise PlanMismatchError(f"the plan streams '{tensor}', for which there is no file")
+        return self.sources[tensor]
+
+    def landing(self, tensor: str) -> Landing:
+        """Return the reads that bring a weight or a tile; made once."""
+        if tensor not in self._landings:
+            self._landings[tensor] = _landing(self.source(tensor), self._io, self._files)
+        return self._landings[tensor]
+
     def view(self, tensor: str, address: int) -> torch.Tensor:
         """Return the weight ``tensor`` as it lies in the reservation at ``address``; made once."""
         key = (tensor, address)
         if key not in self._views:
-            source = self.sources.get(tensor)
-            if source is None:
-                raise PlanMismatchError(f"the plan streams '{tensor}', for which there is no file")
-            offset = address + self.landings[tensor].shift_bytes
+            source = self.source(tensor)
+            offset = address + self.landing(tensor).shift_bytes
             self._views[key] = self.arena.view(offset, source.dtype, source.shape)
         return self._views[key]
 
@@ -243,7 +262,7 @@ def resident_addresses(plan: Plan) -> dict[str, int]:
 
 def _check_residents(addresses: Mapping[str, int], sources: Mapping[str, WeightSource]) -> None:
     for name in addresses:
-        if name not in sources:
+        if name not in sources and base_name(name) not in sources:
             raise PlanMismatchError(f"the plan keeps '{name}', for which there is no file")
 
 

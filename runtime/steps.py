@@ -18,6 +18,7 @@ from torch import fx
 from gascompile import moves
 from gascompile.errors import PlanMismatchError, UnsupportedOpError
 from gascompile.ir import Plan
+from gascompile.program import op_name
 from gascompile.runtime.meter import Meter, make_meters
 from gascompile.runtime.mover import PlanMover, due_ops
 from gascompile.runtime.session import Session
@@ -155,10 +156,10 @@ class _Builder:
         self._await_residents(node)
         meter = None
         op = self._next_op
-        if op < len(self._plan.ops) and node.name == self._plan.ops[op].name:
+        if op < len(self._plan.ops) and op_name(node) == self._plan.ops[op].name:
             meter = self._meters[op]
             self._next_op += 1
-        function, gather = self._prepare(node)
+        function, gather = self._prepare(node, op)
         if meter is not None and meter.births and _may_return_its_input(node.target):
             function = _owning(function)
         slot = self._slot(node)
@@ -184,9 +185,11 @@ class _Builder:
     def _clearable(self, node: fx.Node) -> bool:
         return node in self._slot_of and node.op != "get_attr" and node.target is not moves.resident
 
-    def _prepare(self, node: fx.Node) -> tuple[Callable[..., Value], Gather]:
+    def _prepare(self, node: fx.Node, op: int) -> tuple[Callable[..., Value], Gather]:
         """Return what to call and how to fetch its arguments; constants are bound beforehand."""
         assert callable(node.target)
+        if node.target is moves.gather:
+            return partial(self._mover.gather_at, op), self._gather(tuple(node.args[1:]))
         function: Callable[..., Value] = node.target
         constant = {k: v for k, v in node.kwargs.items() if not _has_node(v)}
         varying = {k: v for k, v in node.kwargs.items() if k not in constant}

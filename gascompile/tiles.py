@@ -1,0 +1,34 @@
+"""Names of tiles: ``w[b:e]`` are rows ``b`` to ``e`` of the weight ``w``, ``op[b:e]`` is what ``op`` does with them."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+_PATTERN = re.compile(r"(.*)\[(\d+):(\d+)\]", re.DOTALL)
+
+
+class Tile(NamedTuple):
+    """Rows of a weight, or the part of an op that computes with them."""
+
+    base: str
+    """Name of the whole."""
+    begin: int
+    end: int
+
+    @property
+    def name(self) -> str:
+        """The tile's own name in workloads and plans."""
+        return f"{self.base}[{self.begin}:{self.end}]"
+
+
+def parse_tile(name: str) -> Tile | None:
+    """Return which tile ``name`` means; ``None`` for the name of something whole."""
+    found = _PATTERN.fullmatch(name)
+    return Tile(found[1], int(found[2]), int(found[3])) if found else None
+
+
+def base_name(name: str) -> str:
+    """Return the name of the whole that ``name`` is a tile of, or ``name`` itself."""
+    tile = parse_tile(name)
+    return tile.base if tile else name

@@ -1,0 +1,163 @@
+"""Forms: the ways to divide a workload that are planned, and the choice among their plans.
+
+Which forms there are depends on the workload alone, never on the budget, and a form is left out only
+when its physical limit says that it cannot win: so a larger budget is never slower.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from gascompile.cost_models.gathers import gather_link, gathered
+from gascompile.errors import InfeasiblePlanError
+from gascompile.ir import Machine, TensorKind, Workload
+from gascompile.passes.certify import Proof, physical_limit
+from gascompile.passes.divide import Division, divide
+from gascompile.passes.problem import Problem
+from gascompile.passes.schedule import Schedule
+from gascompile.tiles import parse_tile
+from gascompile.units import MIB
+
+_TILE_BYTES = (256 * MIB, 64 * MIB, 16 * MIB, 4 * MIB)
+_MOST_TILES = 512
+"""Of all tiles of a form: what takes more is planned with fewer weights divided, the largest."""
+_ROW_GROUP = 16
+"""Tiles have a multiple of so many rows, as matrix kernels like it."""
+_LEAST_GATHER_BYTES = MIB
+"""A smaller table is not worth the wait for its rows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Solution:
+    """The best schedule of one form, and what is proven about the form."""
+
+    task: Problem
+    schedule: Schedule
+    proof: Proof
+
+
+Solve = Callable[[Problem], Solution]
+
+
+def forms(workload: Workload, machine: Machine) -> list[Workload]:
+    """Return the forms of ``workload``: with rows gathered, whole, and in ever smaller tiles.
+
+    A workload that nothing can be divided of has one form, itself.
+    """
+    table = frozenset(_tables(workload)) if gather_link(machine) else frozenset()
+    divisions = [Division(gathered=table), Division()]
+    divisions += [
+        Division(tile_rows=rows, gathered=table)
+        for tile_bytes in _TILE_BYTES
+        if (rows := _tile_rows(workload, table, tile_bytes))
+    ]
+    found: list[Workload] = []
+    for division in divisions:
+        form = divide(workload, machine, division)
+        if form not in found:
+            found.append(form)
+    return found
+
+
+def same_form(workload: Workload, machine: Machine, other: Workload) -> Workload:
+    """Return ``workload`` in the form that ``other`` has, so that both name the same tiles."""
+    tiles = [parse_tile(t.name) for t in other.tensors if t.kind == TensorKind.WEIGHT]
+    rows: dict[str, int] = {}
+    for tile in tiles:
+        if tile is not None:
+            rows.setdefault(tile.base, tile.end - tile.begin)
+    table = frozenset(name for op in other.ops for name in gathered(op))
+    return divide(workload, machine, Division(tile_rows=rows, gathered=table))
+
+
+def best_form(tasks: Sequence[Problem], solve: Solve, *, mip_gap: float) -> Solution:
+    """Return the fastest solution of all forms; what is proven of it holds for all of them.
+
+    Args:
+        tasks: one per form, in the order in which they are tried.
+        solve: plans one form.
+        mip_gap: a solution that is so close to what no form beats ends the search.
+
+    Raises:
+        InfeasiblePlanError: no form keeps the budget; names the smallest that any of them needs.
+    """
+    best: Solution | None = None
+    proofs = {i: _limit(task) for i, task in enumerate(tasks)}
+    refusals: list[InfeasiblePlanError] = []
+    for i, task in enumerate(tasks):
+        if best is not None:
+            found_s = best.schedule.seconds
+            bound_s = min(map(_bound_s, proofs.values()))
+            if proofs[i].limit_s >= found_s or found_s - bound_s <= mip_gap * found_s:
+                continue
+        try:
+            found = solve(task)
+        except InfeasiblePlanError as error:
+            refusals.append(error)
+            del proofs[i]
+            continue
+        proofs[i] = found.proof
+        if best is None or found.schedule.seconds < best.schedule.seconds:
+            best = found
+    if best is None:
+        raise min(refusals, key=lambda error: error.required_bytes)
+    proof = replace(
+        min(proofs.values(), key=lambda proof: proof.limit_s),
+        bound_s=min(map(_bound_s, proofs.values())),
+        timed_out=any(proof.timed_out for proof in proofs.values()),
+    )
+    return replace(best, proof=proof)
+
+
+def _limit(task: Problem) -> Proof:
+    """Return what is proven of a form before it is planned."""
+    limit_s, binding = physical_limit(
+        task.compute_s,
+        sum(weight.size_bytes for weight in task.weights if weight.uses),
+        task.arena_limit_bytes,
+        task.machine,
+        task.room_bytes,
+    )
+    return Proof(limit_s=limit_s, binding=binding, bound_s=0.0, timed_out=False)
+
+
+def _bound_s(proof: Proof) -> float:
+    return max(proof.limit_s, proof.bound_s)
+
+
+def _tables(workload: Workload) -> Iterator[str]:
+    sizes = {tensor.name: tensor.size_bytes for tensor in workload.tensors}
+    for op in workload.ops:
+        for name, needed_bytes in op.gathers.items():
+            if name in op.reads and max(needed_bytes, _LEAST_GATHER_BYTES) < sizes[name]:
+                yield name
+
+
+def _tile_rows(workload: Workload, table: frozenset[str], tile_bytes: int) -> dict[str, int]:
+    """Return the rows of a tile for the weights larger than ``tile_bytes``, the largest ones first."""
+    sizes = {tensor.name: tensor.size_bytes for tensor in workload.tensors}
+    rows_of: dict[str, int] = {}
+    for op in workload.ops:
+        rows_of.update(op.splits)
+    by_size: dict[int, list[str]] = {}
+    for name in rows_of:
+        if sizes[name] > tile_bytes:
+            by_size.setdefault(sizes[name], []).append(name)
+    found: dict[str, int] = {}
+    num_tiles = 0
+    for size_bytes in sorted(by_size, reverse=True):
+        for name in by_size[size_bytes]:
+            found[name] = _rows(rows_of[name], size_bytes, tile_bytes)
+            num_tiles += -(-rows_of[name] // found[name])
+        if num_tiles > _MOST_TILES:
+            return {name: rows for name, rows in found.items() if name not in by_size[size_bytes]}
+    return found
+
+
+def _rows(num_rows: int, size_bytes: int, tile_bytes: int) -> int:
+    """Return the rows of each tile: as few tiles as ``tile_bytes`` allows, all about as large."""
+    row_bytes = size_bytes // num_rows
+    num_tiles = -(-num_rows // max(1, tile_bytes // row_bytes))
+    rows = -(-num_rows // num_tiles)
+    return min(num_rows, -(-rows // _ROW_GROUP) * _ROW_GROUP)

@@ -1,0 +1,67 @@
+"""Rows of a weight as ranges of bytes of its file: tiles, and single rows that an op asks for.
+
+A weight lies row by row in its extents, so rows that follow each other are bytes that do.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from gascompile.ir import Extent, WeightSource
+from gascompile.runtime.landing import Landing, Piece
+from gascompile.tiles import Tile
+
+
+def tile_source(source: WeightSource, tile: Tile) -> WeightSource:
+    """Return the source of some rows of ``source``."""
+    row_bytes = _row_bytes(source)
+    return WeightSource(
+        name=tile.name,
+        dtype=source.dtype,
+        shape=(tile.end - tile.begin, *source.shape[1:]),
+        extents=tuple(_range(source.extents, tile.begin * row_bytes, tile.end * row_bytes)),
+    )
+
+
+def rows_landing(source: WeightSource, rows: Sequence[int]) -> Landing:
+    """Return the reads that bring ``rows`` of ``source`` in this order, one after the other.
+
+    They go through the page cache: a row is smaller than what direct reads are good for.
+    """
+    row_bytes = _row_bytes(source)
+    pieces: list[Piece] = []
+    position = 0
+    for row in rows:
+        for extent in _range(source.extents, row * row_bytes, (row + 1) * row_bytes):
+            pieces.append(
+                Piece(
+                    path=extent.path,
+                    offset=extent.offset,
+                    position=position,
+                    size_bytes=extent.size_bytes,
+                    needed_bytes=extent.size_bytes,
+                    direct=False,
+                )
+            )
+            position += extent.size_bytes
+    return Landing(
+        name=source.name, shift_bytes=0, size_bytes=row_bytes * len(rows), pieces=tuple(pieces)
+    )
+
+
+def _row_bytes(source: WeightSource) -> int:
+    dtype: torch.dtype = getattr(torch, source.dtype)
+    return math.prod(source.shape[1:]) * dtype.itemsize
+
+
+def _range(extents: Sequence[Extent], begin: int, end: int) -> Iterator[Extent]:
+    """Yield the parts of ``extents`` that hold bytes ``begin`` to ``end`` of the weight."""
+    start = 0
+    for extent in extents:
+        low, high = max(begin - start, 0), min(end - start, extent.size_bytes)
+        if low < high:
+            yield Extent(path=extent.path, offset=extent.offset + low, size_bytes=high - low)
+        start += extent.size_bytes
