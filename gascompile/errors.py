@@ -5,6 +5,8 @@ Wrong arguments raise ``ValueError`` or ``TypeError``; everything below is a fai
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from gascompile.units import format_size
 
 
@@ -24,6 +26,18 @@ class CheckpointError(GASCompileError):
     """A weight file is missing, truncated or corrupt, or does not fit the model."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demand:
+    """Something that a tier has to hold, whatever the plan."""
+
+    kind: str
+    """``weight``, ``activation``, ``state`` and so on, ``workspace``, or ``reserved``."""
+    name: str
+    size_bytes: int
+    op: str = ""
+    """The op at which it is needed; empty for what is there all the time."""
+
+
 class InfeasiblePlanError(GASCompileError):
     """No plan keeps the budget.
 
@@ -32,30 +46,56 @@ class InfeasiblePlanError(GASCompileError):
         limit_bytes: the budget that was given.
         tier: the tier that is too small.
         op: the op that sets ``required_bytes``.
+        demands: what ``required_bytes`` is made of, the largest first; empty where that is not known.
     """
 
-    def __init__(self, *, required_bytes: int, limit_bytes: int, tier: str, op: str) -> None:
+    def __init__(
+        self,
+        *,
+        required_bytes: int,
+        limit_bytes: int,
+        tier: str,
+        op: str,
+        demands: tuple[Demand, ...] = (),
+    ) -> None:
         self.required_bytes = required_bytes
         self.limit_bytes = limit_bytes
         self.tier = tier
         self.op = op
+        self.demands = demands
         super().__init__(
             f"the budget of {format_size(limit_bytes)} ({limit_bytes} bytes) for tier '{tier}' is too small: op '{op}' "
-            f"needs {format_size(required_bytes)}. The smallest feasible budget is {required_bytes} bytes; "
-            f"pass budget={required_bytes} or more, or smaller example inputs."
+            f"needs {format_size(required_bytes)}{_in_words(demands)}. The smallest feasible budget is "
+            f"{required_bytes} bytes; pass budget={required_bytes} or more, or smaller example inputs."
         )
 
     def __reduce__(self) -> tuple[object, ...]:
         """Pickle by the keyword arguments, so that the error crosses process boundaries."""
-        return _rebuild_infeasible, (self.required_bytes, self.limit_bytes, self.tier, self.op)
+        names = ("required_bytes", "limit_bytes", "tier", "op", "demands")
+        return _rebuild_infeasible, tuple(getattr(self, name) for name in names)
 
 
 def _rebuild_infeasible(
-    required_bytes: int, limit_bytes: int, tier: str, op: str
+    required_bytes: int, limit_bytes: int, tier: str, op: str, demands: tuple[Demand, ...]
 ) -> InfeasiblePlanError:
     return InfeasiblePlanError(
-        required_bytes=required_bytes, limit_bytes=limit_bytes, tier=tier, op=op
+        required_bytes=required_bytes, limit_bytes=limit_bytes, tier=tier, op=op, demands=demands
     )
+
+
+def _in_words(demands: tuple[Demand, ...]) -> str:
+    """Return the demands by kind with the largest of each: ``weights 4.00 MiB ('a', 'b' and 2 more) at 'op'``."""
+    kinds: dict[tuple[str, str], list[Demand]] = {}
+    for demand in demands:
+        kinds.setdefault((demand.kind, demand.op), []).append(demand)
+    parts = []
+    for (kind, op), group in kinds.items():
+        names = ", ".join(f"'{demand.name}'" for demand in group[:2])
+        more = f" and {len(group) - 2} more" if len(group) > 2 else ""
+        where = f" at '{op}'" if op else ""
+        size = format_size(sum(demand.size_bytes for demand in group))
+        parts.append(f"{kind} {size} ({names}{more}){where}")
+    return f": {', '.join(parts)}" if parts else ""
 
 
 class DeviceMapError(GASCompileError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gascompile.errors import InfeasiblePlanError
+from gascompile.passes.demands import demands
 from gascompile.passes.problem import Problem
 from gascompile.passes.search import least_arena_bytes
 from gascompile.passes.strategies import homes, strategies
@@ -34,6 +35,7 @@ def feasible(problem: Problem) -> Need:
             limit_bytes=problem.limits_bytes[tier],
             tier=tier,
             op=ops[need.op].name if ops else problem.workload.name,
+            demands=demands(problem, need.arena_bytes),
         )
     return need
 

@@ -22,7 +22,7 @@ from gascompile.errors import (
     InfeasiblePlanError,
     PlanVerificationError,
 )
-from gascompile.serial import JsonValue
+from gascompile.serial import JsonValue, to_json
 
 # Newer typer carries a click of its own, older ones import it; this is UsageError in both.
 USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]
@@ -97,6 +97,7 @@ def _error_json(error: Exception) -> dict[str, JsonValue]:
     if isinstance(error, InfeasiblePlanError):
         for name in ("required_bytes", "limit_bytes", "tier", "op"):
             data[name] = getattr(error, name)
+        data["demands"] = to_json(error.demands)
     elif isinstance(error, PlanVerificationError):
         data["step"] = error.step
     elif isinstance(error, DeviceMapError):

@@ -205,7 +205,10 @@ def test_an_infeasible_budget_fails_with_the_smallest_one(toy: str) -> None:
     assert code == 1
     assert "smallest feasible budget" in message
     _, out, _ = _run("plan", toy, "--budget", "1KiB", "-m", "cpu-nvme", "--json")
-    required = json.loads(out)["error"]["required_bytes"]
+    error = json.loads(out)["error"]
+    required = error["required_bytes"]
+    assert sum(demand["size_bytes"] for demand in error["demands"]) == required
+    assert {"kind", "name", "op"} <= set(error["demands"][0])
     _ok("plan", toy, "--budget", str(required), "-m", "cpu-nvme")
 
 
