@@ -1,0 +1,66 @@
+"""Interval recompute: which intervals a recomputation can bridge, and what has to be run again for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from gascompile.passes.interval_layout import NEVER, Layout
+from gascompile.passes.interval_problem import IntervalProblem
+
+_LONGEST = 12
+"""Ops that are run again for one tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Remake:
+    """How a tensor comes back without having been anywhere."""
+
+    dropped: frozenset[tuple[int, int]]
+    """The tensor and, where the inputs of its op are dead by then, those it takes to make them again."""
+    own_s: float
+    chain_s: float
+
+
+def interval_recompute(plan: Layout) -> Mapping[int, Remake]:
+    """Return per interval of a layout without recomputations how it can be bridged by one."""
+    task = plan.task
+    last_use = {
+        tensor: run for tensor, run in plan.last_access.items() if not task.persistent[tensor]
+    }
+    found: dict[int, Remake] = {}
+    for j, interval in enumerate(plan.intervals):
+        tensor = interval.tensor
+        if tensor not in task.repeatable or interval.end >= plan.num_runs:
+            continue
+        op = plan.runs[interval.end].op
+        if tensor not in task.reads[op]:
+            continue
+        chain = _chain(task, last_use, tensor, op)
+        if chain is not None:
+            found[j] = Remake(
+                dropped=frozenset({(tensor, op), *((other, NEVER) for other in chain[1:])}),
+                own_s=task.op_times_s[task.repeatable[tensor]],
+                chain_s=sum(task.op_times_s[task.repeatable[other]] for other in chain),
+            )
+    return found
+
+
+def _chain(
+    task: IntervalProblem, last_use: Mapping[int, int], tensor: int, op: int
+) -> list[int] | None:
+    """Return what is made again for ``tensor`` before ``op``, itself first; ``None`` if that cannot be."""
+    chain, pending = [tensor], [tensor]
+    while pending:
+        source = task.repeatable[pending.pop()]
+        for needed in task.reads[source]:
+            # The values have to be those of the first time.
+            if any(source < writer < op for writer in task.writers.get(needed, ())):
+                return None
+            dead = not task.persistent[needed] and last_use[needed] < op
+            if dead and needed in task.repeatable and needed not in chain:
+                if len(chain) == _LONGEST:
+                    return None
+                chain.append(needed)
+                pending.append(needed)
+    return chain

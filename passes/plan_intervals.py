@@ -1,0 +1,224 @@
+"""Plan intervals: what leaves the compute tier between its uses, where to, and what is recomputed.
+
+Heuristics of other systems come first, then roundings of a linear program (``interval_program``), then
+changes where the replay of the best one stalls. The fastest of all is the plan, so it is never slower
+than any of them. The program's optimum bounds every plan from below.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+import numpy as np
+
+from gascompile.errors import InfeasiblePlanError
+from gascompile.ir import Machine, Workload
+from gascompile.passes.interval_events import interval_steps
+from gascompile.passes.interval_layout import Layout, layout
+from gascompile.passes.interval_problem import IntervalProblem, interval_problem
+from gascompile.passes.interval_program import Relaxation, interval_program
+from gascompile.passes.interval_recompute import Remake, interval_recompute
+from gascompile.passes.interval_search import Found, Search, improve, selection_of
+from gascompile.passes.interval_selection import Selection
+from gascompile.passes.interval_strategies import STRATEGIES
+from gascompile.passes.intervals import IntervalPlan
+
+_GUIDES = (
+    (0.05, 1.0),
+    (0.05, 0.35),
+    (0.2, 0.35),
+    (0.05, 0.15),
+    (0.2, 0.7),
+    (0.0, 1.0),
+    (0.3, 0.2),
+    (0.1, 0.5),
+)
+"""Shares of memory left free and of bandwidth used in programs whose solutions are rounded.
+
+Whole tensors hold their memory during a transfer and wait for each other, of which the program knows nothing.
+"""
+_RECOMPUTE_RATIOS = (0.02, 0.1, 0.4)
+"""Recompute what takes at most this share of the time that moving it away and back would take."""
+_SLOTS = 60
+_BOUND_SLOTS = 150
+_REMADE = 0.2
+"""Share of a recomputation in a relaxed solution from which on it is done."""
+
+
+def plan_intervals(
+    workload: Workload,
+    machine: Machine,
+    limits_bytes: Mapping[str, int],
+    *,
+    reserved_bytes: int = 0,
+    time_limit_s: float,
+    mip_gap: float = 0.01,
+) -> IntervalPlan:
+    """Return the fastest moves found that keep every tier's limit in program order.
+
+    Args:
+        workload: any; its tensors all live on the heap, in bytes as they are.
+        machine: tiers, and links into and out of the compute tier.
+        limits_bytes: budget per tier; a tier without one holds what the machine says.
+        reserved_bytes: bytes of the compute tier that are not the plan's.
+        time_limit_s: wall seconds for the search.
+        mip_gap: relative gap to the bound at which the search may stop.
+
+    Raises:
+        InfeasiblePlanError: nothing fits; names the smallest budget that does, and its op.
+        SolverError: the solver ended in a state that is not understood.
+        UnsupportedOpError: an op has no time on the compute tier.
+        ValueError: an op names a tensor that the workload does not list.
+    """
+    task = interval_problem(workload, machine, limits_bytes, reserved_bytes=reserved_bytes)
+    search = Search(task, time_limit_s=time_limit_s, mip_gap=mip_gap)
+    search.bound_s = task.compute_s
+    remakes = interval_recompute(search.base)
+    for name, selection, dropped in _starts(search.base, remakes):
+        search.consider(name, selection, dropped)
+        if search.done or (search.best is not None and search.out_of_time):
+            break
+    if search.best is None:
+        _refuse(search.base, remakes, reserved_bytes)
+    solver = "none" if search.done else _guided(search, remakes)
+    for seed in range(64):
+        if search.finished:
+            break
+        improve(search, search.deadline_s, random.Random(seed))
+    best = search.best
+    assert best is not None, "what is not refused has a schedule"
+    return IntervalPlan(
+        steps=interval_steps(best.schedule),
+        homes=_homes(best),
+        sites=(machine.compute_tier,) * len(workload.ops),
+        seconds=best.seconds,
+        bound_s=min(search.bound_s, best.seconds),
+        timed_out=search.out_of_time and not search.within_gap,
+        strategy=best.strategy,
+        solver=solver,
+    )
+
+
+def _starts(
+    base: Layout, remakes: Mapping[int, Remake]
+) -> Iterator[tuple[str, Selection, frozenset[tuple[int, int]]]]:
+    """Yield the heuristics, and two of them with what is cheap to recompute recomputed."""
+    for name, strategy in STRATEGIES.items():
+        yield name, strategy(base), frozenset()
+    for ratio in _RECOMPUTE_RATIOS if remakes else ():
+        dropped = _cheap(base, remakes, ratio)
+        if dropped:
+            plan = layout(base.task, dropped)
+            for name in ("furthest_use", "keep_everything"):
+                yield f"{name}_recompute", STRATEGIES[name](plan), dropped
+
+
+def _cheap(base: Layout, remakes: Mapping[int, Remake], ratio: float) -> frozenset[tuple[int, int]]:
+    """Return what takes at most ``ratio`` of the time of the fastest way out and back."""
+    dropped: set[tuple[int, int]] = set()
+    task = base.task
+    for j, remake in remakes.items():
+        tensor = base.intervals[j].tensor
+        moved_s = min(
+            (
+                task.load_s(tensor, route) + task.store_s(tensor, route)
+                for route in range(len(task.routes))
+                if task.can_take(tensor, route)
+            ),
+            default=float("inf"),
+        )
+        interval = base.intervals[j]
+        idle_s = float(base.clock[interval.end] - base.clock[interval.start + 1])
+        if remake.chain_s <= ratio * moved_s and remake.chain_s < idle_s:
+            dropped |= remake.dropped
+    return frozenset(dropped)
+
+
+def _guided(search: Search, remakes: Mapping[int, Remake]) -> str:
+    """Bound the search by the program and consider roundings of it; return the solver's name."""
+    own_s = {j: remake.own_s for j, remake in remakes.items()}
+    proof = _relaxed(search.base, own_s, _BOUND_SLOTS, search.left_s / 3)
+    search.bound_s = max(search.bound_s, proof.bound_s)
+    if proof.solver == "none":
+        return proof.solver
+    chain_s = {j: remake.chain_s for j, remake in remakes.items()}
+    for margin, factor in _GUIDES:
+        if search.finished:
+            break
+        plan = replace(search.base, task=_tightened(search.task, margin, factor))
+        guide = _relaxed(plan, chain_s, _SLOTS, search.left_s / 4)
+        if not guide.leave:
+            continue
+        dropped = frozenset(
+            pair
+            for j, share in guide.remade.items()
+            if share >= _REMADE
+            for pair in remakes[j].dropped
+        )
+        target = layout(search.task, dropped) if dropped else search.base
+        shares = {search.base.keys[j]: share for j, share in guide.leave.items()}
+        search.consider("program", selection_of(target, shares), dropped)
+        if not search.finished:
+            until_s = time.perf_counter() + search.left_s / 16
+            improve(search, until_s, random.Random(0))
+    return proof.solver
+
+
+def _relaxed(
+    plan: Layout, remakable: Mapping[int, float], num_slots: int, time_limit_s: float
+) -> Relaxation:
+    away = sum(plan.task.sizes[i.tensor] for i in plan.intervals if i.start < 0)
+    return interval_program(
+        plan, remakable, away_bytes=away, num_slots=num_slots, time_limit_s=time_limit_s
+    )
+
+
+def _tightened(task: IntervalProblem, margin: float, factor: float) -> IntervalProblem:
+    """Return the task with less memory and slower links."""
+    machine = task.machine
+    links = tuple(
+        replace(link, bandwidth_bytes_per_s=link.bandwidth_bytes_per_s * factor)
+        for link in machine.links
+    )
+    pipes = tuple(
+        replace(pipe, bandwidth_bytes_per_s=pipe.bandwidth_bytes_per_s * factor)
+        for pipe in machine.pipes
+    )
+    return replace(
+        task,
+        limit_bytes=int(task.limit_bytes * (1 - margin)),
+        machine=replace(machine, links=links, pipes=pipes),
+    )
+
+
+def _refuse(base: Layout, remakes: Mapping[int, Remake], reserved_bytes: int) -> None:
+    """Raise the error that names the smallest budget of the compute tier."""
+    everything = frozenset(pair for remake in remakes.values() for pair in remake.dropped)
+    found: list[tuple[int, str]] = []
+    for plan in (base, layout(base.task, everything)):
+        memory = STRATEGIES["all_moved"](plan).memory
+        run = plan.runs[int(np.argmax(memory))]
+        found.append((int(memory.max()), plan.task.workload.ops[run.op].name))
+    required, op = min(found)
+    raise InfeasiblePlanError(
+        required_bytes=required + reserved_bytes,
+        limit_bytes=base.task.limit_bytes + reserved_bytes,
+        tier=base.task.machine.compute_tier,
+        op=op,
+    )
+
+
+def _homes(found: Found) -> dict[str, str]:
+    """Return the tier in which each tensor rests around the end of the list."""
+    plan = found.schedule.layout
+    task = plan.task
+    homes = {tensor.name: task.machine.compute_tier for tensor in task.workload.tensors}
+    for j, route in found.selection.routes.items():
+        interval = plan.intervals[j]
+        clean = task.persistent[interval.tensor] and not task.written[interval.tensor]
+        if clean or (task.persistent[interval.tensor] and interval.wraps):
+            homes[task.names[interval.tensor]] = task.routes[route].tier
+    return homes
