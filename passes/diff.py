@@ -14,6 +14,7 @@ from gascompile.ir import (
     Reload,
     TensorKind,
 )
+from gascompile.tiles import base_name, parse_tile
 
 _ROUNDING = 1e-9
 
@@ -42,12 +43,12 @@ class HomeChange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoveChange:
-    """A tensor that moves another number of times per iteration."""
+    """A tensor of which another number of bytes moves per iteration."""
 
     tensor: str
     size_bytes: int
     before: Mapping[str, int]
-    """Number of transfers per link, and of reruns under ``recompute``."""
+    """Bytes per link, and those that come back by computing them again under ``recompute``."""
     after: Mapping[str, int]
 
 
@@ -89,23 +90,80 @@ class PlanDiff:
         return self.same_workload and not any((*lists, self.only_before, self.only_after))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Placed:
+    """A tensor in one plan, its tiles together."""
+
+    kind: TensorKind
+    size_bytes: int
+    home: str
+    moved_bytes: Mapping[str, int]
+
+
 def diff(a: Plan, b: Plan) -> PlanDiff:
-    """Return what is different in ``b``; pure."""
-    names_a, names_b = _names(a), _names(b)
-    common = [name for name in a.tensors if name in b.tensors]
+    """Return what is different in ``b``; pure. Tiles are compared as the weights and ops they are part of."""
+    placed_a, placed_b = _placed(a), _placed(b)
+    ops_a, ops_b = _ops(a), _ops(b)
     seconds = (a.certificate.predicted_s, b.certificate.predicted_s)
     return PlanDiff(
         before=_title(a),
         after=_title(b),
-        same_workload=a.workload == b.workload,
+        same_workload=_same_workload(a, b, placed_a, placed_b),
         change_s=0.0 if _same(*seconds) else seconds[1] - seconds[0],
         summary=tuple(_summary(a, b)),
-        homes=_homes(a, b, common),
-        moves=_moves(a, b, common),
-        sites=_sites(a, b),
-        only_before=tuple(name for name in names_a if name not in names_b),
-        only_after=tuple(name for name in names_b if name not in names_a),
+        homes=_homes(placed_a, placed_b),
+        moves=_moves(placed_a, placed_b),
+        sites=_sites(ops_a, ops_b),
+        only_before=_missing((placed_a, ops_a), (placed_b, ops_b)),
+        only_after=_missing((placed_b, ops_b), (placed_a, ops_a)),
     )
+
+
+def _same_workload(
+    a: Plan, b: Plan, placed_a: Mapping[str, _Placed], placed_b: Mapping[str, _Placed]
+) -> bool:
+    """Whether the plans are of one workload, each perhaps divided into tiles in its own way."""
+    if a.workload == b.workload:
+        return True
+    tiled = any(parse_tile(t.name) for t in (*a.workload.tensors, *b.workload.tensors))
+    sizes_a = {name: (placed.kind, placed.size_bytes) for name, placed in placed_a.items()}
+    sizes_b = {name: (placed.kind, placed.size_bytes) for name, placed in placed_b.items()}
+    return tiled and a.workload.name == b.workload.name and sizes_a == sizes_b
+
+
+def _missing(
+    these: tuple[Mapping[str, object], ...], those: tuple[Mapping[str, object], ...]
+) -> tuple[str, ...]:
+    """Return the tensors and the ops of these that those lack."""
+    return tuple(
+        name
+        for some, others in zip(these, those, strict=True)
+        for name in some
+        if name not in others
+    )
+
+
+def _placed(plan: Plan) -> dict[str, _Placed]:
+    """Return the tensors of a plan; one in tiles is where its tiles are."""
+    moved = _moved_bytes(plan)
+    parts: dict[str, list[str]] = {}
+    for name in plan.tensors:
+        parts.setdefault(base_name(name), []).append(name)
+    found: dict[str, _Placed] = {}
+    for base, names in parts.items():
+        homes: dict[str, int] = {}
+        for name in names:
+            tensor = plan.tensors[name]
+            homes[tensor.home] = homes.get(tensor.home, 0) + tensor.size_bytes
+        total = sum(homes.values())
+        shares = (f"{tier} {size / total:.0%}" for tier, size in sorted(homes.items()) if total)
+        found[base] = _Placed(
+            kind=plan.tensors[names[0]].kind,
+            size_bytes=total,
+            home=next(iter(homes)) if len(homes) == 1 else ", ".join(shares),
+            moved_bytes=moved.get(base, {}),
+        )
+    return found
 
 
 def _same(a: float, b: float) -> bool:
@@ -114,11 +172,6 @@ def _same(a: float, b: float) -> bool:
 
 def _title(plan: Plan) -> str:
     return f"{plan.workload.name} on {plan.machine.name}, {plan.strategy}"
-
-
-def _names(plan: Plan) -> dict[str, None]:
-    names = [*plan.tensors, *(op.name for op in plan.ops)]
-    return dict.fromkeys(names)
 
 
 # ---------------------------------------------------------------- quantities
@@ -140,6 +193,15 @@ def _summary(a: Plan, b: Plan) -> Iterable[Change]:
     yield from _change("physical limit", "s", found_a.limit_s, found_b.limit_s)
     yield from _change("set by", "", found_a.binding, found_b.binding)
     yield from _change("strategy", "", a.strategy, b.strategy)
+    yield from _change("form", "", _form(a), _form(b))
+
+
+def _form(plan: Plan) -> str:
+    """Return how the plan divides its workload, in words."""
+    tiles = sum(parse_tile(name) is not None for name in plan.tensors)
+    rows = sum(name not in op.reads for op in plan.workload.ops for name in op.gathers)
+    parts = [f"{tiles} tiles"] * bool(tiles) + [f"{rows} ops gather rows"] * bool(rows)
+    return ", ".join(parts) or "whole weights"
 
 
 def _links(machine: Machine) -> str:
@@ -167,42 +229,41 @@ def _changes(name: str, before: Mapping[str, int], after: Mapping[str, int]) -> 
 # ---------------------------------------------------------------- tensors and ops
 
 
-def _homes(a: Plan, b: Plan, common: Iterable[str]) -> tuple[HomeChange, ...]:
+def _homes(a: Mapping[str, _Placed], b: Mapping[str, _Placed]) -> tuple[HomeChange, ...]:
     found = [
         HomeChange(
             tensor=name,
-            kind=b.tensors[name].kind,
-            size_bytes=b.tensors[name].size_bytes,
-            before=a.tensors[name].home,
-            after=b.tensors[name].home,
+            kind=placed.kind,
+            size_bytes=placed.size_bytes,
+            before=a[name].home,
+            after=placed.home,
         )
-        for name in common
-        if a.tensors[name].home != b.tensors[name].home
+        for name, placed in b.items()
+        if name in a and a[name].home != placed.home
     ]
     return tuple(sorted(found, key=lambda change: -change.size_bytes))
 
 
-def _moves(a: Plan, b: Plan, common: Iterable[str]) -> tuple[MoveChange, ...]:
-    moves_a, moves_b = _counts(a), _counts(b)
+def _moves(a: Mapping[str, _Placed], b: Mapping[str, _Placed]) -> tuple[MoveChange, ...]:
     found = [
         MoveChange(
             tensor=name,
-            size_bytes=b.tensors[name].size_bytes,
-            before=moves_a.get(name, {}),
-            after=moves_b.get(name, {}),
+            size_bytes=placed.size_bytes,
+            before=a[name].moved_bytes,
+            after=placed.moved_bytes,
         )
-        for name in common
-        if moves_a.get(name, {}) != moves_b.get(name, {})
+        for name, placed in b.items()
+        if name in a and a[name].moved_bytes != placed.moved_bytes
     ]
 
-    def moved_bytes(change: MoveChange) -> int:
-        return change.size_bytes * abs(sum(change.after.values()) - sum(change.before.values()))
+    def change_bytes(change: MoveChange) -> int:
+        return abs(sum(change.after.values()) - sum(change.before.values()))
 
-    return tuple(sorted(found, key=lambda change: (-moved_bytes(change), -change.size_bytes)))
+    return tuple(sorted(found, key=lambda change: (-change_bytes(change), -change.size_bytes)))
 
 
-def _counts(plan: Plan) -> dict[str, dict[str, int]]:
-    """Return per tensor how often it moves over each link and is computed again."""
+def _moved_bytes(plan: Plan) -> dict[str, dict[str, int]]:
+    """Return per tensor the bytes that move over each link or are computed again."""
     found: dict[str, dict[str, int]] = {}
     for step in plan.steps:
         if isinstance(step, (Prefetch, Reload, Offload)):
@@ -213,22 +274,28 @@ def _counts(plan: Plan) -> dict[str, dict[str, int]]:
         else:
             continue
         for name in names:
-            counts = found.setdefault(name, {})
-            counts[way] = counts.get(way, 0) + 1
+            moved = found.setdefault(base_name(name), {})
+            moved[way] = moved.get(way, 0) + plan.tensors[name].size_bytes
     return found
 
 
-def _sites(a: Plan, b: Plan) -> tuple[SiteChange, ...]:
-    ops_a = {op.name: op for op in a.ops}
+def _ops(plan: Plan) -> dict[str, tuple[str, float]]:
+    """Return site and seconds of each op, its tiles together."""
+    found: dict[str, tuple[str, float]] = {}
+    for op in plan.ops:
+        name = base_name(op.name)
+        sites, time_s = found.get(name, (op.site, 0.0))
+        sites = sites if op.site in sites.split(", ") else f"{sites}, {op.site}"
+        found[name] = (sites, time_s + op.time_s)
+    return found
+
+
+def _sites(
+    a: Mapping[str, tuple[str, float]], b: Mapping[str, tuple[str, float]]
+) -> tuple[SiteChange, ...]:
     found = [
-        SiteChange(
-            op=op.name,
-            before=ops_a[op.name].site,
-            after=op.site,
-            before_s=ops_a[op.name].time_s,
-            after_s=op.time_s,
-        )
-        for op in b.ops
-        if op.name in ops_a and (ops_a[op.name].site, ops_a[op.name].time_s) != (op.site, op.time_s)
+        SiteChange(op=name, before=a[name][0], after=site, before_s=a[name][1], after_s=time_s)
+        for name, (site, time_s) in b.items()
+        if name in a and (a[name][0] != site or not _same(a[name][1], time_s))
     ]
     return tuple(sorted(found, key=lambda change: -abs(change.after_s - change.before_s)))

@@ -134,5 +134,5 @@ def _step(change: Change) -> str:
     return f"{sign}{shown}{share}"
 
 
-def _moves(counts: Mapping[str, int]) -> str:
-    return ", ".join(f"{way} x{count}" for way, count in counts.items()) or "stays"
+def _moves(moved: Mapping[str, int]) -> str:
+    return ", ".join(f"{way} {format_size(size)}" for way, size in moved.items()) or "stays"

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 
-from gascompile.ir import Budget, Compute, Machine, TensorKind, Workload
+from gascompile.ir import Budget, Compute, Machine, Release, TensorKind, Wait, Workload
 from gascompile.passes.diff import Change, diff
 from gascompile.passes.make_plan import make_plan
 from tests.cost_models.hand_plans import MB, fetch, hand_plan, machine, streaming, training
@@ -34,7 +34,7 @@ def test_a_resident_weight_changes_home_moves_and_time() -> None:
     homes = [(h.tensor, h.size_bytes, h.before, h.after) for h in found.homes]
     assert homes == [("w0", 4 * MB, "cpu", "gpu"), ("w1", 2 * MB, "cpu", "gpu")]
     moves = [(m.tensor, m.before, m.after) for m in found.moves]
-    assert moves == [("w0", {"cpu->gpu": 1}, {}), ("w1", {"cpu->gpu": 1}, {})]
+    assert moves == [("w0", {"cpu->gpu": 4 * MB}, {}), ("w1", {"cpu->gpu": 2 * MB}, {})]
     assert found.summary[0] == Change(name="predicted", unit="s", before=8.0, after=2.0)
     moved = Change(name="moved over cpu->gpu", unit="bytes", before=6 * MB, after=0)
     assert moved in found.summary
@@ -48,7 +48,7 @@ def test_sites_and_reruns() -> None:
     assert (site.op, site.before, site.after, site.after_s) == ("op0", "gpu", "cpu", 8.0)
     without = [step for step in plan.steps if type(step).__name__ != "Recompute"]
     moves = diff(plan, replace(plan, steps=tuple(without))).moves
-    assert [(m.tensor, m.before, m.after) for m in moves] == [("a1", {"recompute": 1}, {})]
+    assert [(m.tensor, m.before, m.after) for m in moves] == [("a1", {"recompute": 2 * MB}, {})]
 
 
 def test_links_of_machines_of_one_name() -> None:
@@ -75,6 +75,40 @@ def test_another_workload_is_compared_by_name() -> None:
     assert found.only_before == ("w1",)
     assert found.only_after == ("w9", "op2")
     assert found.homes == ()
+
+
+def test_tiles_are_compared_as_the_weight_they_are_part_of() -> None:
+    steps = [
+        Wait(op=0, tensor="w0", address=0),
+        Compute(op=0),
+        Release(op=1, tensor="w0", address=0),
+    ]
+    whole = hand_plan(
+        {"w0": 4}, [("w0", "", 2.0)], [*steps, fetch(1, "w0", 4)], homes={"w0": "cpu"}
+    )
+    tiles = hand_plan(
+        {"w0[0:1]": 3, "w0[1:2]": 1},
+        [("w0[0:1]", "", 1.5), ("w0[1:2]", "", 0.5)],
+        [
+            Compute(op=0),
+            fetch(1, "w0[1:2]", 1, 4 * MB // 4096 * 4096),
+            Wait(op=1, tensor="w0[1:2]", address=4 * MB // 4096 * 4096),
+            Compute(op=1),
+            Release(op=2, tensor="w0[1:2]", address=4 * MB // 4096 * 4096),
+        ],
+        homes={"w0[1:2]": "cpu"},
+        addresses={"w0[0:1]": 0},
+    )
+    names = tuple(replace(op, name=f"op0[{i}:{i + 1}]") for i, op in enumerate(tiles.ops))
+    found = diff(whole, replace(tiles, ops=names))
+    assert found.same_workload
+    assert found.change_s == pytest.approx(3.0 - 6.0)
+    assert [(h.tensor, h.before, h.after) for h in found.homes] == [
+        ("w0", "cpu", "cpu 25%, gpu 75%")
+    ]
+    assert [m.after for m in found.moves] == [{"cpu->gpu": MB}]
+    assert found.sites == ()
+    assert Change(name="form", unit="", before="whole weights", after="2 tiles") in found.summary
 
 
 @settings(max_examples=30, deadline=None)
