@@ -2,7 +2,9 @@
 
 The file is written past the page cache and deleted in every case; what a killed process left behind is
 removed by the next measurement. Reads go through the ``Reader`` that is passed in, so the settings found
-are those of the engine that uses them.
+are those of the engine that uses them, into memory like the arena's. A plan in its steady state reads the
+same bytes again and again, which a host with a cache of its own may serve faster than bytes that it has
+not seen: the first and the later passes over the file are told apart.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +24,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from gascompile.cost_models.host import free_bytes
+from gascompile.cost_models.host import free_bytes, map_anonymous
 from gascompile.errors import StorageError
 from gascompile.ir import IoSettings
 from gascompile.units import MIB, PAGE_BYTES, format_size
@@ -30,6 +32,7 @@ from gascompile.units import MIB, PAGE_BYTES, format_size
 FILE_BYTES = 512 * MIB
 BUFFER_BYTES = 64 * MIB
 _UNIT_BYTES = 16 * MIB
+_REWRITE_BYTES = MIB
 _PREFIX = ".gascompile-probe-"
 _STALE_S = 3600.0
 _WRITE_LIMIT_S = 0.9
@@ -68,6 +71,7 @@ class ProbeFile:
     size_bytes: int
     memory: mmap.mmap
     write_bytes_per_s: float
+    """While the file grew."""
     direct: bool
     """Written with ``O_DIRECT``; else written through the page cache, synced and dropped from it."""
     read_paths: set[str] = field(default_factory=set)
@@ -89,9 +93,33 @@ class ProbeFile:
         self.read_paths.add(result.path)
         return size_bytes / max(result.time_s, 1e-9)
 
+    def rewrite_rate(self, size_bytes: int) -> float:
+        """Return bytes/s of one thread that writes the first ``size_bytes`` of the file again, in pieces of 1 MiB."""
+        flag = os.O_DIRECT if self.direct else 0
+        descriptor = os.open(self.path, os.O_WRONLY | flag)
+        try:
+            start = time.perf_counter()
+            written = 0
+            while written + _REWRITE_BYTES <= size_bytes:
+                piece = memoryview(self.memory)[:_REWRITE_BYTES]
+                written += os.pwrite(descriptor, piece, written)
+            os.fdatasync(descriptor)
+            return written / (time.perf_counter() - start)
+        finally:
+            os.close(descriptor)
+
     def shrink_buffer(self, size_bytes: int) -> None:
         """Give the memory of the buffer beyond ``size_bytes`` back to the system."""
         self.memory.madvise(mmap.MADV_DONTNEED, size_bytes)
+
+    def rewind(self) -> None:
+        """Let the next read start at the beginning."""
+        self._next = 0
+
+    def reread_rate(self, read: Reader, io: IoSettings, size_bytes: int) -> float:
+        """Return bytes/s of reading the beginning of the file."""
+        self.rewind()
+        return self.read_rate(read, io, size_bytes)
 
     def latency_s(self, read: Reader, num_reads: int = 16) -> float:
         """Return the median seconds of reading one page."""
@@ -105,11 +133,14 @@ class ProbeFile:
         return statistics.median(times_s)
 
 
-def best_setting(file: ProbeFile, read: Reader, *, limit_s: float) -> tuple[IoSettings, int]:
-    """Return the fastest setting and a read size that takes about a twentieth of a second.
+def best_setting(
+    file: ProbeFile, read: Reader, *, limit_s: float, num_reads: int = 1
+) -> tuple[IoSettings, int, Mapping[IoSettings, float]]:
+    """Return the fastest setting, a read size that takes about a twentieth of a second, and all rates.
 
-    First the chunk size with four threads, then the number of threads with the best chunk: 6 reads
-    instead of 12. When ``limit_s`` is over, the best so far is taken.
+    First the chunk size with four threads, then the number of threads with the best chunk: 6 settings
+    instead of 12, each with the best of ``num_reads`` of the same bytes. When ``limit_s`` is over, the
+    best so far is taken.
     """
     stop = time.perf_counter() + limit_s
     first = IoSettings(num_threads=_THREADS[0], chunk_bytes=_CHUNKS_BYTES[0])
@@ -117,11 +148,13 @@ def best_setting(file: ProbeFile, read: Reader, *, limit_s: float) -> tuple[IoSe
     largest = min(BUFFER_BYTES, file.size_bytes)
     size_bytes = min(max(round(rate * _PROBE_S) // _UNIT_BYTES * _UNIT_BYTES, _UNIT_BYTES), largest)
     rates: dict[IoSettings, float] = {}
+    file.reread_rate(read, first, size_bytes)
 
     def try_all(settings: list[IoSettings]) -> IoSettings:
         for setting in settings:
             if setting not in rates and (not rates or time.perf_counter() < stop):
-                rates[setting] = file.read_rate(read, setting, size_bytes)
+                tried = [file.reread_rate(read, setting, size_bytes) for _ in range(num_reads)]
+                rates[setting] = max(tried)
         fastest = max(rates.values())
         good = [setting for setting, rate in rates.items() if rate >= _CLOSE_ENOUGH * fastest]
         return min(good, key=lambda setting: (setting.num_threads, setting.chunk_bytes))
@@ -130,7 +163,7 @@ def best_setting(file: ProbeFile, read: Reader, *, limit_s: float) -> tuple[IoSe
         [IoSettings(num_threads=_THREADS[0], chunk_bytes=c) for c in _CHUNKS_BYTES]
     ).chunk_bytes
     best = try_all([IoSettings(num_threads=n, chunk_bytes=chunk_bytes) for n in _THREADS])
-    return best, size_bytes
+    return best, size_bytes, rates
 
 
 def read_through(
@@ -138,6 +171,7 @@ def read_through(
 ) -> list[float]:
     """Return the bytes/s of each read while going through the file once, or until ``limit_s`` is over."""
     stop = time.perf_counter() + limit_s
+    file.rewind()
     rates = [file.read_rate(read, io, size_bytes)]
     while len(rates) < file.size_bytes // size_bytes and time.perf_counter() < stop:
         rates.append(file.read_rate(read, io, size_bytes))
@@ -145,16 +179,18 @@ def read_through(
 
 
 @contextmanager
-def probe_file(folder: str | os.PathLike[str]) -> Iterator[ProbeFile]:
-    """Write a file of up to 512 MiB of noise in ``folder``, at most half the free space; delete it after.
+def probe_file(
+    folder: str | os.PathLike[str], *, most_bytes: int = FILE_BYTES
+) -> Iterator[ProbeFile]:
+    """Write a file of up to ``most_bytes`` of noise in ``folder``, at most half the free space; delete it after.
 
     Raises:
         StorageError: the folder cannot be written to or has no space for a file worth measuring.
     """
-    size_bytes = _affordable_bytes(folder)
+    size_bytes = _affordable_bytes(folder, most_bytes)
     _remove_stale(Path(folder))
     # No `with`: the reader may still hold views when an error passes; the map goes with the last one.
-    noise = mmap.mmap(-1, BUFFER_BYTES)
+    noise = map_anonymous(BUFFER_BYTES)
     words = np.frombuffer(noise, dtype=np.uint64)
     words[:] = 0  # Touches every page, so that no read pays for a page fault.
     num_words = _UNIT_BYTES // words.itemsize
@@ -171,13 +207,13 @@ def probe_file(folder: str | os.PathLike[str]) -> Iterator[ProbeFile]:
         path.unlink(missing_ok=True)
 
 
-def _affordable_bytes(folder: str | os.PathLike[str]) -> int:
+def _affordable_bytes(folder: str | os.PathLike[str], most_bytes: int) -> int:
     free = free_bytes(folder)
-    size_bytes = min(FILE_BYTES, free // 2 // _UNIT_BYTES * _UNIT_BYTES)
+    size_bytes = min(most_bytes, free // 2 // _UNIT_BYTES * _UNIT_BYTES)
     if size_bytes < 2 * _UNIT_BYTES:
         raise StorageError(
             f"measuring the disk takes a temporary file of {format_size(2 * _UNIT_BYTES)} to "
-            f"{format_size(FILE_BYTES)}, but {os.fspath(folder)} has {format_size(free)} free; "
+            f"{format_size(most_bytes)}, but {os.fspath(folder)} has {format_size(free)} free; "
             f"free some space, choose another cache_dir, or name a machine"
         )
     return size_bytes

@@ -6,12 +6,18 @@ Rules for the rate of a dtype, the same for every machine:
 * A complex dtype uses the rate of the floating dtype of its parts (``complex64`` -> ``float32``).
 * Integers and booleans have no matrix rate; their ops are bound by memory alone.
 * A missing rate is an error, never a guess.
+
+A rate with points is a measured roofline, memory traffic included, so it stands in for both terms: between
+two points the seconds per byte grow linearly with the arithmetic intensity, which grows with the rows of
+a product; below the first point they stay the same, and beyond the last one the rate does.
 """
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from gascompile.errors import UnsupportedOpError
-from gascompile.ir import Machine, MemoryRate
+from gascompile.ir import ComputeRate, Machine, MemoryRate
 
 _PARTS_OF_COMPLEX = {"complex32": "float16", "complex64": "float32", "complex128": "float64"}
 _MEMORY_BOUND_PREFIXES = ("int", "uint", "bool")
@@ -28,7 +34,8 @@ def op_time_s(
 ) -> float:
     """Return the seconds that an op takes on ``device`` when its operands are in that device's memory.
 
-    ``max(flops / rate, (read_bytes + write_bytes) / memory bandwidth) + op overhead``.
+    ``max(flops / rate, (read_bytes + write_bytes) / memory bandwidth) + op overhead``; where the rate has
+    points, ``flops / rate_at(flops per byte) + op overhead``.
 
     Args:
         flops: floating-point operations; a fused multiply-add counts as two.
@@ -42,11 +49,28 @@ def op_time_s(
         UnsupportedOpError: the machine has no rate for the device or the dtype.
     """
     memory = _memory_rate(device, machine)
-    memory_s = (read_bytes + write_bytes) / memory.bandwidth_bytes_per_s
-    compute_s = 0.0
-    if flops and not dtype.startswith(_MEMORY_BOUND_PREFIXES):
-        compute_s = flops / _flops_per_s(dtype, device, machine)
-    return max(compute_s, memory_s) + memory.op_overhead_s
+    moved_bytes = read_bytes + write_bytes
+    memory_s = moved_bytes / memory.bandwidth_bytes_per_s
+    if not flops or dtype.startswith(_MEMORY_BOUND_PREFIXES):
+        return memory_s + memory.op_overhead_s
+    rate = _compute_rate(dtype, device, machine)
+    if rate.points and moved_bytes:
+        return flops / rate_at(rate, flops / moved_bytes) + memory.op_overhead_s
+    return max(flops / rate.flops_per_s, memory_s) + memory.op_overhead_s
+
+
+def rate_at(rate: ComputeRate, flops_per_byte: float) -> float:
+    """Return the FLOP/s that ``rate``, which has points, reaches at an intensity."""
+    points = sorted(rate.points, key=lambda point: point.flops_per_byte)
+    first, last = points[0], points[-1]
+    if flops_per_byte >= last.flops_per_byte:
+        return last.flops_per_s
+    if flops_per_byte <= first.flops_per_byte:
+        return first.flops_per_s * flops_per_byte / first.flops_per_byte
+    low, high = next(pair for pair in pairwise(points) if flops_per_byte < pair[1].flops_per_byte)
+    share = (flops_per_byte - low.flops_per_byte) / (high.flops_per_byte - low.flops_per_byte)
+    low_s, high_s = (point.flops_per_byte / point.flops_per_s for point in (low, high))
+    return flops_per_byte / (low_s + share * (high_s - low_s))
 
 
 def _memory_rate(device: str, machine: Machine) -> MemoryRate:
@@ -60,11 +84,11 @@ def _memory_rate(device: str, machine: Machine) -> MemoryRate:
     )
 
 
-def _flops_per_s(dtype: str, device: str, machine: Machine) -> float:
+def _compute_rate(dtype: str, device: str, machine: Machine) -> ComputeRate:
     wanted = _PARTS_OF_COMPLEX.get(dtype, dtype)
     for rate in machine.rates:
         if rate.device == device and rate.dtype == wanted:
-            return rate.flops_per_s
+            return rate
     known = ", ".join(sorted(rate.dtype for rate in machine.rates if rate.device == device))
     raise UnsupportedOpError(
         f"machine '{machine.name}' has no compute rate for {wanted} on device '{device}' "

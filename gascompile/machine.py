@@ -37,7 +37,7 @@ def resolve_machine(
 
     Args:
         machine: a ``Machine``; the name of a preset; the path of a ``gascompile.machine/1`` file; or
-            ``None`` for this machine, measured at the first call (up to four seconds) and remembered.
+            ``None`` for this machine, measured at the first call (up to six seconds) and remembered.
         cache_dir: where this machine is remembered; also the disk that is measured. Made if missing.
         read: the reader that will run plans, measured with the disk.
 
@@ -70,24 +70,30 @@ def remembered_machine(cache_dir: str | os.PathLike[str]) -> Machine | None:
     return _with_memory_limit(machine)
 
 
-def calibrate_machine(*, cache_dir: str | os.PathLike[str], read: Reader) -> Machine:
-    """Measure this machine now and remember it in place of what was remembered.
+def remember_machine(machine: Machine, cache_dir: Path) -> None:
+    """Write this machine's numbers, in place of what was remembered; raises ``StorageError``."""
+    serial.write_atomic(_remembered_path(cache_dir), serial.dumps(machine))
+
+
+def measure_briefly(*, cache_dir: str | os.PathLike[str], read: Reader) -> Machine:
+    """Measure this machine in a few seconds and remember it; ``calibration`` does so thoroughly.
 
     Raises:
         StorageError: ``cache_dir`` cannot be made or written to.
     """
-    folder = _made(Path(cache_dir))
+    folder = made_folder(Path(cache_dir))
     machine = measure_machine(folder=folder, read=read)
-    serial.write_atomic(_remembered_path(folder), serial.dumps(machine))
+    remember_machine(machine, folder)
     return machine
 
 
 def _this_machine(cache_dir: Path, read: Reader) -> Machine:
-    remembered = remembered_machine(_made(cache_dir))
-    return remembered or calibrate_machine(cache_dir=cache_dir, read=read)
+    remembered = remembered_machine(made_folder(cache_dir))
+    return remembered or measure_briefly(cache_dir=cache_dir, read=read)
 
 
-def _made(folder: Path) -> Path:
+def made_folder(folder: Path) -> Path:
+    """Return ``folder``, made if missing; raises ``StorageError``."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -5,6 +5,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+
+_SILENT: ContextVar[bool] = ContextVar("_SILENT", default=False)
+"""Whether a bar that covers everything below is shown already: a terminal has room for one."""
 
 
 @contextmanager
@@ -13,7 +17,7 @@ def task(description: str, total_bytes: int | None = None) -> Iterator[Callable[
 
     Without ``total_bytes`` a spinner with the elapsed time is shown.
     """
-    if not sys.stderr.isatty():
+    if _SILENT.get() or not sys.stderr.isatty():
         yield lambda size_bytes: None
         return
     from rich.console import Console
@@ -33,6 +37,35 @@ def task(description: str, total_bytes: int | None = None) -> Iterator[Callable[
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         job = bar.add_task(description, total=total_bytes)
         yield lambda size_bytes: bar.advance(job, size_bytes)
+
+
+@contextmanager
+def stages(description: str, num_stages: int) -> Iterator[Callable[[str], None]]:
+    """Show a bar of ``num_stages`` steps while the body runs; the yielded function names the one that begins.
+
+    Bars of what is done in between are not shown.
+    """
+    if not sys.stderr.isatty():
+        yield lambda name: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    token = _SILENT.set(True)
+    try:
+        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+            job = bar.add_task(description, total=num_stages)
+            begun = -1
+
+            def begin(name: str) -> None:
+                nonlocal begun
+                begun += 1
+                bar.update(job, description=f"{description}: {name}", completed=begun)
+
+            yield begin
+    finally:
+        _SILENT.reset(token)
 
 
 class LoadingBar:

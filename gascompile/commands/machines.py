@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 from rich.console import RenderableType
 from rich.text import Text
@@ -9,24 +11,35 @@ from rich.text import Text
 from gascompile import serial
 from gascompile.commands import options as opt
 from gascompile.commands.output import emit, fields, grid, note, reserved_stdout
-from gascompile.ir import Machine
+from gascompile.ir import ComputeRate, Machine
 from gascompile.units import format_size
 
 
 def calibrate(
-    output: opt.Output = None, cache_dir: opt.CacheDir = None, json: opt.JsonFlag = False
+    output: opt.Output = None,
+    cache_dir: opt.CacheDir = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Only the few seconds that a first compile takes.")
+    ] = False,
+    json: opt.JsonFlag = False,
 ) -> None:
-    """Measure this machine now, in place of what was remembered, and print what was found.
+    """Measure this machine in half a minute, in place of what was remembered, and print what was found.
 
+    Every resource alone and beside others, then whole runs of a small model. Leave the machine idle.
     Example: [bold]gascompile calibrate -o this-machine.json[/bold]
     """
-    from gascompile.machine import calibrate_machine
-    from gascompile.progress import task
+    from gascompile.calibration import NUM_STAGES, calibrate_machine
+    from gascompile.machine import measure_briefly
+    from gascompile.progress import stages, task
     from gascompile.runtime.engine import read_blocks
 
     folder = opt.cache_dir_of(cache_dir)
-    with reserved_stdout(json), task("Measuring this machine"):
-        machine = calibrate_machine(cache_dir=folder, read=read_blocks)
+    if quick:
+        with reserved_stdout(json), task("Measuring this machine"):
+            machine = measure_briefly(cache_dir=folder, read=read_blocks)
+    else:
+        with reserved_stdout(json), stages("Measuring this machine", NUM_STAGES) as stage:
+            machine = calibrate_machine(cache_dir=folder, read=read_blocks, stage=stage)
     if output is not None:
         serial.write_atomic(output, serial.dumps(machine))
     written = [note(f"The machine is in {output}.")] if output is not None else []
@@ -42,7 +55,7 @@ def machine_parts(machine: Machine) -> list[RenderableType]:
     rows += [
         (
             link.name,
-            f"{_gb(link.bandwidth_bytes_per_s)}, {link.latency_s * 1e6:.0f} us ({link.source})",
+            f"{_gb(link.bandwidth_bytes_per_s)}, {_us(link.latency_s)} ({link.source})",
         )
         for link in machine.links
     ]
@@ -51,11 +64,14 @@ def machine_parts(machine: Machine) -> list[RenderableType]:
         for pipe in machine.pipes
     ]
     rows += [
-        (f"{rate.device} memory", f"{_gb(rate.bandwidth_bytes_per_s)} ({rate.source})")
+        (
+            f"{rate.device} memory",
+            f"{_gb(rate.bandwidth_bytes_per_s)}, {_us(rate.op_overhead_s)} per op ({rate.source})",
+        )
         for rate in machine.memory
     ]
     rows += [
-        (f"{rate.device} {rate.dtype}", f"{rate.flops_per_s / 1e9:.0f} GFLOP/s ({rate.source})")
+        (f"{rate.device} {rate.dtype}", f"{_gflops(rate)} GFLOP/s ({rate.source})")
         for rate in machine.rates
     ]
     io = machine.io
@@ -63,6 +79,16 @@ def machine_parts(machine: Machine) -> list[RenderableType]:
         ("reads", f"{io.num_threads} threads, {format_size(io.chunk_bytes)} each ({io.source})")
     )
     return [fields(machine.name, rows)]
+
+
+def _us(seconds: float) -> str:
+    return f"{seconds * 1e6:.1f} us"
+
+
+def _gflops(rate: ComputeRate) -> str:
+    rates = [point.flops_per_s for point in rate.points] or [rate.flops_per_s]
+    low, high = f"{min(rates) / 1e9:.0f}", f"{max(rates) / 1e9:.0f}"
+    return high if low == high else f"{low} to {high}"
 
 
 def _gb(bytes_per_s: float) -> str:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-import pytest
+from dataclasses import replace
 
-from gascompile.cost_models.op_time import op_time_s
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gascompile.cost_models.op_time import op_time_s, rate_at
 from gascompile.errors import UnsupportedOpError
-from gascompile.ir import ComputeRate, Machine, MemoryRate, Tier
+from gascompile.ir import ComputeRate, Machine, MemoryRate, RatePoint, Tier
 
 MACHINE = Machine(
     name="round",
@@ -86,3 +90,64 @@ def test_an_unknown_device_names_the_missing_rate() -> None:
         UnsupportedOpError, match=r"no memory rate for device 'gpu' \(it has: cpu\)"
     ):
         seconds(1, 1, device="gpu")
+
+
+CLASSES = replace(
+    MACHINE,
+    rates=(
+        ComputeRate(
+            device="cpu",
+            dtype="float32",
+            flops_per_s=100e9,
+            points=(
+                RatePoint(flops_per_byte=10, flops_per_s=50e9),
+                RatePoint(flops_per_byte=0.5, flops_per_s=10e9),
+                RatePoint(flops_per_byte=40, flops_per_s=100e9),
+            ),
+        ),
+    ),
+)
+
+
+@pytest.mark.parametrize(
+    ("flops_per_byte", "ns_per_byte"),
+    [
+        (0.5, 0.05),  # 0.5 / 10e9
+        (0.25, 0.05),  # fewer FLOPs, the same bytes
+        (10, 0.2),  # 10 / 50e9
+        (40, 0.4),  # 40 / 100e9
+        (25, 0.3),  # half way between
+        (80, 0.8),  # at the last rate
+    ],
+)
+def test_a_rate_with_points_is_a_roofline(flops_per_byte: float, ns_per_byte: float) -> None:
+    time_s = op_time_s(
+        flops=round(flops_per_byte * 10**8),
+        read_bytes=10**8,
+        write_bytes=0,
+        dtype="float32",
+        device="cpu",
+        machine=CLASSES,
+    )
+    assert time_s == pytest.approx(ns_per_byte * 1e-9 * 10**8 + 2e-6)
+
+
+def test_an_op_that_computes_nothing_ignores_the_points() -> None:
+    time_s = op_time_s(
+        flops=0,
+        read_bytes=10**7,
+        write_bytes=0,
+        dtype="float32",
+        device="cpu",
+        machine=CLASSES,
+    )
+    assert time_s == pytest.approx(1e-3 + 2e-6)
+
+
+@given(low=st.floats(0.01, 1e4), factor=st.floats(1.0, 100.0))
+def test_more_work_on_the_same_bytes_never_takes_less(low: float, factor: float) -> None:
+    def time_s(flops_per_byte: float) -> float:
+        rate = CLASSES.rates[0]
+        return flops_per_byte / rate_at(rate, flops_per_byte)
+
+    assert time_s(low * factor) >= time_s(low) * (1 - 1e-12)

@@ -1,0 +1,288 @@
+"""``gascompile calibrate``: measures this machine thoroughly, then corrects it by runs of a small model.
+
+The runs go the way of every compile, through capture, planner and runtime, so that what no measurement of
+a single resource sees is in the numbers: calls from Python, waiting threads, reads beside products.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from gascompile.compiled import CompiledModel
+from gascompile.cost_models import correct
+from gascompile.cost_models.measure import THOROUGH, Effort, Stage, measure_machine
+from gascompile.cost_models.measure_compute import typical
+from gascompile.cost_models.measure_disk import Reader
+from gascompile.cost_models.replay import replay_plan
+from gascompile.ir import Machine, Plan
+from gascompile.machine import made_folder, remember_machine
+from gascompile.passes.annotate import annotate
+from gascompile.pipeline import compile as compile_model
+
+NUM_STAGES = 7
+"""How often ``stage`` is told of something."""
+
+_PREFIX = ".gascompile-calibration-"
+_STALE_S = 3600.0
+_RUNS_LIMIT_S = 2.0
+"""For the repetitions of one run; on an idle machine they take half of it."""
+_STREAMED = "all_streamed"
+_LINK = "nvme->cpu"
+_LINK_RANGE = (1e7, 1e11)
+_LATENCY_RANGE_S = (1e-7, 1e-2)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """Size of the built-in model."""
+
+    width: int
+    inner: int
+    num_blocks: int
+    outputs: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trials:
+    """What to run."""
+
+    tiny: Shape = Shape(width=64, inner=192, num_blocks=4, outputs=256)
+    """So little work that only the fixed costs of ops and transfers count."""
+    large: Shape = Shape(width=1024, inner=2816, num_blocks=3, outputs=8192)
+    """Weights of 190 MB in float32: more than caches hold."""
+    few_rows: int = 1
+    many_rows: int = 64
+    streamed_rows: tuple[int, ...] = (1, 16)
+    num_runs: int = 10
+
+
+def calibrate_machine(
+    *,
+    cache_dir: str | os.PathLike[str],
+    read: Reader,
+    stage: Stage = lambda name: None,
+    effort: Effort = THOROUGH,
+    trials: Trials | None = None,
+) -> Machine:
+    """Measure this machine, correct it by runs and remember it in place of what was remembered.
+
+    Blocks for up to half a minute and takes up to 500 MiB of memory and of disk; files are deleted in every case.
+
+    Args:
+        cache_dir: where this machine is remembered; also the disk that is measured. Made if missing.
+        read: the reader that runs plans.
+        stage: told what is done next.
+        effort: how long to measure.
+        trials: the runs that correct what was measured.
+
+    Raises:
+        StorageError: ``cache_dir`` cannot be made or written to.
+    """
+    folder = made_folder(Path(cache_dir))
+    machine = measure_machine(folder=folder, read=read, effort=effort, stage=stage)
+    with _scratch(folder) as scratch:
+        machine = corrected_by_runs(machine, scratch, trials or Trials(), stage)
+    remember_machine(machine, folder)
+    return machine
+
+
+def corrected_by_runs(machine: Machine, folder: Path, trials: Trials, stage: Stage) -> Machine:
+    """Return ``machine`` with overhead, rates and the link's numbers as runs of the built-in model show them."""
+    stage("cost of an op")
+    runs = _Runs(folder, trials.num_runs)
+    machine = _correct_overhead(machine, runs, trials)
+    stage("products in a run")
+    machine = _correct_rates(machine, runs, trials)
+    stage("small transfers in a run")
+    machine = _correct_latency(machine, runs, trials)
+    stage("large transfers in a run")
+    return _correct_bandwidth(machine, runs, trials)
+
+
+# ---------------------------------------------------------------- the model
+
+
+class _Block(nn.Module):
+    """Attention and a gated layer, as decoders have them."""
+
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.heads = max(width // 64, 1)
+        self.scale = nn.Parameter(torch.empty(width))
+        self.query = nn.Linear(width, width, bias=False)
+        self.key = nn.Linear(width, width, bias=False)
+        self.value = nn.Linear(width, width, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+        self.gate = nn.Linear(width, inner, bias=False)
+        self.up = nn.Linear(width, inner, bias=False)
+        self.down = nn.Linear(inner, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows, width = x.shape
+        y = self._normal(x)
+        query, key, value = (
+            layer(y).view(rows, self.heads, width // self.heads).transpose(0, 1)
+            for layer in (self.query, self.key, self.value)
+        )
+        mixed = nn.functional.scaled_dot_product_attention(query, key, value)
+        x = x + self.out(mixed.transpose(0, 1).reshape(rows, width))
+        y = self._normal(x)
+        hidden: torch.Tensor = self.down(nn.functional.silu(self.gate(y)) * self.up(y))
+        return x + hidden
+
+    def _normal(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * self.scale
+
+
+def _model(shape: Shape) -> nn.Module:
+    with torch.device("meta"):
+        blocks = [_Block(shape.width, shape.inner) for _ in range(shape.num_blocks)]
+        return nn.Sequential(*blocks, nn.Linear(shape.width, shape.outputs, bias=False)).eval()
+
+
+# ---------------------------------------------------------------- its runs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Run:
+    plan: Plan
+    time_s: float
+    work_s: float
+    """Sum of the ops' seconds without their fixed costs."""
+    flops_per_byte: float
+
+    @property
+    def compute_s(self) -> float:
+        return sum(op.time_s for op in self.plan.ops)
+
+
+class _Runs:
+    def __init__(self, folder: Path, num_runs: int) -> None:
+        self._folder = folder
+        self._num_runs = num_runs
+
+    def run(self, shape: Shape, rows: int, machine: Machine, *, streamed: bool) -> _Run:
+        model = _model(shape)
+        inputs = torch.ones(rows, shape.width)
+        with compile_model(
+            model,
+            example_inputs=(inputs,),
+            checkpoint=self._checkpoint(shape, model),
+            machine=machine,
+            cache_dir=self._folder,
+            strategy=_STREAMED if streamed else None,
+        ) as compiled:
+            time_s = self._time_s(compiled, inputs)
+            free = correct.with_overhead(machine, 0.0, "")
+            work = annotate(compiled.program, free).workload
+            moved_bytes = sum(op.read_bytes + op.write_bytes for op in work.ops if op.flops)
+            return _Run(
+                plan=compiled.plan,
+                time_s=time_s,
+                work_s=sum(op.time_s["cpu"] for op in work.ops),
+                flops_per_byte=sum(op.flops for op in work.ops) / moved_bytes,
+            )
+
+    def _time_s(self, compiled: CompiledModel, inputs: torch.Tensor) -> float:
+        for _ in range(2):
+            compiled(inputs)
+        times_s: list[float] = []
+        stop = time.perf_counter() + _RUNS_LIMIT_S
+        while len(times_s) < self._num_runs and not (times_s and time.perf_counter() > stop):
+            start = time.perf_counter()
+            compiled(inputs)
+            times_s.append(time.perf_counter() - start)
+        return typical(times_s)
+
+    def _checkpoint(self, shape: Shape, model: nn.Module) -> Path:
+        path = self._folder / f"{shape.width}.safetensors"
+        if not path.exists():
+            generator = torch.Generator().manual_seed(0)
+            save_file(
+                {
+                    name: torch.empty(p.shape).uniform_(-0.02, 0.02, generator=generator)
+                    for name, p in model.named_parameters()
+                },
+                path,
+            )
+            with path.open("rb+") as stream:
+                os.fsync(stream.fileno())
+        return path
+
+
+def _correct_overhead(machine: Machine, runs: _Runs, trials: Trials) -> Machine:
+    run = runs.run(trials.tiny, trials.few_rows, machine, streamed=False)
+    (memory,) = machine.memory
+    num_ops = round((run.compute_s - run.work_s) / memory.op_overhead_s)
+    overhead_s = correct.overhead_per_op_s(
+        measured_s=run.time_s, work_s=run.work_s, num_ops=num_ops
+    )
+    return correct.with_overhead(machine, overhead_s, f"a run of {num_ops} small kernels")
+
+
+def _correct_rates(machine: Machine, runs: _Runs, trials: Trials) -> Machine:
+    factors = []
+    for rows in (trials.few_rows, trials.many_rows):
+        run = runs.run(trials.large, rows, machine, streamed=False)
+        factor = correct.compute_factor(
+            measured_s=run.time_s,
+            predicted_s=run.compute_s,
+            fixed_s=run.compute_s - run.work_s,
+        )
+        factors.append(correct.Factor(flops_per_byte=run.flops_per_byte, factor=factor))
+    how = f"runs of {trials.few_rows} and {trials.many_rows} rows in float32"
+    return correct.with_compute_factors(machine, factors, how)
+
+
+def _correct_latency(machine: Machine, runs: _Runs, trials: Trials) -> Machine:
+    run = runs.run(trials.tiny, trials.few_rows, machine, streamed=True)
+
+    def predict(rate: float) -> float:
+        changed = correct.with_link(machine, _LINK, latency_s=1 / rate, how="")
+        return replay_plan(run.plan, changed).seconds
+
+    low_s, high_s = _LATENCY_RANGE_S
+    rate = correct.fitted(predict, run.time_s, low=1 / high_s, high=1 / low_s)
+    if rate is None:
+        return machine
+    how = f"a run that streams {len(run.plan.tensors)} small tensors"
+    return correct.with_link(machine, _LINK, latency_s=1 / rate, how=how)
+
+
+def _correct_bandwidth(machine: Machine, runs: _Runs, trials: Trials) -> Machine:
+    found = []
+    for rows in trials.streamed_rows:
+        run = runs.run(trials.large, rows, machine, streamed=True)
+
+        def predict(rate: float, plan: Plan = run.plan) -> float:
+            changed = correct.with_link(machine, _LINK, bandwidth_bytes_per_s=rate, how="")
+            return replay_plan(plan, changed).seconds
+
+        low, high = _LINK_RANGE
+        found.append(correct.fitted(predict, run.time_s, low=low, high=high))
+    rates = [rate for rate in found if rate is not None]
+    if not rates:
+        return machine
+    bandwidth = len(rates) / sum(1 / rate for rate in rates)
+    how = f"runs of {' and '.join(str(rows) for rows in trials.streamed_rows)} rows that stream all weights"
+    return correct.with_link(machine, _LINK, bandwidth_bytes_per_s=bandwidth, how=how)
+
+
+@contextmanager
+def _scratch(folder: Path) -> Iterator[Path]:
+    for old in folder.glob(f"{_PREFIX}*"):
+        if time.time() - old.stat().st_mtime > _STALE_S:
+            shutil.rmtree(old, ignore_errors=True)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=_PREFIX) as scratch:
+        yield Path(scratch)
