@@ -70,8 +70,8 @@ def _problems(machine: Machine) -> Iterator[tuple[str, str]]:
             yield path, f"the tier has the size {tier.size_bytes}; give zero or more"
         if tier.size_bytes > MAX_SIZE_BYTES:
             yield path, f"the tier has the size {tier.size_bytes}; give at most {MAX_SIZE_BYTES}"
-    yield from _bad_links(machine)
     yield from _bad_names(machine)
+    yield from _bad_links(machine)
     if machine.io.num_threads < 1 or machine.io.chunk_bytes < 1:
         yield ".io", "io needs at least one thread and a chunk of at least one byte"
     yield from _bad_rates(machine)

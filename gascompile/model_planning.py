@@ -38,8 +38,13 @@ def plan_model(
         shape: rows and tokens of made-up inputs.
 
     Raises:
+        TypeError: the source is neither a module nor a path.
         CaptureError: there are no inputs to trace the model with, or it cannot be traced.
     """
+    if not isinstance(source, (nn.Module, str, os.PathLike)):
+        raise TypeError(
+            f"a source is a torch.nn.Module, a Workload or a path, not {type(source).__name__}"
+        )
     opened = (
         Source(model=source, checkpoint=None, inputs=None)
         if isinstance(source, nn.Module)
