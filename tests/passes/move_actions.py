@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from gascompile.ir import Compute, Offload, Recompute, Release, Reload, Step, Wait
 from tests.passes.max_plus import Row, later, shifted
-from tests.passes.move_problem import MoveProblem, reruns_at
+from tests.passes.move_problem import MoveProblem, may_vanish, reruns_at
 
 ABSENT, PRESENT, ARRIVING, LEAVING = range(4)
 Status = tuple[int, int, bool]
@@ -104,8 +104,7 @@ class Actions:
             return True
         if loc != PRESENT or self.task.persistent[x]:
             return False
-        place = self.place(node.turn)
-        return any(x in self.task.writes[source] for source in reruns_at(self.task, place))
+        return may_vanish(self.task, self.place(node.turn), x)
 
     def _offload_tiers(self, node: Node, x: int) -> list[int]:
         task = self.task

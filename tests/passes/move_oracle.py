@@ -17,9 +17,9 @@ Left out because it never helps:
 
 Restricted: ops run on the compute tier, and nothing lies in an arena. A tensor uses one slow tier in an
 iteration where a slow tier is too small to hold everything at once; else a dirty one may change it. Clean
-persistent tensors have one home. A rerun makes slow copies of what it writes stale. A plan that does not
-repeat starts and ends with every persistent tensor at its home; what is at home on the compute tier is
-there from the start.
+persistent tensors have one home, to which there is a link. An op that writes an output is not rerun; a
+rerun makes slow copies of what it writes stale. A plan that does not repeat starts and ends with every
+persistent tensor at its home; what is at home on the compute tier is there from the start.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ def move_problem(
 
 def _add_reruns(task: MoveProblem) -> None:
     for i, (reads, writes) in enumerate(zip(task.reads, task.writes, strict=True)):
-        lasting = any(task.persistent[x] for x in writes)
+        lasting = any(task.persistent[x] or task.is_output[x] for x in writes)
         to_input = len(writes) < len(set(task.workload.ops[i].writes))
         if lasting or to_input or not writes or set(reads) & set(writes):
             task.rerun_until.append(0)
@@ -117,6 +117,12 @@ def _add_reruns(task: MoveProblem) -> None:
 def reruns_at(task: MoveProblem, place: int) -> list[int]:
     """Return the ops that may run again before op ``place``."""
     return [i for i in range(place) if task.rerun_until[i] >= place]
+
+
+def may_vanish(task: MoveProblem, place: int, x: int) -> bool:
+    """Whether a tensor that does not persist may be gone before op ``place``, with no copy anywhere."""
+    needed = task.is_output[x] or any(x in touched for touched in task.touched[place:])
+    return not needed or any(x in task.writes[source] for source in reruns_at(task, place))
 
 
 def _add_machine(task: MoveProblem, limits_bytes: Mapping[str, int]) -> None:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from tests.passes.move_actions import ABSENT, ARRIVING, LEAVING, NOTHING, PRESENT, Status
-from tests.passes.move_problem import MoveProblem, reruns_at
+from tests.passes.move_problem import MoveProblem, may_vanish
 
 
 def options_at_home(task: MoveProblem, x: int) -> list[Status]:
     """Return where a tensor may be at the start of a plan that does not repeat."""
     if not task.persistent[x]:
         return [NOTHING]
-    used = any(x in touched for touched in task.touched)
     found: list[Status] = [(PRESENT, -1, False)]
     for tier in range(len(task.slow)):
         back = task.into[tier] >= 0 and (task.out_of[tier] >= 0 or not task.dirty[x])
-        if back or not used:
+        if back:
             found.append((ABSENT, tier, True))
         if task.into[tier] >= 0 and task.out_of[tier] >= 0 and not task.roomy:
             found.append((PRESENT, tier, False))
@@ -31,7 +30,9 @@ def options_behind(task: MoveProblem, cut: int) -> list[list[Status]]:
 
 def _persistent_behind(task: MoveProblem, cut: int, x: int) -> list[Status]:
     if not any(x in touched for touched in task.touched):
-        away: list[Status] = [(ABSENT, tier, True) for tier in range(len(task.slow))]
+        away: list[Status] = [
+            (ABSENT, tier, True) for tier in range(len(task.slow)) if task.into[tier] >= 0
+        ]
         return away[:1] if away and task.roomy else [*away, (PRESENT, -1, False)]
     found: list[Status] = []
     for tier in range(len(task.slow)):
@@ -54,7 +55,7 @@ def _persistent_behind(task: MoveProblem, cut: int, x: int) -> list[Status]:
 def _passing_behind(task: MoveProblem, cut: int, x: int) -> list[Status]:
     if x not in task.wanted[cut + 1]:
         return [NOTHING]
-    rerun = any(x in task.writes[source] for source in reruns_at(task, cut + 1))
+    rerun = may_vanish(task, cut + 1, x)
     found: list[Status] = [(PRESENT, -1, False)]
     if x not in task.touched[cut] and rerun:
         found.append(NOTHING)

@@ -39,6 +39,30 @@ class Case:
         limits = {**self.limits_bytes, self.machine.compute_tier: size_bytes}
         return replace(self, limits_bytes=limits)
 
+    def on(self, machine: Machine) -> Case:
+        """Return the case on another machine with the same tiers."""
+        return replace(self, machine=machine)
+
+    def scaled(self, unit_bytes: int) -> Case:
+        """Return the case with every byte worth ``unit_bytes`` and all times as they are."""
+        workload = replace(
+            self.workload,
+            tensors=tuple(
+                replace(t, size_bytes=t.size_bytes * unit_bytes) for t in self.workload.tensors
+            ),
+            ops=tuple(
+                replace(at, workspace_bytes=at.workspace_bytes * unit_bytes)
+                for at in self.workload.ops
+            ),
+        )
+        limits = {tier: size * unit_bytes for tier, size in self.limits_bytes.items()}
+        return replace(
+            self,
+            workload=workload,
+            machine=faster(self.machine, unit_bytes, unit_bytes),
+            limits_bytes=limits,
+        )
+
 
 def draw_case(
     seed: int, *, max_tensors: int = 6, max_ops: int = 6, repeats: bool | None = None
@@ -58,7 +82,8 @@ def draw_case(
     )
     least, most = footprint_bytes(workload)
     limits = {tier: spec.size_bytes for tier, spec in machine.tiers.items()}
-    limits[machine.compute_tier] = chance.randint(max(0, least - 1), max(least, most))
+    least -= chance.random() < 0.15
+    limits[machine.compute_tier] = chance.randint(max(0, least), max(least, most))
     return Case(seed=seed, workload=workload, machine=machine, limits_bytes=limits)
 
 
@@ -97,6 +122,22 @@ def draw_machine(chance: random.Random, total_bytes: int) -> Machine:
     rate = chance.choice((1.0, 2.0, 4.0))
     pipes = (Pipe(name="bus", bandwidth_bytes_per_s=rate),) if shared else ()
     return Machine(name="random", tiers=tiers, links=tuple(links), pipes=pipes)
+
+
+def faster(machine: Machine, factor: float, size_factor: int = 1) -> Machine:
+    """Return the machine with every link and pipe ``factor`` times as fast."""
+    return replace(
+        machine,
+        tiers={n: Tier(size_bytes=t.size_bytes * size_factor) for n, t in machine.tiers.items()},
+        links=tuple(
+            replace(link, bandwidth_bytes_per_s=link.bandwidth_bytes_per_s * factor)
+            for link in machine.links
+        ),
+        pipes=tuple(
+            replace(pipe, bandwidth_bytes_per_s=pipe.bandwidth_bytes_per_s * factor)
+            for pipe in machine.pipes
+        ),
+    )
 
 
 def footprint_bytes(workload: Workload) -> tuple[int, int]:

@@ -104,6 +104,14 @@ FIXED = task(
     repeats=False,
 )
 
+FEEDS = task(
+    "x:input:1 a:activation:2 b:activation:2 s:state:2",
+    op("f", 1, "x s", "a s"),
+    op("g", 1, "a", "b"),
+    op("h", 1, "b", workspace_bytes=2),
+    repeats=False,
+)
+
 
 @pytest.mark.parametrize(
     ("workload", "machine", "budget_bytes", "seconds"),
@@ -128,6 +136,8 @@ FIXED = task(
         pytest.param(KEPT, drive(), 4, 4.0, id="recompute"),
         pytest.param(KEPT, drive(16.0, 16.0), 4, 3.5, id="offload"),
         pytest.param(KEPT, drive(0.0, 0.0), 4, 4.0, id="recompute without links"),
+        # a need not be kept for a rerun of g that never comes.
+        pytest.param(FEEDS, drive(0.0, 0.0), 6, 3.0, id="what a rerun could read goes"),
         # a leaves while g reads it: 4 s for both, h, 4 s back, i.
         pytest.param(FIXED, drive(), 5, 10.0, id="offload under an op"),
         pytest.param(FIXED, drive(0.0, 0.0), 5, math.inf, id="neither moved nor rerun"),
@@ -167,6 +177,7 @@ def test_two_weights_from_two_tiers(pipe: float, latency_s: float, seconds: floa
         # a, the state and h's workspace at once.
         (FIXED, drive(0.0, 0.0), 9),
         (FIXED, drive(), 5),
+        (FEEDS, drive(0.0, 0.0), 6),
     ],
 )
 def test_smallest_feasible_limit(workload: Workload, machine: Machine, least: int) -> None:
