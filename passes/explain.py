@@ -1,18 +1,30 @@
 """Explain: why a tensor is where it is or what an op costs, and what the alternatives would take.
 
-The price of the other places comes from ``alternatives``.
+The price of another place for a weight in the arena comes from ``alternatives``, that of keeping, moving or
+recomputing any other tensor from ``other_moves``, that of another device for an op from ``other_sites``.
 """
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from gascompile.cost_models.replay import replay_plan
 from gascompile.cost_models.trace import Transfer, trace
-from gascompile.ir import OpSpec, Plan, Release, TensorKind, TensorSpec
+from gascompile.ir import (
+    Compute,
+    OpSpec,
+    Plan,
+    Prefetch,
+    Release,
+    Stall,
+    TensorKind,
+    TensorSpec,
+    Wait,
+)
 from gascompile.passes.alternatives import Alternative, Peer, alternatives
+from gascompile.passes.other_moves import KEEP, MOVE, OtherMove, choice_of, other_moves
+from gascompile.passes.other_sites import OtherSite, other_sites
 from gascompile.units import format_size, format_time
 
 _SAME = 1e-6
@@ -39,8 +51,12 @@ class TensorExplanation:
     """Seconds that ops wait for it in one iteration."""
     plan_s: float
     """One iteration of the plan."""
+    stalls: tuple[Stall, ...] = ()
+    """Those ops' waits, with their causes."""
     alternative: Alternative | None = None
     peer: Peer | None = None
+    choices: tuple[OtherMove, ...] = ()
+    """What else could be done with a tensor that has no place in the arena."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +86,10 @@ class OpExplanation:
     reads: tuple[Operand, ...]
     writes: tuple[Operand, ...]
     stall_s: float
+    stalls: tuple[Stall, ...] = ()
+    """What it waits for, with the causes."""
+    sites: tuple[OtherSite, ...] = ()
+    """What it would take elsewhere."""
 
 
 Explanation = TensorExplanation | OpExplanation
@@ -105,7 +125,7 @@ def explain(plan: Plan, name: str) -> Explanation:
 
 def _op(plan: Plan, index: int, tensors: Mapping[str, TensorSpec]) -> OpExplanation:
     op, planned = plan.workload.ops[index], plan.ops[index]
-    stalls = replay_plan(plan).stalls
+    stalls = tuple(stall for stall in trace(plan).stalls if stall.op == index)
 
     def operands(names: tuple[str, ...]) -> tuple[Operand, ...]:
         return tuple(
@@ -125,7 +145,9 @@ def _op(plan: Plan, index: int, tensors: Mapping[str, TensorSpec]) -> OpExplanat
         workspace_bytes=op.workspace_bytes,
         reads=operands(op.reads),
         writes=operands(op.writes),
-        stall_s=sum(stall.time_s for stall in stalls if stall.op == index),
+        stall_s=sum(stall.time_s for stall in stalls),
+        stalls=stalls,
+        sites=other_sites(plan, index),
     )
 
 
@@ -148,7 +170,7 @@ def _tensor(plan: Plan, tensor: TensorSpec) -> TensorExplanation:
     ops = plan.workload.ops
     uses = tuple(op.name for op in ops if tensor.name in op.reads)
     found = trace(plan)
-    stall_s = sum(s.time_s for s in found.stalls if s.tensor == tensor.name)
+    stalls = tuple(stall for stall in found.stalls if stall.tensor == tensor.name)
     base = TensorExplanation(
         name=tensor.name,
         kind=tensor.kind,
@@ -163,25 +185,33 @@ def _tensor(plan: Plan, tensor: TensorSpec) -> TensorExplanation:
         releases=tuple(
             s.op for s in plan.steps if isinstance(s, Release) and s.tensor == tensor.name
         ),
-        stall_s=stall_s,
+        stall_s=sum(stall.time_s for stall in stalls),
+        stalls=stalls,
         plan_s=plan.certificate.predicted_s,
     )
-    if tensor.kind != TensorKind.WEIGHT or not uses:
-        return _with(base, reason=_reason_without_choice(base, plan))
-    alternative, peer = alternatives(plan, tensor.name)
-    return _with(base, reason=_reason(plan, base, alternative), alternative=alternative, peer=peer)
+    if tensor.kind == TensorKind.INPUT or not (uses or base.writers):
+        return replace(base, reason=_reason_without_choice(base, plan))
+    if _in_arena(plan, tensor.name):
+        if not _is_all_arena(plan):
+            return replace(base, reason=_reason_in_arena(base, plan))
+        alternative, peer = alternatives(plan, tensor.name)
+        reason = _reason(plan, base, alternative)
+        return replace(base, reason=reason, alternative=alternative, peer=peer)
+    choices = other_moves(plan, tensor.name)
+    return replace(base, reason=_reason_of_choice(base, plan, choices), choices=choices)
 
 
-def _with(
-    base: TensorExplanation,
-    *,
-    reason: str,
-    alternative: Alternative | None = None,
-    peer: Peer | None = None,
-) -> TensorExplanation:
-    values = {name: getattr(base, name) for name in base.__dataclass_fields__}
-    return TensorExplanation(
-        **{**values, "reason": reason, "alternative": alternative, "peer": peer}
+def _in_arena(plan: Plan, name: str) -> bool:
+    streamed = any(isinstance(step, Prefetch) and step.tensor == name for step in plan.steps)
+    return streamed or plan.tensors[name].address is not None
+
+
+def _is_all_arena(plan: Plan) -> bool:
+    """Whether weights in the arena are all that the plan decides about."""
+    site = plan.machine.compute_tier
+    plain = (Compute, Prefetch, Wait, Release)
+    return all(isinstance(step, plain) for step in plan.steps) and all(
+        op.site == site for op in plan.ops
     )
 
 
@@ -203,6 +233,40 @@ def _reason_without_choice(found: TensorExplanation, plan: Plan) -> str:
     begins = found.writers[0] if found.writers else "the start"
     ends = found.uses[-1] if found.uses else begins
     return f"it lives in {site} from '{begins}' until '{ends}' has read it, and nowhere else"
+
+
+def _reason_in_arena(found: TensorExplanation, plan: Plan) -> str:
+    site = plan.machine.compute_tier
+    if found.home == site:
+        return f"it stays in the arena of {site}"
+    return f"it is streamed from {found.home} through the arena of {site}"
+
+
+def _reason_of_choice(found: TensorExplanation, plan: Plan, choices: tuple[OtherMove, ...]) -> str:
+    """Return what is done with a tensor outside the arena, and why it is not simply kept."""
+    site = plan.machine.compute_tier
+    choice, way = choice_of(plan, found.name)
+    if choice == KEEP:
+        if found.kind == TensorKind.WEIGHT:
+            where = f"it rests in {found.home}"
+            return where if found.home == site else f"{where}, where the ops run that read it"
+        return _reason_without_choice(found, plan)
+    done = (
+        f"it leaves {site} for {way} while no op needs it"
+        if choice == MOVE
+        else f"it is dropped and computed again by '{way}'"
+    )
+    keep = next((other for other in choices if other.choice == KEEP), None)
+    if keep is None:
+        return done
+    if keep.change_s is None:
+        return f"{done}: kept, {keep.obstacle}"
+    if keep.change_s < -_SAME * found.plan_s:
+        return (
+            f"{done}; keeping it would save {format_time(-keep.change_s)}, which the search did not find "
+            f"(its gap is {plan.certificate.gap:.2%})"
+        )
+    return f"{done}: keeping it would save no time"
 
 
 def _reason(plan: Plan, found: TensorExplanation, other: Alternative) -> str:

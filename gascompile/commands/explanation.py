@@ -12,12 +12,16 @@ from gascompile import serial
 from gascompile.commands import options as opt
 from gascompile.commands.output import emit, fields, grid, note, reserved_stdout
 from gascompile.commands.plans import make_plan_of, read_plan
+from gascompile.commands.simulation import why_late
 from gascompile.ir import Plan
 from gascompile.units import format_size, format_time
 
 if TYPE_CHECKING:  # numpy comes with it, which help and wrong usage need not wait for
+    from gascompile.cost_models.trace import Transfer
     from gascompile.passes.alternatives import Alternative
     from gascompile.passes.explain import OpExplanation, TensorExplanation
+    from gascompile.passes.other_moves import OtherMove
+    from gascompile.passes.other_sites import OtherSite
 
 Subject = Annotated[
     str, typer.Argument(metavar="TENSOR|OP", help="A name in the plan.", show_default=False)
@@ -91,28 +95,62 @@ def _tensor_parts(found: TensorExplanation, plan: Plan) -> list[RenderableType]:
     if found.writers:
         rows.append(("written by", _some(found.writers)))
     for transfer in found.transfers:
-        issued = (
-            plan.ops[transfer.issue_op].name if transfer.issue_op < len(plan.ops) else "the end"
-        )
-        rows += [
-            ("prefetched", f"before '{issued}' over {transfer.link}, {_ago(transfer.issued_s)}"),
-            ("in flight", f"{format_time(transfer.arrived_s - transfer.begun_s)} on the link"),
-            (
-                "needed",
-                f"by '{plan.ops[transfer.wait_op].name}' at {format_time(transfer.needed_s)}",
-            ),
-            ("slack", _slack(transfer.slack_s)),
-        ]
+        rows += _transfer_rows(transfer, plan)
     if found.releases:
-        names = [plan.ops[op].name if op < len(plan.ops) else "the end" for op in found.releases]
-        rows.append(("released before", _some(tuple(names))))
+        rows.append(("released before", _some(tuple(_before(plan, op) for op in found.releases))))
     rows.append(
         ("stall", f"{format_time(found.stall_s)} of {format_time(found.plan_s)} per iteration")
     )
+    rows += [("why late", f"{format_time(s.time_s)}: {why_late(s)}") for s in found.stalls]
     parts: list[RenderableType] = [fields(found.name, rows)]
     if found.alternative is not None:
         parts.append(_alternatives(found, found.alternative))
+    if found.choices:
+        lines = [
+            (_choice(other), _signed_size(other.peak_change_bytes), *_times(other))
+            for other in found.choices
+        ]
+        columns = [("instead", False), ("peak", True), *_TIME_COLUMNS]
+        parts.append(grid("Alternatives, all else as planned", columns, lines))
     return parts
+
+
+_TIME_COLUMNS = [("iteration", True), ("change", True), ("why not", False)]
+
+
+def _transfer_rows(transfer: Transfer, plan: Plan) -> list[tuple[str, str]]:
+    flight_s = transfer.arrived_s - transfer.begun_s
+    verb = {"prefetch": "prefetched", "reload": "reloaded", "offload": "offloaded"}[transfer.kind]
+    started = f"before '{_before(plan, transfer.issue_op)}' over {transfer.link}"
+    rows = [
+        (verb, f"{started}, {_ago(transfer.issued_s)}"),
+        ("in flight", f"{format_time(flight_s)} on the link"),
+    ]
+    if transfer.wait_op is not None and transfer.needed_s is not None:
+        needed = f"by '{_before(plan, transfer.wait_op)}' at {format_time(transfer.needed_s)}"
+        rows += [("needed", needed), ("slack", _slack(transfer.slack_s))]
+    return rows
+
+
+def _before(plan: Plan, op: int) -> str:
+    return plan.ops[op].name if op < len(plan.ops) else "the end"
+
+
+def _choice(other: OtherMove) -> str:
+    if other.choice == "keep":
+        return "kept"
+    return f"moved to {other.way}" if other.choice == "move" else f"computed again by {other.way}"
+
+
+def _times(other: OtherMove | OtherSite) -> tuple[str, str, str]:
+    if other.seconds is None or other.change_s is None:
+        return "-", "-", other.obstacle
+    sign = "-" if other.change_s < 0 else "+"
+    return format_time(other.seconds), f"{sign}{format_time(abs(other.change_s))}", ""
+
+
+def _signed_size(size_bytes: int) -> str:
+    return f"{'+' if size_bytes > 0 else '-' if size_bytes else ''}{format_size(abs(size_bytes))}"
 
 
 def _alternatives(found: TensorExplanation, alternative: Alternative) -> RenderableType:
@@ -127,8 +165,7 @@ def _alternatives(found: TensorExplanation, alternative: Alternative) -> Rendera
 
 
 def _price(alternative: Alternative) -> tuple[str, str, str]:
-    size = alternative.arena_change_bytes
-    memory = f"{'+' if size > 0 else '-' if size else ''}{format_size(abs(size))}"
+    memory = _signed_size(alternative.arena_change_bytes)
     if alternative.seconds is None or alternative.change_s is None:
         return memory, "does not fit", ""
     sign = "-" if alternative.change_s < 0 else "+"
@@ -168,10 +205,21 @@ def _op_parts(found: OpExplanation) -> list[RenderableType]:
         ("bound by", found.bound),
         ("workspace", format_size(found.workspace_bytes)),
         ("stall", format_time(found.stall_s)),
+        *(
+            ("waits for", f"{s.tensor}, {format_time(s.time_s)}: {why_late(s)}")
+            for s in found.stalls
+        ),
     ]
     parts: list[RenderableType] = [fields(found.name, rows)]
     columns = [("", False), ("tensor", False), ("size", True), ("home", False)]
     lines = [("reads", t.name, format_size(t.size_bytes), t.home) for t in found.reads]
     lines += [("writes", t.name, format_size(t.size_bytes), t.home) for t in found.writes]
     parts.append(grid("Operands", columns, lines) if lines else note("It touches no tensor."))
+    if found.sites:
+        columns = [("site", False), ("op", True), ("copied", True), *_TIME_COLUMNS]
+        sites = [
+            (other.site, format_time(other.op_s), format_size(other.copied_bytes), *_times(other))
+            for other in found.sites
+        ]
+        parts.append(grid("Other sites, all else as planned", columns, sites))
     return parts

@@ -28,6 +28,7 @@ from gascompile.ir import (
     Wait,
     Workload,
 )
+from gascompile.passes.account import account
 from gascompile.units import GIB, reserve_bytes
 
 MB = 10**6
@@ -65,7 +66,7 @@ def hand_plan(
     budget: int = GIB,
     on: Machine | None = None,
 ) -> Plan:
-    """Return a plan of ``steps``; it predicts what its replay takes.
+    """Return a plan of ``steps``; it predicts what its replay takes and claims what its steps need.
 
     Args:
         sizes: megabytes by name; the first letter of a name says its kind, see ``KINDS``.
@@ -100,17 +101,13 @@ def hand_plan(
         if isinstance(step, Prefetch)
     ]
     arena += [at + reserve_bytes(sizes[name] * MB) for name, at in (addresses or {}).items()]
-    link_bytes = {link.name: 0 for link in target.links}
-    for step in steps:
-        if isinstance(step, (Prefetch, Offload, Reload)):
-            link_bytes[step.link] += step.size_bytes
     plan = Plan(
         fingerprint={},
         strategy="by hand",
         budget_bytes={"gpu": budget, "cpu": GIB},
         arena_bytes={"gpu": max(arena, default=0)},
-        peak_bytes={"gpu": 0, "cpu": 0},
-        link_bytes=link_bytes,
+        peak_bytes={},
+        link_bytes={},
         tensors={
             t.name: TensorPlan(
                 home=(homes or {}).get(t.name, "gpu"),
@@ -129,7 +126,9 @@ def hand_plan(
         workload=workload,
         machine=target,
     )
-    return replace(plan, certificate=_certificate(replay_plan(plan).seconds))
+    peak_bytes, link_bytes = account(plan)
+    certificate = _certificate(replay_plan(plan).seconds)
+    return replace(plan, peak_bytes=peak_bytes, link_bytes=link_bytes, certificate=certificate)
 
 
 def _certificate(seconds: float) -> Certificate:

@@ -9,8 +9,9 @@ from hypothesis import given, settings
 
 from gascompile.cost_models.replay import replay_plan
 from gascompile.cost_models.trace import BANDWIDTH, LINK_BUSY, MEMORY, trace
-from gascompile.ir import Budget, Compute, Machine, Offload, Pipe, Wait, Workload
+from gascompile.ir import Budget, Compute, Machine, Offload, Pipe, Plan, Wait, Workload
 from gascompile.passes.make_plan import make_plan
+from gascompile.passes.verify import verify
 from gascompile.units import reserve_bytes
 from tests.cost_models.hand_plans import MB, fetch, hand_plan, machine, streaming, training
 from tests.passes.planning import budget_at, machines, shares, workloads
@@ -158,6 +159,13 @@ def test_an_op_on_another_tier_writes_there() -> None:
     ]  # fmt: skip
     assert found.memory["cpu"].peak_bytes == 2 * MB
     assert found.memory["gpu"].peak_bytes == 3 * MB
+
+
+@pytest.mark.parametrize("plan", [streaming(), training()])
+def test_hand_plans_keep_the_rules_and_hold_what_the_verifier_counts(plan: Plan) -> None:
+    verify(plan)
+    peaks = {tier: curve.peak_bytes for tier, curve in trace(plan).memory.items()}
+    assert peaks == plan.peak_bytes
 
 
 def test_another_machine_changes_the_links_only() -> None:
