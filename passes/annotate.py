@@ -9,8 +9,11 @@ import torch
 
 from gascompile.cost_models.op_time import op_time_s
 from gascompile.ir import Machine, OpSpec, TensorKind, TensorSpec, Workload
-from gascompile.passes.propagate import Facts, OpFacts, propagate
+from gascompile.passes.propagate import Facts, LeafOp, OpFacts, propagate
 from gascompile.program import Program
+
+_CALL = LeafOp(target="", flops=0, read_bytes=0, write_bytes=0, dtype="bool", known=True)
+"""What an op without a kernel costs, such as a view: the call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,11 +90,11 @@ def _op_spec(
             device=device,
             machine=machine,
         )
-        for leaf in op.leaves
+        for leaf in op.leaves or (_CALL,)
     ]
     return OpSpec(
         name=op.name,
-        time_s={device: sum(times_s, 0.0)},
+        time_s={device: sum(times_s)},
         reads=tuple(op.reads),
         writes=tuple(op.writes),
         workspace_bytes=op.workspace_bytes,
