@@ -9,11 +9,15 @@ import contextlib
 import mmap
 import os
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from gascompile.errors import StorageError
 from gascompile.units import PAGE_BYTES
+
+_IDLE_FIELDS = slice(3, 5)
+"""Ticks in ``/proc/stat`` that the processors spent on nothing: idle, and waiting for a disk."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +80,34 @@ def map_anonymous(size_bytes: int) -> mmap.mmap:
         with contextlib.suppress(OSError):
             memory.madvise(mmap.MADV_HUGEPAGE)
     return memory
+
+
+@dataclass(slots=True)
+class OtherWork:
+    """How many processors other processes keep busy while something is measured."""
+
+    stat: Path = Path("/proc/stat")
+    _start: tuple[float, float, float] = (0.0, 0.0, 0.0)
+
+    def begin(self) -> None:
+        """Start to watch."""
+        self._start = (self._busy_s(), time.process_time(), time.perf_counter())
+
+    def num_processors(self) -> float:
+        """Return the processors that others kept busy since ``begin``; 0 where the system does not tell."""
+        busy_s, own_s, wall_s = (
+            now - then
+            for now, then in zip(
+                (self._busy_s(), time.process_time(), time.perf_counter()), self._start, strict=True
+            )
+        )
+        return max(busy_s - own_s, 0.0) / wall_s if busy_s and wall_s else 0.0
+
+    def _busy_s(self) -> float:
+        ticks = [float(text) for text in _read_text(self.stat).partition("\n")[0].split()[1:]]
+        if len(ticks) < _IDLE_FIELDS.stop:
+            return 0.0
+        return (sum(ticks) - sum(ticks[_IDLE_FIELDS])) / os.sysconf("SC_CLK_TCK")
 
 
 def cpu_model() -> str:

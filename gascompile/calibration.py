@@ -6,6 +6,7 @@ a single resource sees is in the numbers: calls from Python, waiting threads, re
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import tempfile
@@ -21,6 +22,7 @@ from torch import nn
 
 from gascompile.compiled import CompiledModel
 from gascompile.cost_models import correct
+from gascompile.cost_models.host import OtherWork
 from gascompile.cost_models.measure import THOROUGH, Effort, Stage, measure_machine
 from gascompile.cost_models.measure_compute import typical
 from gascompile.cost_models.measure_disk import Reader
@@ -30,11 +32,15 @@ from gascompile.machine import made_folder, remember_machine
 from gascompile.passes.annotate import annotate
 from gascompile.pipeline import compile as compile_model
 
+_log = logging.getLogger(__name__)
+
 NUM_STAGES = 7
 """How often ``stage`` is told of something."""
 
 _PREFIX = ".gascompile-calibration-"
 _STALE_S = 3600.0
+_BUSY_PROCESSORS = 0.3
+"""So much work of others makes two waiting threads unreliable."""
 _RUNS_LIMIT_S = 2.0
 """For the repetitions of one run; on an idle machine they take half of it."""
 _STREAMED = "all_streamed"
@@ -90,9 +96,18 @@ def calibrate_machine(
         StorageError: ``cache_dir`` cannot be made or written to.
     """
     folder = made_folder(Path(cache_dir))
+    others = OtherWork()
+    others.begin()
     machine = measure_machine(folder=folder, read=read, effort=effort, stage=stage)
     with _scratch(folder) as scratch:
         machine = corrected_by_runs(machine, scratch, trials or Trials(), stage)
+    if others.num_processors() > _BUSY_PROCESSORS:
+        _log.warning(
+            "other processes kept %.1f of %d processors busy during the calibration, so its numbers are too low: "
+            "calibrate again when the machine is idle",
+            others.num_processors(),
+            os.cpu_count(),
+        )
     remember_machine(machine, folder)
     return machine
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from gascompile.cost_models.host import (
+    OtherWork,
     cpu_model,
     file_system_id,
     free_bytes,
@@ -73,3 +74,22 @@ def test_folders(tmp_path: Path) -> None:
         free_bytes(tmp_path / "nowhere")
     with pytest.raises(StorageError, match="choose"):
         has_direct_io(tmp_path / "nowhere")
+
+
+def test_other_work_is_what_the_system_did_beside_this_process(tmp_path: Path) -> None:
+    ticks = os.sysconf("SC_CLK_TCK")
+    stat = tmp_path / "stat"
+    stat.write_text("cpu 0 0 0 500 20 0 0 0\ncpu0 9 9 9 9 9\n")
+    others = OtherWork(stat)
+    others.begin()
+    # A thousand seconds of work in far less than a second, none of it idle or waiting for a disk.
+    stat.write_text(f"cpu {600 * ticks} 0 {400 * ticks} 900 30 0 0 0\n")
+    assert others.num_processors() > 100
+    stat.write_text("cpu 0 0 0 900000 900000 0 0 0\n")
+    assert others.num_processors() == 0.0
+
+
+def test_a_system_that_does_not_tell_has_no_other_work(tmp_path: Path) -> None:
+    others = OtherWork(tmp_path / "missing")
+    others.begin()
+    assert others.num_processors() == 0.0
