@@ -1,0 +1,75 @@
+"""Rows of a weight as byte ranges: compared with slices of the whole."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from gascompile.ir import Extent, IoSettings, WeightSource
+from gascompile.runtime.engine import Engine
+from gascompile.runtime.files import SourceFiles
+from gascompile.runtime.landing import Landing, plan_landing
+from gascompile.runtime.rows import rows_landing, tile_source
+from gascompile.tiles import Tile
+from gascompile.units import reserve_bytes
+
+ROWS, WIDTH = 40, 30
+
+
+@pytest.fixture
+def table() -> torch.Tensor:
+    return torch.arange(ROWS * WIDTH, dtype=torch.float32).reshape(ROWS, WIDTH)
+
+
+@pytest.fixture
+def source(table: torch.Tensor, tmp_path: Path) -> WeightSource:
+    """Return the table in three extents of two files, cut within rows."""
+    raw = table.numpy().tobytes()
+    cuts = (0, 7 * 4 * WIDTH + 8, 20 * 4 * WIDTH, len(raw))
+    one, other = tmp_path / "one", tmp_path / "other"
+    one.write_bytes(b"x" * 12 + raw[cuts[0] : cuts[1]] + b"y" * 100 + raw[cuts[2] : cuts[3]])
+    other.write_bytes(b"z" * 4 + raw[cuts[1] : cuts[2]])
+    extents = (
+        Extent(path=str(one), offset=12, size_bytes=cuts[1]),
+        Extent(path=str(other), offset=4, size_bytes=cuts[2] - cuts[1]),
+        Extent(path=str(one), offset=112 + cuts[1], size_bytes=cuts[3] - cuts[2]),
+    )
+    return WeightSource(name="table", dtype="float32", shape=(ROWS, WIDTH), extents=extents)
+
+
+def read(source: WeightSource, landing: Landing, num_rows: int) -> torch.Tensor:
+    memory = bytearray(reserve_bytes(landing.size_bytes) + 4096)
+    files = SourceFiles([extent.path for extent in source.extents])
+    engine = Engine(files, memoryview(bytearray(1)), IoSettings(num_threads=3))
+    try:
+        engine.submit(landing, 0, key=0, link="", memory=memoryview(memory)).wait()
+    finally:
+        engine.close()
+        files.close()
+    start = landing.shift_bytes
+    taken = memory[start : start + landing.size_bytes]
+    return torch.frombuffer(taken, dtype=torch.float32).reshape(num_rows, WIDTH)
+
+
+@pytest.mark.parametrize(("begin", "end"), [(0, 40), (0, 7), (7, 8), (5, 31), (20, 40), (39, 40)])
+def test_a_tile_is_a_slice(source: WeightSource, table: torch.Tensor, begin: int, end: int) -> None:
+    tile = tile_source(source, Tile("table", begin, end))
+    assert (tile.name, tile.shape) == (f"table[{begin}:{end}]", (end - begin, WIDTH))
+    assert tile.size_bytes == (end - begin) * WIDTH * 4
+    landing = plan_landing(tile, chunk_bytes=4096, is_direct=lambda _path: False)
+    assert torch.equal(read(source, landing, end - begin), table[begin:end])
+
+
+@pytest.mark.parametrize("rows", [[7], [0, 39], [7, 7, 3, 20], list(range(ROWS))])
+def test_gathered_rows_come_in_the_order_asked_for(
+    source: WeightSource, table: torch.Tensor, rows: list[int]
+) -> None:
+    landing = rows_landing(source, rows)
+    assert landing.size_bytes == len(rows) * WIDTH * 4
+    assert torch.equal(read(source, landing, len(rows)), table[rows])
+
+
+def test_no_rows_are_no_reads(source: WeightSource) -> None:
+    assert rows_landing(source, []).pieces == ()
