@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib
 import inspect
 import os
+import pickle
 import sys
+import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,11 +76,21 @@ def _open_directory(path: Path, batch: int, tokens: int) -> Source:
     )
 
 
+_UNREADABLE = (
+    OSError, RuntimeError, ValueError, LookupError, TypeError, AttributeError, AssertionError, EOFError,
+    pickle.UnpicklingError, zipfile.BadZipFile,
+)  # fmt: skip
+"""What torch was seen to raise for archives that are missing, cut short, changed or of another version."""
+
+
 def _open_exported(path: Path) -> Source:
     try:
         exported = torch.export.load(str(path))
-    except (OSError, RuntimeError, ValueError, KeyError) as error:
-        raise FormatError(f"{path} is not a .pt2 file that this torch can load: {error}") from error
+    except _UNREADABLE as error:
+        raise FormatError(
+            f"{path} is not a .pt2 file that this torch can load: {error}; export the model again with "
+            "torch.export.save of this torch version"
+        ) from error
     inputs = exported.example_inputs
     model = _Exported(exported.module(check_guards=False))
     return Source(

@@ -238,7 +238,7 @@ def test_lists_are_as_good_as_tuples() -> None:
 )
 def test_a_bad_budget(limit: Any) -> None:
     for budget in (limit, Budget(gpu=limit), Budget(cpu=limit)):
-        with pytest.raises(ValueError, match="a size|the size"):
+        with pytest.raises(ValueError, match=r"a size|the size"):
             gascompile.plan(WORKLOAD, budget, MACHINE)
 
 
