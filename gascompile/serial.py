@@ -13,6 +13,7 @@ import json
 import os
 import tempfile
 import types
+from collections import Counter
 from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
@@ -208,9 +209,10 @@ def read_json(path: str | os.PathLike[str], *, strict: bool = False) -> Any:
         raise FormatError(
             f"{path} is not a text file in UTF-8, so not JSON; save it in UTF-8"
         ) from error
-    hooks = {"object_pairs_hook": _object, "parse_constant": _refuse_constant} if strict else {}
     try:
-        return json.loads(text, **hooks)
+        if not strict:
+            return json.loads(text)
+        return json.loads(text, object_pairs_hook=_object, parse_constant=_refuse_constant)
     except RecursionError as error:
         raise FormatError(
             f"{path} is nested too deeply for any format of this package; write it again"
@@ -222,8 +224,7 @@ def read_json(path: str | os.PathLike[str], *, strict: bool = False) -> Any:
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
         raise ValueError(f"the key {_shown(twice)} stands twice in one object")
     return found
 

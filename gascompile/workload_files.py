@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+from typing import TypeGuard
 
 from gascompile import serial
 from gascompile.ir import Machine, Workload
 from gascompile.workload_check import check_content, check_count, check_times
 
 
-def is_workload_file(source: object) -> bool:
+def is_workload_file(source: object) -> TypeGuard[str | os.PathLike[str]]:
     """Return whether ``source`` is a path that is read as a workload, by its ending."""
     return isinstance(source, (str, os.PathLike)) and os.fspath(source).endswith(".json")
 

@@ -52,8 +52,9 @@ def plan() -> Plan:
 
 def data_of(kind: str) -> Any:
     """Return the JSON data of the ``workload``, the ``machine`` or the ``plan``, to be spoilt."""
-    value = {"workload": lambda: WORKLOAD, "machine": lambda: MACHINE, "plan": plan}[kind]()
-    return serial.to_json(value)
+    if kind == "plan":
+        return serial.to_json(plan())
+    return serial.to_json({"workload": WORKLOAD, "machine": MACHINE}[kind])
 
 
 def changed(data: Any, path: str, value: Any) -> Any:

@@ -188,6 +188,9 @@ def test_a_million_tensors_are_refused_before_they_are_built(tmp_path: Path) -> 
 
 # ---------------------------------------------------------------- what is built in Python
 
+WRONG: Any = None
+TEXT: Any = "1GB"
+
 
 def with_op(**changes: Any) -> Workload:
     return replace(WORKLOAD, ops=(replace(WORKLOAD.ops[0], **changes), *WORKLOAD.ops[1:]))
@@ -203,7 +206,7 @@ def with_op(**changes: Any) -> Workload:
         (with_op(reads="w0"), "$.ops[0].reads: expected a list, found 'w0'"),
         (with_op(reads=("nobody",)), "$.ops[0].reads[0]: op 'p': no tensor is called 'nobody'"),
         (with_op(workspace_bytes=np.int64(4)), "int64 is not JSON data; use plain numbers"),
-        (replace(WORKLOAD, tensors=None), "$.tensors: expected a list, found None"),
+        (replace(WORKLOAD, tensors=WRONG), "$.tensors: expected a list, found None"),
         (replace(WORKLOAD, ops=()), "$.ops: a workload needs at least one op"),
     ],
 )  # fmt: skip
@@ -216,7 +219,7 @@ def test_a_bad_workload_from_python(workload: Workload, message: str) -> None:
     ("machine", "message"),
     [
         (replace(MACHINE, links=(replace(MACHINE.links[0], bandwidth_bytes_per_s=NAN),)), "nan is no finite"),
-        (replace(MACHINE, links=(replace(MACHINE.links[0], bandwidth_bytes_per_s="1GB"),)), "expected float"),
+        (replace(MACHINE, links=(replace(MACHINE.links[0], bandwidth_bytes_per_s=TEXT),)), "expected float"),
         (replace(MACHINE, tiers={"gpu": Tier(size_bytes=-1)}, links=()), "$.tiers.gpu.bytes: the tier has the size -1"),
         (replace(MACHINE, tiers={}), "machine 'h100-gen5': $.tiers: a machine needs"),
     ],
