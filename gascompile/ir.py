@@ -350,6 +350,8 @@ class Certificate:
     solve_s: float
     binding: str
     """The resource that sets ``limit_s``: ``compute`` or a link's name."""
+    solver: str = ""
+    """``highs`` or ``cbc``; ``none`` where heuristics alone made the plan."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -121,6 +121,7 @@ def _plan_workload(
         mip_gap=config.mip_gap,
         strategy=config.strategy,
         warnings=source_warnings(machine),
+        move_all=config.strategy is None,
     )
 
 

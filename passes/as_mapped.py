@@ -14,6 +14,7 @@ from gascompile.errors import DeviceMapError, InfeasiblePlanError
 from gascompile.ir import Budget, Machine, Plan, Workload
 from gascompile.passes.assemble import assemble
 from gascompile.passes.certify import certify
+from gascompile.passes.draft import draft_schedule
 from gascompile.passes.emit import emit
 from gascompile.passes.problem import Placement, Problem, problem, visits_of
 from gascompile.passes.prove import prove
@@ -51,7 +52,8 @@ def as_mapped(
     proof = prove(task, seconds, time_limit_s=0.0, mip_gap=1.0)
     taken_s = time.perf_counter() - begun_s
     certificate = certify(seconds, proof, solve_s=taken_s, mip_gap=0.0)
-    plan = assemble(task, schedule.with_seconds(seconds), certificate, fingerprint=fingerprint)
+    draft = draft_schedule(task, schedule.with_seconds(seconds))
+    plan = assemble(draft, machine, task.limits_bytes, certificate, fingerprint=fingerprint)
     verify(plan)
     return plan
 

@@ -23,7 +23,9 @@ class Proof:
     """The clock ended the search for a better bound."""
 
 
-def certify(predicted_s: float, proof: Proof, *, solve_s: float, mip_gap: float) -> Certificate:
+def certify(
+    predicted_s: float, proof: Proof, *, solve_s: float, mip_gap: float, solver: str = ""
+) -> Certificate:
     """Return the certificate of a plan.
 
     Args:
@@ -31,6 +33,7 @@ def certify(predicted_s: float, proof: Proof, *, solve_s: float, mip_gap: float)
         proof: what no plan can beat.
         solve_s: seconds spent on planning.
         mip_gap: the gap up to which a plan counts as optimal.
+        solver: which solver there was.
     """
     # Where plan and bound meet, they differ by rounding.
     limit_s = min(proof.limit_s, predicted_s)
@@ -47,6 +50,7 @@ def certify(predicted_s: float, proof: Proof, *, solve_s: float, mip_gap: float)
         status=status,
         solve_s=solve_s,
         binding=proof.binding,
+        solver=solver,
     )
 
 

@@ -136,6 +136,8 @@ class _Heap:
                     self._put(name, self.site, 0)
             if name in crossing:
                 link = self.links[crossing[name].link]
+                if isinstance(crossing[name], Offload):
+                    self._put(name, self.site, 0)
                 self._put(name, link.target_tier, 0, link.name)
 
     def _expects_it_here(self, first: Step | None) -> bool:

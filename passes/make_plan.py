@@ -1,24 +1,28 @@
-"""Make a plan: from a workload, a machine and a budget to steps with addresses and a certificate."""
+"""Make a plan: from a workload, a machine and a budget to steps and a certificate."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 
-from gascompile.errors import SolverError
-from gascompile.ir import Budget, Machine, Plan, Workload
+from gascompile.errors import InfeasiblePlanError
+from gascompile.ir import Budget, Machine, Plan, TensorKind, Workload
 from gascompile.passes.assemble import assemble
 from gascompile.passes.certify import Proof, certify
-from gascompile.passes.feasible import feasible
-from gascompile.passes.forms import Solution, best_form, forms, same_form
-from gascompile.passes.pin import pin, pinned_residents
-from gascompile.passes.problem import Problem, problem
-from gascompile.passes.prove import prove
-from gascompile.passes.refine import refine
-from gascompile.passes.schedule import Schedule
-from gascompile.passes.search import best_staging, search
-from gascompile.passes.strategies import NAMES, family, homes, strategies
+from gascompile.passes.draft import Draft, draft_intervals
+from gascompile.passes.least_time import least_time
+from gascompile.passes.linear_program import solver_name
+from gascompile.passes.plan_intervals import plan_intervals
+from gascompile.passes.site_limit import has_sites
+from gascompile.passes.strategies import NAMES
+from gascompile.passes.stream import stream
 from gascompile.passes.verify import verify
+
+_NO_HIGHS = {
+    "cbc": "HiGHS is not installed; CBC solved instead, slower: pip install highspy",
+    "none": "no solver is installed; heuristics made the plan: pip install highspy",
+}
 
 
 def make_plan(
@@ -33,6 +37,7 @@ def make_plan(
     warnings: tuple[str, ...] = (),
     reserved_bytes: int = 0,
     pinned: Plan | None = None,
+    move_all: bool = False,
 ) -> Plan:
     """Return the best verified plan found for ``workload`` within ``budget``.
 
@@ -47,6 +52,8 @@ def make_plan(
         warnings: written into the plan.
         reserved_bytes: bytes of the compute tier that must stay free beside the plan's own.
         pinned: share this plan's arena: its residents stay where they are, the rest is streamed.
+        move_all: activations, gradients and states may move too, and activations be recomputed. Without
+            it only weights move, and the bound holds for such plans.
 
     Raises:
         InfeasiblePlanError: no plan keeps the budget; names the smallest that does.
@@ -60,74 +67,87 @@ def make_plan(
             f"unknown strategy {strategy!r}: choose one of {', '.join((*NAMES, 'ilp'))}"
         )
     notes = list(warnings)
+    solver = solver_name()
+    if solver in _NO_HIGHS:
+        notes.append(_NO_HIGHS[solver])
 
     def left_s() -> float:
         return time_limit_s - (time.perf_counter() - begun_s)
 
-    def solve(task: Problem) -> Solution:
-        found = pin(task, pinned) if pinned else _choose(task, strategy, left_s(), notes)
-        proof = _prove(task, found.seconds, left_s(), mip_gap, notes)
-        return Solution(task=task, schedule=found, proof=proof)
+    def stream_weights() -> tuple[Draft, Proof]:
+        return stream(
+            workload,
+            machine,
+            budget,
+            left_s=left_s,
+            mip_gap=mip_gap,
+            notes=notes,
+            strategy=strategy,
+            reserved_bytes=reserved_bytes,
+            pinned=pinned,
+        )
 
-    candidates = (
-        [same_form(workload, machine, pinned.workload)] if pinned else forms(workload, machine)
-    )
-    chosen = best_form(
-        [problem(form, machine, budget, reserved_bytes=reserved_bytes) for form in candidates],
-        solve,
-        mip_gap=mip_gap,
-    )
-    found = chosen.schedule
+    limits_bytes = budget.limits_bytes(machine)
+    if move_all:
+        draft, proof = _best_of_all(
+            workload, machine, limits_bytes, stream_weights, left_s, mip_gap, reserved_bytes
+        )
+    else:
+        draft, proof = stream_weights()
     certificate = certify(
-        found.seconds, chosen.proof, solve_s=time.perf_counter() - begun_s, mip_gap=mip_gap
+        draft.seconds, proof, solve_s=time.perf_counter() - begun_s, mip_gap=mip_gap, solver=solver
     )
     plan = assemble(
-        chosen.task,
-        found,
-        certificate,
-        fingerprint=fingerprint,
-        warnings=tuple(notes),
-        pinned=pinned_residents(pinned) if pinned else None,
+        draft, machine, limits_bytes, certificate, fingerprint=fingerprint, warnings=tuple(notes)
     )
     verify(plan)
     return plan
 
 
-def _choose(task: Problem, strategy: str | None, time_limit_s: float, notes: list[str]) -> Schedule:
-    """Return the best schedule of one strategy, or of all of them."""
-    least_arena_bytes = feasible(task).arena_bytes
-    found: Schedule | None = None
-    if strategy == "ilp":
-        found = refine(task, least_arena_bytes, None, time_limit_s=time_limit_s)
-    elif strategy is not None:
-        found = _as_peer(task, strategy)
-    # A forced strategy may have nothing that fits a budget which others keep.
-    found = found or search(task, strategies(task), task.arena_limit_bytes)
-    if strategy is None:
+def _best_of_all(
+    workload: Workload,
+    machine: Machine,
+    limits_bytes: Mapping[str, int],
+    stream_weights: Callable[[], tuple[Draft, Proof]],
+    left_s: Callable[[], float],
+    mip_gap: float,
+    reserved_bytes: int,
+) -> tuple[Draft, Proof]:
+    """Return the faster of a plan that moves weights and one that moves everything, and its proof."""
+    best: Draft | None = None
+    refusals: list[InfeasiblePlanError] = []
+    if not _writes_weights(workload):
         try:
-            found = refine(task, least_arena_bytes, found, time_limit_s=time_limit_s)
-        except SolverError as error:
-            notes.append(f"planned without the integer program: {error}")
-    assert found is not None, "a feasible problem has a schedule"
-    return found
-
-
-def _prove(
-    task: Problem, predicted_s: float, time_limit_s: float, mip_gap: float, notes: list[str]
-) -> Proof:
-    """Return the solver's bound, or the physical limit alone where the solver fails."""
+            best, _ = stream_weights()
+        except InfeasiblePlanError as error:
+            refusals.append(error)
+    limit_s, binding = least_time(workload, machine, limits_bytes)
+    proof = Proof(limit_s=limit_s, binding=binding, bound_s=0.0, timed_out=False)
+    if best is not None and best.seconds - limit_s <= mip_gap * best.seconds:
+        return best, proof
     try:
-        return prove(task, predicted_s, time_limit_s=time_limit_s, mip_gap=mip_gap)
-    except SolverError as error:
-        notes.append(f"the lower bound is the physical limit alone: {error}")
-        return prove(task, 0.0, time_limit_s=time_limit_s, mip_gap=mip_gap)
+        found = plan_intervals(
+            workload,
+            machine,
+            limits_bytes,
+            reserved_bytes=reserved_bytes,
+            time_limit_s=max(0.0, left_s()),
+            mip_gap=mip_gap,
+        )
+    except InfeasiblePlanError as error:
+        if best is None:
+            raise min((*refusals, error), key=lambda refusal: refusal.required_bytes) from None
+        return best, proof
+    if best is None or found.seconds < best.seconds:
+        best = draft_intervals(workload, found)
+    # Forms and sites are outside what bounds the intervals.
+    if not any(op.splits or op.gathers for op in workload.ops) and not has_sites(
+        workload.ops, machine
+    ):
+        proof = replace(proof, bound_s=found.bound_s)
+    return best, replace(proof, timed_out=found.timed_out)
 
 
-def _as_peer(task: Problem, strategy: str) -> Schedule | None:
-    """Return what the peer that ``strategy`` names does: keep as much as fits, stream the rest."""
-    for candidate in reversed(family(task, strategy)):
-        for placement in homes(task, candidate.residents, strategy)[:1]:
-            found = best_staging(task, placement, task.arena_limit_bytes)
-            if found is not None:
-                return found
-    return None
+def _writes_weights(workload: Workload) -> bool:
+    weights = {t.name for t in workload.tensors if t.kind == TensorKind.WEIGHT}
+    return any(not weights.isdisjoint(op.writes) for op in workload.ops)

@@ -37,7 +37,6 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
 
-import highspy
 import pulp
 
 from gascompile.errors import SolverError
@@ -88,8 +87,10 @@ def place(
         relaxed: solve the linear relaxation; its placement is rounded.
 
     Raises:
-        SolverError: the solver ended in a state that is not understood.
+        SolverError: there is no solver, or it ended in a state that is not understood.
     """
+    if not pulp.HiGHS().available():
+        raise SolverError("HiGHS is not installed; pip install highspy")
     model = _build(problem, arena_bytes, buffers)
     solver = pulp.HiGHS(
         msg=False,
@@ -366,6 +367,8 @@ def _solve(model: _Model, solver: Expression) -> _Outcome:
 
 def _out_of_time(model: _Model) -> bool:
     """Whether the clock ended the search; PuLP has no pair of its own for one without a solution."""
+    import highspy  # Not at the top: without HiGHS this module still loads.
+
     return bool(model.program.solverModel.getModelStatus() == highspy.HighsModelStatus.kTimeLimit)
 
 

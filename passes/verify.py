@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NoReturn
 
-from gascompile.cost_models.gathers import gather_link, gather_link_bytes, gathered
+from gascompile.cost_models.gathers import gather_link, gathered
 from gascompile.cost_models.replay import replay_plan, up_front_transfers
 from gascompile.errors import PlanVerificationError
 from gascompile.ir import (
@@ -27,9 +27,10 @@ from gascompile.ir import (
     TensorKind,
     Wait,
 )
-from gascompile.passes.certify import physical_limit
-from gascompile.passes.heap import heap, heap_tensors
-from gascompile.passes.liveness import Liveness, liveness
+from gascompile.passes.account import account
+from gascompile.passes.heap import heap_tensors
+from gascompile.passes.least_time import least_time
+from gascompile.passes.liveness import liveness
 from gascompile.tiles import parse_tile
 from gascompile.units import PAGE_BYTES, format_size, reserve_bytes
 
@@ -44,7 +45,7 @@ def verify(plan: Plan) -> None:
         PlanVerificationError: names the first offending step or number.
     """
     try:
-        live = liveness(plan.workload)
+        liveness(plan.workload)
     except ValueError as error:
         raise PlanVerificationError(f"the plan's workload is inconsistent: {error}") from error
     _check_sizes(plan)
@@ -54,9 +55,8 @@ def verify(plan: Plan) -> None:
     _check_program_order(plan)
     _check_moves(plan)
     _Walk(plan).run()
-    _check_memory(plan, heap(plan))
-    _check_links(plan)
-    _check_certificate(plan, live)
+    _check_accounts(plan)
+    _check_certificate(plan)
 
 
 def _refuse(message: str, step: int = -1) -> NoReturn:
@@ -302,16 +302,12 @@ class _Walk:
         return copy
 
 
-def _check_memory(plan: Plan, on_heap: dict[str, int]) -> None:
+def _check_accounts(plan: Plan) -> None:
+    """Check peaks and link bytes against what the steps take and move, and the peaks against the budget."""
     site = plan.machine.compute_tier
-    held = dict(on_heap)
-    apart = heap_tensors(plan)
-    for name, tensor in plan.tensors.items():
-        if tensor.kind == TensorKind.WEIGHT and tensor.home != site and name not in apart:
-            held[tensor.home] = held.get(tensor.home, 0) + tensor.size_bytes
     if set(plan.arena_bytes) != {site}:
         _refuse(f"the plan has arenas in {sorted(plan.arena_bytes)} instead of '{site}' alone")
-    held[site] += plan.arena_bytes[site]
+    held, moved = account(plan)
     if dict(plan.peak_bytes) != held:
         _refuse(f"the plan claims peaks of {dict(plan.peak_bytes)} bytes, its steps need {held}")
     for tier, size_bytes in held.items():
@@ -321,28 +317,11 @@ def _check_memory(plan: Plan, on_heap: dict[str, int]) -> None:
                 f"tier '{tier}' would hold {format_size(size_bytes)} ({size_bytes} bytes), "
                 f"its budget is {format_size(limit)} ({limit} bytes)"
             )
-
-
-def _check_links(plan: Plan) -> None:
-    moved = {link.name: 0 for link in plan.machine.links}
-    for step in plan.steps:
-        if isinstance(step, (Prefetch, Offload, Reload)):
-            moved[step.link] += step.size_bytes
-    for link, size_bytes in gather_link_bytes(plan.workload.ops, plan.machine).items():
-        moved[link] += size_bytes
     if dict(plan.link_bytes) != moved:
         _refuse(f"the plan claims to move {dict(plan.link_bytes)} bytes, its steps move {moved}")
 
 
-def _moves_on_heap(plan: Plan) -> bool:
-    return any(
-        not isinstance(step, (Compute, Prefetch))
-        and (isinstance(step, Recompute) or step.address is None)
-        for step in plan.steps
-    )
-
-
-def _check_certificate(plan: Plan, live: Liveness) -> None:
+def _check_certificate(plan: Plan) -> None:
     found = plan.certificate
     numbers = (found.predicted_s, found.lower_bound_s, found.limit_s, found.gap, found.solve_s)
     if not all(math.isfinite(number) and number >= 0 for number in numbers):
@@ -350,19 +329,7 @@ def _check_certificate(plan: Plan, live: Liveness) -> None:
     seconds = replay_plan(plan).seconds
     if not _close(seconds, found.predicted_s):
         _refuse(f"the plan predicts {found.predicted_s} s, its replay takes {seconds} s")
-    site = plan.machine.compute_tier
-    # The limit holds for all forms of the workload: gathers may be read whole, tiles in one go.
-    read = {name for name, uses in live.weight_uses.items() if uses}
-    read -= {name for op in plan.workload.ops for name in op.gathers}
-    whole = [op for op in plan.workload.ops if not op.gathers and parse_tile(op.name) is None]
-    fixed_bytes = 0 if _moves_on_heap(plan) else live.state_bytes + live.peak_bytes
-    limit_s, _ = physical_limit(
-        sum(min(spec.time_s[tier] for tier in spec.time_s) for spec in whole),
-        sum(tensor.size_bytes for name, tensor in plan.tensors.items() if name in read),
-        plan.budget_bytes[site] - fixed_bytes,
-        plan.machine,
-        plan.budget_bytes,
-    )
+    limit_s, _ = least_time(plan.workload, plan.machine, plan.budget_bytes)
     in_order = (limit_s, found.limit_s, found.lower_bound_s, found.predicted_s)
     if any(a > b * (1 + _TOLERANCE) for a, b in pairwise(in_order)):
         _refuse(f"limit, lower bound and prediction are not in order: {in_order}")

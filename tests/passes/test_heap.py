@@ -182,6 +182,20 @@ def test_a_dirty_state_rests_in_the_other_tier() -> None:
     assert heap(plan_of(STATE, steps, homes={"s": "cpu"})) == {"gpu": 26, "cpu": 5}
 
 
+def test_a_copy_out_may_cross_the_end() -> None:
+    steps: list[Step] = [
+        *runs(0, 1),
+        wait(1, "s"),
+        drop(1, "s"),
+        *runs(1, 2),
+        back(2, "s"),
+        wait(2, "s"),
+        *runs(2, 3),
+        out(3, "s"),
+    ]
+    assert heap(plan_of(STATE, steps, homes={"s": "cpu"})) == {"gpu": 26, "cpu": 5}
+
+
 def test_a_clean_weight_leaves_for_free_and_is_back_before_the_end() -> None:
     ops: Ops = [(("w",), ("x",)), (("x",), ("y",)), (("y", "w"), ("out",))]
     steps: list[Step] = [

@@ -1,0 +1,33 @@
+"""Least time: the physical limit of a workload within a budget, over all forms, moves and sites."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from gascompile.ir import Machine, TensorKind, Workload
+from gascompile.passes.certify import physical_limit
+from gascompile.passes.site_limit import has_sites, site_limit
+from gascompile.tiles import parse_tile
+
+
+def least_time(
+    workload: Workload, machine: Machine, limits_bytes: Mapping[str, int]
+) -> tuple[float, str]:
+    """Return the limit in seconds and what sets it: ``compute`` or a link's name.
+
+    The whole budget may hold weights, as everything else may leave when it is not used. What is read
+    row by row or in tiles in this form of the workload counts as free: in another form it may be.
+    """
+    # An op in tiles has to be launched more often than the whole one, a gathering one waits for rows.
+    whole = [op for op in workload.ops if not op.gathers and parse_tile(op.name) is None]
+    read = {name for op in workload.ops for name in op.reads if name not in op.gathers}
+    sizes = {
+        tensor.name: tensor.size_bytes
+        for tensor in workload.tensors
+        if tensor.kind == TensorKind.WEIGHT and tensor.name in read
+    }
+    arena_bytes = limits_bytes[machine.compute_tier]
+    if has_sites(workload.ops, machine):
+        return site_limit(whole, machine, sizes, arena_bytes, limits_bytes)
+    compute_s = sum(op.time_s[machine.compute_tier] for op in whole)
+    return physical_limit(compute_s, sum(sizes.values()), arena_bytes, machine, limits_bytes)

@@ -1,0 +1,122 @@
+"""Stream: the best plan that moves weights, through an arena with fixed addresses, and nothing else.
+
+It is the one that the runtime executes. Forms that divide large weights are tried side by side, and,
+where ops may run at several sites, schedules that send ops to their weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from gascompile.errors import SolverError
+from gascompile.ir import Budget, Machine, Plan, Workload
+from gascompile.passes.certify import Proof
+from gascompile.passes.draft import Draft, draft_schedule, draft_sites
+from gascompile.passes.feasible import feasible
+from gascompile.passes.forms import Solution, best_form, forms, same_form
+from gascompile.passes.least_time import least_time
+from gascompile.passes.pin import pin, pinned_residents
+from gascompile.passes.problem import Problem, problem
+from gascompile.passes.prove import prove
+from gascompile.passes.refine import refine
+from gascompile.passes.schedule import Schedule
+from gascompile.passes.search import best_staging, search
+from gascompile.passes.site_limit import has_sites
+from gascompile.passes.sites import sites
+from gascompile.passes.strategies import family, homes, strategies
+
+
+def stream(
+    workload: Workload,
+    machine: Machine,
+    budget: Budget,
+    *,
+    left_s: Callable[[], float],
+    mip_gap: float,
+    notes: list[str],
+    strategy: str | None = None,
+    reserved_bytes: int = 0,
+    pinned: Plan | None = None,
+) -> tuple[Draft, Proof]:
+    """Return the draft of the plan, and what no plan that only moves weights can beat.
+
+    Args:
+        left_s: seconds that the solver may still take.
+        notes: gets a line when the plan was made without something that could make it better.
+
+    The others are those of ``make_plan``.
+
+    Raises:
+        InfeasiblePlanError: no such plan keeps the budget.
+        SolverError: ``ilp`` alone was asked for, and the solver ended in a state not understood.
+    """
+
+    def solve(task: Problem) -> Solution:
+        found = pin(task, pinned) if pinned else _choose(task, strategy, left_s(), notes)
+        proof = _prove(task, found.seconds, left_s(), mip_gap, notes)
+        return Solution(task=task, schedule=found, proof=proof)
+
+    candidates = (
+        [same_form(workload, machine, pinned.workload)] if pinned else forms(workload, machine)
+    )
+    tasks = [problem(form, machine, budget, reserved_bytes=reserved_bytes) for form in candidates]
+    chosen = best_form(tasks, solve, mip_gap=mip_gap)
+    draft = draft_schedule(
+        chosen.task, chosen.schedule, pinned_residents(pinned) if pinned else None
+    )
+    if not has_sites(workload.ops, machine):
+        return draft, chosen.proof
+    if strategy is None and pinned is None:
+        draft = _sited(tasks, draft)
+    limit_s, binding = least_time(draft.workload, machine, tasks[0].limits_bytes)
+    return draft, replace(chosen.proof, limit_s=limit_s, binding=binding, bound_s=0.0)
+
+
+def _sited(tasks: list[Problem], draft: Draft) -> Draft:
+    """Return the faster of ``draft`` and the best that sends ops to other sites."""
+    for task in tasks:
+        if task.arena_limit_bytes >= 0:
+            found = sites(task, draft.seconds)
+            draft = draft_sites(found) if found is not None else draft
+    return draft
+
+
+def _choose(task: Problem, strategy: str | None, time_limit_s: float, notes: list[str]) -> Schedule:
+    """Return the best schedule of one strategy, or of all of them."""
+    least_arena_bytes = feasible(task).arena_bytes
+    found: Schedule | None = None
+    if strategy == "ilp":
+        found = refine(task, least_arena_bytes, None, time_limit_s=time_limit_s)
+    elif strategy is not None:
+        found = _as_peer(task, strategy)
+    # A forced strategy may have nothing that fits a budget which others keep.
+    found = found or search(task, strategies(task), task.arena_limit_bytes)
+    if strategy is None:
+        try:
+            found = refine(task, least_arena_bytes, found, time_limit_s=time_limit_s)
+        except SolverError as error:
+            notes.append(f"planned without the integer program: {error}")
+    assert found is not None, "a feasible problem has a schedule"
+    return found
+
+
+def _prove(
+    task: Problem, predicted_s: float, time_limit_s: float, mip_gap: float, notes: list[str]
+) -> Proof:
+    """Return the solver's bound, or the physical limit alone where the solver fails."""
+    try:
+        return prove(task, predicted_s, time_limit_s=time_limit_s, mip_gap=mip_gap)
+    except SolverError as error:
+        notes.append(f"the lower bound is the physical limit alone: {error}")
+        return prove(task, 0.0, time_limit_s=time_limit_s, mip_gap=mip_gap)
+
+
+def _as_peer(task: Problem, strategy: str) -> Schedule | None:
+    """Return what the peer that ``strategy`` names does: keep as much as fits, stream the rest."""
+    for candidate in reversed(family(task, strategy)):
+        for placement in homes(task, candidate.residents, strategy)[:1]:
+            found = best_staging(task, placement, task.arena_limit_bytes)
+            if found is not None:
+                return found
+    return None
