@@ -122,13 +122,11 @@ def diff(a: Plan, b: Plan) -> PlanDiff:
 def _same_workload(
     a: Plan, b: Plan, placed_a: Mapping[str, _Placed], placed_b: Mapping[str, _Placed]
 ) -> bool:
-    """Whether the plans are of one workload, each perhaps divided into tiles in its own way."""
-    if a.workload == b.workload:
-        return True
-    tiled = any(parse_tile(t.name) for t in (*a.workload.tensors, *b.workload.tensors))
+    """Whether the plans are of one model; each may take other seconds and divide it in its own way."""
     sizes_a = {name: (placed.kind, placed.size_bytes) for name, placed in placed_a.items()}
     sizes_b = {name: (placed.kind, placed.size_bytes) for name, placed in placed_b.items()}
-    return tiled and a.workload.name == b.workload.name and sizes_a == sizes_b
+    names = [dict.fromkeys(base_name(op.name) for op in plan.ops) for plan in (a, b)]
+    return a.workload.name == b.workload.name and sizes_a == sizes_b and names[0] == names[1]
 
 
 def _missing(

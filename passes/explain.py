@@ -7,9 +7,10 @@ recomputing any other tensor from ``other_moves``, that of another device for an
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from gascompile.cost_models.gathers import gathered
 from gascompile.cost_models.trace import Transfer, trace
 from gascompile.ir import (
     Compute,
@@ -25,6 +26,7 @@ from gascompile.ir import (
 from gascompile.passes.alternatives import Alternative, Peer, alternatives
 from gascompile.passes.other_moves import KEEP, MOVE, OtherMove, choice_of, other_moves
 from gascompile.passes.other_sites import OtherSite, other_sites
+from gascompile.tiles import base_name
 from gascompile.units import format_size, format_time
 
 _SAME = 1e-6
@@ -107,6 +109,9 @@ def explain(plan: Plan, name: str) -> Explanation:
     for index, op in enumerate(plan.workload.ops):
         if op.name == name:
             return _op(plan, index, tensors)
+    tiles = [tensor for tensor in plan.workload.tensors if base_name(tensor.name) == name]
+    if tiles:
+        return _tiled(plan, name, tiles)
     known = [*tensors, *(op.name for op in plan.workload.ops)]
     near = difflib.get_close_matches(name, known, n=4, cutoff=0.5)
     near += [other for other in known if name in other and other not in near][: 4 - len(near)]
@@ -201,6 +206,33 @@ def _tensor(plan: Plan, tensor: TensorSpec) -> TensorExplanation:
     return replace(base, reason=_reason_of_choice(base, plan, choices), choices=choices)
 
 
+def _tiled(plan: Plan, name: str, tiles: Sequence[TensorSpec]) -> TensorExplanation:
+    """Return what all tiles of a weight do together."""
+    names = {tile.name for tile in tiles}
+    found = trace(plan)
+    sizes: dict[str, int] = {}
+    for tile in tiles:
+        home = _home(plan, tile)
+        sizes[home] = sizes.get(home, 0) + tile.size_bytes
+    shares = ", ".join(f"{format_size(size)} in {tier}" for tier, size in sizes.items())
+    uses = [base_name(op.name) for op in plan.workload.ops if names.intersection(op.reads)]
+    stalls = tuple(stall for stall in found.stalls if stall.tensor in names)
+    return TensorExplanation(
+        name=name,
+        kind=tiles[0].kind,
+        size_bytes=sum(tile.size_bytes for tile in tiles),
+        home=", ".join(sizes),
+        reason=f"it is divided into {len(tiles)} tiles, {shares}; ask about one of them, such as '{tiles[0].name}'",
+        uses=tuple(dict.fromkeys(uses)),
+        writers=(),
+        transfers=tuple(t for t in found.transfers if t.tensor in names and t.wait_op is not None),
+        releases=tuple(s.op for s in plan.steps if isinstance(s, Release) and s.tensor in names),
+        stall_s=sum(stall.time_s for stall in stalls),
+        stalls=stalls,
+        plan_s=plan.certificate.predicted_s,
+    )
+
+
 def _in_arena(plan: Plan, name: str) -> bool:
     streamed = any(isinstance(step, Prefetch) and step.tensor == name for step in plan.steps)
     return streamed or plan.tensors[name].address is not None
@@ -225,6 +257,9 @@ def _reason_without_choice(found: TensorExplanation, plan: Plan) -> str:
     if found.kind == TensorKind.INPUT:
         return "an input is the caller's memory; the plan neither moves nor counts it"
     if found.kind == TensorKind.WEIGHT:
+        rows = next((op.name for op in plan.workload.ops if found.name in gathered(op)), None)
+        if rows is not None:
+            return f"'{rows}' reads the rows it needs from {found.home} by itself, so it is never loaded whole"
         return "no op reads it, so it is never loaded"
     if found.kind == TensorKind.STATE:
         return f"a state is read and written in place, so it stays in {site} all the time"

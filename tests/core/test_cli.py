@@ -302,7 +302,7 @@ def test_diff(toy: str, plan_file: Path, tmp_path: Path) -> None:
     data = _data("diff", str(plan_file), str(larger))
     assert data["change_s"] < 0
     assert not data["identical"]
-    assert {change["after"] for change in data["homes"]} == {"cpu"}
+    assert "cpu" in {change["after"] for change in data["homes"]}
     out = _ok("diff", str(plan_file), str(larger))
     for word in ("faster", "budget of cpu", "moved over nvme->cpu", "Homes"):
         assert word in out

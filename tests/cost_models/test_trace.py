@@ -176,7 +176,7 @@ def test_another_machine_changes_the_links_only() -> None:
         trace(streaming(), replace(machine(), links=()))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(task=workloads(), on=machines(), share=shares())
 def test_it_agrees_with_the_replay_and_the_budget(
     task: Workload, on: Machine, share: float

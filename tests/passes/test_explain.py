@@ -9,19 +9,23 @@ import pytest
 from gascompile.cost_models.trace import trace
 from gascompile.ir import (
     Budget,
+    Compute,
     Link,
     Machine,
     MemoryRate,
     OpSpec,
     Plan,
+    Release,
     TensorKind,
     TensorSpec,
     Tier,
+    Wait,
     Workload,
 )
 from gascompile.passes.explain import OpExplanation, TensorExplanation, explain
 from gascompile.passes.make_plan import make_plan
 from gascompile.units import reserve_bytes
+from tests.cost_models.hand_plans import fetch, hand_plan
 
 _MB = 10**6
 _RESERVED = reserve_bytes(10 * _MB)
@@ -147,6 +151,28 @@ def test_everything_resident_without_iterations() -> None:
     assert found.home == "cpu"
     assert found.alternative is not None
     assert found.alternative.change_s is not None
+
+
+def test_a_weight_in_tiles_is_explained_as_a_whole() -> None:
+    there = 4 * _MB // 4096 * 4096
+    plan = hand_plan(
+        {"w0[0:3]": 3, "w0[3:4]": 1},
+        [("w0[0:3]", "", 1.5), ("w0[3:4]", "", 0.5)],
+        [
+            Compute(op=0),
+            fetch(1, "w0[3:4]", 1, there),
+            Wait(op=1, tensor="w0[3:4]", address=there),
+            Compute(op=1),
+            Release(op=2, tensor="w0[3:4]", address=there),
+        ],
+        homes={"w0[3:4]": "cpu"},
+        addresses={"w0[0:3]": 0},
+    )
+    found = _tensor(plan, "w0")
+    assert (found.size_bytes, found.home, found.stall_s) == (4 * _MB, "gpu, cpu", 1.0)
+    assert len(found.transfers) == 1
+    assert "2 tiles" in found.reason
+    assert _tensor(plan, "w0[3:4]").home == "cpu"
 
 
 def test_tensors_without_a_choice() -> None:
