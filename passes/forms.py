@@ -12,9 +12,10 @@ from dataclasses import dataclass, replace
 from gascompile.cost_models.gathers import gather_link, gathered
 from gascompile.errors import InfeasiblePlanError
 from gascompile.ir import Machine, TensorKind, Workload
-from gascompile.passes.certify import Proof, physical_limit
+from gascompile.passes.certify import Proof
 from gascompile.passes.divide import Division, divide
 from gascompile.passes.problem import Problem
+from gascompile.passes.prove import quick_proof
 from gascompile.passes.schedule import Schedule
 from gascompile.tiles import parse_tile
 from gascompile.units import MIB
@@ -41,12 +42,14 @@ Solve = Callable[[Problem], Solution]
 
 
 def forms(workload: Workload, machine: Machine) -> list[Workload]:
-    """Return the forms of ``workload``: with rows gathered, whole, and in ever smaller tiles.
+    """Return the forms of ``workload``: with rows gathered, whole, in large tiles, and in ever smaller ones.
 
     A workload that nothing can be divided of has one form, itself.
     """
     table = frozenset(_tables(workload)) if gather_link(machine) else frozenset()
     divisions = [Division(gathered=table), Division()]
+    if rows := _tile_rows(workload, frozenset(), _TILE_BYTES[0]):
+        divisions.append(Division(tile_rows=rows))
     divisions += [
         Division(tile_rows=rows, gathered=table)
         for tile_bytes in _TILE_BYTES
@@ -75,7 +78,7 @@ def best_form(tasks: Sequence[Problem], solve: Solve, *, mip_gap: float) -> Solu
     """Return the fastest solution of all forms; what is proven of it holds for all of them.
 
     Args:
-        tasks: one per form, in the order in which they are tried.
+        tasks: one per form, in the order in which they are tried; large ones with the lowest bound first.
         solve: plans one form.
         mip_gap: a solution that is so close to what no form beats ends the search.
 
@@ -83,21 +86,21 @@ def best_form(tasks: Sequence[Problem], solve: Solve, *, mip_gap: float) -> Solu
         InfeasiblePlanError: no form keeps the budget; names the smallest that any of them needs.
     """
     best: Solution | None = None
-    proofs = {i: _limit(task) for i, task in enumerate(tasks)}
+    proofs = {i: quick_proof(task) for i, task in enumerate(tasks)}
     refusals: list[InfeasiblePlanError] = []
-    for i, task in enumerate(tasks):
+    for i in sorted(proofs, key=lambda i: proofs[i].bound_s):
         if best is not None:
             found_s = best.schedule.seconds
             bound_s = min(map(_bound_s, proofs.values()))
-            if proofs[i].limit_s >= found_s or found_s - bound_s <= mip_gap * found_s:
+            if _bound_s(proofs[i]) >= found_s or found_s - bound_s <= mip_gap * found_s:
                 continue
         try:
-            found = solve(task)
+            found = solve(tasks[i])
         except InfeasiblePlanError as error:
             refusals.append(error)
             del proofs[i]
             continue
-        proofs[i] = found.proof
+        proofs[i] = replace(found.proof, bound_s=max(found.proof.bound_s, proofs[i].bound_s))
         if best is None or found.schedule.seconds < best.schedule.seconds:
             best = found
     if best is None:
@@ -108,18 +111,6 @@ def best_form(tasks: Sequence[Problem], solve: Solve, *, mip_gap: float) -> Solu
         timed_out=any(proof.timed_out for proof in proofs.values()),
     )
     return replace(best, proof=proof)
-
-
-def _limit(task: Problem) -> Proof:
-    """Return what is proven of a form before it is planned."""
-    limit_s, binding = physical_limit(
-        task.compute_s,
-        sum(weight.size_bytes for weight in task.weights if weight.uses),
-        task.arena_limit_bytes,
-        task.machine,
-        task.room_bytes,
-    )
-    return Proof(limit_s=limit_s, binding=binding, bound_s=0.0, timed_out=False)
 
 
 def _bound_s(proof: Proof) -> float:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import math
+import time
+
 from gascompile.passes.certify import Proof, physical_limit
+from gascompile.passes.occupancy import occupancy
 from gascompile.passes.place import place
 from gascompile.passes.problem import Problem
+from gascompile.passes.strategies import MANY_WEIGHTS
 
 _BRANCHING_SHARE = 0.03
 """Branching rarely lifts the bound much above the relaxation's; the time is better spent elsewhere."""
+_QUICK_S = 2.0
 
 
 def prove(problem: Problem, predicted_s: float, *, time_limit_s: float, mip_gap: float) -> Proof:
@@ -16,29 +22,55 @@ def prove(problem: Problem, predicted_s: float, *, time_limit_s: float, mip_gap:
     Args:
         predicted_s: time of the plan at hand; a bound within ``mip_gap`` of it needs no improving.
     """
-    limit_s, binding = physical_limit(
+    deadline_s = time.perf_counter() + time_limit_s
+    limit_s, binding = _limit(problem)
+    bound_s = 0.0
+    timed_out = False
+    for method in ("occupancy", "relaxed", "integral"):
+        left_s = deadline_s - time.perf_counter()
+        if predicted_s - max(limit_s, bound_s) <= mip_gap * predicted_s:
+            break
+        if left_s <= 0:
+            timed_out = True
+            break
+        if method == "occupancy":
+            found_s = occupancy(
+                problem,
+                problem.arena_limit_bytes,
+                enough_s=(1 - mip_gap) * predicted_s,
+                time_limit_s=left_s,
+            )
+        elif method == "integral" and len(problem.weights) >= MANY_WEIGHTS:
+            break
+        else:
+            found = place(
+                problem,
+                problem.arena_limit_bytes,
+                time_limit_s=left_s if method == "relaxed" else time_limit_s * _BRANCHING_SHARE,
+                mip_gap=mip_gap,
+                relaxed=method == "relaxed",
+            )
+            found_s, timed_out = found.bound_s, found.timed_out
+        bound_s = max(bound_s, found_s)
+    return Proof(limit_s=limit_s, binding=binding, bound_s=bound_s, timed_out=timed_out)
+
+
+def quick_proof(problem: Problem) -> Proof:
+    """Return what is proven within moments, before there is a plan."""
+    limit_s, binding = _limit(problem)
+    bound_s = 0.0
+    if len(problem.weights) >= MANY_WEIGHTS and problem.arena_limit_bytes >= 0:
+        bound_s = occupancy(
+            problem, problem.arena_limit_bytes, enough_s=math.inf, time_limit_s=_QUICK_S
+        )
+    return Proof(limit_s=limit_s, binding=binding, bound_s=bound_s, timed_out=False)
+
+
+def _limit(problem: Problem) -> tuple[float, str]:
+    return physical_limit(
         problem.compute_s,
         sum(weight.size_bytes for weight in problem.weights if weight.uses),
         problem.arena_limit_bytes,
         problem.machine,
         problem.room_bytes,
     )
-    bound_s = 0.0
-    timed_out = False
-    seconds = time_limit_s * _BRANCHING_SHARE
-    for relaxed in (True, False):
-        if predicted_s - max(limit_s, bound_s) <= mip_gap * predicted_s:
-            break
-        if time_limit_s <= 0:
-            timed_out = True
-            break
-        found = place(
-            problem,
-            problem.arena_limit_bytes,
-            time_limit_s=time_limit_s if relaxed else seconds,
-            mip_gap=mip_gap,
-            relaxed=relaxed,
-        )
-        bound_s = max(bound_s, found.bound_s)
-        timed_out = found.timed_out
-    return Proof(limit_s=limit_s, binding=binding, bound_s=bound_s, timed_out=timed_out)

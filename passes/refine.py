@@ -13,16 +13,19 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 from gascompile.passes.certify import physical_limit
+from gascompile.passes.occupancy import occupancy
 from gascompile.passes.place import Solution, place
 from gascompile.passes.problem import Placement, Problem
 from gascompile.passes.schedule import Schedule
 from gascompile.passes.search import resident_bytes, search
-from gascompile.passes.strategies import ResidentSet
+from gascompile.passes.strategies import MANY_WEIGHTS, Family, ResidentSet
 
 _NUM_RUNGS = 16
 _BUFFERS = 2
 _CANDIDATE_GAP = 0.03
 _NUM_FEWER = 8
+_LARGE_GAP = 0.01
+"""A schedule of a large model that is so close to a bound is not improved with the solver."""
 
 
 def refine(
@@ -38,6 +41,8 @@ def refine(
     if not problem.links:
         return best
     deadline_s = time.perf_counter() + time_limit_s
+    if len(problem.weights) >= MANY_WEIGHTS:
+        return _refine_large(problem, best, deadline_s)
     arena_bytes = problem.arena_limit_bytes
     for below, above in reversed(list(pairwise(_ladder(problem, least_arena_bytes)))):
         left_s = deadline_s - time.perf_counter()
@@ -48,6 +53,32 @@ def refine(
         candidates = _rung(problem, below, min(left_s, time_limit_s / 4))
         best = search(problem, candidates, min(above, arena_bytes), best)
     return best
+
+
+def _refine_large(problem: Problem, best: Schedule | None, deadline_s: float) -> Schedule | None:
+    """Return the faster of ``best`` and what the relaxation's order of residents gives.
+
+    It is solved only where ``best`` is far from what a much quicker program proves.
+    """
+    arena_bytes = problem.arena_limit_bytes
+
+    def left_s() -> float:
+        return max(0.0, deadline_s - time.perf_counter())
+
+    if best is not None:
+        enough_s = best.seconds * (1 - _LARGE_GAP)
+        limit_s = max(
+            _limit_s(problem, arena_bytes),
+            occupancy(problem, arena_bytes, enough_s=enough_s, time_limit_s=left_s()),
+        )
+        if limit_s >= enough_s or left_s() == 0:
+            return best
+    relaxation = place(
+        problem, arena_bytes, time_limit_s=left_s(), mip_gap=_CANDIDATE_GAP, relaxed=True
+    )
+    return search(
+        problem, [Family("ilp", relaxation.order)], arena_bytes, best, time_limit_s=left_s()
+    )
 
 
 def _ladder(problem: Problem, least_arena_bytes: int) -> list[int]:
@@ -61,6 +92,13 @@ def _ladder(problem: Problem, least_arena_bytes: int) -> list[int]:
 
 def _bound_s(problem: Problem, arena_bytes: int, time_limit_s: float) -> float:
     """Return a time that no schedule within the arena beats."""
+    relaxation = place(
+        problem, arena_bytes, time_limit_s=time_limit_s, mip_gap=_CANDIDATE_GAP, relaxed=True
+    )
+    return max(_limit_s(problem, arena_bytes), relaxation.bound_s)
+
+
+def _limit_s(problem: Problem, arena_bytes: int) -> float:
     limit_s, _ = physical_limit(
         problem.compute_s,
         sum(weight.size_bytes for weight in problem.weights if weight.uses),
@@ -68,10 +106,7 @@ def _bound_s(problem: Problem, arena_bytes: int, time_limit_s: float) -> float:
         problem.machine,
         problem.room_bytes,
     )
-    relaxation = place(
-        problem, arena_bytes, time_limit_s=time_limit_s, mip_gap=_CANDIDATE_GAP, relaxed=True
-    )
-    return max(limit_s, relaxation.bound_s)
+    return limit_s
 
 
 def _rung(

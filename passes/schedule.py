@@ -81,10 +81,11 @@ def schedule(
     best: Schedule | None = None
     for candidate in _with_and_without_kept(placement):
         visits = visits_of(problem, candidate)
+        links = _links(problem, visits)
         for offsets in _layouts(visits, lanes or (staging_bytes,), problem.repeats):
             earliest = _points(visits, offsets, len(problem.op_times_s), problem.repeats)
             for points in _in_turn(problem, visits, earliest):
-                seconds = steady_seconds(_events(problem, visits, points))
+                seconds = steady_seconds(_events(problem, visits, points, links))
                 if best is None or seconds < best.seconds:
                     best = Schedule(
                         placement=candidate,
@@ -282,11 +283,35 @@ def _points(
     return points
 
 
-def _events(problem: Problem, visits: Sequence[Visit], points: Sequence[int]) -> EventProgram:
+def _links(problem: Problem, visits: Sequence[Visit]) -> EventProgram:
+    """Return a program without events: what the loads of the visits take of links and pipes."""
+    order = {link.name: i for i, link in enumerate(problem.machine.links)}
+    numbers = [order[link.name] for link in problem.links]
+    known: dict[tuple[int, int], tuple[tuple[int, float], ...]] = {}
+    pipes_of: list[tuple[tuple[int, float], ...]] = []
+    for visit in visits:
+        key = (problem.weights[visit.weight].size_bytes, visit.link)
+        if key not in known:
+            known[key] = problem.pipes(visit.weight, visit.link)
+        pipes_of.append(known[key])
+    return EventProgram(
+        events=(),
+        link_of=[numbers[visit.link] for visit in visits],
+        pipes_of=pipes_of,
+        up_front=(),
+        repeats=problem.repeats,
+        num_links=len(problem.machine.links),
+        num_pipes=len(problem.machine.pipes),
+    )
+
+
+def _events(
+    problem: Problem, visits: Sequence[Visit], points: Sequence[int], links: EventProgram
+) -> EventProgram:
     """Return the events of one iteration, as ``cost_models.replay`` would make them from the steps."""
     moves = program_points(visits, points, len(problem.op_times_s))
     events: list[Event] = []
-    up_front: list[int] = []
+    up_front: dict[int, None] = {}
     issued: set[int] = set()
     seconds = [problem.transfer_s(visit.weight, visit.link) for visit in visits]
     sums = problem.sums_s
@@ -301,20 +326,11 @@ def _events(problem: Problem, visits: Sequence[Visit], points: Sequence[int]) ->
             issued.add(i)
         for i in waits:
             events.append((WAIT, i, 0.0))
-            if i not in issued and i not in up_front:
-                up_front.append(i)
+            if i not in issued:
+                up_front[i] = None
     if len(sums) - 1 > begun:
         events.append((COMPUTE, begun, sums[-1] - sums[begun]))
-    order = {link.name: i for i, link in enumerate(problem.machine.links)}
-    return EventProgram(
-        events=events,
-        link_of=[order[problem.links[visit.link].name] for visit in visits],
-        pipes_of=[problem.pipes(visit.weight, visit.link) for visit in visits],
-        up_front=up_front,
-        repeats=problem.repeats,
-        num_links=len(problem.machine.links),
-        num_pipes=len(problem.machine.pipes),
-    )
+    return replace(links, events=events, up_front=list(up_front))
 
 
 def program_points(

@@ -2,7 +2,8 @@
 
 What may be tried does not depend on the budget, only what fits does, and nothing that could be the
 fastest is skipped: a bound on its time rules a candidate out. So the result never gets slower with a
-larger budget. The clock ends only the search among the many candidates of a large model.
+larger budget. For large models that would take too long: there the search ends when many candidates in
+a row were in vain, or with the clock.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from gascompile.passes.strategies import MANY_WEIGHTS, Family, ResidentSet, home
 _WINDOWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 _LANE_SIZES = 4
 """Sizes to try of each link's own part of the staging region."""
+_PATIENCE = 24
+"""Sets of residents of a large model that are tried in vain before the search ends."""
 _ROUNDING = 1e-9
 
 Candidate = Family | ResidentSet | Placement
@@ -50,16 +53,22 @@ def search(
         for bound_s, member in _fitting(problem, item, arena_bytes)
     ]
     seen: set[frozenset[int]] = set()
+    patience = _PATIENCE if len(problem.weights) >= MANY_WEIGHTS else math.inf
+    vain = 0
     for bound_s, _, _, single in sorted(fitting, key=lambda item: item[:3]):
-        if best is not None and (bound_s >= best.seconds or time.perf_counter() > deadline_s):
+        if best is not None and (
+            bound_s >= best.seconds or vain >= patience or time.perf_counter() > deadline_s
+        ):
             break
         candidate = single[0].member(single[1]) if isinstance(single, tuple) else single
         if isinstance(candidate, ResidentSet):
             if candidate.residents in seen:
                 continue
             seen.add(candidate.residents)
+        before = best
         for placement in _placements(problem, candidate):
             best = best_staging(problem, placement, arena_bytes, best, deadline_s=deadline_s)
+        vain = vain + 1 if best is before and best is not None else 0
     return best
 
 
@@ -78,11 +87,17 @@ def best_staging(
     """
     residents = resident_bytes(problem, _residents(placement))
     visits = visits_of(problem, placement)
-    bound_s = time_bound_s(problem, placement)
-    for lanes in _regions(problem, placement):
+    bound_s = _busy_s(problem, visits)
+    if best is not None and bound_s >= best.seconds:
+        return best
+    tried: list[tuple[int, ...]] = []
+    for lanes in _regions(problem, visits):
         staging_bytes = sum(lanes)
         if residents + staging_bytes > arena_bytes:
             continue
+        if len(problem.weights) >= MANY_WEIGHTS and any(_within(lanes, other) for other in tried):
+            continue
+        tried.append(lanes)
         if best is not None and (
             max(bound_s, _stalled_s(problem, visits, lanes)) >= best.seconds
             or time.perf_counter() > deadline_s
@@ -96,17 +111,22 @@ def best_staging(
     return best
 
 
-def _regions(problem: Problem, placement: Placement) -> Iterator[tuple[int, ...]]:
+def _regions(problem: Problem, visits: Sequence[Visit]) -> Iterator[tuple[int, ...]]:
     """Yield staging regions: whole ones, the largest first, and ones with a lane for each link."""
-    links = {link for link in placement.link_of if link is not None}
-    if len(links) < 2 or len(problem.weights) < MANY_WEIGHTS:
-        yield from ((size,) for size in reversed(staging_sizes(problem, placement)))
-    if len(links) > 1:
+    several = len({visit.link for visit in visits}) > 1
+    if not several or len(problem.weights) < MANY_WEIGHTS:
+        yield from ((size,) for size in reversed(_staging_sizes(problem, visits)))
+    if several:
         sizes = [
-            staging_sizes(problem, placement, link)[:_LANE_SIZES]
+            _staging_sizes(problem, [visit for visit in visits if visit.link == link])[:_LANE_SIZES]
             for link in range(len(problem.links))
         ]
         yield from sorted(product(*sizes), key=sum, reverse=True)
+
+
+def _within(lanes: Sequence[int], other: Sequence[int]) -> bool:
+    """Whether each lane is at most as large as the other's: then it is hardly ever faster."""
+    return len(lanes) == len(other) and all(a <= b for a, b in zip(lanes, other, strict=True))
 
 
 def _stalled_s(problem: Problem, visits: Sequence[Visit], lanes: Sequence[int]) -> float:
@@ -143,13 +163,16 @@ def resident_bytes(problem: Problem, residents: Iterable[int]) -> int:
     return sum(problem.weights[i].reserved_bytes for i in residents)
 
 
-def staging_sizes(problem: Problem, placement: Placement, link: int | None = None) -> list[int]:
-    """Return sizes of the staging region, or of the lane of one link, worth trying, ascending.
+def staging_sizes(problem: Problem, placement: Placement) -> list[int]:
+    """Return sizes of the staging region worth trying, ascending.
 
     Size ``m`` holds what any op has in use and the visits of the ``m - 1`` ops after it; the
     first one is the least that the placement can run with.
     """
-    visits = [v for v in visits_of(problem, placement) if link is None or v.link == link]
+    return _staging_sizes(problem, visits_of(problem, placement))
+
+
+def _staging_sizes(problem: Problem, visits: Sequence[Visit]) -> list[int]:
     if not visits:
         return [0]
     starts = sorted({visit.start for visit in visits})
@@ -185,8 +208,12 @@ def least_arena_bytes(problem: Problem, placement: Placement) -> tuple[int, int]
 
 def time_bound_s(problem: Problem, placement: Placement) -> float:
     """Return a time that no schedule of ``placement`` beats: its ops, or one link's transfers."""
+    return _busy_s(problem, visits_of(problem, placement))
+
+
+def _busy_s(problem: Problem, visits: Sequence[Visit]) -> float:
     busy_s = [0.0] * len(problem.links)
-    for visit in visits_of(problem, placement):
+    for visit in visits:
         busy_s[visit.link] += problem.transfer_s(visit.weight, visit.link)
     return max(problem.compute_s, *busy_s, 0.0)
 
