@@ -16,8 +16,8 @@ import pytest
 import gascompile
 from gascompile import serial
 from gascompile.ir import Machine, OpSpec, TensorKind, TensorSpec, Workload
-from gascompile.machine import preset, preset_names
 from gascompile.machine_check import source_warnings
+from gascompile.machine_files import load_machine, preset, preset_names
 
 FOLDER = Path(__file__).resolve().parents[2] / "cost_models" / "presets"
 WITH_GPU = [name for name in preset_names() if "gpu" in preset(name).tiers]
@@ -173,3 +173,16 @@ def test_measured_and_datasheet_numbers_do_not_mix_in_silence(tmp_path: Path) ->
     assert "links[1]" in warning
     sized = replace(machine.tiers["cpu"], source="measured 2026-01-01: free")
     assert source_warnings(replace(machine, tiers={**machine.tiers, "cpu": sized})) == ()
+
+
+def test_the_page_on_machines_lists_the_presets_and_its_code_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = (FOLDER.parents[1] / "docs" / "machines.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"^\| `([\w-]+)` \|", page, re.MULTILINE)) == set(preset_names())
+    (code,) = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    exec(compile(code, "machines.md", "exec"), {})
+    assert load_machine("h100-two-drives.json") == replace(
+        doubled_drive(preset("h100-gen5")), name="h100-two-drives"
+    )
