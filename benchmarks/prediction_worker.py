@@ -57,7 +57,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     ) as compiled:
         for _ in range(3):
             compiled(**inputs)
-        groups = []
+        groups: list[_Group] = []
         while len(groups) < _MAX_GROUPS:
             groups.append(_timed(compiled, inputs, options.runs))
             if groups[-1].others_cpu < _UNDISTURBED:
