@@ -58,20 +58,25 @@ class MemoryRecorder:
         self._specs = {tensor.name: tensor for tensor in plan.workload.tensors}
         self._targets = {link.name: link.target_tier for link in plan.machine.links}
         self._site = plan.machine.compute_tier
-        self._last, self._last_copy = _last_uses(plan)
+        self._last = _last_uses(plan)
+        self._copy_ends = _copy_ends(plan)
         self._held = {tier: dict.fromkeys(USES, 0) for tier in plan.machine.tiers}
         self._copies: dict[tuple[str, str], tuple[str, int]] = {}
         """Use and bytes of each tensor's copy on each tier."""
         self._times: dict[str, list[float]] = {}
         self._columns: dict[str, dict[str, list[int]]] = {}
         self._homes: set[tuple[str, str]] = set()
+        """Tensors with the tiers that keep room for them all the time."""
         for name, planned in plan.tensors.items():
             if planned.kind in _PERSISTENT and planned.home in self._held:
-                address = planned.address
-                size = planned.size_bytes if address is None else reserve_bytes(planned.size_bytes)
+                in_arena = planned.address is not None
+                size = reserve_bytes(planned.size_bytes) if in_arena else planned.size_bytes
                 use = WEIGHTS if planned.kind == TensorKind.WEIGHT else STATES
                 self._held[planned.home][use] += size
-                self._homes.add((name, planned.home))
+                if in_arena or planned.home != self._site:
+                    self._homes.add((name, planned.home))
+                else:
+                    self._copies[name, self._site] = (use, size)
 
     def begin(self) -> None:
         """Start an iteration at time 0."""
@@ -119,11 +124,10 @@ class MemoryRecorder:
                 self._take(step.tensor, self._targets[step.link], now_s)
             case Release():
                 self._drop(step.tensor, self._site, now_s)
-                self._free_dead((step.tensor,), i, now_s)
             case Wait():
-                for name, tier in list(self._copies):
-                    if name == step.tensor and self._last_copy.get((name, tier)) == i:
-                        self._drop(name, tier, now_s)
+                pass
+        for name, tier in self._copy_ends.get(i, ()):
+            self._drop(name, tier, now_s)
 
     def _free_dead(self, names: tuple[str, ...], i: int, now_s: float) -> None:
         for name in dict.fromkeys(names):
@@ -166,28 +170,57 @@ def _use_of(spec: TensorSpec) -> str:
     return STATES if spec.kind == TensorKind.STATE else ACTIVATIONS
 
 
-def _last_uses(plan: Plan) -> tuple[dict[str, int], dict[tuple[str, str], int]]:
-    """Return the last step that touches each tensor that does not persist, and each slow copy of one.
-
-    An output is not among the former: it stays to the end.
-    """
+def _last_uses(plan: Plan) -> dict[str, int]:
+    """Return the last step that touches each tensor that neither persists nor is handed over."""
     kinds = {tensor.name: tensor.kind for tensor in plan.workload.tensors}
-    sources = {link.name: link.source_tier for link in plan.machine.links}
     last: dict[str, int] = {}
-    copies: dict[tuple[str, str], int] = {}
-    coming: dict[str, str] = {}
     for i, step in enumerate(plan.steps):
         if isinstance(step, (Compute, Recompute)):
             op = plan.workload.ops[step.op if isinstance(step, Compute) else step.source]
             last.update(dict.fromkeys((*op.reads, *op.writes), i))
         else:
             last[step.tensor] = i
-            if isinstance(step, Reload):
-                coming[step.tensor] = sources[step.link]
-            elif isinstance(step, Wait) and step.tensor in coming:
-                copies[step.tensor, coming.pop(step.tensor)] = i
     lasting = (*_PERSISTENT, TensorKind.OUTPUT)
-    return (
-        {name: i for name, i in last.items() if kinds.get(name) not in lasting},
-        {key: i for key, i in copies.items() if kinds.get(key[0]) not in _PERSISTENT},
-    )
+    return {name: i for name, i in last.items() if kinds.get(name) not in lasting}
+
+
+def _copy_ends(plan: Plan) -> dict[int, list[tuple[str, str]]]:
+    """Return per step the slow copies that nothing uses after it before they are made anew.
+
+    A reload uses its copy until the wait for it, an op that runs beside it uses it too. What persists is
+    used again in the next iteration.
+    """
+    kinds = {tensor.name: tensor.kind for tensor in plan.workload.tensors}
+    ends: dict[int, list[tuple[str, str]]] = {}
+    for (name, tier), events in _copy_events(plan).items():
+        following = events[1:] + (events[:1] if kinds.get(name) in _PERSISTENT else [])
+        for k, (i, is_use) in enumerate(events):
+            if is_use and not (k < len(following) and following[k][1]):
+                ends.setdefault(i, []).append((name, tier))
+    return ends
+
+
+def _copy_events(plan: Plan) -> dict[tuple[str, str], list[tuple[int, bool]]]:
+    """Return per tensor and slow tier the steps that use its copy (true) or make a new one (false)."""
+    links = {link.name: link for link in plan.machine.links}
+    site = plan.machine.compute_tier
+    found: dict[tuple[str, str], list[tuple[int, bool]]] = {}
+    coming: dict[str, str] = {}
+    for i, step in enumerate(plan.steps):
+        match step:
+            case Offload():
+                found.setdefault((step.tensor, links[step.link].target_tier), []).append((i, False))
+            case Reload():
+                coming[step.tensor] = links[step.link].source_tier
+            case Wait() if step.tensor in coming:
+                found.setdefault((step.tensor, coming.pop(step.tensor)), []).append((i, True))
+            case Compute(op=op) | Recompute(source=op) if plan.ops[op].site != site:
+                spec, here = plan.workload.ops[op], plan.ops[op].site
+                for name in dict.fromkeys(spec.reads):
+                    if name not in spec.writes:
+                        found.setdefault((name, here), []).append((i, True))
+                for name in dict.fromkeys(spec.writes):
+                    found.setdefault((name, here), []).append((i, False))
+            case _:
+                pass
+    return found

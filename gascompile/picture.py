@@ -185,10 +185,12 @@ def _draw_lanes(
 def _label(
     axes: Axes, lane: int, span: tuple[float, float], label: str, kind: str, letter: float
 ) -> None:
-    """Write a label into its bar where it fits, its end where only that does."""
+    """Write a label into its bar where it fits, or as much of its end as does."""
     room = int((span[1] - span[0]) / letter) if letter else 0
-    text = label if len(label) <= room else label.rsplit(".", 1)[-1]
-    if not text or len(text) > room:
+    parts = label.removesuffix(".weight").split(".")
+    ends = [".".join(parts[i:]) for i in range(len(parts))]
+    text = next((end for end in (label, *ends) if len(end) <= room), "")
+    if not text:
         return
     dark = kind in ("op", "recomputed", "reload")
     background = {"facecolor": "white", "edgecolor": "none", "pad": 1.0}

@@ -9,12 +9,14 @@ from hypothesis import given, settings
 
 from gascompile.cost_models.replay import replay_plan
 from gascompile.cost_models.trace import BANDWIDTH, LINK_BUSY, MEMORY, trace
+from gascompile.errors import InfeasiblePlanError
 from gascompile.ir import Budget, Compute, Machine, Offload, Pipe, Plan, Wait, Workload
 from gascompile.passes.make_plan import make_plan
 from gascompile.passes.verify import verify
 from gascompile.units import reserve_bytes
 from tests.cost_models.hand_plans import MB, fetch, hand_plan, machine, streaming, training
 from tests.passes.planning import budget_at, machines, shares, workloads
+from tests.passes.random_workloads import Case, cases
 
 
 def test_ops_transfers_and_stalls_of_a_streaming_plan() -> None:
@@ -199,3 +201,24 @@ def test_it_agrees_with_the_replay_and_the_budget(
     needed = [t for t in found.transfers if t.needed_s is not None]
     assert sum(t.size_bytes for t in needed) == sum(found.link_bytes.values())
     assert all(t.issued_s <= t.begun_s <= t.arrived_s for t in found.transfers)
+
+
+@settings(max_examples=25, deadline=None)
+@given(case=cases())
+def test_memory_is_what_the_verifier_counts(case: Case) -> None:
+    limits = case.limits_bytes
+    budget = Budget(gpu=limits.get("gpu"), cpu=limits.get("cpu"), nvme=limits.get("nvme"))
+    try:
+        plan = make_plan(
+            case.workload, case.machine, budget, fingerprint={}, time_limit_s=0.5, move_all=True
+        )
+    except InfeasiblePlanError:
+        return
+    found = trace(plan)
+    for tier, curve in found.memory.items():
+        if tier == case.machine.compute_tier and any(plan.arena_bytes.values()):
+            assert curve.peak_bytes <= plan.peak_bytes[tier]
+        else:
+            assert curve.peak_bytes == plan.peak_bytes[tier]
+    assert found.seconds == plan.certificate.predicted_s
+    assert max((s.ended_s for s in found.ops), default=0.0) <= found.seconds * 1.2 + 1e-9
