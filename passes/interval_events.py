@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from gascompile.cost_models.events import COMPUTE, PREFETCH, WAIT, Event, EventProgram
 from gascompile.ir import Compute, Offload, Recompute, Release, Reload, Step, Wait
-from gascompile.passes.interval_schedule import Kind, Schedule
+from gascompile.passes.interval_choices import Kind, Schedule
 
 
 def event_program(found: Schedule) -> tuple[EventProgram, list[int]]:
@@ -79,10 +79,10 @@ def interval_steps(found: Schedule) -> tuple[Step, ...]:
         ]
         for kind, number in moves:
             steps.extend(_steps_of(found, kind, number, op))
-        if boundary < plan.num_runs:
-            run = plan.runs[boundary]
-            again = run.source != run.op
-            steps.append(Recompute(op=op, source=run.source) if again else Compute(op=op))
+        if op < len(task.reads):
+            source = plan.runs[boundary].source
+            again = source != op
+            steps.append(Recompute(op=op, source=source) if again else Compute(op=op))
     return tuple(steps)
 
 

@@ -25,7 +25,10 @@ Key = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One execution: of op ``source``, before op ``op`` or as that op itself."""
+    """One execution: of op ``source``, before op ``op`` or as that op itself.
+
+    The last run of a layout, of no op, stands for the end of the list: it needs the outputs.
+    """
 
     op: int
     source: int
@@ -39,7 +42,7 @@ class Interval:
     start: int
     """Run after which the interval begins; -1 where the tensor is never accessed."""
     end: int
-    """Run that needs the tensor again; the number of runs for what must be there at the end."""
+    """Run that needs the tensor again; the number of runs where none does."""
     wraps: bool
     """Lies around the end: from ``start`` to the last run and from the first one to ``end``."""
     version: tuple[int, int]
@@ -84,7 +87,9 @@ def layout(task: IntervalProblem, recomputed: AbstractSet[tuple[int, int]] = fro
         recomputed: ``(tensor, op)``: the tensor is dropped before the interval that ends at ``op`` and
             recomputed when it is needed next; with ``NEVER`` for ``op`` after its last regular access.
     """
-    runs = _runs(task, recomputed) if recomputed else [Run(i, i) for i in range(len(task.reads))]
+    num_ops = len(task.reads)
+    runs = _runs(task, recomputed) if recomputed else [Run(i, i) for i in range(num_ops)]
+    runs.append(Run(num_ops, num_ops))
     accesses = _accesses(task, runs)
     count = len(runs)
     change = np.zeros(count + 1, dtype=np.int64)
@@ -94,7 +99,7 @@ def layout(task: IntervalProblem, recomputed: AbstractSet[tuple[int, int]] = fro
             if not found:
                 continue
             first = found[0][0] if found[0][1] else 0
-            last = count if task.stays_to_end[tensor] else found[-1][0] + 1
+            last = found[-1][0] + 1
         change[first] += task.sizes[tensor]
         change[last] -= task.sizes[tensor]
     intervals: list[Interval] = []
@@ -103,10 +108,11 @@ def layout(task: IntervalProblem, recomputed: AbstractSet[tuple[int, int]] = fro
         for interval in _intervals(task, tensor, found, count):
             if interval.wraps or interval.end > interval.start + 1:
                 intervals.append(interval)
-                until = runs[interval.end] if interval.end < count else Run(len(task.reads), NEVER)
+                until = runs[interval.end] if interval.end < count else Run(num_ops, NEVER)
                 keys.append((tensor, until.op if interval.start >= 0 else NEVER, until.source))
-    seconds = np.array([task.op_times_s[run.source] for run in runs])
-    workspace = np.array([task.workload.ops[r.source].workspace_bytes for r in runs], np.int64)
+    seconds = np.array([*(task.op_times_s[run.source] for run in runs[:-1]), 0.0])
+    ops = task.workload.ops
+    workspace = np.array([*(ops[run.source].workspace_bytes for run in runs[:-1]), 0], np.int64)
     gone = _dropped(runs, accesses, task)
     for tensor, start, end in gone:
         change[start] -= task.sizes[tensor]
@@ -143,11 +149,14 @@ def _dropped(
 def _accesses(task: IntervalProblem, runs: list[Run]) -> list[list[tuple[int, bool]]]:
     """Return ``(run, whether it writes)`` per tensor."""
     found: list[list[tuple[int, bool]]] = [[] for _ in task.sizes]
-    for number, run in enumerate(runs):
+    for number, run in enumerate(runs[:-1]):
         for tensor in task.reads[run.source]:
             found[tensor].append((number, False))
         for tensor in task.writes[run.source]:
             found[tensor].append((number, True))
+    for tensor, stays in enumerate(task.stays_to_end):
+        if stays and found[tensor]:
+            found[tensor].append((len(runs) - 1, False))
     return found
 
 
@@ -158,9 +167,8 @@ def _intervals(
     if task.persistent[tensor]:
         return _persistent_intervals(task, tensor, found, count)
     intervals: list[Interval] = []
-    ends = [*found, (count, False)] if task.stays_to_end[tensor] and found else found
     version, age = -1, 0
-    for (start, is_write), (end, rewritten) in pairwise(ends):
+    for (start, is_write), (end, rewritten) in pairwise(found):
         if is_write:
             version, age = start, 0
         # A recomputation makes the value anew: what lies before it is no interval.

@@ -21,17 +21,13 @@ Where the workload repeats, slots follow each other around the end.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-import numpy as np
+from gascompile.passes.interval_columns import Model, interval_columns
+from gascompile.passes.interval_layout import Layout
+from gascompile.passes.linear_program import INFINITY, Ending
 
-from gascompile.passes.interval_layout import Interval, Layout
-from gascompile.passes.linear_program import INFINITY, Ending, LinearProgram
-
-_WHOLE = 1000.0
-"""The largest amount of bytes, and all compute, in the program's own units."""
 _PREFERENCE = 1e-4
 """Share of the compute time that moving everything costs beside the time."""
 _TOLERANCE = 2e-6
@@ -49,64 +45,6 @@ class Relaxation:
     remade: Mapping[int, float]
     solver: str
     timed_out: bool
-
-
-@dataclass(frozen=True, slots=True)
-class _Slot:
-    first: int
-    end: int
-    """Runs from ``first`` up to ``end``, which is not one of them."""
-    long: bool
-
-
-@dataclass(slots=True)
-class _Model:
-    plan: Layout
-    program: LinearProgram
-    slots: list[_Slot]
-    slot_of: list[int]
-    rows: list[int]
-    """Runs whose memory is looked at."""
-    unit_bytes: float
-    unit_s: float
-    leave: dict[int, list[list[int]]] = field(default_factory=dict)
-    """Per interval and route the columns that add up to its share."""
-    remade: dict[int, int] = field(default_factory=dict)
-    written: dict[tuple[int, int], list[tuple[int, float]]] = field(default_factory=dict)
-    """Per route and slot what becomes ready to be written out; likewise below."""
-    begun: dict[tuple[int, int], list[tuple[int, float]]] = field(default_factory=dict)
-    due: dict[tuple[int, int], list[tuple[int, float]]] = field(default_factory=dict)
-    around: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
-    """Per route what is away around the end."""
-    transfers: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
-    """Per link the seconds of all its transfers."""
-    preferred: float = 0.0
-    """The most that the preference for moving less can add to the objective."""
-    flows: dict[tuple[int, int], tuple[int, int, int]] = field(default_factory=dict)
-    """Per route and slot the columns ``out``, ``back``, ``G``."""
-
-    @property
-    def last(self) -> int:
-        """The last slot."""
-        return len(self.slots) - 1
-
-    def enter(self, run: int) -> int:
-        """Return the slot by whose end the inputs of ``run`` have arrived."""
-        if run >= self.plan.num_runs:
-            return self.last
-        slot = self.slot_of[run]
-        return slot - 1 if self.slots[slot].long else slot
-
-    def after(self, run: int) -> int:
-        """Return the first slot in which something may follow ``run``."""
-        if run < 0:
-            return 0
-        slot = self.slot_of[run]
-        return slot + 1 if self.slots[slot].long else slot
-
-    def row_range(self, start: int, end: int) -> tuple[int, int]:
-        """Return the range of rows among the runs from ``start`` up to ``end``."""
-        return bisect_left(self.rows, start), bisect_left(self.rows, end)
 
 
 def interval_program(
@@ -138,7 +76,10 @@ def interval_program(
     return Relaxation(
         bound_s=max(0.0, bound_s),
         leave={
-            j: tuple(sum(values[column] for column in columns) for columns in routes)
+            j: tuple(
+                sum(values[column] / (2 if column in model.part else 1) for column in columns)
+                for columns in routes
+            )
             for j, routes in model.leave.items()
         }
         if values
@@ -149,22 +90,8 @@ def interval_program(
     )
 
 
-def _build(plan: Layout, remakable: Mapping[int, float], away_bytes: int, num_slots: int) -> _Model:
-    slots = _slots(plan, num_slots)
-    slot_of = [0] * plan.num_runs
-    for number, slot in enumerate(slots):
-        slot_of[slot.first : slot.end] = [number] * (slot.end - slot.first)
-    most = max(1, int(plan.kept.max()) if plan.num_runs else 1)
-    model = _Model(
-        plan=plan,
-        program=LinearProgram("intervals"),
-        slots=slots,
-        slot_of=slot_of,
-        rows=_rows(plan, slots),
-        unit_bytes=most / _WHOLE,
-        unit_s=max(plan.task.compute_s, 1e-9) / _WHOLE,
-    )
-    _add_choices(model, remakable)
+def _build(plan: Layout, remakable: Mapping[int, float], away_bytes: int, num_slots: int) -> Model:
+    model = interval_columns(plan, remakable, num_slots)
     for route in range(len(plan.task.routes)):
         _add_flows(model, route)
     _add_memory(model, away_bytes)
@@ -172,101 +99,7 @@ def _build(plan: Layout, remakable: Mapping[int, float], away_bytes: int, num_sl
     return model
 
 
-def _slots(plan: Layout, num_slots: int) -> list[_Slot]:
-    """Give the longest runs slots of their own, and what lies between them one each."""
-    order = np.argsort(-plan.seconds, kind="stable")[:num_slots]
-    slots: list[_Slot] = []
-    reached = 0
-    for run in sorted(int(run) for run in order):
-        slots += [_Slot(reached, run, long=False), _Slot(run, run + 1, long=True)]
-        reached = run + 1
-    return [*slots, _Slot(reached, plan.num_runs, long=False)]
-
-
-def _rows(plan: Layout, slots: list[_Slot]) -> list[int]:
-    """Return the runs whose memory is looked at: all long ones, the fullest of each stretch."""
-    rows: set[int] = set()
-    for slot in slots:
-        if slot.end > slot.first:
-            rows.add(slot.first + int(np.argmax(plan.kept[slot.first : slot.end])))
-    return sorted(run for run in rows if plan.kept[run] > plan.task.limit_bytes)
-
-
-def _add_choices(model: _Model, remakable: Mapping[int, float]) -> None:
-    plan, program = model.plan, model.program
-    longest: dict[tuple[int, int], int] = {}
-    relevant: list[int] = []
-    for j, interval in enumerate(plan.intervals):
-        if interval.start < 0:
-            continue
-        if any(low < high for low, high in (model.row_range(*s) for s in plan.spans(interval))):
-            relevant.append(j)
-            best = longest.get(interval.version)
-            if best is None or _length(plan, interval) > _length(plan, plan.intervals[best]):
-                longest[interval.version] = j
-    for j in sorted(relevant, key=lambda j: longest[plan.intervals[j].version] != j):
-        interval = plan.intervals[j]
-        tensor = interval.tensor
-        columns: list[list[int]] = []
-        for route in range(len(plan.task.routes)):
-            first = longest[interval.version]
-            shared = model.leave[first][route] if first != j else []
-            takes = plan.task.can_take(tensor, route)
-            columns.append(_leave(model, j, route, shared) if takes else [])
-        model.leave[j] = columns
-        if j in remakable:
-            model.remade[j] = program.add_variable(0.0, 1.0)
-        terms = [column for found in columns for column in found]
-        terms += [model.remade[j]] if j in remakable else []
-        if len(terms) > 1:
-            program.add_row(-INFINITY, 1.0, [(column, 1.0) for column in terms])
-
-
-def _length(plan: Layout, interval: Interval) -> int:
-    return sum(end - start for start, end in plan.spans(interval))
-
-
-def _leave(model: _Model, j: int, route: int, shared: list[int]) -> list[int]:
-    """Add the columns of an interval that leaves over ``route``: with a copy at hand, or to be written."""
-    plan, program, task = model.plan, model.program, model.plan.task
-    interval = plan.intervals[j]
-    size = task.sizes[interval.tensor] / model.unit_bytes
-    clean = task.persistent[interval.tensor] and not task.written[interval.tensor]
-    # What a list that does not repeat begins with has a copy at home, if that is where it comes from.
-    given = interval.version[1] < 0 and not task.workload.repeats
-    columns: list[int] = []
-    load_s = task.load_s(interval.tensor, route) / model.unit_s
-    link_in = task.routes[route].link_in
-    kinds = [True] if clean or given else [True, False] if shared else [False]
-    for free in kinds:
-        column = program.add_variable(0.0, 1.0)
-        columns.append(column)
-        if free:
-            model.begun.setdefault((route, model.after(interval.start)), []).append((column, size))
-            if not (clean or given):
-                terms = [(column, 1.0), *((other, -1.0) for other in shared)]
-                program.add_row(-INFINITY, 0.0, terms)
-        else:
-            link_out = task.routes[route].link_out
-            assert link_out is not None, "what is dirty takes routes with a way out"
-            written = interval.version[1]
-            # A value is written out at the earliest when it is there; one that is not replaced in
-            # a list that does not repeat, at any time.
-            since = -1 if interval.wraps and not task.workload.repeats else written
-            model.written.setdefault((route, model.after(since)), []).append((column, size))
-            store_s = task.store_s(interval.tensor, route) / model.unit_s
-            model.transfers.setdefault(link_out, []).append((column, store_s))
-            if written > interval.start:
-                model.around.setdefault(route, []).append((column, size))
-        if interval.end < plan.num_runs or not interval.wraps:
-            model.due.setdefault((route, model.enter(interval.end)), []).append((column, size))
-        model.transfers.setdefault(link_in, []).append((column, load_s))
-        if interval.wraps:
-            model.around.setdefault(route, []).append((column, size))
-    return columns
-
-
-def _add_flows(model: _Model, route: int) -> None:
+def _add_flows(model: Model, route: int) -> None:
     program, task = model.program, model.plan.task
     room = task.routes[route].room_bytes / model.unit_bytes
     has_way_out = task.routes[route].link_out is not None
@@ -303,7 +136,7 @@ def _add_flows(model: _Model, route: int) -> None:
         program.highs[waiting[-1]] = program.highs[early[-1]] = 0.0
 
 
-def _add_memory(model: _Model, away_bytes: int) -> None:
+def _add_memory(model: Model, away_bytes: int) -> None:
     """Add the rows of memory, with running sums of what is open at each of them."""
     plan, program = model.plan, model.program
     limit = (plan.task.limit_bytes + away_bytes) / model.unit_bytes
@@ -312,13 +145,14 @@ def _add_memory(model: _Model, away_bytes: int) -> None:
     for j, routes in model.leave.items():
         interval = plan.intervals[j]
         size = plan.task.sizes[interval.tensor] / model.unit_bytes
-        for span in plan.spans(interval):
+        for part, span in enumerate(plan.spans(interval)):
             low, high = model.row_range(*span)
             if low >= high:
                 continue
             for column in (column for columns in routes for column in columns):
-                changes[low].append((column, -size))
-                changes[high].append((column, size))
+                if model.part.get(column, part) == part:
+                    changes[low].append((column, -size))
+                    changes[high].append((column, size))
             if j in model.remade:
                 remade[low].append((model.remade[j], -size))
                 remade[high].append((model.remade[j], size))
@@ -336,7 +170,7 @@ def _add_memory(model: _Model, away_bytes: int) -> None:
         program.add_row(least, INFINITY, [(made, 1.0), *_away_at(model, run)])
 
 
-def _away_at(model: _Model, run: int) -> list[tuple[int, float]]:
+def _away_at(model: Model, run: int) -> list[tuple[int, float]]:
     """Return the most that can be away at ``run``."""
     s = model.slot_of[run]
     terms: list[tuple[int, float]] = []
@@ -355,7 +189,7 @@ def _away_at(model: _Model, run: int) -> list[tuple[int, float]]:
     return terms
 
 
-def _add_times(model: _Model, remakable: Mapping[int, float]) -> None:
+def _add_times(model: Model, remakable: Mapping[int, float]) -> None:
     plan, program = model.plan, model.program
     machine = plan.task.machine
     compute = [
@@ -389,7 +223,7 @@ def _add_times(model: _Model, remakable: Mapping[int, float]) -> None:
     _add_remaking(model, remakable, times, compute)
 
 
-def _add_preference(model: _Model, compute: float) -> None:
+def _add_preference(model: Model, compute: float) -> None:
     """Of solutions that take the same time, prefer short transfers; ``preferred`` bounds the cost.
 
     A tensor holds all its memory during its transfer, of which the flows know nothing: hence the square.
@@ -404,7 +238,7 @@ def _add_preference(model: _Model, compute: float) -> None:
 
 
 def _add_remaking(
-    model: _Model, remakable: Mapping[int, float], times: list[int], compute: list[float]
+    model: Model, remakable: Mapping[int, float], times: list[int], compute: list[float]
 ) -> None:
     """Let recomputations take place in the slots between the two ends of their interval."""
     program, plan = model.program, model.plan

@@ -18,7 +18,6 @@ class Remake:
 
     dropped: frozenset[tuple[int, int]]
     """The tensor and, where the inputs of its op are dead by then, those it takes to make them again."""
-    own_s: float
     chain_s: float
 
 
@@ -40,9 +39,32 @@ def interval_recompute(plan: Layout) -> Mapping[int, Remake]:
         if chain is not None:
             found[j] = Remake(
                 dropped=frozenset({(tensor, op), *((other, NEVER) for other in chain[1:])}),
-                own_s=task.op_times_s[task.repeatable[tensor]],
                 chain_s=sum(task.op_times_s[task.repeatable[other]] for other in chain),
             )
+    return found
+
+
+def remaking_s(plan: Layout) -> Mapping[int, float]:
+    """Return per interval what remaking its tensor takes at the least, in any plan whatsoever.
+
+    More than ``interval_recompute`` would do counts here: an op that writes several tensors makes all of
+    them at once, and inputs that are overwritten meanwhile may be made anew themselves.
+    """
+    task = plan.task
+    found: dict[int, float] = {}
+    for j, interval in enumerate(plan.intervals):
+        op = interval.version[1]
+        if task.persistent[interval.tensor] or op < 0:
+            continue
+        spec = task.workload.ops[op]
+        lasting = any(task.persistent[tensor] for tensor in task.writes[op])
+        gone = any(
+            task.persistent[needed] and op < writer < interval.end
+            for needed in task.reads[op]
+            for writer in task.writers.get(needed, ())
+        )
+        if not lasting and not gone and not set(spec.reads) & set(spec.writes):
+            found[j] = task.op_times_s[op] / len(task.writes[op])
     return found
 
 

@@ -10,111 +10,16 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from enum import IntEnum
 
 import numpy as np
 import numpy.typing as npt
 
+from gascompile.passes.interval_choices import Choices, Kind, Move, Schedule, base_memory
 from gascompile.passes.interval_layout import Interval, Layout
 from gascompile.passes.interval_problem import IntervalProblem
 
 _EAGER = 4.0
 """A tensor that is read on leaves at once where the reading ends within so many transfer times."""
-
-
-class Kind(IntEnum):
-    """What a move does; the order is that of the moves at one boundary."""
-
-    RELEASE = 0
-    """Wait for a copy out, then release."""
-    DROP = 1
-    """Release what has a copy already."""
-    STORE = 2
-    LOAD = 3
-    SETTLE = 4
-    """Wait for a copy out whose tensor stays."""
-    ARRIVE = 5
-    RUN = 6
-
-
-Move = tuple[int, int]
-"""``(kind, interval)``, or ``(Kind.RUN, run)``."""
-
-
-@dataclass(frozen=True, slots=True)
-class Choices:
-    """What becomes of each interval of a layout."""
-
-    route: tuple[int | None, ...]
-    """Per interval the route it leaves by, ``None`` where it stays."""
-    stored: frozenset[int]
-    """Intervals whose tensor has to be written out; the other ones that leave have a copy."""
-
-
-@dataclass(slots=True)
-class Schedule:
-    """Moves in program order, and where the planner may do better."""
-
-    layout: Layout
-    choices: Choices
-    boundaries: list[list[Move]]
-    memory: npt.NDArray[np.int64]
-    clock: npt.NDArray[np.float64]
-    """Start of each run as simulated from a standing start."""
-    carried: dict[int, float]
-    """Loads that cross the end, with their arrival after it."""
-    gone: dict[int, tuple[int, int]]
-    """Boundaries of release and reload per interval that left."""
-    idle: set[int] = field(default_factory=set)
-    """Intervals that left for no run at all."""
-
-    def moves(self) -> list[Move]:
-        """Return all moves and runs in program order."""
-        found: list[Move] = []
-        for number, boundary in enumerate(self.boundaries):
-            found.extend(boundary)
-            if number < self.layout.num_runs:
-                found.append((Kind.RUN, number))
-        return found
-
-
-def choices(plan: Layout, routes: Mapping[int, int]) -> Choices:
-    """Complete the routes of the intervals that leave: which of them have to be written out."""
-    task = plan.task
-    stored: set[int] = set()
-    versions: dict[tuple[int, int], list[int]] = {}
-    homes: dict[int, int] = {}
-    for number in routes:
-        interval = plan.intervals[number]
-        versions.setdefault(interval.version, []).append(number)
-        if interval.wraps:
-            homes[interval.tensor] = routes[number]
-    for (tensor, run), members in versions.items():
-        if task.persistent[tensor] and not task.written[tensor]:
-            continue
-        copies: set[int] = set()
-        if run < 0 and tensor in homes and not task.workload.repeats:
-            copies.add(homes[tensor])
-        for number in sorted(members, key=lambda j: plan.intervals[j].age):
-            if routes[number] not in copies:
-                stored.add(number)
-                copies.add(routes[number])
-    route = tuple(routes.get(j) for j in range(len(plan.intervals)))
-    return Choices(route, frozenset(stored))
-
-
-def base_memory(plan: Layout, chosen: Choices) -> npt.NDArray[np.int64]:
-    """Return the bytes at each run if all that leaves is away during its whole interval."""
-    change = np.zeros(plan.num_runs + 1, dtype=np.int64)
-    for number, route in enumerate(chosen.route):
-        if route is not None:
-            interval = plan.intervals[number]
-            for start, end in plan.spans(interval):
-                change[start] -= plan.task.sizes[interval.tensor]
-                change[end] += plan.task.sizes[interval.tensor]
-    return plan.kept + np.cumsum(change)[: plan.num_runs]
 
 
 def schedule(plan: Layout, chosen: Choices, before: Schedule | None = None) -> Schedule | None:
@@ -163,10 +68,14 @@ class _Scheduler:
         self.loaded: dict[int, int] = {}
         self.tail_loads: set[int] = set()
         self.idle: set[int] = set()
+        self.away: set[int] = set()
+        """Tensors that are away around the end of the list."""
+        self.first_age: dict[tuple[int, int], int] = {}
+        """Per value the age at which it leaves for the first time."""
         self.carried = before.carried if before is not None and same else {}
-        self.store_at: list[list[int]] = [[] for _ in range(self.count + 1)]
-        self.begin_at: list[list[int]] = [[] for _ in range(self.count + 1)]
-        self.due_at: list[list[int]] = [[] for _ in range(self.count + 1)]
+        self.store_at: list[list[int]] = [[] for _ in range(self.count)]
+        self.begin_at: list[list[int]] = [[] for _ in range(self.count)]
+        self.due_at: list[list[int]] = [[] for _ in range(self.count)]
 
     def run(self) -> Schedule | None:
         self._register()
@@ -198,28 +107,42 @@ class _Scheduler:
 
     def _register(self) -> None:
         """Sort the intervals that leave by where their tensor can be written, leaves and is due."""
+        self.away = {
+            interval.tensor
+            for interval, route in zip(self.plan.intervals, self.chosen.route, strict=True)
+            if interval.wraps and route is not None
+        }
         for number, route in enumerate(self.chosen.route):
             interval = self.plan.intervals[number]
             if route is None or interval.start < 0:
                 continue
+            first = self.first_age.setdefault(interval.version, interval.age)
+            self.first_age[interval.version] = min(first, interval.age)
             self.begin_at[interval.start + 1].append(number)
-            if interval.end < self.count or not interval.wraps:
-                self.due_at[interval.end].append(number)
-            if number in self.chosen.stored:
-                self.store_at[self._store_boundary(interval, route)].append(number)
+            self.due_at[interval.end].append(number)
+        for number in self.chosen.stored:
+            interval, route = self.plan.intervals[number], self.chosen.route[number]
+            assert route is not None, "only what leaves is written out"
+            self.store_at[self._store_boundary(interval, route)].append(number)
         for found in self.store_at:
-            found.sort(key=lambda j: self._due(self.plan.intervals[j]))
+            found.sort(key=lambda j: (self._due(self.plan.intervals[j]), j))
 
     def _due(self, interval: Interval) -> int:
         return interval.end + (self.count if interval.wraps else 0)
 
     def _store_boundary(self, interval: Interval, route: int) -> int:
         """Return the boundary at which the copy out starts: after the write if the reads end soon."""
+        if interval.age > self.first_age[interval.version]:
+            return interval.start + 1
         written = interval.version[1]
-        if 0 <= written < interval.start:
-            reading_s = self.starts[interval.start] - self.starts[written + 1]
-            if reading_s <= _EAGER * self.task.store_s(interval.tensor, route):
-                return written + 1
+        carried = written > interval.start or written < 0
+        if carried and not interval.wraps and interval.tensor not in self.away:
+            written = -1
+        elif not 0 <= written < interval.start:
+            return interval.start + 1
+        reading_s = self.starts[interval.start] - self.starts[written + 1]
+        if reading_s <= _EAGER * self.task.store_s(interval.tensor, route):
+            return written + 1
         return interval.start + 1
 
     def _project_lags(self) -> None:
@@ -281,6 +204,7 @@ class _Scheduler:
                 return False
             self.now = max(self.now, self.flights[0][0])
             self._land(run)
+        self._load(run)
         for number in self.due_at[run]:
             self._arrive(number, run)
         self._land(run)
@@ -338,7 +262,8 @@ class _Scheduler:
                 interval = self.plan.intervals[number]
                 size = self.task.sizes[interval.tensor]
                 ahead = self.memory[boundary : min(due, self.count)]
-                if len(ahead) and int(ahead.max()) + size > self.limit:
+                most = int(ahead.max()) + size if len(ahead) else int(self.memory[boundary])
+                if most > self.limit:
                     break
                 if due >= self.count and interval.wraps:
                     held = self.memory[: self.loaded[number]]
@@ -378,16 +303,8 @@ class _Scheduler:
         return self.link_free[link_number]
 
     def _close(self) -> None:
-        """End the list: what must be there has to come, what still leaves may cross the end."""
-        end = self.count
-        self._land(end)
-        for number in self.store_at[end]:
-            self._store(number, end)
-        for number in self.begin_at[end]:
-            self._begin(number, end)
-        self._load(end)
-        for number in self.due_at[end]:
-            self._arrive(number, end)
+        """End the list: what still leaves may cross the end."""
+        self._land(self.count)
         for arrival, number in sorted(self.flights):
             if number not in self.idle:
                 self._cross(number, arrival)

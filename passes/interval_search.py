@@ -12,10 +12,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from gascompile.cost_models.events import steady_iteration
+from gascompile.passes.interval_choices import Schedule, choices
 from gascompile.passes.interval_events import event_program
 from gascompile.passes.interval_layout import Key, Layout, layout
 from gascompile.passes.interval_problem import IntervalProblem
-from gascompile.passes.interval_schedule import Schedule, choices, schedule
+from gascompile.passes.interval_schedule import schedule
 from gascompile.passes.interval_selection import Selection
 
 _ROUNDS = 3

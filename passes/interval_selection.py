@@ -70,7 +70,8 @@ class Selection:
         for choice in order:
             if not self._has_room(j, choice):
                 continue
-            if clean and not interval.wraps and not self.task.workload.repeats:
+            inner = interval.start >= 0 and not interval.wraps
+            if clean and inner and not self.task.workload.repeats:
                 around = next(k for k in self._number[tensor] if self.plan.intervals[k].wraps)
                 if around not in self.routes:
                     self._set(around, choice)

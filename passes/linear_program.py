@@ -176,7 +176,17 @@ def solver_name() -> str:
     """Return which solver there is: ``highs``, ``cbc`` or ``none``."""
     if pulp.HiGHS().available():
         return "highs"
-    return "cbc" if pulp.PULP_CBC_CMD(msg=False).available() else "none"
+    return "cbc" if _cbc_path() else "none"
+
+
+def _cbc_path() -> str | None:
+    """Return the installed CBC, or the one that PuLP 3 brings along."""
+    bundled = getattr(pulp.PULP_CBC_CMD, "pulp_cbc_path", None)
+    for path in (None, bundled):
+        found = pulp.COIN_CMD(msg=False, path=path).available()
+        if found:
+            return str(found)
+    return None
 
 
 def _solver(name: str, time_limit_s: float, gap: float, continuous: bool) -> Expression:
@@ -184,8 +194,13 @@ def _solver(name: str, time_limit_s: float, gap: float, continuous: bool) -> Exp
         return pulp.HiGHS(
             msg=False, mip=not continuous, gapRel=gap, timeLimit=time_limit_s, threads=1
         )
-    return pulp.PULP_CBC_CMD(
-        msg=False, mip=not continuous, gapRel=gap, timeLimit=time_limit_s, threads=1
+    return pulp.COIN_CMD(
+        msg=False,
+        path=_cbc_path(),
+        mip=not continuous,
+        gapRel=gap,
+        timeLimit=time_limit_s,
+        threads=1,
     )
 
 

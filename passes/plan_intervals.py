@@ -14,13 +14,13 @@ from dataclasses import replace
 
 import numpy as np
 
-from gascompile.errors import InfeasiblePlanError
+from gascompile.errors import InfeasiblePlanError, SolverError
 from gascompile.ir import Machine, Workload
 from gascompile.passes.interval_events import interval_steps
 from gascompile.passes.interval_layout import Layout, layout
 from gascompile.passes.interval_problem import IntervalProblem, interval_problem
 from gascompile.passes.interval_program import Relaxation, interval_program
-from gascompile.passes.interval_recompute import Remake, interval_recompute
+from gascompile.passes.interval_recompute import Remake, interval_recompute, remaking_s
 from gascompile.passes.interval_search import Found, Search, improve, selection_of
 from gascompile.passes.interval_selection import Selection
 from gascompile.passes.interval_strategies import STRATEGIES
@@ -42,6 +42,11 @@ Whole tensors hold their memory during a transfer and wait for each other, of wh
 """
 _RECOMPUTE_RATIOS = (0.02, 0.1, 0.4)
 """Recompute what takes at most this share of the time that moving it away and back would take."""
+_ATTEMPTS = 40
+"""Selections that are tried before a budget is refused."""
+_SEEDS = 64
+_PATIENCE = 2
+"""Walks in a row that may find nothing better."""
 _SLOTS = 60
 _BOUND_SLOTS = 150
 _REMADE = 0.2
@@ -69,7 +74,6 @@ def plan_intervals(
 
     Raises:
         InfeasiblePlanError: nothing fits; names the smallest budget that does, and its op.
-        SolverError: the solver ended in a state that is not understood.
         UnsupportedOpError: an op has no time on the compute tier.
         ValueError: an op names a tensor that the workload does not list.
     """
@@ -77,17 +81,21 @@ def plan_intervals(
     search = Search(task, time_limit_s=time_limit_s, mip_gap=mip_gap)
     search.bound_s = task.compute_s
     remakes = interval_recompute(search.base)
-    for name, selection, dropped in _starts(search.base, remakes):
-        search.consider(name, selection, dropped)
-        if search.done or (search.best is not None and search.out_of_time):
+    _begin(search, remakes, reserved_bytes)
+    solver = "none"
+    if not search.done:
+        try:
+            solver = _guided(search, remakes)
+        except SolverError:
+            # The heuristics' plan stands, and so does the bound that needs no solver.
+            solver = "none"
+    fruitless = 0
+    for seed in range(_SEEDS):
+        if search.finished or fruitless == _PATIENCE:
             break
-    if search.best is None:
-        _refuse(search.base, remakes, reserved_bytes)
-    solver = "none" if search.done else _guided(search, remakes)
-    for seed in range(64):
-        if search.finished:
-            break
+        before = search.best
         improve(search, search.deadline_s, random.Random(seed))
+        fruitless = fruitless + 1 if search.best is before else 0
     best = search.best
     assert best is not None, "what is not refused has a schedule"
     return IntervalPlan(
@@ -100,6 +108,24 @@ def plan_intervals(
         strategy=best.strategy,
         solver=solver,
     )
+
+
+def _begin(search: Search, remakes: Mapping[int, Remake], reserved_bytes: int) -> None:
+    """Consider the heuristics, and where none fits whatever else might; refuse where nothing does."""
+    for name, selection, dropped in _starts(search.base, remakes):
+        search.consider(name, selection, dropped)
+        if search.done or (search.best is not None and search.out_of_time):
+            return
+    if search.best is not None:
+        return
+    least = STRATEGIES["all_moved"](search.base)
+    for name, selection, dropped in _last_resorts(search.base, remakes):
+        least = min(least, selection, key=lambda found: found.excess_bytes)
+        if search.consider(name, selection, dropped) is not None:
+            return
+        if search.out_of_time:
+            break
+    _refuse(search.base, least, reserved_bytes)
 
 
 def _starts(
@@ -139,8 +165,7 @@ def _cheap(base: Layout, remakes: Mapping[int, Remake], ratio: float) -> frozens
 
 def _guided(search: Search, remakes: Mapping[int, Remake]) -> str:
     """Bound the search by the program and consider roundings of it; return the solver's name."""
-    own_s = {j: remake.own_s for j, remake in remakes.items()}
-    proof = _relaxed(search.base, own_s, _BOUND_SLOTS, search.left_s / 3)
+    proof = _relaxed(search.base, remaking_s(search.base), _BOUND_SLOTS, search.left_s / 3)
     search.bound_s = max(search.bound_s, proof.bound_s)
     if proof.solver == "none":
         return proof.solver
@@ -194,20 +219,39 @@ def _tightened(task: IntervalProblem, margin: float, factor: float) -> IntervalP
     )
 
 
-def _refuse(base: Layout, remakes: Mapping[int, Remake], reserved_bytes: int) -> None:
-    """Raise the error that names the smallest budget of the compute tier."""
+def _last_resorts(
+    base: Layout, remakes: Mapping[int, Remake]
+) -> Iterator[tuple[str, Selection, frozenset[tuple[int, int]]]]:
+    """Yield selections for tight memory: all heuristics with everything recomputed, odd orders."""
     everything = frozenset(pair for remake in remakes.values() for pair in remake.dropped)
-    found: list[tuple[int, str]] = []
-    for plan in (base, layout(base.task, everything)):
-        memory = STRATEGIES["all_moved"](plan).memory
-        run = plan.runs[int(np.argmax(memory))]
-        found.append((int(memory.max()), plan.task.workload.ops[run.op].name))
-    required, op = min(found)
+    chance = random.Random(0)
+    for attempt in range(_ATTEMPTS):
+        dropped = everything
+        if attempt:
+            chosen = [remake for remake in remakes.values() if chance.random() < 0.5]
+            dropped = frozenset(pair for remake in chosen for pair in remake.dropped)
+        plan = layout(base.task, dropped)
+        if not attempt:
+            for name, strategy in STRATEGIES.items():
+                yield name, strategy(plan), dropped
+        selection = Selection(plan)
+        order = sorted(
+            range(len(plan.intervals)),
+            key=lambda j: (not base.task.persistent[plan.intervals[j].tensor], chance.random()),
+        )
+        selection.fill((j, None) for j in order)
+        yield "all_moved", selection, dropped
+
+
+def _refuse(base: Layout, least: Selection, reserved_bytes: int) -> None:
+    """Raise the error that names the smallest budget of the compute tier that was found to do."""
+    memory = least.memory
+    op = min(least.plan.runs[int(np.argmax(memory))].op, len(base.task.reads) - 1)
     raise InfeasiblePlanError(
-        required_bytes=required + reserved_bytes,
+        required_bytes=int(memory.max()) + reserved_bytes,
         limit_bytes=base.task.limit_bytes + reserved_bytes,
         tier=base.task.machine.compute_tier,
-        op=op,
+        op=base.task.workload.ops[op].name,
     )
 
 

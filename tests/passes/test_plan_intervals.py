@@ -1,0 +1,297 @@
+"""Plans over intervals: by hand, against an interpreter, an exhaustive optimum and every heuristic."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import pytest
+from hypothesis import given, settings
+
+from benchmarks.training_traces import reference_machine, trace
+from gascompile.cost_models.events import steady_seconds
+from gascompile.cost_models.replay import replay
+from gascompile.errors import InfeasiblePlanError
+from gascompile.ir import (
+    Compute,
+    Link,
+    Machine,
+    Offload,
+    OpSpec,
+    Recompute,
+    Release,
+    Reload,
+    Step,
+    TensorKind,
+    TensorSpec,
+    Tier,
+    Wait,
+    Workload,
+)
+from gascompile.passes import linear_program
+from gascompile.passes.interval_choices import choices
+from gascompile.passes.interval_events import event_program
+from gascompile.passes.interval_layout import layout
+from gascompile.passes.interval_problem import interval_problem
+from gascompile.passes.interval_schedule import schedule
+from gascompile.passes.interval_strategies import STRATEGIES
+from gascompile.passes.intervals import IntervalPlan
+from gascompile.passes.plan_intervals import plan_intervals
+from tests.passes.move_oracle import move_optimum
+from tests.passes.random_workloads import Case, cases, op
+from tests.passes.step_interpreter import simulate
+
+
+def task(tensors: str, *ops: OpSpec, repeats: bool = True) -> Workload:
+    """Return a workload of tensors given as ``name:kind:bytes`` words."""
+    specs = [
+        TensorSpec(name=name, kind=TensorKind(kind), size_bytes=int(size))
+        for name, kind, size in (word.split(":") for word in tensors.split())
+    ]
+    return Workload(name="by hand", repeats=repeats, tensors=tuple(specs), ops=ops)
+
+
+def drive(rate_in: float = 1.0, rate_out: float = 1.0) -> Machine:
+    """Return RAM that computes and a drive; a rate of 0 leaves the link out."""
+    ends = (("nvme", "cpu", rate_in), ("cpu", "nvme", rate_out))
+    links = tuple(
+        Link(source_tier=a, target_tier=b, bandwidth_bytes_per_s=rate)
+        for a, b, rate in ends
+        if rate
+    )
+    tiers = {"cpu": Tier(size_bytes=64), "nvme": Tier(size_bytes=64)}
+    return Machine(name="by hand", tiers=tiers, links=links)
+
+
+def planned(workload: Workload, budget: int, machine: Machine | None = None) -> IntervalPlan:
+    """Return the plan within ``budget``, after executing it step by step within that budget."""
+    machine = machine or drive()
+    limits = {machine.compute_tier: budget}
+    found = plan_intervals(workload, machine, limits, time_limit_s=5, mip_gap=0.0)
+    done = simulate(workload, machine, found.steps, found.homes, limits_bytes=limits)
+    assert done.seconds == pytest.approx(found.seconds, abs=1e-9)
+    return found
+
+
+UP_AND_DOWN = task(
+    "a:activation:4 b:activation:4 c:output:1",
+    op("make a", 4, "", "a"),
+    op("make b", 4, "", "b"),
+    op("use b", 4, "b", ""),
+    op("use a", 1, "a", "c"),
+)
+
+
+def test_everything_stays_where_it_fits() -> None:
+    found = planned(UP_AND_DOWN, 8)
+    assert found.steps == tuple(Compute(op=i) for i in range(4))
+    assert (found.seconds, found.bound_s, found.timed_out) == (13.0, 13.0, False)
+    assert (found.sites, found.solver) == (("cpu",) * 4, "none")
+
+
+def test_an_activation_leaves_and_comes_back() -> None:
+    """Four bytes out while b could not stand beside a: that much is waited for, the way back is not."""
+    sums = task(
+        "a:activation:4 b:activation:4 c:output:1",
+        op("make a", 8, "", "a"),
+        op("make b", 4, "", "b"),
+        op("pause", 4, "", ""),
+        op("use a", 1, "a", "c"),
+        repeats=False,
+    )
+    found = planned(sums, 7)
+    assert found.steps == (
+        Compute(op=0),
+        Offload(op=1, tensor="a", link="cpu->nvme", size_bytes=4),
+        Wait(op=1, tensor="a"),
+        Release(op=1, tensor="a"),
+        Compute(op=1),
+        Reload(op=2, tensor="a", link="nvme->cpu", size_bytes=4),
+        Compute(op=2),
+        Wait(op=3, tensor="a"),
+        Compute(op=3),
+    )
+    assert found.seconds == 21.0
+
+
+def test_recomputing_is_cheaper_than_a_slow_drive() -> None:
+    cheap = task(
+        "a:activation:4 b:activation:4 c:output:1",
+        op("make a", 1, "", "a"),
+        op("make b", 1, "", "b"),
+        op("use b", 1, "b", ""),
+        op("use a", 1, "a", "c"),
+    )
+    found = planned(cheap, 7)
+    assert found.steps == (
+        Compute(op=0),
+        Release(op=1, tensor="a"),
+        Compute(op=1),
+        Compute(op=2),
+        Recompute(op=3, source=0),
+        Compute(op=3),
+    )
+    assert found.seconds == 5.0
+
+
+def test_a_chain_is_recomputed_without_links() -> None:
+    """Neither a nor b can stand beside c: b is made again from a, and a from nothing."""
+    chain = task(
+        "a:activation:4 b:activation:4 c:activation:6",
+        op("make a", 1, "", "a"),
+        op("make b", 1, "a", "b"),
+        op("make c", 1, "", "c"),
+        op("use c", 1, "c", ""),
+        op("use b", 1, "b", ""),
+    )
+    found = planned(chain, 8, drive(0, 0))
+    again = [step.source for step in found.steps if isinstance(step, Recompute)]
+    assert again == [0, 1]
+    assert found.seconds == 7.0
+
+
+def test_what_is_written_cannot_be_made_again() -> None:
+    """The op that makes b reads s, which changes before b is needed again."""
+    changed = task(
+        "s:state:1 b:activation:4 c:activation:4",
+        op("make b", 1, "s", "b"),
+        op("change s", 1, "s", "s"),
+        op("make c", 1, "", "c"),
+        op("use b", 1, "b", ""),
+    )
+    with pytest.raises(InfeasiblePlanError) as raised:
+        planned(changed, 8, drive(0, 0))
+    assert raised.value.required_bytes == 9
+    assert raised.value.op == "make c"
+
+
+CLEAN = task("v:weight:4 w:weight:4", op("use v", 4, "v", ""), op("use w", 4, "w", ""))
+DIRTY = task("v:weight:4 w:weight:4", op("change v", 4, "v", "v"), op("change w", 4, "w", "w"))
+
+
+def test_clean_weights_leave_for_free() -> None:
+    found = planned(CLEAN, 4)
+    assert not any(isinstance(step, Offload) for step in found.steps)
+    assert found.homes == {"v": "nvme", "w": "nvme"}
+    assert found.seconds == 16.0
+    assert planned(CLEAN, 8).homes == {"v": "cpu", "w": "cpu"}
+
+
+def test_dirty_weights_are_written_out() -> None:
+    found = planned(DIRTY, 4)
+    assert sum(isinstance(step, Offload) for step in found.steps) == 2
+    assert found.homes == {"v": "nvme", "w": "nvme"}
+    assert found.seconds == 24.0
+
+
+def test_dirty_weights_stay_without_a_way_out() -> None:
+    with pytest.raises(InfeasiblePlanError) as raised:
+        planned(DIRTY, 7, drive(1, 0))
+    assert (raised.value.required_bytes, raised.value.limit_bytes) == (8, 7)
+    assert planned(DIRTY, 8, drive(1, 0)).seconds == 8.0
+
+
+def test_a_load_crosses_the_end_of_the_iteration() -> None:
+    """w comes back during the long op, and is used first of all in the next iteration."""
+    around = task(
+        "w:weight:4 a:activation:4",
+        op("use w", 1, "w", ""),
+        op("fill", 1, "", "a"),
+        op("last use", 1, "a", ""),
+        op("long", 8, "", ""),
+    )
+    found = planned(around, 7)
+    assert isinstance(found.steps[0], Wait)
+    assert found.steps[-2] == Reload(op=3, tensor="w", link="nvme->cpu", size_bytes=4)
+    assert found.seconds == 11.0
+
+
+def test_reserved_bytes_are_left_free() -> None:
+    with pytest.raises(InfeasiblePlanError) as raised:
+        plan_intervals(CLEAN, drive(), {"cpu": 6}, reserved_bytes=3, time_limit_s=5)
+    assert (raised.value.required_bytes, raised.value.limit_bytes) == (7, 6)
+    assert (
+        plan_intervals(CLEAN, drive(), {"cpu": 7}, reserved_bytes=3, time_limit_s=5).seconds == 16
+    )
+
+
+def test_slow_tiers_fill_up() -> None:
+    small = {"cpu": 4, "nvme": 7}
+    with pytest.raises(InfeasiblePlanError):
+        plan_intervals(CLEAN, drive(), small, time_limit_s=5)
+
+
+def test_without_a_solver_the_heuristics_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear_program, "solver_name", lambda: "none")
+    found = planned(DIRTY, 4)
+    assert (found.seconds, found.bound_s, found.solver) == (24.0, 8.0, "none")
+
+
+def test_nothing_to_do() -> None:
+    found = planned(task(""), 0)
+    assert (found.steps, found.seconds) == ((), 0.0)
+
+
+def attempt(case: Case) -> IntervalPlan | None:
+    """Return the plan of a drawn case, executed and replayed; ``None`` where it is refused."""
+    try:
+        found = plan_intervals(case.workload, case.machine, case.limits_bytes, time_limit_s=2)
+    except InfeasiblePlanError:
+        return None
+    done = simulate(
+        case.workload, case.machine, found.steps, found.homes, limits_bytes=case.limits_bytes
+    )
+    assert done.seconds == pytest.approx(found.seconds, abs=1e-9)
+    assert replayed(case, found.steps) == pytest.approx(found.seconds, abs=1e-9)
+    assert found.bound_s <= found.seconds
+    return found
+
+
+def replayed(case: Case, steps: tuple[Step, ...]) -> float:
+    times = [spec.time_s[case.machine.compute_tier] for spec in case.workload.ops]
+    repeats = case.workload.repeats
+    return replay(steps, case.workload.ops, times, case.machine, repeats=repeats).seconds
+
+
+@settings(max_examples=30, deadline=None)
+@given(cases())
+def test_small_plans_are_right_and_bounded_by_the_optimum(case: Case) -> None:
+    found = attempt(case)
+    best = move_optimum(case.workload, case.machine, case.limits_bytes, max_labels=4000)
+    if best is not None and found is not None:
+        assert found.bound_s <= best.seconds * (1 + 1e-9)
+        assert found.seconds >= best.seconds * (1 - 1e-9)
+
+
+@settings(max_examples=10, deadline=None)
+@given(cases(max_tensors=25, max_ops=30))
+def test_larger_plans_are_right_and_no_slower_than_any_heuristic(case: Case) -> None:
+    found = attempt(case)
+    if found is None:
+        return
+    plan = layout(interval_problem(case.workload, case.machine, case.limits_bytes))
+    for strategy in STRATEGIES.values():
+        selection = strategy(plan)
+        made = schedule(plan, choices(plan, selection.routes)) if selection.fits else None
+        seconds = steady_seconds(event_program(made)[0]) if made else math.inf
+        assert found.seconds <= seconds * (1 + 1e-4)
+
+
+def test_a_training_iteration_close_to_its_bound() -> None:
+    """A convolutional net at a tenth of its memory: above nine tenths of what is possible."""
+    workload = trace("resnet152", 256)
+    found = plan_intervals(
+        workload, reference_machine(), {"gpu": int(8e9)}, time_limit_s=15, mip_gap=0.02
+    )
+    assert found.bound_s >= sum(spec.time_s["gpu"] for spec in workload.ops) * (1 - 1e-6)
+    assert found.seconds <= found.bound_s / 0.9
+
+
+def test_the_clock_is_kept() -> None:
+    workload = trace("vit", 1280)
+    begun_s = time.perf_counter()
+    found = plan_intervals(
+        workload, reference_machine(), {"gpu": int(10e9)}, time_limit_s=1.0, mip_gap=0.0
+    )
+    assert found.timed_out
+    assert time.perf_counter() - begun_s < 10.0
