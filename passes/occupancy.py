@@ -15,7 +15,7 @@ Variables: x[c,l] weights streamed, y[o,f] seconds of each kind of moment.
     y only where reserved(o) + sum reserved(f) <= region
     sum y with o = c is sum_l x[c,l] * op_s(c);  sum y with f[l] = c is x[c,l] * transfer_s(c, l)
     sum y >= compute;  sum y >= bytes of a pipe's links / its rate
-    the longest op has moments of its own, and what they load fits the region
+    the longest op without weights has moments of its own, and what they load fits the region
 
 The region is what residents leave. It is not known, so the range of its sizes is halved, the half with
 the lower bound first: a range has the residents of its smallest and the moments of its largest region.
@@ -77,7 +77,7 @@ def occupancy(problem: Problem, arena_bytes: int, *, enough_s: float, time_limit
     """
     deadline_s = time.perf_counter() + time_limit_s
     long_op = _long_op(problem)
-    classes = _classes(problem, long_op)
+    classes = _classes(problem)
     if not classes or arena_bytes < 0 or importlib.util.find_spec("highspy") is None:
         return problem.compute_s
     task = _Task(problem, classes, 0.0 if long_op is None else problem.op_times_s[long_op])
@@ -104,14 +104,16 @@ class _Task:
 
 
 def _long_op(problem: Problem) -> int | None:
+    reading = {op for weight in problem.weights for op in weight.uses}
     times_s = problem.op_times_s
-    op = max(range(len(times_s)), key=lambda op: times_s[op], default=None)
+    others = (op for op in range(len(times_s)) if op not in reading)
+    op = max(others, key=lambda op: times_s[op], default=None)
     if op is None or times_s[op] < _LONG * max(problem.compute_s, problem.streaming_s):
         return None
     return op
 
 
-def _classes(problem: Problem, long_op: int | None) -> list[_Class]:
+def _classes(problem: Problem) -> list[_Class]:
     """Return classes of the weights, the smallest first; each op is held by the largest weight it reads."""
     weights = [weight for weight in problem.weights if weight.uses]
     largest: dict[int, str] = {}
@@ -119,7 +121,7 @@ def _classes(problem: Problem, long_op: int | None) -> list[_Class]:
         largest.update(dict.fromkeys(weight.uses, weight.name))
     by_size: dict[int, list[tuple[Weight, float]]] = {}
     for weight in weights:
-        held = [op for op in weight.uses if largest[op] == weight.name and op != long_op]
+        held = [op for op in weight.uses if largest[op] == weight.name]
         op_s = sum(problem.op_times_s[op] for op in held)
         by_size.setdefault(weight.size_bytes, []).append((weight, op_s))
     groups = [by_size[size] for size in sorted(by_size) if size]
