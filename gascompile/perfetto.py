@@ -83,18 +83,20 @@ def _devices(plan: Plan, trace: Trace, sites: list[str]) -> list[Event]:
     stalls: dict[int, list[Stall]] = {}
     for stall in trace.stalls:
         stalls.setdefault(stall.op, []).append(stall)
-    waits = {t.tensor: t for t in trace.transfers if t.needed_s is not None}
+    waits = {(t.tensor, t.wait_op): t for t in trace.transfers}
     events: list[Event] = []
     for span in trace.ops:
         thread = sites.index(span.site) + 1
         due = [] if span.recomputed else stalls.pop(span.op, [])
-        events += [_stall(stall, waits.get(stall.tensor), thread) for stall in due]
+        events += [_stall(stall, waits.get((stall.tensor, stall.op)), thread) for stall in due]
         op = plan.workload.ops[span.op]
         name, kind = (f"{op.name} (again)", "recompute") if span.recomputed else (op.name, "op")
         args = {"op": span.op, "reads": ", ".join(op.reads), "writes": ", ".join(op.writes)}
         times = (span.begun_s, span.ended_s)
         events.append(_slice(_DEVICES, thread, name, kind, times, args))
-    return events
+    # What is left is waited for at the end.
+    rest = [stall for due in stalls.values() for stall in due]
+    return events + [_stall(stall, waits.get((stall.tensor, stall.op)), 1) for stall in rest]
 
 
 def _stall(stall: Stall, transfer: Transfer | None, thread: int) -> Event:
