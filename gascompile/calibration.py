@@ -45,8 +45,7 @@ _RUNS_LIMIT_S = 2.0
 """For the repetitions of one run; on an idle machine they take half of it."""
 _STREAMED = "all_streamed"
 _LINK = "nvme->cpu"
-_LINK_RANGE = (1e7, 1e11)
-_LATENCY_RANGE_S = (1e-7, 1e-2)
+_LATENCY_RANGE_S = (1e-7, 5e-4)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -267,8 +266,8 @@ def _correct_latency(machine: Machine, runs: _Runs, trials: Trials) -> Machine:
         changed = correct.with_link(machine, _LINK, latency_s=1 / rate, how="")
         return replay_plan(run.plan, changed).seconds
 
-    low_s, high_s = _LATENCY_RANGE_S
-    rate = correct.fitted(predict, run.time_s, low=1 / high_s, high=1 / low_s)
+    least_s, most_s = _LATENCY_RANGE_S
+    rate = correct.fitted(predict, run.time_s, low=1 / most_s, high=1 / least_s)
     if rate is None:
         return machine
     how = f"a run that streams {len(run.plan.tensors)} small tensors"
@@ -277,6 +276,7 @@ def _correct_latency(machine: Machine, runs: _Runs, trials: Trials) -> Machine:
 
 def _correct_bandwidth(machine: Machine, runs: _Runs, trials: Trials) -> Machine:
     found = []
+    low, high = (machine.link(_LINK).bandwidth_bytes_per_s * f for f in correct.FACTOR_RANGE)
     for rows in trials.streamed_rows:
         run = runs.run(trials.large, rows, machine, streamed=True)
 
@@ -284,7 +284,6 @@ def _correct_bandwidth(machine: Machine, runs: _Runs, trials: Trials) -> Machine
             changed = correct.with_link(machine, _LINK, bandwidth_bytes_per_s=rate, how="")
             return replay_plan(plan, changed).seconds
 
-        low, high = _LINK_RANGE
         found.append(correct.fitted(predict, run.time_s, low=low, high=high))
     rates = [rate for rate in found if rate is not None]
     if not rates:
