@@ -48,12 +48,12 @@ def forms(workload: Workload, machine: Machine) -> list[Workload]:
     """
     table = frozenset(_tables(workload)) if gather_link(machine) else frozenset()
     divisions = [Division(gathered=table), Division()]
-    if rows := _tile_rows(workload, frozenset(), _TILE_BYTES[0]):
+    if rows := _tile_rows(workload, _TILE_BYTES[0]):
         divisions.append(Division(tile_rows=rows))
     divisions += [
         Division(tile_rows=rows, gathered=table)
         for tile_bytes in _TILE_BYTES
-        if (rows := _tile_rows(workload, table, tile_bytes))
+        if (rows := _tile_rows(workload, tile_bytes))
     ]
     found: list[Workload] = []
     for division in divisions:
@@ -125,7 +125,7 @@ def _tables(workload: Workload) -> Iterator[str]:
                 yield name
 
 
-def _tile_rows(workload: Workload, table: frozenset[str], tile_bytes: int) -> dict[str, int]:
+def _tile_rows(workload: Workload, tile_bytes: int) -> dict[str, int]:
     """Return the rows of a tile for the weights larger than ``tile_bytes``, the largest ones first."""
     sizes = {tensor.name: tensor.size_bytes for tensor in workload.tensors}
     rows_of: dict[str, int] = {}

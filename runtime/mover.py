@@ -13,12 +13,15 @@ import torch
 from gascompile.errors import PlanMismatchError, StorageError
 from gascompile.ir import Plan, Prefetch, Stall, Wait
 from gascompile.runtime.protocols import Ticket
-from gascompile.runtime.rows import rows_landing
+from gascompile.runtime.rows import check_rows, rows_landing
 from gascompile.runtime.session import Session
 from gascompile.units import reserve_bytes
 
 _POISON = 0xFF
 """A byte whose repetition is NaN in every float format."""
+
+_ROWS_AT_ONCE = 1024
+"""Rows that are asked for together: each is a read with its own description, and a prompt can have many."""
 
 
 def due_ops(plan: Plan) -> list[tuple[Prefetch, int]]:
@@ -145,19 +148,19 @@ class PlanMover:
             IndexError: the weight has no such row.
         """
         source, link = self._session.source(tensor), self._session.link
-        rows = [int(row) for row in indices.flatten().tolist()]
-        for row in rows:
-            if not 0 <= row < source.shape[0]:
-                raise IndexError(
-                    f"index {row} is out of range: '{tensor}' has {source.shape[0]} rows"
-                )
+        check_rows(source, indices)
         found = torch.empty((*indices.shape, *source.shape[1:]), dtype=getattr(torch, source.dtype))
         memory = found.flatten().view(torch.uint8).numpy().data
-        landing = rows_landing(source, rows)
         key = self._iteration * len(self._ops) + op
-        ticket = self._session.engine.submit(landing, 0, key=key, link=link, memory=memory)
-        self._await(ticket, op, tensor)
-        self.link_bytes[link] += landing.size_bytes
+        position = 0
+        for part in indices.flatten().split(_ROWS_AT_ONCE):
+            landing = rows_landing(source, part.tolist())
+            ticket = self._session.engine.submit(
+                landing, position, key=key, link=link, memory=memory
+            )
+            self._await(ticket, op, tensor)
+            position += landing.size_bytes
+        self.link_bytes[link] += position
         return found
 
     def out_of_arena(self, value: object) -> object:

@@ -26,6 +26,18 @@ def tile_source(source: WeightSource, tile: Tile) -> WeightSource:
     )
 
 
+def check_rows(source: WeightSource, indices: torch.Tensor) -> None:
+    """Raise ``IndexError`` unless ``source`` has all the rows that ``indices`` names."""
+    if not indices.numel():
+        return
+    lowest, highest = map(int, indices.aminmax())
+    if lowest < 0 or highest >= source.shape[0]:
+        wrong = lowest if lowest < 0 else highest
+        raise IndexError(
+            f"index {wrong} is out of range: '{source.name}' has {source.shape[0]} rows"
+        )
+
+
 def rows_landing(source: WeightSource, rows: Sequence[int]) -> Landing:
     """Return the reads that bring ``rows`` of ``source`` in this order, one after the other.
 

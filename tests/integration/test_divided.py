@@ -124,6 +124,17 @@ def test_dynamic_tokens_and_repeated_ones(tmp_path: Path) -> None:
         torch.testing.assert_close(found_logits, logits, rtol=0, atol=1e-5)
 
 
+def test_more_rows_than_are_asked_for_together(tmp_path: Path) -> None:
+    table = nn.Embedding(VOCABULARY, WIDTH).eval()
+    ids = tokens(3, 700)
+    with compile_it(table, ids, tmp_path) as compiled:
+        assert torch.equal(compiled(ids), table(ids))
+        assert compiled.last_run is not None
+        assert compiled.last_run.link_bytes["nvme->cpu"] == ids.numel() * WIDTH * 4
+        with pytest.raises(IndexError):
+            compiled(ids + VOCABULARY)
+
+
 @pytest.mark.parametrize("wrong", [VOCABULARY, -1])
 def test_an_index_out_of_range_is_an_error_as_in_eager(wrong: int, tmp_path: Path) -> None:
     model, ids = LanguageModel().eval(), tokens(1, 4)
