@@ -7,8 +7,8 @@ counted in the same order, so it does not depend on how fast transfers are. The 
 * a write makes the copies on other tiers stale; a copy that no later step uses gives its room back;
 * an offload leaves the bytes where they are until a release, a reload takes memory when it starts;
 * what is neither weight nor state frees itself after the last step that touches it, an output at the end;
-* an op may be computed again while its inputs hold what they held, and only if nothing else writes
-  what it writes;
+* an op may be computed again while its inputs hold what they held, and only if it made all that it
+  writes and nothing has changed that since;
 * an iteration ends as it began.
 """
 
@@ -85,8 +85,8 @@ class _Heap:
     peak: dict[str, int] = field(default_factory=dict)
     values_read: dict[int, dict[str, int]] = field(default_factory=dict)
     """Per op that has run the values that it read."""
-    writers: dict[str, int] = field(default_factory=dict)
-    """How many ops write each tensor."""
+    values_made: dict[int, dict[str, int]] = field(default_factory=dict)
+    """Per op that has run the values of the tensors that it made, not changed."""
     last: dict[str, int] = field(default_factory=dict)
     ends: frozenset[tuple[int, str, str]] = frozenset()
     """``(step, tensor, tier)``: after the step nothing needs the copy."""
@@ -102,9 +102,6 @@ class _Heap:
         self.held = dict.fromkeys(plan.machine.tiers, 0)
         self.peak = dict.fromkeys(plan.machine.tiers, 0)
         self.links = {link.name: link for link in plan.machine.links}
-        for op in plan.workload.ops:
-            for name in dict.fromkeys(op.writes):
-                self.writers[name] = self.writers.get(name, 0) + 1
         self.last = last_touches(plan)
         self.ends = copy_ends(plan)
         self._begin()
@@ -188,6 +185,7 @@ class _Heap:
             if name in self.version:
                 self._need(i, spec.name, name, site, self.version[name])
                 self._settled(i, spec.name, name)
+        self.values_made[op] = dict.fromkeys((n for n in written if n not in self.version), 0)
         for name in written:
             self.version[name] = self.version.get(name, -1) + 1
             self._put(name, site, self.version[name])
@@ -204,9 +202,10 @@ class _Heap:
         for name, version in self.values_read[source].items():
             self._need(i, spec.name, name, site, version)
         for name in dict.fromkeys(spec.writes):
-            if name not in self.kinds or self.kinds[name] in PERSISTENT or self.writers[name] > 1:
+            if self.values_made[source].get(name) != self.version.get(name, -1):
                 self._refuse(
-                    f"step {i} computes op '{spec.name}' again, but '{name}' is not its alone", i
+                    f"step {i} computes op '{spec.name}' again, which does not make '{name}' as it is now",
+                    i,
                 )
             self._settled(i, spec.name, name)
             if site not in self.copies.get(name, {}):

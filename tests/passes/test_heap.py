@@ -161,6 +161,12 @@ def test_a_recomputed_activation_makes_room() -> None:
     assert heap(plan_of(CHAIN, steps)) == {"gpu": 23, "cpu": 0}
 
 
+def test_what_is_changed_later_may_be_recomputed_before() -> None:
+    ops: Ops = [(("in",), ("x",)), (("in",), ("y",)), (("x", "y"), ("x",)), (("x",), ("out",))]
+    steps = [*runs(0, 1), drop(1, "x"), *runs(1, 2), Recompute(op=2, source=0), *runs(2, 4)]
+    assert heap(plan_of(ops, steps)) == {"gpu": 23, "cpu": 0}
+
+
 STATE: Ops = [(("s",), ("x",)), (("x",), ("y",)), (("y", "s"), ("s", "out"))]
 
 
@@ -261,9 +267,9 @@ REFUSED: dict[str, tuple[Plan, str]] = {
         ),
         "another value",
     ),
-    "recomputed, but written twice": (
+    "recomputed, but changed since": (
         plan_of(IN_PLACE, [*runs(0, 2), drop(2, "x"), Recompute(op=2, source=0), *runs(2, 3)]),
-        "not its alone",
+        "does not make 'x' as it is now",
     ),
     "recomputed before it ran": (
         plan_of(CHAIN, [Recompute(op=0, source=1), *runs(0, 4)]),
