@@ -103,7 +103,7 @@ def use(kind: str, path: Path) -> Plan:
 @pytest.mark.parametrize("kind", _KINDS)
 def test_a_spoilt_file_is_refused_or_planned(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "x.json"
-    outcomes = {"refused": 0, "planned": 0}
+    use(kind, write(path, data_of(kind)))  # as it is, it can be used
 
     @_EXAMPLES
     @given(spoilt(kind))
@@ -112,14 +112,11 @@ def test_a_spoilt_file_is_refused_or_planned(kind: str, tmp_path: Path) -> None:
         try:
             plan = use(kind, path)
         except GASCompileError:
-            outcomes["refused"] += 1
             return
         verify(plan)
         assert all(peak <= plan.budget_bytes[tier] for tier, peak in plan.peak_bytes.items())
-        outcomes["planned"] += 1
 
     check()
-    assert all(outcomes.values())
 
 
 @_EXAMPLES
