@@ -8,6 +8,9 @@ from dataclasses import dataclass
 
 from gascompile.ir import Certificate, Link, Machine, SolverStatus
 
+_ROUNDING = 1 - 1e-12
+"""What ``rate * (bytes / rate)`` may be more than the bytes."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proof:
@@ -95,7 +98,7 @@ def _least_time_s(rates: Sequence[tuple[float, int]], size_bytes: int) -> float:
     ordered = sorted(rates, key=lambda pair: pair[1] / pair[0])
     for first, (rate, most_bytes) in enumerate(ordered):
         time_s = left_bytes / sum(other for other, _ in ordered[first:])
-        if most_bytes >= rate * time_s:
+        if most_bytes >= rate * time_s * _ROUNDING:
             return time_s
         left_bytes -= most_bytes
     return math.inf
@@ -107,6 +110,6 @@ def _last_link(links: Sequence[Link], rates: Sequence[tuple[float, int]], size_b
     busy = [
         link.name
         for link, (rate, most_bytes) in zip(links, rates, strict=True)
-        if most_bytes >= rate * time_s
+        if most_bytes >= rate * time_s * _ROUNDING
     ]
     return busy[0] if busy else links[-1].name

@@ -1,7 +1,7 @@
 """What if: what more memory or bandwidth would be worth, each number the prediction of a plan made for it.
 
-Beside it stands what the linear program's prices say of the same change. A price is a slope: it holds
-for small changes, for transfers that can be cut at will, and never promises too little.
+Beside it stands by how much the change moves the bound of the linear relaxation, in which transfers can be
+cut at will: what is physically there to be had, where the plan's own step from tensor to tensor is coarse.
 """
 
 from __future__ import annotations
@@ -9,9 +9,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from gascompile.errors import InfeasiblePlanError
-from gascompile.ir import Budget, Machine, Plan
+from gascompile.errors import InfeasiblePlanError, SolverError
+from gascompile.ir import (
+    Budget,
+    Compute,
+    Machine,
+    Plan,
+    Prefetch,
+    Release,
+    TensorKind,
+    Wait,
+)
 from gascompile.passes.make_plan import make_plan
+from gascompile.passes.place import place
 from gascompile.passes.problem import Problem, problem
 from gascompile.units import GIB, PAGE_BYTES, align_up
 
@@ -39,8 +49,8 @@ class Variant:
     """One iteration of the plan made for it; ``None`` where no plan keeps the budget."""
     change_s: float | None
     """``predicted_s`` minus that of the same search without the change; negative where it helps."""
-    estimate_s: float | None = None
-    """What the linear program's price says of ``change_s``; ``None`` where it has none."""
+    bound_change_s: float | None = None
+    """What the bound of the linear relaxation changes by; ``None`` where it does not cover the plan."""
     required_bytes: int | None = None
     """The smallest feasible budget, where this one is not."""
 
@@ -74,6 +84,7 @@ def whatif(
     *,
     step_bytes: int | None = None,
     step_bytes_per_s: float | None = None,
+    move_all: bool | None = None,
     time_limit_s: float = 10.0,
     progress: Progress = lambda label: None,
 ) -> WhatIf:
@@ -82,16 +93,19 @@ def whatif(
     Args:
         step_bytes: memory to add per tier; by default 1 GiB, or an eighth of a small budget.
         step_bytes_per_s: bandwidth to add per link; by default 1 GB/s, or an eighth of a slow link's.
+        move_all: plans may move and recompute all tensors; by default where ``plan`` does so.
         time_limit_s: seconds the solver may take for each plan.
         progress: is told what is planned next.
 
     Raises:
         InfeasiblePlanError: no plan keeps the budget that ``plan`` was made for.
     """
-    search = _Search(plan, time_limit_s, progress)
+    everything = _moves_all(plan) if move_all is None else move_all
+    search = _Search(plan, time_limit_s, progress, move_all=everything)
     base = search.plan("the plan as it is", search.machine, search.limits)
     assert base is not None, "an infeasible budget of the plan itself is raised"
     search.base_s = base.certificate.predicted_s
+    search.base_bound_s = search.bound_s(search.machine, search.limits)
     variants = [
         *_budgets(search, step_bytes),
         *_links(search, step_bytes_per_s),
@@ -116,11 +130,15 @@ def whatif(
 class _Search:
     """Plans the workload of a plan under changed conditions."""
 
-    def __init__(self, plan: Plan, time_limit_s: float, progress: Progress) -> None:
+    def __init__(
+        self, plan: Plan, time_limit_s: float, progress: Progress, *, move_all: bool
+    ) -> None:
         self.machine = plan.machine
         self.limits = dict(plan.budget_bytes)
         self.site = plan.machine.compute_tier
         self.base_s = 0.0
+        self.base_bound_s: float | None = None
+        self._move_all = move_all
         self._plan = plan
         self._time_limit_s = time_limit_s
         self._progress = progress
@@ -136,6 +154,7 @@ class _Search:
                 _budget(limits),
                 fingerprint={},
                 time_limit_s=self._time_limit_s,
+                move_all=self._move_all,
             )
         except InfeasiblePlanError as error:
             if limits == self.limits:
@@ -151,11 +170,14 @@ class _Search:
         *,
         machine: Machine | None = None,
         limits: dict[str, int] | None = None,
-        estimate_s: float | None = None,
     ) -> Variant:
         """Plan one variant and compare it."""
         label = f"{change}: {subject}"
-        found = self.plan(label, machine or self.machine, limits or self.limits)
+        conditions = (machine or self.machine, limits or self.limits)
+        found = self.plan(label, *conditions)
+        bound_s = self.bound_s(*conditions) if found is not None else None
+        base = self.base_bound_s
+        gained_s = None if bound_s is None or base is None else bound_s - base
         predicted_s = found.certificate.predicted_s if found is not None else None
         return Variant(
             change=change,
@@ -163,13 +185,43 @@ class _Search:
             amount=amount,
             predicted_s=predicted_s,
             change_s=None if predicted_s is None else predicted_s - self.base_s,
-            estimate_s=estimate_s,
+            bound_change_s=gained_s,
             required_bytes=self.required_bytes if found is None else None,
         )
+
+    def bound_s(self, machine: Machine, limits: dict[str, int]) -> float | None:
+        """Return the bound of the linear relaxation; ``None`` where more than weights move."""
+        task = problem(self._plan.workload, machine, _budget(limits))
+        if self._move_all or not task.links or task.arena_limit_bytes < 0:
+            return None
+        try:
+            found = place(
+                task,
+                task.arena_limit_bytes,
+                time_limit_s=self._time_limit_s,
+                mip_gap=0.0,
+                relaxed=True,
+            )
+        except SolverError:
+            return None
+        return None if found.timed_out else max(found.bound_s, task.compute_s)
 
     def task(self) -> Problem:
         """Return the unchanged planning problem."""
         return problem(self._plan.workload, self.machine, _budget(self.limits))
+
+
+def _moves_all(plan: Plan) -> bool:
+    """Whether the plan moves, recomputes or sends away more than weights that stream through the arena."""
+    site = plan.machine.compute_tier
+    plain = (Compute, Prefetch, Wait, Release)
+    return (
+        not all(isinstance(step, plain) for step in plan.steps)
+        or any(op.site != site for op in plan.ops)
+        or any(
+            plan.tensors[n].kind == TensorKind.WEIGHT for op in plan.workload.ops for n in op.writes
+        )
+    )
 
 
 def _budget(limits: dict[str, int]) -> Budget:

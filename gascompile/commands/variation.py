@@ -15,6 +15,7 @@ from gascompile.commands.output import emit, fields, grid, note, reserved_stdout
 from gascompile.commands.plans import make_plan_of, read_plan
 from gascompile.ir import Plan
 from gascompile.units import GIB, format_size, format_time
+from gascompile.workload_files import is_workload_file
 
 if TYPE_CHECKING:  # numpy comes with it, which help and wrong usage need not wait for
     from gascompile.passes.whatif import Variant, WhatIf
@@ -53,7 +54,8 @@ def whatif_verb(
 
     with reserved_stdout(json):
         path = Path(source)
-        if opt.is_bundle(path) or opt.format_of(path) == Plan.FORMAT:
+        finished = opt.is_bundle(path) or opt.format_of(path) == Plan.FORMAT
+        if finished:
             if any(given is not None for given in (budget, cpu, nvme, machine)):
                 raise typer.BadParameter(
                     f"{source} is a finished plan, so --budget, --cpu, --nvme and --machine do not apply; "
@@ -76,6 +78,8 @@ def whatif_verb(
                 made,
                 step_bytes=None if gib is None else round(gib * GIB),
                 step_bytes_per_s=None if gbps is None else gbps * 1e9,
+                # Workload files are planned with everything movable; of a plan its steps tell.
+                move_all=True if is_workload_file(source) and not finished else None,
                 time_limit_s=time_limit,
             )
     data: dict[str, Any] = {"model": made.workload.name, "machine": made.machine.name}
@@ -97,7 +101,7 @@ def _parts(made: Plan, found: WhatIf) -> list[RenderableType]:
         ("iteration", True),
         ("change", True),
         ("speed", True),
-        ("price says", True),
+        ("bound moves", True),
     ]
     lines = [(_name(made, v), *_cells(v, found.base_s)) for v in found.variants]
     parts: list[RenderableType] = [
@@ -134,7 +138,7 @@ def _cells(variant: Variant, base_s: float) -> tuple[str, str, str, str]:
         format_time(variant.predicted_s),
         _signed(variant.change_s),
         "" if speedup is None else f"{speedup:+.1%}",
-        "" if variant.estimate_s is None else _signed(variant.estimate_s),
+        "" if variant.bound_change_s is None else _signed(variant.bound_change_s),
     )
 
 
