@@ -26,6 +26,7 @@ from gascompile.cost_models.measure_compute import (
     op_overhead_s,
 )
 from gascompile.cost_models.measure_disk import (
+    UNIT_BYTES,
     ProbeFile,
     Reader,
     best_setting,
@@ -58,6 +59,8 @@ class Effort:
     """How long to measure."""
 
     name: str
+    weights_bytes: int
+    """Several times the caches."""
     rows: Sequence[int]
     num_calls: int
     matrix_limit_s: float
@@ -70,6 +73,7 @@ class Effort:
 
 SHORT = Effort(
     name="in short",
+    weights_bytes=96 * MIB,
     rows=FEW_ROWS,
     num_calls=7,
     matrix_limit_s=1.2,
@@ -80,6 +84,7 @@ SHORT = Effort(
 )
 THOROUGH = Effort(
     name="thoroughly",
+    weights_bytes=128 * MIB,
     rows=ROWS,
     num_calls=15,
     matrix_limit_s=8.0,
@@ -94,6 +99,7 @@ THOROUGH = Effort(
 class _Compute:
     points: Mapping[str, tuple[RatePoint, ...]]
     bytes_per_s: float
+    weights_bytes: int
     overhead_s: float
 
 
@@ -131,7 +137,7 @@ def measure_machine(
 ) -> Machine:
     """Return this machine, measured: tiers ``cpu`` and ``nvme``, the links between them, CPU rates.
 
-    Takes up to 200 MiB of memory and writes a temporary file of up to 512 MiB (at most half the free
+    Takes up to 256 MiB of memory and writes a temporary file of up to 512 MiB (at most half the free
     space) in ``folder``, which is deleted in every case.
 
     Args:
@@ -144,19 +150,20 @@ def measure_machine(
         StorageError: ``folder`` cannot be written to or has too little free space.
     """
     stage("processor")
-    weights = Weights()
+    weights = Weights(effort.weights_bytes)
     compute = _Compute(
         points=matrix_rates(
             weights, rows=effort.rows, num_calls=effort.num_calls, limit_s=effort.matrix_limit_s
         ),
         overhead_s=op_overhead_s(),
         bytes_per_s=weights.bytes_per_s(),
+        weights_bytes=weights.size_bytes,
     )
     stage("disk")
     with (
         probe_file(folder, most_bytes=effort.file_bytes) as file,
         # The runtime refuses to read a file that is written to.
-        probe_file(folder, most_bytes=2 * _TOGETHER_BYTES) as target,
+        probe_file(folder, most_bytes=2 * _TOGETHER_BYTES, buffer_bytes=UNIT_BYTES) as target,
     ):
         disk = _measure_disk(file, target, read, effort)
         stage("disk and processor at once")
@@ -266,8 +273,8 @@ def _machine(
                 bandwidth_bytes_per_s=compute.bytes_per_s,
                 op_overhead_s=compute.overhead_s,
                 source=(
-                    f"{measured} one-row product with 128 MiB of float32 weights, "
-                    f"{torch.get_num_threads()} threads; "
+                    f"{measured} one-row product with {format_size(compute.weights_bytes)} of float32 "
+                    f"weights, {torch.get_num_threads()} threads; "
                     f"{_gb(together.stream_bytes_per_s)} while the disk was read"
                 ),
             ),

@@ -31,7 +31,7 @@ from gascompile.units import MIB, PAGE_BYTES, format_size
 
 FILE_BYTES = 512 * MIB
 BUFFER_BYTES = 64 * MIB
-_UNIT_BYTES = 16 * MIB
+UNIT_BYTES = 16 * MIB
 _REWRITE_BYTES = MIB
 _PREFIX = ".gascompile-probe-"
 _STALE_S = 3600.0
@@ -144,9 +144,9 @@ def best_setting(
     """
     stop = time.perf_counter() + limit_s
     first = IoSettings(num_threads=_THREADS[0], chunk_bytes=_CHUNKS_BYTES[0])
-    rate = file.read_rate(read, first, min(_UNIT_BYTES, file.size_bytes))
+    rate = file.read_rate(read, first, min(UNIT_BYTES, file.size_bytes))
     largest = min(BUFFER_BYTES, file.size_bytes)
-    size_bytes = min(max(round(rate * _PROBE_S) // _UNIT_BYTES * _UNIT_BYTES, _UNIT_BYTES), largest)
+    size_bytes = min(max(round(rate * _PROBE_S) // UNIT_BYTES * UNIT_BYTES, UNIT_BYTES), largest)
     rates: dict[IoSettings, float] = {}
     file.reread_rate(read, first, size_bytes)
 
@@ -180,7 +180,10 @@ def read_through(
 
 @contextmanager
 def probe_file(
-    folder: str | os.PathLike[str], *, most_bytes: int = FILE_BYTES
+    folder: str | os.PathLike[str],
+    *,
+    most_bytes: int = FILE_BYTES,
+    buffer_bytes: int = BUFFER_BYTES,
 ) -> Iterator[ProbeFile]:
     """Write a file of up to ``most_bytes`` of noise in ``folder``, at most half the free space; delete it after.
 
@@ -190,10 +193,10 @@ def probe_file(
     size_bytes = _affordable_bytes(folder, most_bytes)
     _remove_stale(Path(folder))
     # No `with`: the reader may still hold views when an error passes; the map goes with the last one.
-    noise = map_anonymous(BUFFER_BYTES)
+    noise = map_anonymous(buffer_bytes)
     words = np.frombuffer(noise, dtype=np.uint64)
     words[:] = 0  # Touches every page, so that no read pays for a page fault.
-    num_words = _UNIT_BYTES // words.itemsize
+    num_words = UNIT_BYTES // words.itemsize
     words[:num_words] = np.random.default_rng().integers(1 << 63, size=num_words, dtype=np.uint64)
     try:
         descriptor, name = tempfile.mkstemp(dir=folder, prefix=_PREFIX)
@@ -209,10 +212,10 @@ def probe_file(
 
 def _affordable_bytes(folder: str | os.PathLike[str], most_bytes: int) -> int:
     free = free_bytes(folder)
-    size_bytes = min(most_bytes, free // 2 // _UNIT_BYTES * _UNIT_BYTES)
-    if size_bytes < 2 * _UNIT_BYTES:
+    size_bytes = min(most_bytes, free // 2 // UNIT_BYTES * UNIT_BYTES)
+    if size_bytes < 2 * UNIT_BYTES:
         raise StorageError(
-            f"measuring the disk takes a temporary file of {format_size(2 * _UNIT_BYTES)} to "
+            f"measuring the disk takes a temporary file of {format_size(2 * UNIT_BYTES)} to "
             f"{format_size(most_bytes)}, but {os.fspath(folder)} has {format_size(free)} free; "
             f"free some space, choose another cache_dir, or name a machine"
         )
@@ -263,12 +266,12 @@ def _fill(
         written = 0
         while written < size_bytes:
             # A new number in each page of the piece: no two pages of the file are equal.
-            words[: _UNIT_BYTES // 8 : PAGE_BYTES // 8] += np.uint64(written + 1)
-            piece = memoryview(memory)[: min(_UNIT_BYTES, size_bytes - written)]
+            words[: UNIT_BYTES // 8 : PAGE_BYTES // 8] += np.uint64(written + 1)
+            piece = memoryview(memory)[: min(UNIT_BYTES, size_bytes - written)]
             written += os.pwrite(descriptor, piece, written)
-            if written >= 2 * _UNIT_BYTES and time.perf_counter() - start > _WRITE_LIMIT_S:
+            if written >= 2 * UNIT_BYTES and time.perf_counter() - start > _WRITE_LIMIT_S:
                 break
-        written -= written % _UNIT_BYTES
+        written -= written % UNIT_BYTES
         os.ftruncate(descriptor, written)
         os.fsync(descriptor)
         time_s = time.perf_counter() - start

@@ -99,8 +99,8 @@ def test_every_number_says_where_it_comes_from(
 
 
 def test_it_is_small(measured: tuple[Machine, int, Path]) -> None:
-    # The noise of both files stands beside the weights; small pages of huge ones count whole.
-    assert measured[1] < 320 * MIB
+    # 96 MiB of weights, 64 and 16 of noise, and the libraries that compute.
+    assert measured[1] < 256 * MIB
 
 
 class CachingDrive(Drive):
