@@ -17,6 +17,9 @@ MAX_SIZE_BYTES = 1 << 60
 PAGE_BYTES = 4096
 """Alignment of every arena address, file offset and length that direct I/O touches."""
 
+SPILL_BUFFER_BYTES = MIB
+"""What moving activations takes of the arena, once for each direction."""
+
 _SUFFIX_BYTES = {
     "": 1,
     "b": 1,

@@ -83,12 +83,14 @@ def interval_problem(
     limits_bytes: Mapping[str, int],
     *,
     reserved_bytes: int = 0,
+    recompute: bool = True,
 ) -> IntervalProblem:
     """Number the tensors of ``workload`` and find the routes that ``machine`` offers.
 
     Args:
         limits_bytes: budget per tier; a tier without one holds what the machine says.
         reserved_bytes: bytes of the compute tier that are not the plan's.
+        recompute: whether ops may run again.
 
     Raises:
         UnsupportedOpError: an op has no time on the compute tier.
@@ -133,7 +135,7 @@ def interval_problem(
         op_times_s=tuple(times),
         reads=tuple(reads),
         writes=tuple(writes),
-        repeatable=_repeatable(workload, persistent, number, writers, writes),
+        repeatable=_repeatable(workload, persistent, number, writers, writes) if recompute else {},
         writers=writers,
     )
 

@@ -7,16 +7,21 @@ than any of them. The program's optimum bounds every plan from below.
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from typing import NoReturn
 
 import numpy as np
 
+from gascompile.cost_models.events import steady_seconds
+from gascompile.cost_models.replay import compile_events
 from gascompile.errors import InfeasiblePlanError, SolverError
-from gascompile.ir import Machine, Workload
+from gascompile.ir import Machine, Step, Workload
 from gascompile.passes.interval_events import interval_steps
+from gascompile.passes.interval_exact import Optimum, interval_exact
 from gascompile.passes.interval_layout import Layout, layout
 from gascompile.passes.interval_problem import IntervalProblem, interval_problem
 from gascompile.passes.interval_program import Relaxation, interval_program
@@ -42,6 +47,9 @@ Whole tensors hold their memory during a transfer and wait for each other, of wh
 """
 _RECOMPUTE_RATIOS = (0.02, 0.1, 0.4)
 """Recompute what takes at most this share of the time that moving it away and back would take."""
+_EXACT_S = 3.0
+_MOST_LABELS = 30_000
+"""How long and how far small problems are gone through in full."""
 _ATTEMPTS = 40
 """Selections that are tried before a budget is refused."""
 _SEEDS = 64
@@ -61,6 +69,7 @@ def plan_intervals(
     reserved_bytes: int = 0,
     time_limit_s: float,
     mip_gap: float = 0.01,
+    recompute: bool = True,
 ) -> IntervalPlan:
     """Return the fastest moves found that keep every tier's limit in program order.
 
@@ -71,24 +80,46 @@ def plan_intervals(
         reserved_bytes: bytes of the compute tier that are not the plan's.
         time_limit_s: wall seconds for the search.
         mip_gap: relative gap to the bound at which the search may stop.
+        recompute: whether ops may run again.
 
     Raises:
         InfeasiblePlanError: nothing fits; names the smallest budget that does, and its op.
         UnsupportedOpError: an op has no time on the compute tier.
         ValueError: an op names a tensor that the workload does not list.
     """
-    task = interval_problem(workload, machine, limits_bytes, reserved_bytes=reserved_bytes)
+    task = interval_problem(
+        workload, machine, limits_bytes, reserved_bytes=reserved_bytes, recompute=recompute
+    )
     search = Search(task, time_limit_s=time_limit_s, mip_gap=mip_gap)
     search.bound_s = task.compute_s
     remakes = interval_recompute(search.base)
-    _begin(search, remakes, reserved_bytes)
-    solver = "none"
+    least = _begin(search, remakes)
+    exact = None
     if not search.done:
-        try:
-            solver = _guided(search, remakes)
-        except SolverError:
-            # The heuristics' plan stands, and so does the bound that needs no solver.
-            solver = "none"
+        exact = interval_exact(
+            task,
+            search.best.seconds if search.best is not None else math.inf,
+            time_limit_s=min(_EXACT_S, search.left_s / 2),
+            max_labels=_MOST_LABELS,
+        )
+    if search.best is None and (exact is None or not exact.steps):
+        _refuse(least, reserved_bytes)
+    if exact is not None and exact.steps:
+        return _exact_plan(task, exact)
+    if exact is not None and exact.complete and search.best is not None:
+        search.bound_s = search.best.seconds
+    return _plan(search, _refined(search, remakes))
+
+
+def _refined(search: Search, remakes: Mapping[int, Remake]) -> str:
+    """Consider what the program says and changes to the best plan; return the solver's name."""
+    if search.done:
+        return "none"
+    try:
+        solver = _guided(search, remakes)
+    except SolverError:
+        # The heuristics' plan stands, and so does the bound that needs no solver.
+        solver = "none"
     fruitless = 0
     for seed in range(_SEEDS):
         if search.finished or fruitless == _PATIENCE:
@@ -96,36 +127,66 @@ def plan_intervals(
         before = search.best
         improve(search, search.deadline_s, random.Random(seed))
         fruitless = fruitless + 1 if search.best is before else 0
-    best = search.best
+    return solver
+
+
+def _plan(search: Search, solver: str) -> IntervalPlan:
+    best, task = search.best, search.task
     assert best is not None, "what is not refused has a schedule"
+    steps = interval_steps(best.schedule)
+    seconds = _replayed_s(task, steps)
     return IntervalPlan(
-        steps=interval_steps(best.schedule),
+        steps=steps,
         homes=_homes(best),
-        sites=(machine.compute_tier,) * len(workload.ops),
-        seconds=best.seconds,
-        bound_s=min(search.bound_s, best.seconds),
+        sites=(task.machine.compute_tier,) * len(task.reads),
+        seconds=seconds,
+        bound_s=min(search.bound_s, seconds),
         timed_out=search.out_of_time and not search.within_gap,
         strategy=best.strategy,
         solver=solver,
     )
 
 
-def _begin(search: Search, remakes: Mapping[int, Remake], reserved_bytes: int) -> None:
-    """Consider the heuristics, and where none fits whatever else might; refuse where nothing does."""
+def _exact_plan(task: IntervalProblem, exact: Optimum) -> IntervalPlan:
+    site = task.machine.compute_tier
+    homes = {tensor.name: site for tensor in task.workload.tensors}
+    homes |= {task.names[x]: task.routes[route].tier for x, route in exact.homes.items()}
+    seconds = _replayed_s(task, exact.steps)
+    return IntervalPlan(
+        steps=exact.steps,
+        homes=homes,
+        sites=(site,) * len(task.reads),
+        seconds=seconds,
+        bound_s=seconds,
+        timed_out=False,
+        strategy="exhaustive",
+        solver="none",
+    )
+
+
+def _replayed_s(task: IntervalProblem, steps: tuple[Step, ...]) -> float:
+    """Return what the reference replay says; the search's own events give the same but for rounding."""
+    repeats = task.workload.repeats
+    events = compile_events(steps, task.op_times_s, task.machine, repeats=repeats)
+    return steady_seconds(events)
+
+
+def _begin(search: Search, remakes: Mapping[int, Remake]) -> Selection:
+    """Consider the heuristics, and where none fits whatever else might; return what needs least."""
+    least: Selection | None = None
     for name, selection, dropped in _starts(search.base, remakes):
         search.consider(name, selection, dropped)
+        if least is None or selection.excess_bytes < least.excess_bytes:
+            least = selection
         if search.done or (search.best is not None and search.out_of_time):
-            return
-    if search.best is not None:
-        return
-    least = STRATEGIES["all_moved"](search.base)
-    for name, selection, dropped in _last_resorts(search.base, remakes):
-        least = min(least, selection, key=lambda found: found.excess_bytes)
-        if search.consider(name, selection, dropped) is not None:
-            return
-        if search.out_of_time:
             break
-    _refuse(search.base, least, reserved_bytes)
+    assert least is not None, "there are heuristics"
+    if search.best is None:
+        for name, selection, dropped in _last_resorts(search.base, remakes):
+            least = min(least, selection, key=lambda found: found.excess_bytes)
+            if search.consider(name, selection, dropped) is not None or search.out_of_time:
+                break
+    return least
 
 
 def _starts(
@@ -243,10 +304,10 @@ def _last_resorts(
         yield "all_moved", selection, dropped
 
 
-def _refuse(base: Layout, least: Selection, reserved_bytes: int) -> None:
+def _refuse(least: Selection, reserved_bytes: int) -> NoReturn:
     """Raise the error that names the smallest budget of the compute tier that was found to do."""
-    memory = least.memory
-    op = min(least.plan.runs[int(np.argmax(memory))].op, len(base.task.reads) - 1)
+    base, memory = least.plan, least.memory
+    op = min(base.runs[int(np.argmax(memory))].op, len(base.task.reads) - 1)
     raise InfeasiblePlanError(
         required_bytes=int(memory.max()) + reserved_bytes,
         limit_bytes=base.task.limit_bytes + reserved_bytes,
