@@ -40,6 +40,7 @@ from typing import Any
 import pulp
 
 from gascompile.errors import SolverError
+from gascompile.passes.prices import Solution, prices
 from gascompile.passes.problem import Placement, Problem, slot_seconds
 
 _WHOLE = 1000.0
@@ -53,19 +54,6 @@ _FEASIBLE_POINT = 2
 """HiGHS's ``kSolutionStatusFeasible``."""
 # PuLP carries no types; its expressions and variables pass through as they are.
 Expression = Any
-
-
-@dataclass(frozen=True, slots=True)
-class Solution:
-    """What the solver found."""
-
-    placement: Placement | None
-    """``None`` when there is none, or the clock ran out before the first."""
-    order: tuple[int, ...]
-    """Weights from those that should stay most to those that should be streamed most."""
-    bound_s: float
-    """No schedule within the arena is faster; infinite when there is none at all."""
-    timed_out: bool
 
 
 def place(
@@ -134,10 +122,13 @@ class _Model:
     stay: dict[int, Expression] = field(default_factory=dict)
     load: dict[tuple[int, int, int], Expression] = field(default_factory=dict)
     home: dict[tuple[int, int], Expression] = field(default_factory=dict)
+    times: list[Expression] = field(default_factory=list)
+    rows: dict[str, Expression] = field(default_factory=dict)
 
     def add(self, row: Expression, name: str) -> None:
         """Add a named row."""
         self.program.addConstraint(row, name)
+        self.rows[name] = row
 
     def variable(self, name: str, low: float = 0.0, *, binary: bool = False) -> Expression:
         """Return a new variable; a binary one is at most 1."""
@@ -206,11 +197,10 @@ def _add_choices(model: _Model) -> None:
                     model.load[w, j, link] = 1 - model.keep[w, j]
                     continue
                 model.load[w, j, link] = model.variable(f"load_{w}_{j}_{link}")
-                row = model.load[w, j, link] <= model.home[w, link]
-                model.add(row, f"home_{w}_{j}_{link}")
+                model.add(model.load[w, j, link] <= model.home[w, link], f"home_{w}_{j}_{link}")
         if len(links) != 1:
-            one = _sum([(model.home[w, link], 1) for link in links])
-            model.add(model.stay[w] + one == 1, f"home_{w}")
+            streamed = _sum([(model.home[w, link], 1) for link in links])
+            model.add(model.stay[w] + streamed == 1, f"home_{w}")
             for j in range(last + 1):
                 one = _sum([(model.load[w, j, link], 1) for link in links])
                 model.add(model.keep[w, j] + one == 1, f"choose_{w}_{j}")
@@ -315,7 +305,7 @@ def _add_memory(
 def _add_times(model: _Model, delivered: Sequence[Sequence[Expression]]) -> None:
     problem = model.problem
     compute = slot_seconds(problem, model.readers)
-    times = [
+    model.times = times = [
         model.variable(f"T_{k}", time_s / model.time_unit_s) for k, time_s in enumerate(compute)
     ]
     for k in range(1, len(times), 2):
@@ -391,9 +381,17 @@ def _extract(model: _Model, *, timed_out: bool, relaxed: bool) -> Solution:
             continue
         shares = [pulp.value(model.home[w, link]) for link in range(len(problem.links))]
         link_of.append(shares.index(max(shares)))
-        last = len(weight.uses) - 1
-        kept |= {(w, j) for j in range(last) if pulp.value(model.keep[w, j]) > 1 - _INTEGRAL}
+        kept |= {
+            (w, j)
+            for j in range(len(weight.uses) - 1)
+            if pulp.value(model.keep[w, j]) > 1 - _INTEGRAL
+        }
     placement = Placement(strategy="ilp", link_of=tuple(link_of), kept=frozenset(kept))
     # Rounded, so that the order of equal shares is the order of use.
     order = sorted(range(len(stay)), key=lambda w: (-round(stay[w], 6), w))
-    return Solution(placement, tuple(order), bound_s, timed_out)
+    if not relaxed or timed_out:
+        return Solution(placement, tuple(order), bound_s, timed_out)
+    duals = {name: abs(row.pi or 0.0) for name, row in model.rows.items()}
+    units = (model.time_unit_s, model.unit_bytes)
+    priced = prices(problem, duals, model.times, model.load, *units)
+    return Solution(placement, tuple(order), bound_s, timed_out, *priced)

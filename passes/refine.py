@@ -14,7 +14,8 @@ from itertools import pairwise
 
 from gascompile.passes.certify import physical_limit
 from gascompile.passes.occupancy import occupancy
-from gascompile.passes.place import Solution, place
+from gascompile.passes.place import place
+from gascompile.passes.prices import Solution
 from gascompile.passes.problem import Placement, Problem
 from gascompile.passes.schedule import Schedule
 from gascompile.passes.search import resident_bytes, search

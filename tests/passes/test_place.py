@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations
 
 import pulp
@@ -9,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 
 from gascompile.errors import SolverError
-from gascompile.ir import Budget, Machine, Workload
+from gascompile.ir import Budget, Link, Machine, Workload
 from gascompile.passes.place import place
+from gascompile.passes.prices import Solution
 from gascompile.passes.problem import Placement, Problem, problem
 from gascompile.passes.search import best_staging
 from gascompile.units import reserve_bytes
@@ -157,3 +159,41 @@ def end_with(monkeypatch: pytest.MonkeyPatch, status: int, solution: int) -> Non
         program.status, program.sol_status = status, solution
 
     monkeypatch.setattr(pulp.LpProblem, "solve", claim)
+
+
+@settings(max_examples=25)
+@given(workloads(max_weights=6), machines(), shares())
+def test_prices_are_the_slopes_of_the_relaxed_time(
+    task: Workload, machine: Machine, share: float
+) -> None:
+    """The time is convex in the arena: the price lies between the slopes on both sides."""
+    question = asked(task, machine, budget_at(share, task, machine))
+    arena_bytes = question.arena_limit_bytes
+    step = max(8192, arena_bytes // 50)
+
+    def relaxed(size_bytes: int, of: Problem = question) -> Solution:
+        return place(of, size_bytes, time_limit_s=5, mip_gap=0.0, relaxed=True)
+
+    here = relaxed(arena_bytes)
+    more, less = relaxed(arena_bytes + step), relaxed(arena_bytes - step)
+    noise = 3e-6 * here.bound_s
+    assert here.memory_price_s_per_byte >= 0
+    assert here.bound_s - more.bound_s <= here.memory_price_s_per_byte * step + noise
+    assert less.bound_s - here.bound_s >= here.memory_price_s_per_byte * step - noise
+    assert set(here.link_price_s) == {link.name for link in question.links}
+    for link in question.links:
+        faster, slower = (
+            relaxed(arena_bytes, asked(task, _with_rate(machine, link, factor), 0)).bound_s
+            for factor in (1.01, 0.99)
+        )
+        assert here.bound_s - faster <= here.link_price_s[link.name] * 0.011 + noise
+        assert slower - here.bound_s >= here.link_price_s[link.name] * 0.009 - noise
+
+
+def _with_rate(machine: Machine, link: Link, factor: float) -> Machine:
+    rate = link.bandwidth_bytes_per_s * factor
+    links = tuple(
+        replace(other, bandwidth_bytes_per_s=rate) if other == link else other
+        for other in machine.links
+    )
+    return replace(machine, links=links)
