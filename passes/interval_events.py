@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from gascompile.cost_models.events import COMPUTE, PREFETCH, WAIT, Event, EventProgram
 from gascompile.ir import Compute, Offload, Recompute, Release, Reload, Step, Wait
 from gascompile.passes.interval_choices import Kind, Schedule
@@ -11,11 +13,8 @@ def event_program(found: Schedule) -> tuple[EventProgram, list[int]]:
     """Return the events of one iteration, and the interval of each wait in its order."""
     plan, task = found.layout, found.layout.task
     machine = task.machine
-    pipes = {pipe.name: (i, pipe.bandwidth_bytes_per_s) for i, pipe in enumerate(machine.pipes)}
     events: list[Event] = []
     waits: list[int] = []
-    link_of: list[int] = []
-    pipes_of: list[tuple[tuple[int, float], ...]] = []
     copies: dict[tuple[int, bool], int] = {}
     first_wait: dict[int, int] = {}
     seconds = plan.seconds.tolist()
@@ -45,15 +44,7 @@ def event_program(found: Schedule) -> tuple[EventProgram, list[int]]:
             waits.append(number)
     if pending_s:
         events.append((COMPUTE, begun, pending_s))
-    for number, outward in copies:
-        chosen = found.choices.route[number]
-        assert chosen is not None, "what moves has a route"
-        route = task.routes[chosen]
-        link_number = route.link_out or 0 if outward else route.link_in
-        size = task.sizes[plan.intervals[number].tensor]
-        link_of.append(link_number)
-        shared = machine.links[link_number].shared
-        pipes_of.append(tuple((pipes[name][0], size / pipes[name][1]) for name in shared))
+    link_of, pipes_of = _links(found, copies)
     issued = {index: at for at, (kind, index, _) in enumerate(events) if kind == PREFETCH}
     crossing = [copy for copy, at in first_wait.items() if issued[copy] > at]
     program = EventProgram(
@@ -66,6 +57,27 @@ def event_program(found: Schedule) -> tuple[EventProgram, list[int]]:
         num_pipes=len(machine.pipes),
     )
     return program, waits
+
+
+def _links(
+    found: Schedule, copies: Iterable[tuple[int, bool]]
+) -> tuple[list[int], list[tuple[tuple[int, float], ...]]]:
+    """Return the link of each copy, and its pipes with the seconds that it keeps them."""
+    plan, task = found.layout, found.layout.task
+    machine = task.machine
+    pipes = {pipe.name: (i, pipe.bandwidth_bytes_per_s) for i, pipe in enumerate(machine.pipes)}
+    link_of: list[int] = []
+    pipes_of: list[tuple[tuple[int, float], ...]] = []
+    for number, outward in copies:
+        chosen = found.choices.route[number]
+        assert chosen is not None, "what moves has a route"
+        route = task.routes[chosen]
+        link_number = route.link_out or 0 if outward else route.link_in
+        size = task.sizes[plan.intervals[number].tensor]
+        link_of.append(link_number)
+        shared = machine.links[link_number].shared
+        pipes_of.append(tuple((pipes[name][0], size / pipes[name][1]) for name in shared))
+    return link_of, pipes_of
 
 
 def interval_steps(found: Schedule) -> tuple[Step, ...]:
