@@ -176,15 +176,19 @@ class Engine:
 
     def _serve(self) -> None:
         while (task := self._take()) is not None:
-            request, piece = task
-            taken: tuple[str, ...] = ()
-            error: BaseException | None = None
-            try:
-                taken = self._read_piece(piece, request)
-            # Whatever a read raises, an interrupt included, is the waiter's: a dead thread would hang it.
-            except BaseException as raised:  # noqa: BLE001
-                error = raised
-            self._finish(request, taken, error)
+            self._serve_piece(*task)
+            # A request may hold memory of the caller's, which must not live until the next one comes.
+            del task
+
+    def _serve_piece(self, request: _Request, piece: Piece) -> None:
+        taken: tuple[str, ...] = ()
+        error: BaseException | None = None
+        try:
+            taken = self._read_piece(piece, request)
+        # Whatever a read raises, an interrupt included, is the waiter's: a dead thread would hang it.
+        except BaseException as raised:  # noqa: BLE001
+            error = raised
+        self._finish(request, taken, error)
 
     def _take(self) -> tuple[_Request, Piece] | None:
         """Return the next chunk of the most urgent request; ``None`` when the engine closes."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,29 @@ def test_gathered_rows_come_in_the_order_asked_for(
     landing = rows_landing(source, rows)
     assert landing.size_bytes == len(rows) * WIDTH * 4
     assert torch.equal(read(source, landing, len(rows)), table[rows])
+
+
+def test_the_engine_lets_go_of_memory_that_is_not_its_own(source: WeightSource) -> None:
+    memory = bytearray(WIDTH * 4)
+    files = SourceFiles([extent.path for extent in source.extents])
+    engine = Engine(files, memoryview(bytearray(1)), IoSettings(num_threads=4))
+    landing = rows_landing(source, [3])
+    engine.submit(landing, 0, key=0, link="", memory=memoryview(memory)).wait()
+    deadline_s = time.monotonic() + 10
+    while _is_held(memory) and time.monotonic() < deadline_s:
+        time.sleep(0.001)
+    assert not _is_held(memory)
+    engine.close()
+    files.close()
+
+
+def _is_held(memory: bytearray) -> bool:
+    """Return whether a view of ``memory`` is alive: its size is fixed that long."""
+    try:
+        memory.append(0)
+    except BufferError:
+        return True
+    return False
 
 
 def test_no_rows_are_no_reads(source: WeightSource) -> None:
