@@ -22,6 +22,7 @@ from gascompile.ir import (
 )
 from gascompile.passes.make_plan import make_plan
 from gascompile.passes.place import place
+from gascompile.passes.prices import Solution
 from gascompile.passes.problem import Problem, problem
 from gascompile.units import GIB, PAGE_BYTES, align_up
 
@@ -49,6 +50,8 @@ class Variant:
     """One iteration of the plan made for it; ``None`` where no plan keeps the budget."""
     change_s: float | None
     """``predicted_s`` minus that of the same search without the change; negative where it helps."""
+    price_s: float | None = None
+    """What the relaxation's price says of ``change_s``, a slope: more saves at most so much."""
     bound_change_s: float | None = None
     """What the bound of the linear relaxation changes by; ``None`` where it does not cover the plan."""
     required_bytes: int | None = None
@@ -105,7 +108,7 @@ def whatif(
     base = search.plan("the plan as it is", search.machine, search.limits)
     assert base is not None, "an infeasible budget of the plan itself is raised"
     search.base_s = base.certificate.predicted_s
-    search.base_bound_s = search.bound_s(search.machine, search.limits)
+    search.base_solution = search.relaxed(search.machine, search.limits)
     variants = [
         *_budgets(search, step_bytes),
         *_links(search, step_bytes_per_s),
@@ -137,7 +140,7 @@ class _Search:
         self.limits = dict(plan.budget_bytes)
         self.site = plan.machine.compute_tier
         self.base_s = 0.0
-        self.base_bound_s: float | None = None
+        self.base_solution: Solution | None = None
         self._move_all = move_all
         self._plan = plan
         self._time_limit_s = time_limit_s
@@ -175,9 +178,9 @@ class _Search:
         label = f"{change}: {subject}"
         conditions = (machine or self.machine, limits or self.limits)
         found = self.plan(label, *conditions)
-        bound_s = self.bound_s(*conditions) if found is not None else None
-        base = self.base_bound_s
-        gained_s = None if bound_s is None or base is None else bound_s - base
+        relaxed = self.relaxed(*conditions) if found is not None else None
+        base = self.base_solution
+        gained_s = None if relaxed is None or base is None else relaxed.bound_s - base.bound_s
         predicted_s = found.certificate.predicted_s if found is not None else None
         return Variant(
             change=change,
@@ -185,12 +188,22 @@ class _Search:
             amount=amount,
             predicted_s=predicted_s,
             change_s=None if predicted_s is None else predicted_s - self.base_s,
+            price_s=None if base is None else self._priced(base, change, subject, amount),
             bound_change_s=gained_s,
             required_bytes=self.required_bytes if found is None else None,
         )
 
-    def bound_s(self, machine: Machine, limits: dict[str, int]) -> float | None:
-        """Return the bound of the linear relaxation; ``None`` where more than weights move."""
+    def _priced(self, base: Solution, change: str, subject: str, amount: float) -> float | None:
+        """Return what the prices say of a change; ``None`` where they say nothing."""
+        if change in ("budget", "next", "half") and subject == self.site:
+            return -base.memory_price_s_per_byte * amount
+        if change == "bandwidth" and subject in base.link_price_s:
+            bandwidth = self.machine.link(subject).bandwidth_bytes_per_s
+            return -base.link_price_s[subject] * amount / bandwidth
+        return None
+
+    def relaxed(self, machine: Machine, limits: dict[str, int]) -> Solution | None:
+        """Return the solution of the linear relaxation; ``None`` where more than weights move."""
         task = problem(self._plan.workload, machine, _budget(limits))
         if self._move_all or not task.links or task.arena_limit_bytes < 0:
             return None
@@ -204,7 +217,7 @@ class _Search:
             )
         except SolverError:
             return None
-        return None if found.timed_out else max(found.bound_s, task.compute_s)
+        return None if found.timed_out else found
 
     def task(self) -> Problem:
         """Return the unchanged planning problem."""

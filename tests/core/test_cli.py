@@ -7,18 +7,19 @@ import os
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
-from typer.testing import CliRunner
 
 from gascompile import __version__, serial
-from gascompile.cli import app
 from gascompile.ir import Plan
+from tests.core.command_line import failure as _failure
+from tests.core.command_line import json_of as _data
+from tests.core.command_line import ok as _ok
+from tests.core.command_line import run as _run
 
 _TOY = """
 import torch
@@ -88,35 +89,6 @@ def bundle(toy: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert data["run"]["peak_bytes"]["cpu"] <= 1 << 20
     assert data["run"]["link_bytes"]["nvme->cpu"] > 0
     return folder
-
-
-def _run(*args: str) -> tuple[int, str, str]:
-    result = CliRunner().invoke(app, list(args), catch_exceptions=False)
-    return result.exit_code, result.stdout, result.stderr
-
-
-def _ok(*args: str) -> str:
-    code, out, err = _run(*args)
-    assert code == 0, err
-    return out
-
-
-def _data(*args: str) -> Any:
-    return json.loads(_ok(*args, "--json"))
-
-
-def _failure(*args: str) -> tuple[int, str]:
-    """Return exit code and message, which are the same with and without --json."""
-    code, out, err = _run(*args)
-    assert out.replace("the model's own print\n", "") == ""
-    assert "Traceback" not in err
-    json_code, json_out, _ = _run(*args, "--json")
-    assert json_code == code
-    error = json.loads(json_out)["error"]
-    assert error["type"]
-    if code == 1:
-        assert error["message"] in err
-    return code, error["message"]
 
 
 # ---------------------------------------------------------------- the command itself
@@ -268,89 +240,7 @@ def test_a_directory_without_weights_is_planned_but_not_run(tmp_path: Path) -> N
     assert ran["run"]["peak_bytes"]["cpu"] <= 256 << 10
 
 
-def test_simulate(plan_file: Path, tmp_path: Path) -> None:
-    plan = Plan.load(plan_file)
-    out = tmp_path / "timeline.json"
-    data = _data("simulate", str(plan_file), "-o", str(out))
-    assert data["timeline"]["seconds"] == pytest.approx(plan.certificate.predicted_s)
-    assert json.loads(out.read_text()) == data["timeline"]
-    assert {stall["cause"] for stall in data["timeline"]["stalls"]} <= {
-        "link busy", "memory", "bandwidth",
-    }  # fmt: skip
-    assert "one iteration" in _ok("simulate", str(plan_file))
-    shown = _ok(
-        "simulate", str(plan_file),
-        "--trace", str(tmp_path / "trace.json"), "--picture", str(tmp_path / "plan.svg"),
-    )  # fmt: skip
-    assert "ui.perfetto.dev" in shown
-    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    assert "nvme" in (tmp_path / "plan.svg").read_text()
-    assert _failure("simulate", str(plan_file), "--picture", str(tmp_path / "plan.bmp"))[0] == 2
-    assert _data("simulate", str(plan_file), "-m", "rtx4090-gen4")["machine"] == "rtx4090-gen4"
-    bare = tmp_path / "bare.json"
-    serial.write_atomic(bare, serial.dumps(replace(plan.machine, links=())))
-    code, message = _failure("simulate", str(plan_file), "-m", str(bare))
-    assert (code, "no link" in message) == (2, True)
-
-
-def test_diff(toy: str, plan_file: Path, tmp_path: Path) -> None:
-    larger = tmp_path / "larger.json"
-    _ok("plan", toy, "--budget", "1.5MiB", "-m", "cpu-nvme", "-o", str(larger))
-    same = _data("diff", str(plan_file), str(plan_file))
-    assert same["identical"]
-    assert "do the same" in _ok("diff", str(plan_file), str(plan_file))
-    data = _data("diff", str(plan_file), str(larger))
-    assert data["change_s"] < 0
-    assert not data["identical"]
-    assert "cpu" in {change["after"] for change in data["homes"]}
-    out = _ok("diff", str(plan_file), str(larger))
-    for word in ("faster", "budget of cpu", "moved over nvme->cpu", "Homes"):
-        assert word in out
-    assert _failure("diff", str(plan_file), str(tmp_path / "absent.json"))[0] == 1
-
-
-def test_whatif(toy: str, plan_file: Path) -> None:
-    args = ("whatif", str(plan_file), "--gib", "0.001", "--gbps", "1")
-    data = _data(*args)
-    variants = {(v["change"], v["subject"]): v for v in data["variants"]}
-    assert variants["budget", "cpu"]["amount"] == round(0.001 * 2**30)
-    assert variants["budget", "cpu"]["change_s"] < 0
-    assert variants["bandwidth", "nvme->cpu"]["amount"] == 1e9
-    assert variants["drive", "nvme"]["speedup"] > 0
-    assert data["base_s"] == pytest.approx(Plan.load(plan_file).certificate.predicted_s)
-    out = _ok(*args)
-    for word in ("a second drive", "1 GB/s more over nvme->cpu", "half the budget", "next budget"):
-        assert word in out
-    code, message = _failure("whatif", str(plan_file), "--budget", "2MiB")
-    assert (code, "finished plan" in message) == (2, True)
-    assert _failure("whatif", toy, "--budget", "1KiB", "-m", "cpu-nvme")[0] == 1
-
-
 # ---------------------------------------------------------------- explain, verify
-
-
-def test_explain_a_tensor_and_an_op(toy: str, plan_file: Path) -> None:
-    plan = Plan.load(plan_file)
-    streamed = next(n for n, t in plan.tensors.items() if t.home == "nvme")
-    data = _data("explain", str(plan_file), streamed)["tensor"]
-    assert data["home"] == "nvme"
-    assert data["transfers"]
-    out = _ok("explain", str(plan_file), streamed)
-    for word in ("why", "prefetched", "slack", "Alternatives"):
-        assert word in out
-    resident = next(n for n, t in plan.tensors.items() if t.address is not None)
-    assert "Alternatives" in _ok("explain", str(plan_file), resident)
-    assert "bound by" in _ok("explain", str(plan_file), plan.ops[0].name)
-    from_source = ("explain", toy, plan.ops[0].name, "--budget", _BUDGET, "-m", "cpu-nvme")
-    assert _data(*from_source)["op"]["site"] == "cpu"
-
-
-def test_explain_suggests_names(plan_file: Path) -> None:
-    code, message = _failure("explain", str(plan_file), "layers.0.wieght")
-    assert code == 2
-    assert "'layers.0.weight'" in message
-    code, message = _failure("explain", str(plan_file), "layers.0.weight", "--budget", "2MiB")
-    assert (code, "finished plan" in message) == (2, True)
 
 
 def test_verify_accepts_and_refuses_plans(plan_file: Path, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 
-from gascompile.ir import Budget, Compute, Machine, Release, TensorKind, Wait, Workload
+from gascompile.ir import Budget, Compute, Machine, Release, Step, TensorKind, Wait, Workload
 from gascompile.passes.diff import Change, diff
 from gascompile.passes.make_plan import make_plan
 from tests.cost_models.hand_plans import MB, fetch, hand_plan, machine, streaming, training
@@ -78,7 +78,7 @@ def test_another_workload_is_compared_by_name() -> None:
 
 
 def test_tiles_are_compared_as_the_weight_they_are_part_of() -> None:
-    steps = [
+    steps: list[Step] = [
         Wait(op=0, tensor="w0", address=0),
         Compute(op=0),
         Release(op=1, tensor="w0", address=0),

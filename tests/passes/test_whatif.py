@@ -48,9 +48,15 @@ def test_memory_bandwidth_a_drive_and_half_the_budget() -> None:
     # The relaxation keeps two thirds of each: 4 * 2/3 and the third of one beside them are 3 rooms.
     assert more["cpu"].bound_change_s == pytest.approx(-4 / 3, abs=0.005)
     assert more["nvme"].bound_change_s == 0
+    # One room more lets each of the four keep another third.
+    assert more["cpu"].price_s == pytest.approx(-4 / 3, abs=0.01)
+    assert more["nvme"].price_s is None
     faster = _one(found.of("bandwidth"))
     assert (faster.subject, faster.amount) == ("nvme->cpu", 3 * UNIT)
     assert faster.predicted_s == pytest.approx(0.5, abs=0.005)
+    # A slope, so it promises too much of four times the bandwidth: three times what is moved now.
+    assert faster.price_s is not None
+    assert faster.price_s == pytest.approx(-3 * 4 / 3, rel=0.02)
     drive = _one(found.of("drive"))
     assert drive.predicted_s == pytest.approx(1.0, abs=0.005)
     assert drive.speedup(found.base_s) == pytest.approx(1.0, abs=0.01)
@@ -133,6 +139,8 @@ def test_more_is_never_slower_and_less_never_faster(
     for variant in found.variants:
         if variant.predicted_s is not None and variant.change in ("budget", "bandwidth", "drive"):
             assert variant.bound_change_s is None or variant.bound_change_s <= tolerance_s
+            if variant.price_s is not None and variant.bound_change_s is not None:
+                assert variant.price_s <= variant.bound_change_s + 1e-6 * found.base_s
         if variant.change_s is None:
             assert variant.change == "half"
         elif variant.change == "half":
