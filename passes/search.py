@@ -44,16 +44,18 @@ def search(
 
     Args:
         best: a schedule to beat; returned when nothing is faster.
-        time_limit_s: seconds after which a schedule, once there is one, is not improved further.
+        time_limit_s: seconds after which a schedule of a large model, once there is one, is not improved
+            further.
     """
-    deadline_s = time.perf_counter() + time_limit_s
+    large = len(problem.weights) >= MANY_WEIGHTS
+    deadline_s = time.perf_counter() + time_limit_s if large else math.inf
     fitting = [
         (*bound_s, number, member)
         for number, item in enumerate(candidates)
         for bound_s, member in _fitting(problem, item, arena_bytes)
     ]
     seen: set[frozenset[int]] = set()
-    patience = _PATIENCE if len(problem.weights) >= MANY_WEIGHTS else math.inf
+    patience = _PATIENCE if large else math.inf
     vain = 0
     for bound_s, _, _, single in sorted(fitting, key=lambda item: item[:3]):
         if best is not None and (
