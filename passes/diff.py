@@ -111,7 +111,11 @@ def diff(a: Plan, b: Plan) -> PlanDiff:
         same_workload=_same_workload(a, b, placed_a, placed_b),
         change_s=0.0 if _same(*seconds) else seconds[1] - seconds[0],
         summary=tuple(_summary(a, b)),
-        homes=_homes(placed_a, placed_b),
+        homes=tuple(
+            change
+            for change in _homes(placed_a, placed_b)
+            if (change.before, change.after) != (a.machine.compute_tier, b.machine.compute_tier)
+        ),
         moves=_moves(placed_a, placed_b),
         sites=_sites(ops_a, ops_b),
         only_before=_missing((placed_a, ops_a), (placed_b, ops_b)),
@@ -221,7 +225,8 @@ def _change(
 def _changes(name: str, before: Mapping[str, int], after: Mapping[str, int]) -> Iterable[Change]:
     keys = dict.fromkeys((*before, *after))
     for key in sorted(keys, key=lambda key: -abs(after.get(key, 0) - before.get(key, 0))):
-        yield from _change(f"{name} {key}", "bytes", before.get(key), after.get(key))
+        if before.get(key, 0) != after.get(key, 0):
+            yield from _change(f"{name} {key}", "bytes", before.get(key), after.get(key))
 
 
 # ---------------------------------------------------------------- tensors and ops

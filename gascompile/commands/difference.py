@@ -130,7 +130,7 @@ def _step(change: Change) -> str:
         return ""
     sign = "-" if b < a else "+"
     shown = format_time(abs(b - a)) if change.unit == "s" else format_size(abs(b - a))
-    share = f" ({(b - a) / a:+.1%})" if a else ""
+    share = f" ({(b - a) / a:+.1%})" if a and abs(b - a) < 10 * a else ""
     return f"{sign}{shown}{share}"
 
 

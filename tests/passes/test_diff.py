@@ -11,7 +11,14 @@ from gascompile.ir import Budget, Compute, Machine, Release, Step, TensorKind, W
 from gascompile.passes.diff import Change, diff
 from gascompile.passes.make_plan import make_plan
 from tests.cost_models.hand_plans import MB, fetch, hand_plan, machine, streaming, training
-from tests.passes.planning import budget_at, machines, workloads
+from tests.passes.planning import (
+    budget_at,
+    cpu_machine,
+    gpu_machine,
+    machines,
+    workload,
+    workloads,
+)
 
 
 def test_the_same_plan() -> None:
@@ -49,6 +56,16 @@ def test_sites_and_reruns() -> None:
     without = [step for step in plan.steps if type(step).__name__ != "Recompute"]
     moves = diff(plan, replace(plan, steps=tuple(without))).moves
     assert [(m.tensor, m.before, m.after) for m in moves] == [("a1", {"recompute": 2 * MB}, {})]
+
+
+def test_the_tier_that_computes_is_not_a_change_of_home() -> None:
+    task = workload("ab")
+    here = make_plan(task, cpu_machine(), Budget(), fingerprint={})
+    there = make_plan(task, gpu_machine(), Budget(), fingerprint={})
+    found = diff(here, there)
+    assert here.tensors["a"].home != there.tensors["a"].home
+    assert found.homes == ()
+    assert {site.after for site in found.sites} == {"gpu"}
 
 
 def test_links_of_machines_of_one_name() -> None:
