@@ -43,11 +43,6 @@ class Selection:
         most = int(self.memory.max()) if self.plan.num_runs else 0
         return most - self.task.limit_bytes
 
-    def busy_s(self, route: int) -> tuple[float, float]:
-        """Return for how long the links of ``route`` are busy: in, out."""
-        load_s, store_s = self._busy_s[route]
-        return load_s, store_s
-
     def most(self, j: int) -> int:
         """Return the bytes of the fullest run during interval ``j``."""
         spans = [self.memory[a:b] for a, b in self.plan.spans(self.plan.intervals[j]) if a < b]

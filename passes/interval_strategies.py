@@ -12,6 +12,9 @@ import numpy as np
 from gascompile.passes.interval_layout import Layout
 from gascompile.passes.interval_selection import Selection
 
+_STRETCHES = 400
+"""Into how many parts an iteration is cut to see when a link has time."""
+
 
 def keep_everything(plan: Layout) -> Selection:
     """Let nothing leave but what has to: the shortest part of memory above the limit."""
@@ -31,9 +34,10 @@ def all_moved(plan: Layout) -> Selection:
 def first_fit(plan: Layout) -> Selection:
     """Keep tensors in the order of their first use until memory is full, as accelerate does."""
     found = all_moved(plan)
-    tensors = dict.fromkeys(interval.tensor for interval in plan.intervals)
-    for tensor in tensors:
-        members = [j for j, interval in enumerate(plan.intervals) if interval.tensor == tensor]
+    intervals_of: dict[int, list[int]] = {}
+    for j in sorted(range(len(plan.intervals)), key=lambda j: plan.intervals[j].start):
+        intervals_of.setdefault(plan.intervals[j].tensor, []).append(j)
+    for tensor, members in intervals_of.items():
         if all(found.most(j) + plan.task.sizes[tensor] <= plan.task.limit_bytes for j in members):
             found.thin(members)
     return found
@@ -82,6 +86,7 @@ def largest_area(plan: Layout) -> Selection:
     found = _settled(plan)
     task = plan.task
     limit = task.limit_bytes
+    channels = _Channels(plan)
     pending = {j: 0.0 for j, interval in enumerate(plan.intervals) if interval.start >= 0}
     while found.excess_bytes > 0 and pending:
         above = np.minimum(np.maximum(found.memory - limit, 0), np.iinfo(np.int32).max * 1024)
@@ -101,28 +106,60 @@ def largest_area(plan: Layout) -> Selection:
         scores.sort(reverse=True)
         for _, j in scores[: max(1, len(scores) // 16)]:
             if found.most(j) > limit:
-                found.add(j, _slowest_in_time(found, j))
+                found.add(j, channels.slowest_in_time(j))
             del pending[j]
     found.fill((j, None) for j in _by_length(plan))
     return found
 
 
-def _slowest_in_time(found: Selection, j: int) -> int:
-    """Return the slowest route on which interval ``j`` gets away and back, and the links have time left."""
-    plan, task = found.plan, found.task
-    interval = plan.intervals[j]
-    idle_s = sum(float(plan.clock[b] - plan.clock[a]) for a, b in plan.spans(interval))
-    for route in reversed(range(len(task.routes))):
-        if task.can_take(interval.tensor, route):
-            load_s = task.load_s(interval.tensor, route)
-            store_s = task.store_s(interval.tensor, route) if task.written[interval.tensor] else 0.0
-            busy_s = max(
-                pair[0] + pair[1]
-                for pair in zip(found.busy_s(route), (load_s, store_s), strict=True)
-            )
-            if 1.5 * (load_s + store_s) <= idle_s and busy_s <= float(plan.clock[-1]):
-                return route
-    return 0
+class _Channels:
+    """Time that is left on each link, in stretches of the iteration."""
+
+    def __init__(self, plan: Layout) -> None:
+        self.plan = plan
+        self.width_s = max(float(plan.clock[-1]), 1e-12) / _STRETCHES
+        self.left_s = {
+            (route, away): [self.width_s] * _STRETCHES
+            for route in range(len(plan.task.routes))
+            for away in (True, False)
+        }
+
+    def slowest_in_time(self, j: int) -> int:
+        """Take time on the slowest route on which ``j`` gets away and back; the fastest if on none."""
+        plan, task = self.plan, self.plan.task
+        interval = plan.intervals[j]
+        begin_s, end_s = float(plan.clock[interval.start + 1]), float(plan.clock[interval.end])
+        begin, end = int(begin_s / self.width_s), int(end_s / self.width_s)
+        end += _STRETCHES if interval.wraps else 0
+        for route in reversed(range(len(task.routes))):
+            if task.can_take(interval.tensor, route):
+                written = task.written[interval.tensor]
+                store_s = task.store_s(interval.tensor, route) if written else 0.0
+                out = self._taken(route, True, range(begin, end), store_s)
+                load_s = task.load_s(interval.tensor, route)
+                back = self._taken(route, False, range(end - 1, begin - 1, -1), load_s)
+                if out is None or back is None:
+                    continue
+                if max(out, default=begin) <= min(back, default=end):
+                    for away, taken in ((True, out), (False, back)):
+                        for stretch, seconds in taken.items():
+                            self.left_s[route, away][stretch % _STRETCHES] -= seconds
+                    return route
+        return 0
+
+    def _taken(
+        self, route: int, away: bool, stretches: range, needed_s: float
+    ) -> dict[int, float] | None:
+        """Return the seconds to take of each stretch in turn; ``None`` where they are not enough."""
+        taken: dict[int, float] = {}
+        for stretch in stretches:
+            if needed_s <= 0:
+                break
+            part = min(needed_s, self.left_s[route, away][stretch % _STRETCHES])
+            if part > 0:
+                taken[stretch] = part
+                needed_s -= part
+        return taken if needed_s <= 1e-12 else None
 
 
 def _settled(plan: Layout) -> Selection:

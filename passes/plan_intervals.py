@@ -45,7 +45,7 @@ _GUIDES = (
 
 Whole tensors hold their memory during a transfer and wait for each other, of which the program knows nothing.
 """
-_RECOMPUTE_RATIOS = (0.02, 0.1, 0.4)
+_RECOMPUTE_RATIOS = (0.02, 0.1, 0.4, 1.0)
 """Recompute what takes at most this share of the time that moving it away and back would take."""
 _EXACT_S = 3.0
 _MOST_LABELS = 30_000
