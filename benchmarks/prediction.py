@@ -43,6 +43,8 @@ SHAPE_300M = {
     "num_attention_heads": 16,
 }
 _PROBE_ROWS = 128
+_FILE_WIDTH = 130
+"""Of the table where it is not printed on a terminal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,7 +181,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("-o", "--output", type=Path, help="result file")
     parser.add_argument("--toy", action="store_true", help="a tiny model, to try the script")
     options = parser.parse_args(arguments)
-    console = Console(stderr=True)
+    console = Console(stderr=True, width=None if sys.stderr.isatty() else _FILE_WIDTH)
     combinations = TOY if options.toy else COMBINATIONS
     if options.only:
         combinations = tuple(c for c in combinations if options.only in _text(c))
