@@ -246,9 +246,10 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         print(json.dumps(one))
         return one
     console = Console(stderr=True, width=160)
-    models, inputs, deep, layers = MODELS, INPUTS, MODELS[1], LAYERS
-    if options.toy:
-        models, inputs, deep, layers = (TOY,), ((1, 1),), TOY, (2,)
+    models = [TOY] if options.toy else list(MODELS)
+    inputs = [(1, 1)] if options.toy else list(INPUTS)
+    layers = [2] if options.toy else list(LAYERS)
+    deep = TOY if options.toy else MODELS[1]
     cases = [
         replace(model, batch=batch, tokens=tokens) for model in models for batch, tokens in inputs
     ]
