@@ -10,13 +10,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from gascompile.cost_models.gathers import gather_link, gathered
-from gascompile.errors import InfeasiblePlanError
+from gascompile.errors import InfeasiblePlanError, SolverError
 from gascompile.ir import Machine, TensorKind, Workload
 from gascompile.passes.certify import Proof
 from gascompile.passes.divide import Division, divide
+from gascompile.passes.feasible import feasible
+from gascompile.passes.place import place
 from gascompile.passes.problem import Problem
 from gascompile.passes.prove import quick_proof
 from gascompile.passes.schedule import Schedule
+from gascompile.passes.strategies import MANY_WEIGHTS
 from gascompile.tiles import parse_tile
 from gascompile.units import MIB
 
@@ -25,6 +28,8 @@ _MOST_TILES = 512
 """Of all tiles of a form: what takes more is planned with fewer weights divided, the largest."""
 _ROW_GROUP = 16
 """Tiles have a multiple of so many rows, as matrix kernels like it."""
+_SCREEN_TIME_S = 5.0
+"""For the bound of a form that is yet to be planned."""
 _LEAST_GATHER_BYTES = MIB
 """A smaller table is not worth the wait for its rows."""
 
@@ -88,13 +93,19 @@ def best_form(tasks: Sequence[Problem], solve: Solve, *, mip_gap: float) -> Solu
     best: Solution | None = None
     proofs = {i: quick_proof(task) for i, task in enumerate(tasks)}
     refusals: list[InfeasiblePlanError] = []
-    for i in sorted(proofs, key=lambda i: proofs[i].bound_s):
+    small = min(len(task.weights) for task in tasks) < MANY_WEIGHTS
+    # Of forms that promise the same, the one in the smallest tiles is the easiest to plan well, if not too large.
+    for i in sorted(proofs, key=lambda i: (_bound_s(proofs[i]), -i if small else i)):
         if best is not None:
             found_s = best.schedule.seconds
             bound_s = min(map(_bound_s, proofs.values()))
             if _bound_s(proofs[i]) >= found_s or found_s - bound_s <= mip_gap * found_s:
                 continue
         try:
+            if best is not None and small:
+                proofs[i] = _screen(tasks[i], proofs[i])
+                if _bound_s(proofs[i]) >= best.schedule.seconds:
+                    continue
             found = solve(tasks[i])
         except InfeasiblePlanError as error:
             refusals.append(error)
@@ -111,6 +122,23 @@ def best_form(tasks: Sequence[Problem], solve: Solve, *, mip_gap: float) -> Solu
         timed_out=any(proof.timed_out for proof in proofs.values()),
     )
     return replace(best, proof=proof)
+
+
+def _screen(task: Problem, proof: Proof) -> Proof:
+    """Return ``proof`` with the bound of the relaxed program: much less work than to plan the form."""
+    feasible(task)
+    try:
+        found = place(
+            task,
+            task.arena_limit_bytes,
+            time_limit_s=_SCREEN_TIME_S,
+            mip_gap=0.0,
+            relaxed=True,
+        )
+    except SolverError:
+        # What is wrong with the solver shows when the form is planned.
+        return proof
+    return replace(proof, bound_s=max(proof.bound_s, found.bound_s))
 
 
 def _bound_s(proof: Proof) -> float:
