@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from gascompile.bundle import Bundle, Weights, content_stamp, require_unchanged, write_bundle
 from gascompile.calls import bind_call
+from gascompile.config import default_cache_dir
 from gascompile.errors import PlanMismatchError
 from gascompile.ir import Plan, RunReport
 from gascompile.passes.insert import insert
@@ -66,6 +67,7 @@ def open_session(
         states=bundle.held,
         progress=progress,
         early=early,
+        spill_folder=default_cache_dir() / "spill",
     )
 
 

@@ -12,7 +12,7 @@ import torch
 
 
 class Mover(Protocol):
-    """What the runtime does for a move. Only ``wait`` and ``gather`` block."""
+    """What the runtime does for a move. Only ``wait``, ``gather`` and ``settle`` block."""
 
     def resident(self, tensor: str) -> torch.Tensor: ...
 
@@ -23,6 +23,14 @@ class Mover(Protocol):
     def release(self, tensor: str, address: int) -> None: ...
 
     def gather(self, tensor: str, indices: torch.Tensor) -> torch.Tensor: ...
+
+    def offload(self, tensor: str, link: str, value: torch.Tensor) -> None: ...
+
+    def reload(self, tensor: str, link: str, value: torch.Tensor) -> None: ...
+
+    def settle(self, tensor: str) -> None: ...
+
+    def drop(self, tensor: str, value: torch.Tensor) -> None: ...
 
 
 def resident(mover: Mover, tensor: str) -> torch.Tensor:
@@ -50,7 +58,29 @@ def gather(mover: Mover, tensor: str, indices: torch.Tensor) -> torch.Tensor:
     return mover.gather(tensor, indices)
 
 
-MOVES = (resident, prefetch, wait, release, gather)
+def offload(mover: Mover, tensor: str, link: str, value: torch.Tensor) -> None:
+    """Start copying the memory of ``value`` out over ``link``; returns at once."""
+    mover.offload(tensor, link, value)
+
+
+def reload(mover: Mover, tensor: str, link: str, value: torch.Tensor) -> None:
+    """Take memory for ``value`` and its views again and start copying back; returns at once."""
+    mover.reload(tensor, link, value)
+
+
+def settle(mover: Mover, tensor: str) -> None:
+    """Block until the newest copy of ``tensor``, out or back, is complete."""
+    mover.settle(tensor)
+
+
+def drop(mover: Mover, tensor: str, value: torch.Tensor) -> None:
+    """Give back the memory of ``value`` and its views, which stay as they are but for their bytes."""
+    mover.drop(tensor, value)
+
+
+HEAP_MOVES = (offload, reload, settle, drop)
+"""Moves of what has no place in the arena."""
+MOVES = (resident, prefetch, wait, release, gather, *HEAP_MOVES)
 
 
 def linear_tile(

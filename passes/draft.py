@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
+from gascompile.cost_models.replay import replay
 from gascompile.ir import Step, TensorPlan, Workload
 from gascompile.passes.emit import emit
 from gascompile.passes.intervals import IntervalPlan
 from gascompile.passes.problem import Problem
 from gascompile.passes.schedule import Schedule
-from gascompile.passes.sites import SitedSchedule
+from gascompile.passes.sites import SitedSchedule, merge_steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +47,26 @@ def draft_schedule(
         steps=emit(task, found),
         seconds=found.seconds,
     )
+
+
+def draft_moved(
+    task: Problem, found: Schedule, moves: Mapping[int, Sequence[Step]], *, buffer_bytes: int
+) -> Draft:
+    """Return the draft of a schedule of weights with moves of activations.
+
+    Args:
+        task: the problem that was scheduled.
+        found: its schedule.
+        moves: per op the steps on the heap before it.
+        buffer_bytes: what the moves take at the end of the arena.
+    """
+    draft = draft_schedule(task, found)
+    steps = merge_steps(draft.steps, moves, len(draft.op_sites))
+    seconds = replay(
+        steps, task.workload.ops, task.op_times_s, task.machine, repeats=task.repeats
+    ).seconds
+    arena_bytes = found.arena_bytes + buffer_bytes
+    return replace(draft, steps=steps, seconds=seconds, arena_bytes=arena_bytes)
 
 
 def draft_sites(found: SitedSchedule) -> Draft:

@@ -14,12 +14,22 @@ from torch import fx
 
 from gascompile import moves
 from gascompile.errors import PlanMismatchError
-from gascompile.ir import Compute, Plan, Prefetch, Release, Step, Wait
+from gascompile.ir import (
+    Compute,
+    Offload,
+    Plan,
+    Prefetch,
+    Recompute,
+    Release,
+    Reload,
+    Step,
+    Wait,
+)
 from gascompile.passes.divide_graph import divide_graph
 from gascompile.program import Program, op_name
 from gascompile.tiles import base_name
 
-for _move in (moves.prefetch, moves.wait, moves.release):
+for _move in (moves.prefetch, moves.wait, moves.release, *moves.HEAP_MOVES):
     fx.node.has_side_effect(_move)
 
 
@@ -92,7 +102,7 @@ class _Rewrite:
         with graph.inserting_before(next(iter(graph.nodes))):
             self._mover = graph.placeholder("mover")
         divide_graph(graph, plan.workload.ops, self._bound, self._mover)
-        self._ops = [node for node in graph.nodes if node.op == "call_function"]
+        self._ops: list[fx.Node] = [n for n in graph.nodes if n.op == "call_function"]
         _check_ops(self._ops, plan)
         self._streamed = {
             node: name for node, name in self._bound.items() if not self._is_resident(name)
@@ -132,6 +142,19 @@ class _Rewrite:
         place = self._ops[self._next_op] if self._next_op < len(self._ops) else self._output
         with self._graph.inserting_before(place):
             match step:
+                case Recompute():
+                    raise PlanMismatchError(
+                        f"the plan computes op {step.source} again, which this runtime does not do; plan for it"
+                    )
+                case Offload() | Reload():
+                    move = moves.offload if isinstance(step, Offload) else moves.reload
+                    value = self._value(step.tensor)
+                    self._graph.call_function(move, (self._mover, step.tensor, step.link, value))
+                case Wait(address=None):
+                    self._graph.call_function(moves.settle, (self._mover, step.tensor))
+                case Release(address=None):
+                    value = self._value(step.tensor)
+                    self._graph.call_function(moves.drop, (self._mover, step.tensor, value))
                 case Prefetch():
                     self._graph.call_function(
                         moves.prefetch, (self._mover, step.tensor, step.link, step.address)
@@ -140,6 +163,21 @@ class _Rewrite:
                     self._wait(step)
                 case Release():
                     self._release(step)
+
+    def _value(self, tensor: str) -> fx.Node:
+        """Return the node whose result a tensor of the heap is.
+
+        Raises:
+            PlanMismatchError: no op before this point has it as its whole result.
+        """
+        made = self._ops[: self._next_op]
+        for node, op in zip(made, self._plan.workload.ops, strict=False):
+            if tensor == f"%{base_name(op.name)}":
+                return node
+        raise PlanMismatchError(
+            f"the plan moves '{tensor}', which is not the result of an op before op {self._next_op}; "
+            "this runtime moves nothing else"
+        )
 
     def _wait(self, step: Wait) -> None:
         owners = [node for node, name in self._streamed.items() if name == step.tensor]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from gascompile.ir import TensorKind, TensorSpec, Workload
+from gascompile.ir import TensorKind, Workload
 
 _OWN_KINDS = (TensorKind.ACTIVATION, TensorKind.GRADIENT, TensorKind.OUTPUT, TensorKind.WORKSPACE)
 
@@ -34,8 +34,6 @@ def liveness(workload: Workload) -> Liveness:
         ValueError: an op names a tensor that the workload does not have.
     """
     tensors = {tensor.name: tensor for tensor in workload.tensors}
-    first: dict[str, int] = {}
-    last: dict[str, int] = {}
     uses: dict[str, list[int]] = {
         name: [] for name, tensor in tensors.items() if tensor.kind == TensorKind.WEIGHT
     }
@@ -43,12 +41,10 @@ def liveness(workload: Workload) -> Liveness:
         for name in (*op.reads, *op.writes):
             if name not in tensors:
                 raise ValueError(f"op '{op.name}' names the tensor '{name}', which does not exist")
-            first.setdefault(name, i)
-            last[name] = i
         for name in dict.fromkeys(op.reads):
             if name in uses:
                 uses[name].append(i)
-    live = _live_bytes(workload, tensors, first, last)
+    live = live_bytes(workload)
     peak = max(live, default=0)
     return Liveness(
         peak_bytes=peak,
@@ -58,13 +54,15 @@ def liveness(workload: Workload) -> Liveness:
     )
 
 
-def _live_bytes(
-    workload: Workload,
-    tensors: Mapping[str, TensorSpec],
-    first: Mapping[str, int],
-    last: Mapping[str, int],
-) -> list[int]:
-    """Return the live bytes at each op, workspace included."""
+def live_bytes(workload: Workload) -> list[int]:
+    """Return the bytes of live activations and outputs at each op, workspace included."""
+    tensors = {tensor.name: tensor for tensor in workload.tensors}
+    first: dict[str, int] = {}
+    last: dict[str, int] = {}
+    for i, op in enumerate(workload.ops):
+        for name in (*op.reads, *op.writes):
+            first.setdefault(name, i)
+            last[name] = i
     num_ops = len(workload.ops)
     change = [0] * (num_ops + 1)
     for name, begin in first.items():

@@ -169,7 +169,7 @@ def _evaluate(
     found = best_staging(reduced, rest, task.arena_limit_bytes)
     if found is None:
         return None
-    steps = _merged(emit(reduced, found), route.moves, len(route.op_sites))
+    steps = merge_steps(emit(reduced, found), route.moves, len(route.op_sites))
     events = compile_events(steps, route.op_times_s, task.machine, repeats=task.repeats)
     seconds = steady_seconds(events)
     if seconds >= best_s:
@@ -273,9 +273,10 @@ def _route(task: Problem, tier: str, sent: frozenset[str]) -> _Route:
     )
 
 
-def _merged(
+def merge_steps(
     steps: Sequence[Step], moves: Mapping[int, Sequence[Step]], num_ops: int
 ) -> tuple[Step, ...]:
+    """Return ``steps`` with the moves before each op; those under ``num_ops`` come last."""
     merged: list[Step] = []
     for step in steps:
         if isinstance(step, Compute):

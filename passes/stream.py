@@ -1,21 +1,23 @@
 """Stream: the best plan that moves weights, through an arena with fixed addresses, and nothing else.
 
-It is the one that the runtime executes. Forms that divide large weights are tried side by side, and,
+It is the one that the runtime executes. Where the budget is too small for the activations, large ones
+leave memory between their uses. Forms that divide large weights are tried side by side, and,
 where ops may run at several sites, schedules that send ops to their weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from gascompile.errors import SolverError
+from gascompile.errors import InfeasiblePlanError, SolverError
 from gascompile.ir import Budget, Machine, Plan, Workload
 from gascompile.passes.certify import Proof
-from gascompile.passes.draft import Draft, draft_schedule, draft_sites
+from gascompile.passes.draft import Draft, draft_moved, draft_schedule, draft_sites
 from gascompile.passes.feasible import feasible
 from gascompile.passes.forms import Solution, best_form, forms, same_form
 from gascompile.passes.least_time import least_time
+from gascompile.passes.move_activations import BUFFERS_BYTES, MovedActivations, move_activations
 from gascompile.passes.pin import pin, pinned_residents
 from gascompile.passes.problem import Problem, problem
 from gascompile.passes.prove import prove
@@ -61,7 +63,12 @@ def stream(
         [same_form(workload, machine, pinned.workload)] if pinned else forms(workload, machine)
     )
     tasks = [problem(form, machine, budget, reserved_bytes=reserved_bytes) for form in candidates]
-    chosen = best_form(tasks, solve, mip_gap=mip_gap)
+    try:
+        chosen = best_form(tasks, solve, mip_gap=mip_gap)
+    except InfeasiblePlanError as refusal:
+        if pinned is not None or strategy is not None:
+            raise
+        return _with_moved_activations(tasks, solve, refusal, left_s, mip_gap)
     draft = draft_schedule(
         chosen.task, chosen.schedule, pinned_residents(pinned) if pinned else None
     )
@@ -70,6 +77,32 @@ def stream(
     if strategy is None and pinned is None:
         draft = _sited(tasks, draft)
     limit_s, binding = least_time(draft.workload, machine, tasks[0].limits_bytes)
+    return draft, replace(chosen.proof, limit_s=limit_s, binding=binding, bound_s=0.0)
+
+
+def _with_moved_activations(
+    tasks: Sequence[Problem],
+    solve: Callable[[Problem], Solution],
+    refusal: InfeasiblePlanError,
+    left_s: Callable[[], float],
+    mip_gap: float,
+) -> tuple[Draft, Proof]:
+    """Return the best plan in which activations move, too; raises the smaller of two refusals."""
+    moved: list[MovedActivations] = []
+    refusals = [refusal]
+    for task in tasks:
+        try:
+            seconds = max(0.1, left_s() / (2 * len(tasks)))
+            moved += move_activations(task, time_limit_s=seconds, mip_gap=mip_gap)
+        except InfeasiblePlanError as error:
+            refusals.append(error)
+    if not moved:
+        raise min(refusals, key=lambda error: error.required_bytes)
+    chosen = best_form([candidate.task for candidate in moved], solve, mip_gap=mip_gap)
+    moves = next(candidate.moves for candidate in moved if candidate.task is chosen.task)
+    draft = draft_moved(chosen.task, chosen.schedule, moves, buffer_bytes=BUFFERS_BYTES)
+    task = chosen.task
+    limit_s, binding = least_time(task.workload, task.machine, task.limits_bytes)
     return draft, replace(chosen.proof, limit_s=limit_s, binding=binding, bound_s=0.0)
 
 
@@ -91,7 +124,9 @@ def _choose(task: Problem, strategy: str | None, time_limit_s: float, notes: lis
     elif strategy is not None:
         found = _as_peer(task, strategy)
     # A forced strategy may have nothing that fits a budget which others keep.
-    found = found or search(task, strategies(task), task.arena_limit_bytes)
+    found = found or search(
+        task, strategies(task), task.arena_limit_bytes, time_limit_s=time_limit_s
+    )
     if strategy is None:
         try:
             found = refine(task, least_arena_bytes, found, time_limit_s=time_limit_s)

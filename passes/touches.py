@@ -69,7 +69,8 @@ def _copy_events(plan: Plan) -> Iterator[tuple[int, str, str, bool]]:
                 index = step.op if isinstance(step, Compute) else step.source
                 op, site = plan.workload.ops[index], plan.ops[index].site
                 for name in dict.fromkeys(op.reads):
-                    if site in slow:
+                    # What the op writes as well is its new copy, and stays.
+                    if site in slow and name not in op.writes:
                         yield i, name, site, True
                 for name in dict.fromkeys(op.writes):
                     for tier in slow:

@@ -73,7 +73,7 @@ class Executor:
             values = list(schedule.slots)
             for (_, slot), value in zip(schedule.inputs, inputs, strict=True):
                 values[slot] = value
-            live = LiveBytes(schedule.num_metered)
+            live = self.mover.live = LiveBytes(schedule.num_metered)
             self._interpret(values, live)
             outputs = tuple(self.mover.own(values[slot]) for slot in schedule.outputs)
             live_bytes = live.peak_bytes + self.mover.copied_bytes
@@ -106,7 +106,7 @@ class Executor:
             stall_s=sum(stall.time_s for stall in mover.stalls),
             # A rate may have been measured a little low: faster than the limit is at the limit.
             share_of_limit=min(limit_s / time_s, 1.0),
-            paths=dict(session.engine.paths),
+            paths={**session.engine.paths, **mover.heap_paths},
             stalls=tuple(mover.stalls),
             process_peak_bytes=process_peak_bytes(),
         )

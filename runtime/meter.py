@@ -75,6 +75,11 @@ class LiveBytes:
         self._live_bytes = 0
         self.peak_bytes = 0
 
+    def adjust(self, change_bytes: int) -> None:
+        """Take note of memory that a move has taken or given back."""
+        self._live_bytes += change_bytes
+        self.peak_bytes = max(self.peak_bytes, self._live_bytes)
+
     def record(self, meter: Meter, result: Any) -> None:
         """Take note of an op that has just returned ``result``; its inputs are still alive."""
         births, deaths, workspace_bytes = meter

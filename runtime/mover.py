@@ -7,11 +7,14 @@ counts the plan's bytes per link exactly, however far the reads have run ahead.
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
+from functools import partial
 
 import torch
 
 from gascompile.errors import PlanMismatchError, StorageError
 from gascompile.ir import Plan, Prefetch, Stall, Wait
+from gascompile.runtime.meter import LiveBytes
 from gascompile.runtime.protocols import Ticket
 from gascompile.runtime.rows import check_rows, rows_landing
 from gascompile.runtime.session import Session
@@ -78,6 +81,9 @@ class PlanMover:
                 self._views[key] = session.view(*key)
                 self._due.setdefault(key, wait.op)
         self._wrapped.sort(key=lambda pair: pair[1])
+        self._heap = session.heap_moves(plan)
+        self.live = LiveBytes(0)
+        """What the run at hand has allocated."""
         self.stalls: list[Stall] = []
         self.link_bytes: dict[str, int] = {}
         self.copied_bytes = 0
@@ -90,6 +96,8 @@ class PlanMover:
         """Start an iteration; a cold one first issues what the iteration before would have."""
         self._reset_report()
         self._iteration += 1
+        if self._heap is not None:
+            self._heap.forget()
         if warm:
             return
         self._iteration = 0
@@ -103,7 +111,13 @@ class PlanMover:
     def _reset_report(self) -> None:
         self.stalls = []
         self.copied_bytes = 0
-        self.link_bytes = dict.fromkeys((self._session.link, *self._links.values()), 0)
+        links = self._heap.links if self._heap is not None else ()
+        self.link_bytes = dict.fromkeys((self._session.link, *self._links.values(), *links), 0)
+
+    @property
+    def heap_paths(self) -> Mapping[str, str]:
+        """The I/O path of the links that activations move over."""
+        return self._heap.paths if self._heap is not None else {}
 
     def prefetch_at(self, due: int, tensor: str, link: str, address: int) -> None:
         """Queue a read that op ``due`` of this iteration waits for."""
@@ -225,6 +239,31 @@ class PlanMover:
     def wait(self, tensor: str, address: int) -> torch.Tensor:
         """Block until a tensor is at ``address`` and return the view of it."""
         return self.wait_at(self._due[tensor, address], tensor, address)
+
+    def offload(self, tensor: str, link: str, value: torch.Tensor) -> None:
+        """Start copying an activation out; returns at once."""
+        assert self._heap is not None, "the session knows the plan"
+        self._heap.offload(tensor, link, value)
+
+    def reload(self, tensor: str, link: str, value: torch.Tensor) -> None:
+        """Take memory for an activation and start copying it back; returns at once."""
+        assert self._heap is not None, "the session knows the plan"
+        self._heap.reload(tensor, link, value, self.live)
+
+    def settle(self, tensor: str) -> None:
+        """Block until an activation is out or back."""
+        self.settle_at(0, tensor)
+
+    def settle_at(self, op: int, tensor: str) -> None:
+        """Block until an activation is out or back; the time counts as a stall of ``op``."""
+        assert self._heap is not None, "the session knows the plan"
+        link, size_bytes = self._heap.settle(tensor, partial(self._await, op=op, tensor=tensor))
+        self.link_bytes[link] += size_bytes
+
+    def drop(self, tensor: str, value: torch.Tensor) -> None:
+        """Give back the memory of an activation that is out."""
+        assert self._heap is not None, "the session knows the plan"
+        self._heap.drop(tensor, value, self.live)
 
     def release(self, tensor: str, address: int) -> None:
         """Note that a visit is over; with poison its bytes are spoiled, so that a late reader shows."""

@@ -10,23 +10,25 @@ import threading
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 import torch
 
 from gascompile.errors import PlanMismatchError, StorageError
-from gascompile.ir import FileStamp, IoSettings, Plan, TensorKind, WeightSource
+from gascompile.ir import FileStamp, IoSettings, Offload, Plan, TensorKind, WeightSource
 from gascompile.runtime.arena import Arena
 from gascompile.runtime.early_memory import EarlyMemory
 from gascompile.runtime.engine import Engine
 from gascompile.runtime.files import SourceFiles
+from gascompile.runtime.heap_moves import HeapMoves
 from gascompile.runtime.landing import Landing, plan_landing
 from gascompile.runtime.protocols import Reader, Ticket, read_at
 from gascompile.runtime.residents import Progress, Residents
 from gascompile.runtime.rows import tile_source
 from gascompile.tiles import base_name, parse_tile
-from gascompile.units import PAGE_BYTES
+from gascompile.units import PAGE_BYTES, SPILL_BUFFER_BYTES
 
 
 class Session:
@@ -49,6 +51,7 @@ class Session:
         progress: Progress | None = None,
         reader: Reader = read_at,
         early: EarlyMemory | None = None,
+        spill_folder: Path | None = None,
     ) -> None:
         """Open the files and start to load the resident weights.
 
@@ -64,6 +67,7 @@ class Session:
             progress: told about the loading of resident weights.
             reader: the low-level read.
             early: memory that was taken ahead for this arena.
+            spill_folder: where activations go that leave memory for a while.
 
         Raises:
             StorageError: a file is missing or has changed.
@@ -86,7 +90,11 @@ class Session:
             self._files.close()
             raise
         # Bound to the parts, not to the session: a session that is dropped is shut down too.
-        self._shut_down = weakref.finalize(self, _shut_down, self.engine, self._files, self.arena)
+        self._heaps: list[HeapMoves] = []
+        self._spill_folder = spill_folder
+        self._shut_down = weakref.finalize(
+            self, _shut_down, self._heaps, self.engine, self._files, self.arena
+        )
         self._lock = threading.Lock()
         self._closed = False
         # Before the first run only resident weights are on their way: there is nothing to drain.
@@ -114,6 +122,7 @@ class Session:
         progress: Progress | None = None,
         reader: Reader = read_at,
         early: EarlyMemory | None = None,
+        spill_folder: Path | None = None,
     ) -> Self:
         """Open a session of the size and with the resident weights of ``plan``."""
         tier = plan.machine.compute_tier
@@ -134,6 +143,7 @@ class Session:
             progress=progress,
             reader=reader,
             early=early,
+            spill_folder=spill_folder,
         )
 
     def source(self, tensor: str) -> WeightSource:
@@ -163,6 +173,23 @@ class Session:
             offset = address + self.landing(tensor).shift_bytes
             self._views[key] = self.arena.view(offset, source.dtype, source.shape)
         return self._views[key]
+
+    def heap_moves(self, plan: Plan) -> HeapMoves | None:
+        """Return what moves the activations of ``plan``; ``None`` where they all stay.
+
+        Raises:
+            StorageError: there is no room for them outside memory.
+        """
+        if not any(isinstance(step, Offload) for step in plan.steps):
+            return None
+        if self._spill_folder is None:
+            raise PlanMismatchError("the plan moves activations; open the session with a folder")
+        # The plan's arena ends with the buffers of these moves.
+        end = plan.arena_bytes[plan.machine.compute_tier]
+        buffers = self.arena.memory[end - 2 * SPILL_BUFFER_BYTES : end]
+        found = HeapMoves(plan, self._spill_folder, buffers)
+        self._heaps.append(found)
+        return found
 
     def resident(self, tensor: str) -> torch.Tensor:
         """Return a state or the view of a resident weight, whether or not its bytes are there yet."""
@@ -275,7 +302,10 @@ def _landing(source: WeightSource, io: IoSettings, files: SourceFiles) -> Landin
     return landing
 
 
-def _shut_down(engine: Engine, files: SourceFiles, arena: Arena) -> None:
+def _shut_down(heaps: list[HeapMoves], engine: Engine, files: SourceFiles, arena: Arena) -> None:
+    for heap in heaps:
+        heap.close()
+    heaps.clear()
     engine.close()
     files.close()
     arena.close()

@@ -1,14 +1,14 @@
 """Where activations go that leave memory for a while: an unnamed file with a fixed slot per tensor.
 
-One thread writes and one reads, each through a page-aligned bounce buffer of its own, as an allocator's
-memory is not aligned for direct I/O. The file has no name: whatever ends the process gives its space back.
+One thread writes and one reads, each through a page-aligned buffer of its own at the end of the arena,
+as an allocator's memory is not aligned for direct I/O. The file has no name: whatever ends the process
+gives its space back.
 """
 
 from __future__ import annotations
 
 import ctypes
 import errno
-import mmap
 import os
 import queue
 import tempfile
@@ -23,9 +23,6 @@ from gascompile.errors import StorageError
 from gascompile.runtime.protocols import Reader, Ticket, read_at
 from gascompile.units import PAGE_BYTES, align_up, format_size
 
-BOUNCE_BYTES = 1 << 20
-"""Size of one of the two bounce buffers; a plan that moves activations reserves both."""
-
 Writer = Callable[[int, memoryview, int], int]
 """A positional write; raises ``OSError`` and may take fewer bytes than it is given."""
 
@@ -35,7 +32,8 @@ class _Move:
     """A transfer under way; a ``Ticket``."""
 
     slot: int
-    storage: torch.UntypedStorage
+    storage: torch.UntypedStorage | None
+    """Let go of before the move ends, so that the last reader of the tensor frees its memory."""
     name: str
     error: StorageError | None = None
     ended: threading.Event = field(default_factory=threading.Event)
@@ -61,15 +59,17 @@ class Spill:
         self,
         folder: Path,
         sizes_bytes: Mapping[str, int],
+        buffers: memoryview,
         *,
         reader: Reader = read_at,
-        writer: Writer = os.pwrite,
+        writer: Writer | None = None,
     ) -> None:
         """Take the file's space and start the threads.
 
         Args:
             folder: where the file lies; made if missing.
             sizes_bytes: the tensors that will move, with their largest sizes.
+            buffers: page-aligned memory, half of it for each direction.
             reader: the low-level read.
             writer: the low-level write.
 
@@ -81,15 +81,22 @@ class Spill:
         for name, size_bytes in sizes_bytes.items():
             self._slots[name] = (total, size_bytes)
             total += align_up(size_bytes, PAGE_BYTES)
-        self._reader, self._writer = reader, writer
-        self._file = _open(folder, total)
+        self._reader, self._writer = reader, writer or os.pwrite
+        self._file, self.path = _open(folder, total)
         self._closed = False
         self._queues: list[queue.SimpleQueue[_Move | None]] = []
         self._threads: list[threading.Thread] = []
-        for name, serve in (("write", self._write), ("read", self._read)):
+        half = len(buffers) // 2
+        for name, serve, buffer in (
+            ("write", self._write, buffers[:half]),
+            ("read", self._read, buffers[half:]),
+        ):
             jobs: queue.SimpleQueue[_Move | None] = queue.SimpleQueue()
             thread = threading.Thread(
-                target=_serve, args=(jobs, serve), name=f"gascompile-spill-{name}", daemon=True
+                target=_serve,
+                args=(jobs, serve, buffer),
+                name=f"gascompile-spill-{name}",
+                daemon=True,
             )
             self._queues.append(jobs)
             self._threads.append(thread)
@@ -126,12 +133,13 @@ class Spill:
         self._queues[direction].put(move)
         return move
 
-    def _write(self, move: _Move, bounce: memoryview) -> None:
-        source, size_bytes = _bytes_of(move.storage), move.storage.nbytes()
-        for begin in range(0, size_bytes, len(bounce)):
-            part = source[begin : begin + len(bounce)]
-            bounce[: len(part)] = part
-            whole = bounce[: align_up(len(part), PAGE_BYTES)]
+    def _write(self, move: _Move, buffer: memoryview) -> None:
+        source = _bytes_of(move.storage)
+        size_bytes = len(source)
+        for begin in range(0, size_bytes, len(buffer)):
+            part = source[begin : begin + len(buffer)]
+            buffer[: len(part)] = part
+            whole = buffer[: align_up(len(part), PAGE_BYTES)]
             done = 0
             while done < len(whole):
                 taken = self._writer(self._file, whole[done:], move.slot + begin + done)
@@ -139,42 +147,46 @@ class Spill:
                     raise OSError(errno.EIO, "a write took no bytes")
                 done += taken
 
-    def _read(self, move: _Move, bounce: memoryview) -> None:
-        target, size_bytes = _bytes_of(move.storage), move.storage.nbytes()
-        for begin in range(0, size_bytes, len(bounce)):
-            part = target[begin : begin + len(bounce)]
-            whole = bounce[: align_up(len(part), PAGE_BYTES)]
+    def _read(self, move: _Move, buffer: memoryview) -> None:
+        target = _bytes_of(move.storage)
+        size_bytes = len(target)
+        for begin in range(0, size_bytes, len(buffer)):
+            part = target[begin : begin + len(buffer)]
+            whole = buffer[: align_up(len(part), PAGE_BYTES)]
             done = 0
             while done < len(part):
                 got = self._reader(self._file, whole[done:], move.slot + begin + done)
                 if got <= 0:
                     raise OSError(errno.EIO, "the file ends before the tensor does")
                 done += got
-            part[:] = bounce[: len(part)]
+            part[:] = buffer[: len(part)]
 
 
 def _serve(
-    jobs: queue.SimpleQueue[_Move | None], work: Callable[[_Move, memoryview], None]
+    jobs: queue.SimpleQueue[_Move | None],
+    work: Callable[[_Move, memoryview], None],
+    buffer: memoryview,
 ) -> None:
-    bounce = memoryview(mmap.mmap(-1, BOUNCE_BYTES))
     while (move := jobs.get()) is not None:
         try:
-            work(move, bounce)
+            work(move, buffer)
         except OSError as error:
             move.error = StorageError(
                 f"moving '{move.name}' failed: {error.strerror}; check the disk of the cache folder"
             )
             move.error.__cause__ = error
+        move.storage = None
         move.ended.set()
 
 
-def _bytes_of(storage: torch.UntypedStorage) -> memoryview:
+def _bytes_of(storage: torch.UntypedStorage | None) -> memoryview:
+    assert storage is not None, "a move is served once"
     array = (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())
     return memoryview(array).cast("B")
 
 
-def _open(folder: Path, size_bytes: int) -> int:
-    """Return a new unnamed file of ``size_bytes``, for direct I/O where the file system allows it."""
+def _open(folder: Path, size_bytes: int) -> tuple[int, str]:
+    """Return a new unnamed file of ``size_bytes``, and the path that its bytes take."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         made, name = tempfile.mkstemp(dir=folder, prefix=".spill-")
@@ -182,10 +194,10 @@ def _open(folder: Path, size_bytes: int) -> int:
             if size_bytes:
                 os.posix_fallocate(made, 0, size_bytes)
             try:
-                return os.open(name, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
+                return os.open(name, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC), "O_DIRECT"
             except OSError:
                 # Some file systems (tmpfs, some overlays) have no direct I/O; the page cache serves.
-                return os.open(name, os.O_RDWR | os.O_CLOEXEC)
+                return os.open(name, os.O_RDWR | os.O_CLOEXEC), "page cache"
         finally:
             os.unlink(name)
             os.close(made)

@@ -136,6 +136,10 @@ class _Builder:
             self._move(node, self._mover.wait_at, (self._next_op, *arguments))
         elif node.target is moves.release:
             self._move(node, self._mover.release, arguments)
+        elif node.target is moves.settle:
+            self._move(node, self._mover.settle_at, (self._next_op, *arguments))
+        elif node.target in moves.HEAP_MOVES:
+            self._move_value(node, node.target.__name__, arguments)
         else:
             self._compute(node)
         if node in self._returned and node.target is not moves.resident:
@@ -151,6 +155,12 @@ class _Builder:
         slot = self._slot(node)
         frees = self._freed(node, slot)
         self._steps.append(Step(call, _nothing, slot, None, frees, self._next_op))
+
+    def _move_value(self, node: fx.Node, name: str, arguments: Value) -> None:
+        """Move the memory of a value: the last argument, the others are fixed."""
+        call = partial(getattr(self._mover, name), *arguments[:-1])
+        gather, slot = self._gather(arguments[-1:]), self._slot(node)
+        self._steps.append(Step(call, gather, slot, None, self._freed(node, slot), self._next_op))
 
     def _compute(self, node: fx.Node) -> None:
         self._await_residents(node)

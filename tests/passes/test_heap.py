@@ -229,6 +229,20 @@ def test_an_op_at_the_other_tier_reads_its_weight_there() -> None:
     assert heap(plan_of(ops, steps, homes={"w": "cpu"}, sites={1: "cpu"})) == {"gpu": 3, "cpu": 12}
 
 
+def test_an_op_at_the_other_tier_may_change_what_it_reads() -> None:
+    ops: Ops = [(("in",), ("x",)), (("x",), ("x",)), (("x",), ("out",))]
+    steps: list[Step] = [
+        *runs(0, 1),
+        out(1, "x"),
+        wait(1, "x"),
+        *runs(1, 2),
+        back(2, "x"),
+        wait(2, "x"),
+        *runs(2, 3),
+    ]
+    assert heap(plan_of(ops, steps, sites={1: "cpu"})) == {"gpu": 4, "cpu": 3}
+
+
 def without(steps: list[Step], index: int) -> list[Step]:
     return [step for i, step in enumerate(steps) if i != index]
 

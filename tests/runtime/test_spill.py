@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 from pathlib import Path
 
@@ -12,11 +13,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gascompile.errors import StorageError
-from gascompile.runtime.spill import BOUNCE_BYTES, Spill
+from gascompile.runtime.spill import Spill
+from gascompile.units import SPILL_BUFFER_BYTES
 
 SIZES = st.sampled_from(
-    [1, 4095, 4096, 4097, BOUNCE_BYTES - 1, BOUNCE_BYTES, BOUNCE_BYTES + 1, 3 * BOUNCE_BYTES + 17]
+    [
+        1,
+        4095,
+        4096,
+        4097,
+        SPILL_BUFFER_BYTES - 1,
+        SPILL_BUFFER_BYTES,
+        SPILL_BUFFER_BYTES + 1,
+        3 * SPILL_BUFFER_BYTES + 17,
+    ]
 )
+
+
+def buffers() -> memoryview:
+    return memoryview(mmap.mmap(-1, 2 * SPILL_BUFFER_BYTES))
 
 
 @settings(max_examples=10, deadline=None)
@@ -25,7 +40,7 @@ def test_bytes_come_back(tmp_path_factory: pytest.TempPathFactory, sizes: list[i
     folder = tmp_path_factory.mktemp("spill")
     tensors = {f"t{i}": torch.randint(0, 256, (n,), dtype=torch.uint8) for i, n in enumerate(sizes)}
     kept = {name: tensor.clone() for name, tensor in tensors.items()}
-    spill = Spill(folder, {name: tensor.nbytes for name, tensor in tensors.items()})
+    spill = Spill(folder, {name: tensor.nbytes for name, tensor in tensors.items()}, buffers())
     writes = [spill.write(name, tensor.untyped_storage()) for name, tensor in tensors.items()]
     for ticket in writes:
         ticket.wait()
@@ -48,7 +63,7 @@ def test_short_transfers_are_continued(tmp_path: Path) -> None:
 
     tensor = torch.arange(50_000)
     kept = tensor.clone()
-    spill = Spill(tmp_path, {"x": tensor.nbytes}, reader=part_read, writer=part_write)
+    spill = Spill(tmp_path, {"x": tensor.nbytes}, buffers(), reader=part_read, writer=part_write)
     spill.write("x", tensor.untyped_storage()).wait()
     tensor.zero_()
     spill.read("x", tensor.untyped_storage()).wait()
@@ -61,7 +76,7 @@ def test_a_failing_disk_is_a_storage_error(tmp_path: Path, code: int) -> None:
     def fail(descriptor: int, data: memoryview, offset: int) -> int:
         raise OSError(code, os.strerror(code))
 
-    spill = Spill(tmp_path, {"x": 64}, writer=fail)
+    spill = Spill(tmp_path, {"x": 64}, buffers(), writer=fail)
     ticket = spill.write("x", torch.zeros(64, dtype=torch.uint8).untyped_storage())
     with pytest.raises(StorageError, match=os.strerror(code)):
         ticket.wait()
@@ -71,12 +86,12 @@ def test_a_failing_disk_is_a_storage_error(tmp_path: Path, code: int) -> None:
 
 def test_no_space_is_found_before_anything_runs(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="for activations"):
-        Spill(tmp_path, {"x": 1 << 60})
+        Spill(tmp_path, {"x": 1 << 60}, buffers())
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_tensor_larger_than_its_slot_is_refused(tmp_path: Path) -> None:
-    spill = Spill(tmp_path, {"x": 8})
+    spill = Spill(tmp_path, {"x": 8}, buffers())
     with pytest.raises(StorageError, match="its slot 8"):
         spill.write("x", torch.zeros(9, dtype=torch.uint8).untyped_storage())
     spill.close()

@@ -1,0 +1,128 @@
+"""Models whose activations alone exceed the budget: long skip connections leave memory and come back."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import gascompile
+from gascompile.errors import InfeasiblePlanError, StorageError
+from gascompile.ir import Offload, Reload
+from gascompile.units import MIB, SPILL_BUFFER_BYTES
+from tests.allocator import peak_growth_bytes
+
+
+class Ladder(nn.Module):
+    """Results that are made going down and read, last first, going up; and views of them."""
+
+    def __init__(self, depth: int = 6, width: int = 64) -> None:
+        super().__init__()
+        self.down = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
+        self.up = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        kept: list[torch.Tensor] = []
+        for layer in self.down:
+            x = torch.tanh(layer(x))
+            kept.append(x.transpose(0, 1))
+        for layer in self.up:
+            x = layer(x) + kept.pop().transpose(0, 1)
+        return x
+
+
+ROWS = 8192
+"""A result takes 2 MiB: large enough to leave."""
+
+
+def smallest_bytes(model: nn.Module, x: torch.Tensor, folder: Path) -> int:
+    with pytest.raises(InfeasiblePlanError) as refused:
+        gascompile.compile(model, 1, example_inputs=(x,), cache_dir=folder)
+    return refused.value.required_bytes
+
+
+@pytest.fixture
+def case() -> tuple[Ladder, torch.Tensor]:
+    torch.manual_seed(0)
+    return Ladder().eval(), torch.randn(ROWS, 64)
+
+
+@pytest.mark.parametrize("extra_bytes", [0, MIB, 3 * MIB])
+def test_results_are_eager_and_the_peak_is_kept(
+    case: tuple[Ladder, torch.Tensor], tmp_path: Path, extra_bytes: int
+) -> None:
+    model, x = case
+    with torch.no_grad():
+        expected = model(x)
+    budget = smallest_bytes(model, x, tmp_path) + extra_bytes
+    with gascompile.compile(model, budget, example_inputs=(x,), cache_dir=tmp_path) as compiled:
+        assert any(isinstance(step, Offload) for step in compiled.plan.steps)
+        assert any(isinstance(step, Reload) for step in compiled.plan.steps)
+        # All kept results together would not fit.
+        assert 6 * x.nbytes > budget
+        for _ in range(3):
+            assert torch.equal(compiled(x), expected)
+        report = compiled.last_run
+        assert report is not None
+        assert report.peak_bytes["cpu"] <= budget
+        assert dict(report.link_bytes) == dict(compiled.plan.link_bytes)
+        arena = compiled.plan.arena_bytes["cpu"]
+        assert peak_growth_bytes(lambda: compiled(x)) <= budget - arena
+
+
+def test_one_byte_less_is_refused(case: tuple[Ladder, torch.Tensor], tmp_path: Path) -> None:
+    model, x = case
+    smallest = smallest_bytes(model, x, tmp_path)
+    with pytest.raises(InfeasiblePlanError):
+        gascompile.compile(model, smallest - 1, example_inputs=(x,), cache_dir=tmp_path)
+
+
+def test_with_room_for_all_nothing_moves(case: tuple[Ladder, torch.Tensor], tmp_path: Path) -> None:
+    model, x = case
+    with gascompile.compile(model, "64MiB", example_inputs=(x,), cache_dir=tmp_path) as compiled:
+        assert not any(isinstance(step, Offload) for step in compiled.plan.steps)
+        with torch.no_grad():
+            assert torch.equal(compiled(x), model(x))
+
+
+def test_a_disk_that_fails_in_between_is_an_error_and_the_next_run_is_right(
+    case: tuple[Ladder, torch.Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, x = case
+    broken = [False]
+    write: Callable[[int, memoryview, int], int] = os.pwrite
+
+    def fail(descriptor: int, data: memoryview, offset: int) -> int:
+        if broken[0]:
+            raise OSError(28, os.strerror(28))
+        return write(descriptor, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", fail)
+    budget = smallest_bytes(model, x, tmp_path)
+    with gascompile.compile(model, budget, example_inputs=(x,), cache_dir=tmp_path) as compiled:
+        broken[0] = True
+        with pytest.raises(StorageError, match="moving"):
+            compiled(x)
+        broken[0] = False
+        with torch.no_grad():
+            assert torch.equal(compiled(x), model(x))
+
+
+def test_a_bundle_moves_them_too(case: tuple[Ladder, torch.Tensor], tmp_path: Path) -> None:
+    model, x = case
+    budget = smallest_bytes(model, x, tmp_path)
+    with gascompile.compile(model, budget, example_inputs=(x,), cache_dir=tmp_path) as compiled:
+        compiled.save(tmp_path / "bundle")
+    with gascompile.load(tmp_path / "bundle") as loaded, torch.no_grad():
+        assert torch.equal(loaded(x), model(x))
+
+
+def test_the_buffers_are_in_the_arena(case: tuple[Ladder, torch.Tensor], tmp_path: Path) -> None:
+    model, x = case
+    budget = smallest_bytes(model, x, tmp_path)
+    with gascompile.compile(model, budget, example_inputs=(x,), cache_dir=tmp_path) as compiled:
+        assert compiled.plan.arena_bytes["cpu"] >= 2 * SPILL_BUFFER_BYTES
