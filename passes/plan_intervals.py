@@ -228,6 +228,7 @@ def _guided(search: Search, remakes: Mapping[int, Remake]) -> str:
     """Bound the search by the program and consider roundings of it; return the solver's name."""
     proof = _relaxed(search.base, remaking_s(search.base), _BOUND_SLOTS, search.left_s / 3)
     search.bound_s = max(search.bound_s, proof.bound_s)
+    improve(search, time.perf_counter() + search.left_s / 3, random.Random(0))
     if proof.solver == "none":
         return proof.solver
     chain_s = {j: remake.chain_s for j, remake in remakes.items()}
