@@ -49,7 +49,7 @@ def refine(
         left_s = deadline_s - time.perf_counter()
         if below > arena_bytes:
             continue
-        if left_s <= 0 or (best is not None and best.seconds <= _bound_s(problem, above, left_s)):
+        if left_s <= 0 or (best is not None and _cannot_win(problem, above, best, left_s)):
             break
         candidates = _rung(problem, below, min(left_s, time_limit_s / 4))
         best = search(problem, candidates, min(above, arena_bytes), best)
@@ -91,12 +91,14 @@ def _ladder(problem: Problem, least_arena_bytes: int) -> list[int]:
     return [*sorted(rungs), top + 1]
 
 
-def _bound_s(problem: Problem, arena_bytes: int, time_limit_s: float) -> float:
-    """Return a time that no schedule within the arena beats."""
+def _cannot_win(problem: Problem, arena_bytes: int, best: Schedule, time_limit_s: float) -> bool:
+    """Whether no schedule within the arena beats ``best``; the solver is asked last."""
+    if best.seconds <= _limit_s(problem, arena_bytes):
+        return True
     relaxation = place(
         problem, arena_bytes, time_limit_s=time_limit_s, mip_gap=_CANDIDATE_GAP, relaxed=True
     )
-    return max(_limit_s(problem, arena_bytes), relaxation.bound_s)
+    return best.seconds <= relaxation.bound_s
 
 
 def _limit_s(problem: Problem, arena_bytes: int) -> float:
