@@ -31,10 +31,10 @@ def schedule(plan: Layout, chosen: Choices, before: Schedule | None = None) -> S
     memory = base_memory(plan, chosen)
     if plan.num_runs and int(memory.max()) > plan.task.limit_bytes:
         return None
-    return _Scheduler(plan, chosen, memory, before).run()
+    return Scheduler(plan, chosen, memory, before).run()
 
 
-class _Scheduler:
+class Scheduler:
     """One walk over the runs with a clock, the links and the memory of all runs."""
 
     def __init__(

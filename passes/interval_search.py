@@ -16,6 +16,7 @@ from gascompile.passes.interval_choices import Schedule, choices
 from gascompile.passes.interval_events import event_program
 from gascompile.passes.interval_layout import Key, Layout, layout
 from gascompile.passes.interval_problem import IntervalProblem
+from gascompile.passes.interval_reservations import interval_reservations
 from gascompile.passes.interval_schedule import schedule
 from gascompile.passes.interval_selection import Selection
 
@@ -34,6 +35,8 @@ class Found:
     recomputed: frozenset[tuple[int, int]]
     stalls: tuple[tuple[int, float], ...]
     """``(interval, seconds)`` that its waits blocked."""
+    lead_s: float | None = None
+    """How long before its reserved time a copy back may start; ``None`` where nothing is reserved."""
 
 
 class Search:
@@ -86,12 +89,21 @@ class Search:
         strategy: str,
         selection: Selection,
         recomputed: frozenset[tuple[int, int]] = frozenset(),
+        *,
+        lead_s: float | None = None,
     ) -> Found | None:
-        """Schedule ``selection``; return the best of a few rounds, ``None`` where it does not fit."""
+        """Schedule ``selection``; return the best of a few rounds, ``None`` where it does not fit.
+
+        Args:
+            strategy: the name that the schedule carries.
+            selection: the intervals that leave.
+            recomputed: what its layout recomputes.
+            lead_s: makes moves when their time has come, copies back by so much earlier; else at once.
+        """
         best: Found | None = None
         before: Schedule | None = None
         for _ in range(_ROUNDS):
-            found = self._once(strategy, selection, recomputed, before)
+            found = self._once(strategy, selection, recomputed, before, lead_s)
             if found is None:
                 break
             if best is None or found.seconds < best.seconds:
@@ -110,17 +122,22 @@ class Search:
         selection: Selection,
         recomputed: frozenset[tuple[int, int]],
         before: Schedule | None,
+        lead_s: float | None,
     ) -> Found | None:
         if not selection.fits:
             return None
         plan = selection.plan
-        made = schedule(plan, choices(plan, selection.routes), before)
+        chosen = choices(plan, selection.routes)
+        if lead_s is None:
+            made = schedule(plan, chosen, before)
+        else:
+            made = interval_reservations(plan, chosen, before, lead_s=lead_s)
         if made is None:
             return None
         program, waits = event_program(made)
         seconds, stalls = steady_iteration(program)
         blocked = tuple((waits[i], time_s) for i, time_s in stalls)
-        return Found(strategy, seconds, made, selection, recomputed, blocked)
+        return Found(strategy, seconds, made, selection, recomputed, blocked, lead_s)
 
 
 def _without_idle(found: Found) -> Selection:
@@ -180,7 +197,7 @@ def improve(search: Search, until_s: float, chance: random.Random) -> None:
         selection = _changed(best, chance)
         before = best.seconds
         if selection is not None:
-            search.consider(best.strategy, selection, best.recomputed)
+            search.consider(best.strategy, selection, best.recomputed, lead_s=best.lead_s)
         now = search.best
         fruitless = 0 if now is not None and now.seconds < before else fruitless + 1
 

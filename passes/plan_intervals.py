@@ -25,10 +25,11 @@ from gascompile.passes.interval_exact import Optimum, interval_exact
 from gascompile.passes.interval_layout import Layout, layout
 from gascompile.passes.interval_problem import IntervalProblem, interval_problem
 from gascompile.passes.interval_program import Relaxation, interval_program
+from gascompile.passes.interval_queues import interval_queues
 from gascompile.passes.interval_recompute import Remake, interval_recompute, remaking_s
 from gascompile.passes.interval_search import Found, Search, improve, selection_of
 from gascompile.passes.interval_selection import Selection
-from gascompile.passes.interval_strategies import STRATEGIES
+from gascompile.passes.interval_strategies import STRATEGIES, furthest_use
 from gascompile.passes.intervals import IntervalPlan
 
 _GUIDES = (
@@ -47,6 +48,8 @@ Whole tensors hold their memory during a transfer and wait for each other, of wh
 """
 _RECOMPUTE_RATIOS = (0.02, 0.1, 0.4, 1.0)
 """Recompute what takes at most this share of the time that moving it away and back would take."""
+_RESERVE_SHARE = 0.35
+"""Share of the time in which reservations are tried."""
 _EXACT_S = 3.0
 _MOST_LABELS = 30_000
 """How long and how far small problems are gone through in full."""
@@ -174,11 +177,13 @@ def _replayed_s(task: IntervalProblem, steps: tuple[Step, ...]) -> float:
 def _begin(search: Search, remakes: Mapping[int, Remake]) -> Selection:
     """Consider the heuristics, and where none fits whatever else might; return what needs least."""
     least: Selection | None = None
-    for name, selection, dropped in _starts(search.base, remakes):
+    for number, (name, selection, dropped) in enumerate(_starts(search.base, remakes)):
         search.consider(name, selection, dropped)
         if least is None or selection.excess_bytes < least.excess_bytes:
             least = selection
-        if search.done or (search.best is not None and search.out_of_time):
+        if not number and not search.done:
+            _reserve(search, remakes)
+        if search.done or search.finished:
             break
     assert least is not None, "there are heuristics"
     if search.best is None:
@@ -187,6 +192,25 @@ def _begin(search: Search, remakes: Mapping[int, Remake]) -> Selection:
             if search.consider(name, selection, dropped) is not None or search.out_of_time:
                 break
     return least
+
+
+def _reserve(search: Search, remakes: Mapping[int, Remake]) -> None:
+    """Consider reservations for what is used last, with more and more of what is cheap recomputed."""
+    until_s = time.perf_counter() + search.left_s * _RESERVE_SHARE
+    found = dict.fromkeys(_cheap(search.base, remakes, ratio) for ratio in _RECOMPUTE_RATIOS)
+    variants = [frozenset[tuple[int, int]](), *(dropped for dropped in found if dropped)]
+    for number, dropped in enumerate(variants):
+        now_s = time.perf_counter()
+        selection = furthest_use(layout(search.task, dropped) if dropped else search.base)
+        interval_queues(
+            search,
+            "reserved_recompute" if dropped else "reserved",
+            selection,
+            dropped,
+            until_s=now_s + (until_s - now_s) / (len(variants) - number),
+        )
+        if search.finished:
+            return
 
 
 def _starts(
@@ -247,7 +271,10 @@ def _guided(search: Search, remakes: Mapping[int, Remake]) -> str:
         )
         target = layout(search.task, dropped) if dropped else search.base
         shares = {search.base.keys[j]: share for j, share in guide.leave.items()}
-        search.consider("program", selection_of(target, shares), dropped)
+        rounded = selection_of(target, shares)
+        search.consider("program", rounded, dropped)
+        if search.best is not None and search.best.lead_s is not None:
+            search.consider("program", rounded, dropped, lead_s=search.best.lead_s)
         if not search.finished:
             until_s = time.perf_counter() + search.left_s / 16
             improve(search, until_s, random.Random(0))
