@@ -9,7 +9,7 @@ counted in the same order, so it does not depend on how fast transfers are. The 
 * what is neither weight nor state frees itself after the last step that touches it, an output at the end;
 * an op may be computed again while its inputs hold what they held, and only if it made all that it
   writes and nothing has changed that since;
-* an iteration ends as it began.
+* an iteration of a repeating workload ends as it began; in one that runs once, what persists ends at home.
 """
 
 from __future__ import annotations
@@ -109,8 +109,8 @@ class _Heap:
         for i, step in enumerate(plan.steps):
             self._step(i, step)
         self._finish()
-        if self._state() != before:
-            changed = [n for n, state in before.items() if self._state().get(n) != state]
+        changed = [name for name, state in self._state().items() if before[name] != state]
+        if plan.workload.repeats and changed:
             self._refuse(f"'{changed[0]}' ends the iteration elsewhere than it began it")
         return self.peak
 
@@ -129,7 +129,7 @@ class _Heap:
                 self.anchors[name] = home
                 self.held[home] += self.sizes[name]
                 self._put(name, home, 0)
-                if self._expects_it_here(first.get(name)):
+                if self.plan.workload.repeats and self._expects_it_here(first.get(name)):
                     self._put(name, self.site, 0)
             if name in crossing:
                 link = self.links[crossing[name].link]
@@ -332,6 +332,12 @@ class _Heap:
             if kind not in PERSISTENT:
                 for tier in list(copies):
                     self._drop(name, tier)
+                continue
+            at_home = copies.get(self.plan.tensors[name].home)
+            if not self.plan.workload.repeats and (
+                at_home is None or at_home.version != self.version[name]
+            ):
+                self._refuse(f"'{name}' is not at home at the end as it is now")
 
     def _refuse(self, message: str, step: int = -1) -> NoReturn:
         raise PlanVerificationError(

@@ -321,3 +321,26 @@ def test_a_broken_rule_is_refused(name: str) -> None:
     plan, words = REFUSED[name]
     with pytest.raises(PlanVerificationError, match=words):
         heap(plan)
+
+
+ONCE: Ops = [(("w",), ("x",)), (("x", "s"), ("s", "out"))]
+
+
+def test_what_runs_once_may_leave_a_copy_behind() -> None:
+    # The state ends at home; that it is also where ops compute harms nobody, as nothing follows.
+    steps = [*runs(0, 1), back(1, "s"), wait(1, "s"), *runs(1, 2), out(2, "s"), wait(2, "s")]
+    assert heap(plan_of(ONCE, steps, homes={"s": "cpu"}, repeats=False)) == {"gpu": 16, "cpu": 5}
+    with pytest.raises(PlanVerificationError, match="ends the iteration elsewhere"):
+        heap(plan_of(ONCE, steps, homes={"s": "cpu"}))
+
+
+def test_what_runs_once_ends_at_home() -> None:
+    steps = [*runs(0, 1), back(1, "s"), wait(1, "s"), *runs(1, 2)]
+    with pytest.raises(PlanVerificationError, match="'s' is not at home at the end"):
+        heap(plan_of(ONCE, steps, homes={"s": "cpu"}, repeats=False))
+
+
+def test_what_runs_once_finds_nothing_that_was_not_brought() -> None:
+    with pytest.raises(PlanVerificationError, match="needs 'w' on 'gpu'"):
+        heap(plan_of(ONCE, runs(0, 2), homes={"w": "cpu"}, repeats=False))
+    heap(plan_of(ONCE, runs(0, 2), homes={"w": "cpu"}))
