@@ -3,7 +3,8 @@
 One thread walks the steps. ``Compute`` and ``Recompute`` take their op's seconds; ``Prefetch``, ``Offload``
 and ``Reload`` put a transfer on its link and cost nothing; ``Wait`` blocks until the transfer has arrived.
 A link serves its transfers one after the other in the order of their steps; a pipe that links share
-admits a transfer when the bytes of the one before would have passed at the pipe's own bandwidth.
+admits a transfer when the bytes of the one before would have passed at the pipe's own bandwidth. While
+an op runs, links lose the share of their speed that the machine's ``interference`` says.
 """
 
 from __future__ import annotations
@@ -69,9 +70,11 @@ def replay(
         KeyError: a step names a link that ``machine`` does not have.
         ValueError: a wait has no prefetch of that tensor to that address.
     """
-    seconds, stalls = steady_iteration(compile_events(steps, op_times_s, machine, repeats=repeats))
+    quick_s = undisturbed(op_times_s, machine)
+    seconds, stalls = steady_iteration(compile_events(steps, quick_s, machine, repeats=repeats))
     first = _first_iteration(steps, ops, machine, resident_bytes or {}, repeats)
-    first_s = steady_seconds(compile_events(first, op_times_s, machine, repeats=False))
+    first_s = steady_seconds(compile_events(first, quick_s, machine, repeats=False))
+    disturbed_s = lost_seconds(steps, op_times_s, machine)
     waits = [step for step in steps if isinstance(step, Wait)]
     link_bytes: dict[str, int] = {}
     link_busy_s: dict[str, float] = {}
@@ -83,8 +86,8 @@ def replay(
     for name, size_bytes in gather_link_bytes(ops, machine).items():
         link_bytes[name] = link_bytes.get(name, 0) + size_bytes
     return Timeline(
-        seconds=seconds,
-        first_iteration_s=first_s,
+        seconds=seconds + disturbed_s,
+        first_iteration_s=first_s + disturbed_s,
         stalls=tuple(
             Stall(op=waits[i].op, tensor=waits[i].tensor, time_s=time_s) for i, time_s in stalls
         ),
@@ -92,6 +95,28 @@ def replay(
         link_bytes=link_bytes,
         peak_bytes=dict(peak_bytes or {}),
     )
+
+
+def undisturbed(op_times_s: Sequence[float], machine: Machine) -> list[float]:
+    """Return the seconds of ops in the time of links, of which an op gives them only a part.
+
+    While an op runs for ``t``, links move what they move in ``(1 - lost share) * t`` otherwise. Counted in
+    that time links are never slowed down, and every iteration is shorter by ``lost_seconds``.
+    """
+    return [time_s * (1 - machine.interference.lost_share) for time_s in op_times_s]
+
+
+def lost_seconds(steps: Sequence[Step], op_times_s: Sequence[float], machine: Machine) -> float:
+    """Return by how much an iteration is longer than in the time of links."""
+    share = machine.interference.lost_share
+    if not share:
+        return 0.0
+    runs = (
+        step.op if isinstance(step, Compute) else step.source
+        for step in steps
+        if isinstance(step, (Compute, Recompute))
+    )
+    return share * sum(op_times_s[op] for op in runs)
 
 
 def replay_plan(plan: Plan, machine: Machine | None = None) -> Timeline:

@@ -7,11 +7,14 @@ iterations, the trace shows one of them and the seconds are their mean.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
+import numpy as np
+
 from gascompile.cost_models.memory_curve import MemoryCurve, MemoryRecorder
-from gascompile.cost_models.replay import pipe_times, replay_plan
+from gascompile.cost_models.replay import pipe_times, replay_plan, undisturbed
 from gascompile.ir import (
     Compute,
     Machine,
@@ -97,14 +100,17 @@ def trace(plan: Plan, machine: Machine | None = None) -> Trace:
     timeline = replay_plan(plan, target)
     walk = _Walk(plan, target)
     walk.run()
+    clock = _Stretch(walk, target)
     shared = {f.name: getattr(timeline, f.name) for f in fields(Timeline) if f.name != "stalls"}
     return Trace(
         **shared,
         stalls=_with_causes(walk, target),
         machine=target.name,
-        ops=tuple(walk.ops),
-        transfers=tuple(sorted(walk.transfers, key=lambda t: (t.begun_s, t.arrived_s))),
-        memory=walk.memory.curves(),
+        ops=tuple(map(clock.op, walk.ops)),
+        transfers=tuple(
+            sorted(map(clock.transfer, walk.transfers), key=lambda t: (t.begun_s, t.arrived_s))
+        ),
+        memory={tier: clock.memory(curve) for tier, curve in walk.memory.curves().items()},
     )
 
 
@@ -133,6 +139,56 @@ def _with_causes(walk: _Walk, machine: Machine) -> tuple[Stall, ...]:
     return tuple(found)
 
 
+class _Stretch:
+    """From the time of links, in which the steps are walked, to that of the machine."""
+
+    def __init__(self, walk: _Walk, machine: Machine) -> None:
+        speed = 1 - machine.interference.lost_share
+        self._is_one = speed == 1
+        self._links_s, self._machine_s = [0.0], [0.0]
+        for begun_s, ended_s in ((op.begun_s, op.ended_s) for op in walk.ops):
+            self._add(begun_s, 1.0)
+            self._add(ended_s, speed)
+        self._add(walk.seconds, 1.0)
+
+    def _add(self, links_s: float, speed: float) -> None:
+        passed_s = links_s - self._links_s[-1]
+        self._links_s.append(links_s)
+        self._machine_s.append(self._machine_s[-1] + passed_s / speed)
+
+    def at(self, time_s: float) -> float:
+        """Return a moment; before the iteration lies another one like it, and after it, too."""
+        if self._is_one:
+            return time_s
+        period_s = self._links_s[-1]
+        turns = math.floor(time_s / period_s) if period_s else 0
+        inside_s = float(np.interp(time_s - turns * period_s, self._links_s, self._machine_s))
+        return turns * self._machine_s[-1] + inside_s
+
+    def op(self, span: OpSpan) -> OpSpan:
+        return replace(span, begun_s=self.at(span.begun_s), ended_s=self._end(span.ended_s))
+
+    def transfer(self, t: Transfer) -> Transfer:
+        return replace(
+            t,
+            issued_s=self.at(t.issued_s),
+            begun_s=self.at(t.begun_s),
+            arrived_s=self._end(t.arrived_s),
+            needed_s=None if t.needed_s is None else self.at(t.needed_s),
+        )
+
+    def memory(self, curve: MemoryCurve) -> MemoryCurve:
+        return replace(curve, times_s=tuple(map(self._end, curve.times_s)))
+
+    def _end(self, time_s: float) -> float:
+        """Return a moment that belongs to what lies before it."""
+        return (
+            self._machine_s[-1]
+            if not self._is_one and time_s == self._links_s[-1]
+            else self.at(time_s)
+        )
+
+
 class _Walk:
     """The steps, walked iteration after iteration until nothing changes any more."""
 
@@ -143,6 +199,8 @@ class _Walk:
         self._pipe_free: dict[int, tuple[float, str]] = {}
         self._flying: dict[tuple[str, int | None], Transfer] = {}
         self._freed_by = _freed_by(plan)
+        # In the time of links, which ops do not slow down; see ``undisturbed``.
+        self._times_s = undisturbed([op.time_s for op in plan.ops], machine)
         self._now = 0.0
         self._start = 0.0
         self.memory = MemoryRecorder(plan)
@@ -188,7 +246,7 @@ class _Walk:
         planned = self._plan.ops[op]
         begun_s = self._now - self._start
         self.memory.before_op(op, begun_s)
-        self._now += planned.time_s
+        self._now += self._times_s[op]
         self.ops.append(
             OpSpan(
                 op=op,

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -45,6 +46,9 @@ _RUNS_LIMIT_S = 2.0
 """For the repetitions of one run; on an idle machine they take half of it."""
 _STREAMED = "all_streamed"
 _LINK = "nvme->cpu"
+_ROUNDS = 4
+_LEAST_SPEED = 0.2
+"""Of a link beside ops; a run that says less was disturbed."""
 _LATENCY_RANGE_S = (1e-7, 5e-4)
 
 
@@ -68,7 +72,8 @@ class Trials:
     """Weights of 190 MB in float32: more than caches hold."""
     few_rows: int = 1
     many_rows: int = 64
-    streamed_rows: tuple[int, ...] = (1, 16)
+    streamed_rows: tuple[int, int] = (1, 32)
+    """The ops of both take less time than the transfers."""
     num_runs: int = 10
 
 
@@ -121,7 +126,7 @@ def corrected_by_runs(machine: Machine, folder: Path, trials: Trials, stage: Sta
     stage("small transfers in a run")
     machine = _correct_latency(machine, runs, trials)
     stage("large transfers in a run")
-    return _correct_bandwidth(machine, runs, trials)
+    return _correct_transfers(machine, runs, trials)
 
 
 # ---------------------------------------------------------------- the model
@@ -274,23 +279,37 @@ def _correct_latency(machine: Machine, runs: _Runs, trials: Trials) -> Machine:
     return correct.with_link(machine, _LINK, latency_s=1 / rate, how=how)
 
 
-def _correct_bandwidth(machine: Machine, runs: _Runs, trials: Trials) -> Machine:
-    found = []
-    low, high = (machine.link(_LINK).bandwidth_bytes_per_s * f for f in correct.FACTOR_RANGE)
-    for rows in trials.streamed_rows:
-        run = runs.run(trials.large, rows, machine, streamed=True)
+def _correct_transfers(machine: Machine, runs: _Runs, trials: Trials) -> Machine:
+    """Fit the link's rate and what ops take from it on two runs that stream: with little and with much to compute."""
+    few, many = (
+        runs.run(trials.large, rows, machine, streamed=True) for rows in trials.streamed_rows
+    )
+    alone = machine.link(_LINK).bandwidth_bytes_per_s
+    low, high = (alone * factor for factor in correct.FACTOR_RANGE)
+    rate, speed = alone, 1.0
 
-        def predict(rate: float, plan: Plan = run.plan) -> float:
-            changed = correct.with_link(machine, _LINK, bandwidth_bytes_per_s=rate, how="")
-            return replay_plan(plan, changed).seconds
+    def seconds(run: _Run, rate: float, speed: float) -> float:
+        changed = correct.with_link(machine, _LINK, bandwidth_bytes_per_s=rate, how="")
+        return replay_plan(run.plan, correct.with_interference(changed, 1 - speed, "")).seconds
 
-        found.append(correct.fitted(predict, run.time_s, low=low, high=high))
-    rates = [rate for rate in found if rate is not None]
-    if not rates:
-        return machine
-    bandwidth = len(rates) / sum(1 / rate for rate in rates)
-    how = f"runs of {' and '.join(str(rows) for rows in trials.streamed_rows)} rows that stream all weights"
-    return correct.with_link(machine, _LINK, bandwidth_bytes_per_s=bandwidth, how=how)
+    def by_rate(value: float, *, speed: float) -> float:
+        return seconds(few, value, speed)
+
+    def by_speed(value: float, *, rate: float) -> float:
+        return seconds(many, rate, value)
+
+    for _ in range(_ROUNDS):
+        found = correct.fitted(partial(by_rate, speed=speed), few.time_s, low=low, high=high)
+        rate = found or rate
+        found = correct.fitted(
+            partial(by_speed, rate=rate), many.time_s, low=_LEAST_SPEED, high=1.0
+        )
+        speed = found or speed
+    how = (
+        f"runs of {' and '.join(str(n) for n in trials.streamed_rows)} rows that stream all weights"
+    )
+    machine = correct.with_link(machine, _LINK, bandwidth_bytes_per_s=rate, how=how)
+    return correct.with_interference(machine, 1 - speed, how)
 
 
 @contextmanager

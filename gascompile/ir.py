@@ -175,6 +175,15 @@ class IoSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Interference:
+    """How much ops slow transfers down that run beside them."""
+
+    lost_share: float = 0.0
+    """Share of every link's speed that is lost while an op runs: readers and ops want the same processors."""
+    source: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
     """Tiers, links and rates of one machine."""
 
@@ -187,6 +196,7 @@ class Machine:
     rates: tuple[ComputeRate, ...] = ()
     memory: tuple[MemoryRate, ...] = ()
     io: IoSettings = field(default_factory=IoSettings)
+    interference: Interference = field(default_factory=Interference)
 
     @property
     def compute_tier(self) -> str:

@@ -74,6 +74,9 @@ def _problems(machine: Machine) -> Iterator[tuple[str, str]]:
     yield from _bad_links(machine)
     if machine.io.num_threads < 1 or machine.io.chunk_bytes < 1:
         yield ".io", "io needs at least one thread and a chunk of at least one byte"
+    if not 0 <= machine.interference.lost_share < 1:
+        share = machine.interference.lost_share
+        yield ".interference.lost_share", f"the share is {share}; give zero or more, below one"
     yield from _bad_rates(machine)
 
 

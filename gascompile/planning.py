@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from gascompile import serial
 from gascompile.config import CompileConfig
-from gascompile.cost_models.replay import replay_plan
+from gascompile.cost_models.trace import trace
 from gascompile.ir import Budget, Machine, Plan, Timeline, Workload
 from gascompile.machine_check import source_warnings
 from gascompile.machine_files import named_machine
@@ -128,10 +128,10 @@ def _plan_workload(
 def simulate(plan: Plan, machine: Machine | str | os.PathLike[str] | None = None) -> Timeline:
     """Replay a plan on its own machine, or on another given by object, preset name or file.
 
+    The timeline is a ``cost_models.trace.Trace``: ops, transfers, stalls with their cause, memory over time.
+
     Raises:
         PlanVerificationError: the plan breaks a budget or a dependency.
     """
     verify(plan)
-    if machine is None:
-        return replay_plan(plan)
-    return replay_plan(plan, named_machine(machine))
+    return trace(plan, None if machine is None else named_machine(machine))

@@ -6,8 +6,9 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+from gascompile.cost_models.replay import lost_seconds
 from gascompile.errors import InfeasiblePlanError
-from gascompile.ir import Budget, Machine, Plan, TensorKind, Workload
+from gascompile.ir import Budget, Interference, Machine, Plan, TensorKind, Workload
 from gascompile.passes.assemble import assemble
 from gascompile.passes.certify import Proof, certify
 from gascompile.passes.draft import Draft, draft_intervals
@@ -66,6 +67,8 @@ def make_plan(
         raise ValueError(
             f"unknown strategy {strategy!r}: choose one of {', '.join((*NAMES, 'ilp'))}"
         )
+    # Planned in the time of links, in which ops do not slow them down.
+    quick, calm = _as_undisturbed(workload, machine)
     notes = list(warnings)
     solver = solver_name()
     if solver in _NO_HIGHS:
@@ -76,8 +79,8 @@ def make_plan(
 
     def stream_weights() -> tuple[Draft, Proof]:
         return stream(
-            workload,
-            machine,
+            quick,
+            calm,
             budget,
             left_s=left_s,
             mip_gap=mip_gap,
@@ -90,10 +93,11 @@ def make_plan(
     limits_bytes = budget.limits_bytes(machine)
     if move_all:
         draft, proof = _best_of_all(
-            workload, machine, limits_bytes, stream_weights, left_s, mip_gap, reserved_bytes
+            quick, calm, limits_bytes, stream_weights, left_s, mip_gap, reserved_bytes
         )
     else:
         draft, proof = stream_weights()
+    draft, proof = _as_disturbed(draft, proof, workload, machine)
     certificate = certify(
         draft.seconds, proof, solve_s=time.perf_counter() - begun_s, mip_gap=mip_gap, solver=solver
     )
@@ -102,6 +106,41 @@ def make_plan(
     )
     verify(plan)
     return plan
+
+
+def _as_undisturbed(workload: Workload, machine: Machine) -> tuple[Workload, Machine]:
+    share = machine.interference.lost_share
+    if not share:
+        return workload, machine
+    return _scaled(workload, 1 - share), replace(machine, interference=Interference())
+
+
+def _as_disturbed(
+    draft: Draft, proof: Proof, workload: Workload, machine: Machine
+) -> tuple[Draft, Proof]:
+    """Return both in the machine's own time."""
+    share = machine.interference.lost_share
+    if not share:
+        return draft, proof
+    ops = _scaled(draft.workload, 1 / (1 - share))
+    times_s = [op.time_s[site] for op, site in zip(ops.ops, draft.op_sites, strict=True)]
+    draft = replace(
+        draft,
+        workload=ops,
+        seconds=draft.seconds + lost_seconds(draft.steps, times_s, machine),
+    )
+    # Each op of the workload runs once at least, at its fastest.
+    lost_s = share * sum(min(op.time_s.values()) for op in workload.ops)
+    bound_s = proof.bound_s + lost_s if proof.bound_s else 0.0
+    return draft, replace(proof, limit_s=proof.limit_s + lost_s, bound_s=bound_s)
+
+
+def _scaled(workload: Workload, factor: float) -> Workload:
+    ops = (
+        replace(op, time_s={site: time_s * factor for site, time_s in op.time_s.items()})
+        for op in workload.ops
+    )
+    return replace(workload, ops=tuple(ops))
 
 
 def _best_of_all(

@@ -1,0 +1,167 @@
+"""Ops that run where their weights rest: when, with which copies, and what no choice of sites beats."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gascompile.ir import (
+    Budget,
+    Link,
+    Machine,
+    Offload,
+    OpSpec,
+    Plan,
+    Prefetch,
+    Reload,
+    TensorKind,
+    TensorSpec,
+    Tier,
+    Workload,
+)
+from gascompile.passes.make_plan import make_plan
+from gascompile.passes.site_limit import has_sites, site_limit
+from gascompile.units import reserve_bytes
+
+SIZE = 99 * 4096
+"""A weight that takes 100 pages of the arena."""
+ROOM = reserve_bytes(SIZE)
+
+
+def machine(link_s: float) -> Machine:
+    """Return a machine whose links take ``link_s`` for a weight; the slow tier computes as well."""
+    rate = SIZE / link_s
+    return Machine(
+        name="two sites",
+        tiers={"gpu": Tier(size_bytes=1 << 30), "cpu": Tier(size_bytes=1 << 30)},
+        links=(
+            Link(source_tier="cpu", target_tier="gpu", bandwidth_bytes_per_s=rate),
+            Link(source_tier="gpu", target_tier="cpu", bandwidth_bytes_per_s=rate),
+        ),
+    )
+
+
+def chain(count: int, *, gpu_s: float, cpu_s: float | None, act_bytes: int = 4) -> Workload:
+    """Return ``count`` ops, each with a weight of its own, on an activation that runs through all."""
+    kinds = [TensorKind.INPUT, *[TensorKind.ACTIVATION] * (count - 1), TensorKind.OUTPUT]
+    seconds = {"gpu": gpu_s} if cpu_s is None else {"gpu": gpu_s, "cpu": cpu_s}
+    return Workload(
+        name="chain",
+        repeats=True,
+        tensors=(
+            *(
+                TensorSpec(name=f"w{i}", size_bytes=SIZE, kind=TensorKind.WEIGHT)
+                for i in range(count)
+            ),
+            *(
+                TensorSpec(name=f"x{i}", size_bytes=act_bytes, kind=kind)
+                for i, kind in enumerate(kinds)
+            ),
+        ),
+        ops=tuple(
+            OpSpec(name=f"op{i}", time_s=seconds, reads=(f"x{i}", f"w{i}"), writes=(f"x{i + 1}",))
+            for i in range(count)
+        ),
+    )
+
+
+def planned(workload: Workload, link_s: float, num_resident: int) -> Plan:
+    budget = Budget(gpu=(num_resident + 2) * ROOM + 100)
+    return make_plan(workload, machine(link_s), budget, fingerprint={})
+
+
+def test_an_op_runs_where_its_weight_rests_when_moving_it_takes_longer() -> None:
+    plan = planned(chain(6, gpu_s=1.0, cpu_s=3.0), 10.0, 1)
+    sites = [op.site for op in plan.ops]
+    assert "cpu" in sites
+    sent = {f"w{i}" for i, site in enumerate(sites) if site == "cpu"}
+    assert all(plan.tensors[name].home == "cpu" for name in sent)
+    assert not sent & {step.tensor for step in plan.steps if isinstance(step, Prefetch)}
+    assert plan.certificate.predicted_s < 30.0
+
+
+def test_activations_cross_once_each_way() -> None:
+    # Three weights fit; the other three are cheaper to leave where they are than to load.
+    plan = planned(chain(6, gpu_s=1.0, cpu_s=2.0), 1000.0, 1)
+    sites = [op.site for op in plan.ops]
+    out = [step.tensor for step in plan.steps if isinstance(step, Offload)]
+    back = [step.tensor for step in plan.steps if isinstance(step, Reload)]
+    assert sites.count("gpu") == 3
+    changes = [(a, b) for a, b in itertools.pairwise([*sites, "gpu"]) if a != b]
+    assert len(back) == sum(b == "gpu" for _, b in changes)
+    assert len(out) == sum(b == "cpu" for _, b in changes)
+    copies_s = 1000.0 * 4 / SIZE * (len(out) + len(back))
+    assert plan.certificate.predicted_s == pytest.approx(3 * 1.0 + 3 * 2.0 + copies_s)
+
+
+def test_where_moving_is_cheaper_everything_runs_at_one_site() -> None:
+    plan = planned(chain(6, gpu_s=1.0, cpu_s=50.0), 0.5, 1)
+    assert {op.site for op in plan.ops} == {"gpu"}
+
+
+def test_without_other_times_there_is_one_site() -> None:
+    workload = chain(3, gpu_s=1.0, cpu_s=None)
+    assert not has_sites(workload.ops, machine(1.0))
+    assert {op.site for op in planned(workload, 10.0, 0).ops} == {"gpu"}
+
+
+def test_an_op_with_a_state_is_not_sent() -> None:
+    workload = chain(4, gpu_s=1.0, cpu_s=2.0)
+    state = TensorSpec(name="s", size_bytes=8, kind=TensorKind.STATE)
+    ops = [*workload.ops]
+    ops[2] = OpSpec(
+        name="op2", time_s={"gpu": 1.0, "cpu": 2.0}, reads=("x2", "w2", "s"), writes=("x3", "s")
+    )
+    held = Workload(name="held", repeats=True, tensors=(*workload.tensors, state), ops=tuple(ops))
+    plan = make_plan(held, machine(100.0), Budget(gpu=2 * ROOM + 100), fingerprint={})
+    assert plan.ops[2].site == "gpu"
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    count=st.integers(1, 6),
+    gpu_s=st.sampled_from([0.0, 1.0, 2.0]),
+    cpu_s=st.sampled_from([0.5, 1.0, 3.0, 9.0]),
+    link_s=st.sampled_from([0.5, 2.0, 5.0, 20.0]),
+    num_resident=st.integers(0, 4),
+)
+def test_no_choice_of_sites_beats_the_limit(
+    count: int, gpu_s: float, cpu_s: float, link_s: float, num_resident: int
+) -> None:
+    workload = chain(count, gpu_s=gpu_s, cpu_s=cpu_s)
+    arena_bytes = num_resident * SIZE
+    found, _ = site_limit(
+        workload.ops,
+        machine(link_s),
+        {f"w{i}": SIZE for i in range(count)},
+        arena_bytes,
+        {"cpu": 1 << 30},
+    )
+    # Every op is resident, loaded or sent; copies of activations are for free.
+    best = min(
+        max(
+            (count - sent) * gpu_s + sent * cpu_s,
+            max(0, count - num_resident - sent) * link_s,
+        )
+        for sent in range(count + 1)
+    )
+    assert found <= best * (1 + 1e-9)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    count=st.integers(2, 6),
+    cpu_s=st.sampled_from([0.5, 2.0, 6.0]),
+    link_s=st.sampled_from([0.5, 3.0, 15.0]),
+    num_resident=st.integers(0, 3),
+)
+def test_sites_never_make_a_plan_slower(
+    count: int, cpu_s: float, link_s: float, num_resident: int
+) -> None:
+    one = planned(chain(count, gpu_s=1.0, cpu_s=None), link_s, num_resident)
+    both = planned(chain(count, gpu_s=1.0, cpu_s=cpu_s), link_s, num_resident)
+    assert both.certificate.predicted_s <= one.certificate.predicted_s * (1 + 1e-9)
+    assert both.certificate.lower_bound_s <= both.certificate.predicted_s
