@@ -11,6 +11,7 @@ from __future__ import annotations
 import heapq
 import math
 from bisect import bisect_left
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +34,33 @@ def interval_reservations(
     if plan.num_runs and int(memory.max()) > plan.task.limit_bytes:
         return None
     return _Reserving(plan, chosen, memory, before, lead_s).run()
+
+
+def latest_starts(
+    plan: Layout, chosen: Choices, run_starts: Sequence[float]
+) -> Mapping[int, float]:
+    """Return when each copy back has to start, those that are due after it on its link included.
+
+    Where the list repeats, the copies of the next iteration count too.
+
+    Args:
+        run_starts: when each run starts, and as one entry more when the last one ends.
+    """
+    latest: dict[int, float] = {}
+    due_on: list[list[tuple[float, int]]] = [[] for _ in plan.task.routes]
+    for number, route in enumerate(chosen.route):
+        interval = plan.intervals[number]
+        if route is not None and interval.start >= 0:
+            due_on[route].append((run_starts[interval.end], number))
+    for route, found in enumerate(due_on):
+        found.sort(reverse=True)
+        free = math.inf
+        for ahead_s in (run_starts[-1], 0.0) if plan.task.workload.repeats else (0.0,):
+            for due_s, number in found:
+                tensor = plan.intervals[number].tensor
+                free = min(free, due_s + ahead_s) - plan.task.load_s(tensor, route)
+                latest[number] = free
+    return latest
 
 
 class _Reserving(Scheduler):
@@ -58,29 +86,7 @@ class _Reserving(Scheduler):
             if chosen.route[number] is not None and number not in chosen.stored
         }
         """Values of which another interval uses the copy that the first one made."""
-        self.reserved = self._reserve()
-
-    def _reserve(self) -> dict[int, float]:
-        """Return the latest time at which each copy back can start, those due after it on its link included.
-
-        Where the list repeats, the copies of the next iteration count too.
-        """
-        whole = self.starts[-1]
-        latest: dict[int, float] = {}
-        due_on: list[list[tuple[float, int]]] = [[] for _ in self.task.routes]
-        for number, route in enumerate(self.chosen.route):
-            interval = self.plan.intervals[number]
-            if route is not None and interval.start >= 0:
-                due_on[route].append((self.starts[interval.end], number))
-        for route, found in enumerate(due_on):
-            found.sort(reverse=True)
-            free = math.inf
-            for ahead in (whole, 0.0) if self.task.workload.repeats else (0.0,):
-                for due, number in found:
-                    tensor = self.plan.intervals[number].tensor
-                    free = min(free, due + ahead) - self.task.load_s(tensor, route)
-                    latest[number] = free
-        return latest
+        self.reserved = latest_starts(plan, chosen, self.starts)
 
     def _boundary(self, run: int) -> bool:
         """Make all moves before ``run``; return whether it fits."""
