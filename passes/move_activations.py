@@ -59,19 +59,43 @@ def move_activations(
         )
     spare_bytes = limit_bytes - taken_bytes - least_bytes
     found: list[MovedActivations] = []
+    refusals: list[InfeasiblePlanError] = []
     for share in sorted({0, spare_bytes // 2, spare_bytes}):
         peak_bytes = least_bytes + share
-        plan = plan_intervals(
-            reduced,
-            task.machine,
-            {**task.limits_bytes, **task.room_bytes, site: peak_bytes},
-            time_limit_s=time_limit_s / 3,
-            mip_gap=mip_gap,
-            recompute=False,
-        )
+        try:
+            moves = _moves(task, reduced, peak_bytes, time_limit_s / 3, mip_gap)
+        except InfeasiblePlanError as error:
+            # Where little can leave, as the slow tier is small, a larger share may still do.
+            refusals.append(error)
+            continue
         live = replace(task.live, peak_bytes=peak_bytes + BUFFERS_BYTES)
-        found.append(MovedActivations(replace(task, live=live), _by_op(plan.steps)))
+        found.append(MovedActivations(replace(task, live=live), moves))
+    if not found:
+        least = min(refusals, key=lambda error: error.required_bytes)
+        raise InfeasiblePlanError(
+            required_bytes=min(
+                task.base_bytes + need.arena_bytes, taken_bytes + least.required_bytes
+            ),
+            limit_bytes=limit_bytes,
+            tier=site,
+            op=least.op,
+        )
     return found
+
+
+def _moves(
+    task: Problem, reduced: Workload, peak_bytes: int, time_limit_s: float, mip_gap: float
+) -> dict[int, list[Step]]:
+    limits = {**task.limits_bytes, **task.room_bytes, task.machine.compute_tier: peak_bytes}
+    plan = plan_intervals(
+        reduced,
+        task.machine,
+        limits,
+        time_limit_s=time_limit_s,
+        mip_gap=mip_gap,
+        recompute=False,
+    )
+    return _by_op(plan.steps)
 
 
 def _by_op(steps: Sequence[Step]) -> dict[int, list[Step]]:

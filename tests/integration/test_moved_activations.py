@@ -12,7 +12,7 @@ from torch import nn
 
 import gascompile
 from gascompile.errors import InfeasiblePlanError, StorageError
-from gascompile.ir import Offload, Reload
+from gascompile.ir import Budget, Offload, Reload
 from gascompile.units import MIB, SPILL_BUFFER_BYTES
 from tests.allocator import peak_growth_bytes
 
@@ -79,6 +79,25 @@ def test_one_byte_less_is_refused(case: tuple[Ladder, torch.Tensor], tmp_path: P
     smallest = smallest_bytes(model, x, tmp_path)
     with pytest.raises(InfeasiblePlanError):
         gascompile.compile(model, smallest - 1, example_inputs=(x,), cache_dir=tmp_path)
+
+
+@pytest.mark.parametrize("room_bytes", [0, 4 * MIB])
+def test_a_small_disk_asks_for_more_memory(
+    case: tuple[Ladder, torch.Tensor], tmp_path: Path, room_bytes: int
+) -> None:
+    model, x = case
+    weights_bytes = sum(weight.nbytes for weight in model.parameters())
+
+    def within(size_bytes: int) -> gascompile.CompiledModel:
+        budget = Budget(cpu=size_bytes, nvme=weights_bytes + room_bytes)
+        return gascompile.compile(model, budget, example_inputs=(x,), cache_dir=tmp_path)
+
+    with pytest.raises(InfeasiblePlanError) as refused:
+        within(smallest_bytes(model, x, tmp_path))
+    with within(refused.value.required_bytes) as compiled, torch.no_grad():
+        assert torch.equal(compiled(x), model(x))
+    with pytest.raises(InfeasiblePlanError):
+        within(refused.value.required_bytes - 1)
 
 
 def test_with_room_for_all_nothing_moves(case: tuple[Ladder, torch.Tensor], tmp_path: Path) -> None:
