@@ -6,6 +6,7 @@ when its physical limit says that it cannot win: so a larger budget is never slo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -30,6 +31,8 @@ _ROW_GROUP = 16
 """Tiles have a multiple of so many rows, as matrix kernels like it."""
 _SCREEN_TIME_S = 5.0
 """For the bound of a form that is yet to be planned."""
+_QUICK_SHARE = 0.1
+"""Of the time that is left, for the bound of each form before there is a plan."""
 _LEAST_GATHER_BYTES = MIB
 """A smaller table is not worth the wait for its rows."""
 
@@ -79,19 +82,26 @@ def same_form(workload: Workload, machine: Machine, other: Workload) -> Workload
     return divide(workload, machine, Division(tile_rows=rows, gathered=table))
 
 
-def best_form(tasks: Sequence[Problem], solve: Solve, *, mip_gap: float) -> Solution:
+def best_form(
+    tasks: Sequence[Problem],
+    solve: Solve,
+    *,
+    mip_gap: float,
+    left_s: Callable[[], float] = lambda: math.inf,
+) -> Solution:
     """Return the fastest solution of all forms; what is proven of it holds for all of them.
 
     Args:
         tasks: one per form, in the order in which they are tried; large ones with the lowest bound first.
         solve: plans one form.
         mip_gap: a solution that is so close to what no form beats ends the search.
+        left_s: seconds until the best solution known, once there is one, is returned.
 
     Raises:
         InfeasiblePlanError: no form keeps the budget; names the smallest that any of them needs.
     """
     best: Solution | None = None
-    proofs = {i: quick_proof(task) for i, task in enumerate(tasks)}
+    proofs = {i: quick_proof(task, time_limit_s=_share_s(left_s())) for i, task in enumerate(tasks)}
     refusals: list[InfeasiblePlanError] = []
     small = min(len(task.weights) for task in tasks) < MANY_WEIGHTS
     # Of forms that promise the same, the one in the smallest tiles is the easiest to plan well, if not too large.
@@ -101,9 +111,12 @@ def best_form(tasks: Sequence[Problem], solve: Solve, *, mip_gap: float) -> Solu
             bound_s = min(map(_bound_s, proofs.values()))
             if _bound_s(proofs[i]) >= found_s or found_s - bound_s <= mip_gap * found_s:
                 continue
+            if left_s() <= 0:
+                proofs[i] = replace(proofs[i], timed_out=True)
+                continue
         try:
             if best is not None and small:
-                proofs[i] = _screen(tasks[i], proofs[i])
+                proofs[i] = _screen(tasks[i], proofs[i], min(_SCREEN_TIME_S, left_s()))
                 if _bound_s(proofs[i]) >= best.schedule.seconds:
                     continue
             found = solve(tasks[i])
@@ -124,14 +137,19 @@ def best_form(tasks: Sequence[Problem], solve: Solve, *, mip_gap: float) -> Solu
     return replace(best, proof=proof)
 
 
-def _screen(task: Problem, proof: Proof) -> Proof:
+def _share_s(left_s: float) -> float:
+    """Return the seconds for one of the quick proofs: there are several of them before any plan."""
+    return max(0.0, left_s * _QUICK_SHARE)
+
+
+def _screen(task: Problem, proof: Proof, time_limit_s: float) -> Proof:
     """Return ``proof`` with the bound of the relaxed program: much less work than to plan the form."""
     feasible(task)
     try:
         found = place(
             task,
             task.arena_limit_bytes,
-            time_limit_s=_SCREEN_TIME_S,
+            time_limit_s=time_limit_s,
             mip_gap=0.0,
             relaxed=True,
         )

@@ -32,6 +32,7 @@ Bytes and times are in units of a thousandth of the whole, so that coefficients 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -50,6 +51,8 @@ _TINY = 1 / 2000
 _INTEGRAL = 1e-6
 _TOLERANCE = 1e-6
 """The solver keeps rows and bounds up to this share."""
+_BUILD_S = 4e-4
+"""[Empirical] Building and passing the program takes about so long per use of a weight and link."""
 _FEASIBLE_POINT = 2
 """HiGHS's ``kSolutionStatusFeasible``."""
 # PuLP carries no types; its expressions and variables pass through as they are.
@@ -68,7 +71,7 @@ def place(
     """Return the placement that the model finds best within an arena of ``arena_bytes``.
 
     Args:
-        time_limit_s: seconds after which the best known solution is returned.
+        time_limit_s: seconds until the best known solution is returned; none where building takes half.
         mip_gap: the solver may stop at this share of the bound, or of the time of streaming everything.
         buffers: ops after each one whose loads must have room beside it. Whole tensors need such room,
             yet it is no part of the model: the bound then holds for this placement rule alone.
@@ -79,20 +82,23 @@ def place(
     """
     if not pulp.HiGHS().available():
         raise SolverError("HiGHS is not installed; pip install highspy")
+    uses = sum(len(weight.uses) for weight in problem.weights)
+    if 2 * _BUILD_S * uses * len(problem.links) > time_limit_s:
+        return Solution(None, (), 0.0, timed_out=True)
+    begun_s = time.perf_counter()
     model = _build(problem, arena_bytes, buffers)
     solver = pulp.HiGHS(
         msg=False,
         mip=not relaxed,
         gapRel=mip_gap,
         gapAbs=mip_gap * problem.streaming_s / model.time_unit_s,
-        timeLimit=max(0.05, time_limit_s),
+        timeLimit=max(0.05, time_limit_s - (time.perf_counter() - begun_s)),
         threads=1,
     )
-    match _solve(model, solver):
-        case _Outcome.INFEASIBLE:
-            return Solution(None, (), math.inf, timed_out=False)
-        case outcome:
-            return _extract(model, timed_out=outcome is _Outcome.STOPPED, relaxed=relaxed)
+    outcome = _solve(model, solver)
+    if outcome is _Outcome.INFEASIBLE:
+        return Solution(None, (), math.inf, timed_out=False)
+    return _extract(model, timed_out=outcome is _Outcome.STOPPED, relaxed=relaxed)
 
 
 class _Outcome(Enum):
@@ -126,7 +132,6 @@ class _Model:
     rows: dict[str, Expression] = field(default_factory=dict)
 
     def add(self, row: Expression, name: str) -> None:
-        """Add a named row."""
         self.program.addConstraint(row, name)
         self.rows[name] = row
 
@@ -206,9 +211,8 @@ def _add_choices(model: _Model) -> None:
                 model.add(model.keep[w, j] + one == 1, f"choose_{w}_{j}")
     for tier, room in problem.room_bytes.items():
         terms = [
-            (model.home[w, link], model.size[w])
-            for w in range(len(problem.weights))
-            for link in links
+            (home, model.size[w])
+            for (w, link), home in model.home.items()
             if problem.links[link].source_tier == tier
         ]
         if total > room:
@@ -312,12 +316,12 @@ def _add_times(model: _Model, delivered: Sequence[Sequence[Expression]]) -> None
         times[k].upBound = times[k].lowBound
     whole = model.variable("Z")
     model.program.setObjective(pulp.LpAffineExpression([(whole, 1)]))
-    model.add(whole >= _sum([(time, 1) for time in times]), "total")
+    model.add(whole >= _sum([(slot, 1) for slot in times]), "total")
     for number, link in enumerate(problem.links):
         rate = link.bandwidth_bytes_per_s * model.time_unit_s / model.unit_bytes
-        for k, time in enumerate(times):
+        for k, slot in enumerate(times):
             # An op that has begun waits for nothing: what is slow lengthens the gap before it.
-            taken = compute[k] / model.time_unit_s if k % 2 else time
+            taken = compute[k] / model.time_unit_s if k % 2 else slot
             model.add(taken * rate >= delivered[number][k], f"rate_{number}_{k}")
         terms = [
             (load, problem.transfer_s(w, number) / model.time_unit_s)
@@ -350,8 +354,7 @@ def _solve(model: _Model, solver: Expression) -> _Outcome:
         case (status, solution):
             raise SolverError(
                 f"HiGHS ended with status '{pulp.LpStatus.get(status, status)}' and solution "
-                f"'{pulp.LpSolution.get(solution, solution)}' on a placement of "
-                f"{len(model.problem.weights)} weights in an arena of {model.arena * model.unit_bytes:.0f} bytes"
+                f"'{pulp.LpSolution.get(solution, solution)}' on {len(model.problem.weights)} weights"
             )
 
 

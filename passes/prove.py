@@ -55,13 +55,16 @@ def prove(problem: Problem, predicted_s: float, *, time_limit_s: float, mip_gap:
     return Proof(limit_s=limit_s, binding=binding, bound_s=bound_s, timed_out=timed_out)
 
 
-def quick_proof(problem: Problem) -> Proof:
+def quick_proof(problem: Problem, *, time_limit_s: float = _QUICK_S) -> Proof:
     """Return what is proven within moments, before there is a plan."""
     limit_s, binding = _limit(problem)
     bound_s = 0.0
     if len(problem.weights) >= MANY_WEIGHTS and problem.arena_limit_bytes >= 0:
         bound_s = occupancy(
-            problem, problem.arena_limit_bytes, enough_s=math.inf, time_limit_s=_QUICK_S
+            problem,
+            problem.arena_limit_bytes,
+            enough_s=math.inf,
+            time_limit_s=min(_QUICK_S, time_limit_s),
         )
     return Proof(limit_s=limit_s, binding=binding, bound_s=bound_s, timed_out=False)
 

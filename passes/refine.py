@@ -52,7 +52,13 @@ def refine(
         if left_s <= 0 or (best is not None and _cannot_win(problem, above, best, left_s)):
             break
         candidates = _rung(problem, below, min(left_s, time_limit_s / 4))
-        best = search(problem, candidates, min(above, arena_bytes), best)
+        best = search(
+            problem,
+            candidates,
+            min(above, arena_bytes),
+            best,
+            time_limit_s=deadline_s - time.perf_counter(),
+        )
     return best
 
 
@@ -77,6 +83,8 @@ def _refine_large(problem: Problem, best: Schedule | None, deadline_s: float) ->
     relaxation = place(
         problem, arena_bytes, time_limit_s=left_s(), mip_gap=_CANDIDATE_GAP, relaxed=True
     )
+    if best is not None and not relaxation.order:
+        return best
     return search(
         problem, [Family("ilp", relaxation.order)], arena_bytes, best, time_limit_s=left_s()
     )

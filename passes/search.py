@@ -8,6 +8,7 @@ a row were in vain, or with the clock.
 
 from __future__ import annotations
 
+import heapq
 import math
 import time
 from bisect import bisect_right
@@ -44,20 +45,18 @@ def search(
 
     Args:
         best: a schedule to beat; returned when nothing is faster.
-        time_limit_s: seconds after which a schedule of a large model, once there is one, is not improved
-            further.
+        time_limit_s: seconds after which a schedule, once there is one, is not improved further.
     """
-    large = len(problem.weights) >= MANY_WEIGHTS
-    deadline_s = time.perf_counter() + time_limit_s if large else math.inf
+    deadline_s = time.perf_counter() + time_limit_s
     fitting = [
-        (*bound_s, number, member)
+        _numbered(number, _fitting(problem, item, arena_bytes))
         for number, item in enumerate(candidates)
-        for bound_s, member in _fitting(problem, item, arena_bytes)
     ]
     seen: set[frozenset[int]] = set()
-    patience = _PATIENCE if large else math.inf
+    patience = _PATIENCE if len(problem.weights) >= MANY_WEIGHTS else math.inf
     vain = 0
-    for bound_s, _, _, single in sorted(fitting, key=lambda item: item[:3]):
+    # Of each candidate only the members up to the last one that is looked at are ever made.
+    for bound_s, _, _, single in heapq.merge(*fitting, key=lambda item: item[:3]):
         if best is not None and (
             bound_s >= best.seconds or vain >= patience or time.perf_counter() > deadline_s
         ):
@@ -223,7 +222,7 @@ def _busy_s(problem: Problem, visits: Sequence[Visit]) -> float:
 def _fitting(
     problem: Problem, candidate: Candidate, arena_bytes: int
 ) -> Iterator[tuple[tuple[float, float], _Single]]:
-    """Yield what of a candidate may fit, with a bound on its time and a tie-break."""
+    """Yield what of a candidate may fit, with a bound on its time and a tie-break, ascending."""
     if not isinstance(candidate, Family):
         order = tuple(_residents(candidate))
         member = Family("", order, len(order))
@@ -231,21 +230,30 @@ def _fitting(
         return
     weights = [problem.weights[i] for i in candidate.order]
     taken = [0, *accumulate(weight.reserved_bytes for weight in weights)]
-    counts = range(candidate.least, bisect_right(taken, arena_bytes))
+    # The more stay, the less time the links need.
+    counts = range(candidate.least, bisect_right(taken, arena_bytes))[::-1]
+    link_s: Iterator[float]
     if len(problem.links) == 1:
         every_s = [problem.transfer_s(i, 0) for i in range(len(problem.weights))]
         kept_s = np.cumsum([0.0, *(every_s[i] for i in candidate.order)])
-        link_s = [sum(every_s) - float(kept_s[count]) for count in counts]
+        whole_s = sum(every_s)
+        link_s = (whole_s - float(kept_s[count]) for count in counts)
     else:
         total = sum(weight.size_bytes for weight in problem.weights)
         kept = [0, *accumulate(weight.size_bytes for weight in weights)]
-        link_s = [
+        link_s = (
             physical_limit(0.0, total - kept[count], 0, problem.machine, problem.room_bytes)[0]
             for count in counts
-        ]
+        )
     for count, time_s in zip(counts, link_s, strict=True):
         bound_s = max(problem.compute_s, time_s * (1 - _ROUNDING))
         yield (bound_s, time_s), (candidate, count)
+
+
+def _numbered(
+    number: int, fitting: Iterator[tuple[tuple[float, float], _Single]]
+) -> Iterator[tuple[float, float, int, _Single]]:
+    return ((*bound, number, single) for bound, single in fitting)
 
 
 def _residents(candidate: ResidentSet | Placement) -> Sequence[int]:

@@ -55,7 +55,7 @@ def stream(
     """
 
     def solve(task: Problem) -> Solution:
-        found = pin(task, pinned) if pinned else _choose(task, strategy, left_s(), notes)
+        found = pin(task, pinned) if pinned else _choose(task, strategy, left_s, notes)
         proof = _prove(task, found.seconds, left_s(), mip_gap, notes)
         return Solution(task=task, schedule=found, proof=proof)
 
@@ -64,7 +64,7 @@ def stream(
     )
     tasks = [problem(form, machine, budget, reserved_bytes=reserved_bytes) for form in candidates]
     try:
-        chosen = best_form(tasks, solve, mip_gap=mip_gap)
+        chosen = best_form(tasks, solve, mip_gap=mip_gap, left_s=left_s)
     except InfeasiblePlanError as refusal:
         if pinned is not None or strategy is not None:
             raise
@@ -98,7 +98,9 @@ def _with_moved_activations(
             refusals.append(error)
     if not moved:
         raise min(refusals, key=lambda error: error.required_bytes)
-    chosen = best_form([candidate.task for candidate in moved], solve, mip_gap=mip_gap)
+    chosen = best_form(
+        [candidate.task for candidate in moved], solve, mip_gap=mip_gap, left_s=left_s
+    )
     moves = next(candidate.moves for candidate in moved if candidate.task is chosen.task)
     draft = draft_moved(chosen.task, chosen.schedule, moves, buffer_bytes=BUFFERS_BYTES)
     task = chosen.task
@@ -115,21 +117,21 @@ def _sited(tasks: list[Problem], draft: Draft) -> Draft:
     return draft
 
 
-def _choose(task: Problem, strategy: str | None, time_limit_s: float, notes: list[str]) -> Schedule:
+def _choose(
+    task: Problem, strategy: str | None, left_s: Callable[[], float], notes: list[str]
+) -> Schedule:
     """Return the best schedule of one strategy, or of all of them."""
     least_arena_bytes = feasible(task).arena_bytes
     found: Schedule | None = None
     if strategy == "ilp":
-        found = refine(task, least_arena_bytes, None, time_limit_s=time_limit_s)
+        found = refine(task, least_arena_bytes, None, time_limit_s=left_s())
     elif strategy is not None:
         found = _as_peer(task, strategy)
     # A forced strategy may have nothing that fits a budget which others keep.
-    found = found or search(
-        task, strategies(task), task.arena_limit_bytes, time_limit_s=time_limit_s
-    )
+    found = found or search(task, strategies(task), task.arena_limit_bytes, time_limit_s=left_s())
     if strategy is None:
         try:
-            found = refine(task, least_arena_bytes, found, time_limit_s=time_limit_s)
+            found = refine(task, least_arena_bytes, found, time_limit_s=left_s())
         except SolverError as error:
             notes.append(f"planned without the integer program: {error}")
     assert found is not None, "a feasible problem has a schedule"

@@ -8,6 +8,7 @@ what is issued up front, then three iterations, with a map of who owns which byt
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NoReturn
@@ -197,13 +198,44 @@ class _Copy:
 
 
 @dataclass(slots=True)
+class _Ranges:
+    """Copies whose bytes do not overlap, by their first byte; what is empty is in nobody's way."""
+
+    begins: list[int] = field(default_factory=list)
+    copies: list[_Copy] = field(default_factory=list)
+
+    def overlapping(self, begin: int, end: int) -> _Copy | None:
+        """Return a copy that has some of the bytes; only the neighbours can."""
+        k = bisect_left(self.begins, begin)
+        for other in self.copies[max(k - 1, 0) : k + 1]:
+            if other.begin < end and begin < other.end:
+                return other
+        return None
+
+    def add(self, copy: _Copy) -> None:
+        """Add a copy that overlaps none."""
+        if copy.begin < copy.end:
+            k = bisect_left(self.begins, copy.begin)
+            self.begins.insert(k, copy.begin)
+            self.copies.insert(k, copy)
+
+    def remove(self, copy: _Copy) -> None:
+        """Remove a copy that was added."""
+        if copy.begin < copy.end:
+            k = bisect_left(self.begins, copy.begin)
+            del self.begins[k], self.copies[k]
+
+
+@dataclass(slots=True)
 class _Walk:
     """The arena while the steps are walked."""
 
     plan: Plan
     copies: dict[str, _Copy] = field(default_factory=dict)
     """One live copy per streamed weight."""
-    residents: list[_Copy] = field(default_factory=list)
+    residents: _Ranges = field(default_factory=_Ranges)
+    staged: _Ranges = field(default_factory=_Ranges)
+    """The bytes of ``copies``."""
     on_heap: frozenset[str] = frozenset()
 
     def run(self) -> None:
@@ -239,7 +271,7 @@ class _Walk:
                     f"resident '{name}' at {begin} overlaps the one below it, which ends at {reached}"
                 )
             reached = max(reached, end)
-            self.residents.append(_Copy(name, begin, end, True))
+            self.residents.add(_Copy(name, begin, end, True))
 
     def _step(self, i: int, step: Step) -> None:
         match step:
@@ -259,9 +291,10 @@ class _Walk:
                     _refuse(f"step {i} waits for '{step.tensor}' a second time", i)
                 copy.arrived = True
             case Release():
-                if not self._copy(i, step, "releases").arrived:
+                copy = self._copy(i, step, "releases")
+                if not copy.arrived:
                     _refuse(f"step {i} releases '{step.tensor}' before it has arrived", i)
-                del self.copies[step.tensor]
+                self.staged.remove(self.copies.pop(step.tensor))
 
     def _compute(self, i: int, op: int) -> None:
         spec, site = self.plan.workload.ops[op], self.plan.ops[op].site
@@ -286,14 +319,15 @@ class _Walk:
         if step.tensor in self.copies:
             _refuse(f"step {i} reads '{step.tensor}' again before its last copy is released", i)
         begin, end = step.address, step.address + reserve_bytes(step.size_bytes)
-        for other in (*self.residents, *self.copies.values()):
-            if other.begin < end and begin < other.end:
-                _refuse(
-                    f"step {i} reads '{step.tensor}' to {begin}..{end}, where '{other.tensor}' "
-                    f"still has {other.begin}..{other.end}",
-                    i,
-                )
-        self.copies[step.tensor] = _Copy(step.tensor, begin, end)
+        other = self.residents.overlapping(begin, end) or self.staged.overlapping(begin, end)
+        if other is not None:
+            _refuse(
+                f"step {i} reads '{step.tensor}' to {begin}..{end}, where '{other.tensor}' "
+                f"still has {other.begin}..{other.end}",
+                i,
+            )
+        self.copies[step.tensor] = copy = _Copy(step.tensor, begin, end)
+        self.staged.add(copy)
 
     def _copy(self, i: int, step: Wait | Release, verb: str) -> _Copy:
         copy = self.copies.get(step.tensor)
