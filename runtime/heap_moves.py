@@ -15,6 +15,7 @@ from gascompile.ir import Offload, Plan, Reload
 from gascompile.runtime.meter import LiveBytes
 from gascompile.runtime.protocols import Ticket
 from gascompile.runtime.spill import Spill
+from gascompile.runtime.spill_slots import spill_slots
 
 
 class HeapMoves:
@@ -26,12 +27,11 @@ class HeapMoves:
         Raises:
             StorageError: the folder cannot be written to, or has too little space.
         """
-        sizes = {step.tensor: step.size_bytes for step in plan.steps if isinstance(step, Offload)}
         self.links = tuple(
             dict.fromkeys(s.link for s in plan.steps if isinstance(s, (Offload, Reload)))
         )
         """Links that activations move over."""
-        self._spill = Spill(folder, sizes, buffers)
+        self._spill = Spill(folder, spill_slots(plan.steps), buffers)
         self._tickets: dict[str, Ticket] = {}
         self._moved: dict[str, tuple[str, int]] = {}
         self._sizes: dict[str, int] = {}

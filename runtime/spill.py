@@ -1,4 +1,4 @@
-"""Where activations go that leave memory for a while: an unnamed file with a fixed slot per tensor.
+"""Where activations go that leave memory for a while: an unnamed file with a slot per tensor.
 
 One thread writes and one reads, each through a page-aligned buffer of its own at the end of the arena,
 as an allocator's memory is not aligned for direct I/O. The file has no name: whatever ends the process
@@ -58,7 +58,7 @@ class Spill:
     def __init__(
         self,
         folder: Path,
-        sizes_bytes: Mapping[str, int],
+        slots: Mapping[str, tuple[int, int]],
         buffers: memoryview,
         *,
         reader: Reader = read_at,
@@ -68,7 +68,8 @@ class Spill:
 
         Args:
             folder: where the file lies; made if missing.
-            sizes_bytes: the tensors that will move, with their largest sizes.
+            slots: offset and largest size of each tensor that will move; they may overlap where the
+                tensors are never out at the same time.
             buffers: page-aligned memory, half of it for each direction.
             reader: the low-level read.
             writer: the low-level write.
@@ -76,11 +77,9 @@ class Spill:
         Raises:
             StorageError: the folder cannot be written to, or has too little space.
         """
-        self._slots: dict[str, tuple[int, int]] = {}
-        total = 0
-        for name, size_bytes in sizes_bytes.items():
-            self._slots[name] = (total, size_bytes)
-            total += align_up(size_bytes, PAGE_BYTES)
+        self._slots = dict(slots)
+        ends = (offset + align_up(size_bytes, PAGE_BYTES) for offset, size_bytes in slots.values())
+        total = max(ends, default=0)
         self._reader, self._writer = reader, writer or os.pwrite
         self._file, self.path = _open(folder, total)
         self._closed = False

@@ -13,8 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gascompile.errors import StorageError
+from gascompile.ir import Offload, Reload, Step, Wait
 from gascompile.runtime.spill import Spill
-from gascompile.units import SPILL_BUFFER_BYTES
+from gascompile.runtime.spill_slots import spill_slots
+from gascompile.units import PAGE_BYTES, SPILL_BUFFER_BYTES, align_up
 
 SIZES = st.sampled_from(
     [
@@ -30,6 +32,15 @@ SIZES = st.sampled_from(
 )
 
 
+def in_a_row(sizes_bytes: dict[str, int]) -> dict[str, tuple[int, int]]:
+    slots: dict[str, tuple[int, int]] = {}
+    end = 0
+    for name, size_bytes in sizes_bytes.items():
+        slots[name] = (end, size_bytes)
+        end += align_up(size_bytes, PAGE_BYTES)
+    return slots
+
+
 def buffers() -> memoryview:
     return memoryview(mmap.mmap(-1, 2 * SPILL_BUFFER_BYTES))
 
@@ -40,7 +51,9 @@ def test_bytes_come_back(tmp_path_factory: pytest.TempPathFactory, sizes: list[i
     folder = tmp_path_factory.mktemp("spill")
     tensors = {f"t{i}": torch.randint(0, 256, (n,), dtype=torch.uint8) for i, n in enumerate(sizes)}
     kept = {name: tensor.clone() for name, tensor in tensors.items()}
-    spill = Spill(folder, {name: tensor.nbytes for name, tensor in tensors.items()}, buffers())
+    spill = Spill(
+        folder, in_a_row({name: len(tensor) for name, tensor in tensors.items()}), buffers()
+    )
     writes = [spill.write(name, tensor.untyped_storage()) for name, tensor in tensors.items()]
     for ticket in writes:
         ticket.wait()
@@ -63,7 +76,9 @@ def test_short_transfers_are_continued(tmp_path: Path) -> None:
 
     tensor = torch.arange(50_000)
     kept = tensor.clone()
-    spill = Spill(tmp_path, {"x": tensor.nbytes}, buffers(), reader=part_read, writer=part_write)
+    spill = Spill(
+        tmp_path, {"x": (0, tensor.nbytes)}, buffers(), reader=part_read, writer=part_write
+    )
     spill.write("x", tensor.untyped_storage()).wait()
     tensor.zero_()
     spill.read("x", tensor.untyped_storage()).wait()
@@ -76,7 +91,7 @@ def test_a_failing_disk_is_a_storage_error(tmp_path: Path, code: int) -> None:
     def fail(descriptor: int, data: memoryview, offset: int) -> int:
         raise OSError(code, os.strerror(code))
 
-    spill = Spill(tmp_path, {"x": 64}, buffers(), writer=fail)
+    spill = Spill(tmp_path, {"x": (0, 64)}, buffers(), writer=fail)
     ticket = spill.write("x", torch.zeros(64, dtype=torch.uint8).untyped_storage())
     with pytest.raises(StorageError, match=os.strerror(code)):
         ticket.wait()
@@ -86,15 +101,43 @@ def test_a_failing_disk_is_a_storage_error(tmp_path: Path, code: int) -> None:
 
 def test_no_space_is_found_before_anything_runs(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="for activations"):
-        Spill(tmp_path, {"x": 1 << 60}, buffers())
+        Spill(tmp_path, {"x": (0, 1 << 60)}, buffers())
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_tensor_larger_than_its_slot_is_refused(tmp_path: Path) -> None:
-    spill = Spill(tmp_path, {"x": 8}, buffers())
+    spill = Spill(tmp_path, {"x": (0, 8)}, buffers())
     with pytest.raises(StorageError, match="its slot 8"):
         spill.write("x", torch.zeros(9, dtype=torch.uint8).untyped_storage())
     spill.close()
     spill.close()
     with pytest.raises(StorageError, match="closed"):
         spill.write("x", torch.zeros(8, dtype=torch.uint8).untyped_storage())
+
+
+def out(name: str, size_bytes: int) -> Offload:
+    return Offload(op=0, tensor=name, link="cpu->nvme", size_bytes=size_bytes)
+
+
+def back(name: str, size_bytes: int) -> Reload:
+    return Reload(op=0, tensor=name, link="nvme->cpu", size_bytes=size_bytes)
+
+
+def test_a_slot_is_free_again_when_its_tensor_is_back_for_good() -> None:
+    a, b, c = 2 * PAGE_BYTES, PAGE_BYTES, 10
+    steps: list[Step] = [
+        *(out("a", a), Wait(op=0, tensor="a"), out("b", b), Wait(op=0, tensor="b")),
+        *(back("a", a), out("c", c), Wait(op=0, tensor="c"), Wait(op=0, tensor="a")),
+        *(out("d", b), Wait(op=0, tensor="d"), out("e", b), Wait(op=0, tensor="e")),
+        *(back("d", b), Wait(op=0, tensor="d"), out("d", b), Wait(op=0, tensor="d")),
+        *(out("f", a), Wait(op=0, tensor="f")),
+    ]
+    # While a is being read, c cannot take its place; d and e then share it. d leaves twice.
+    assert spill_slots(steps) == {
+        "a": (0, a),
+        "b": (2 * PAGE_BYTES, b),
+        "c": (3 * PAGE_BYTES, c),
+        "d": (0, b),
+        "e": (PAGE_BYTES, b),
+        "f": (4 * PAGE_BYTES, a),
+    }
