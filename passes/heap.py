@@ -8,7 +8,7 @@ counted in the same order, so it does not depend on how fast transfers are. The 
 * an offload leaves the bytes where they are until a release, a reload takes memory when it starts;
 * what is neither weight nor state frees itself after the last step that touches it, an output at the end;
 * an op may be computed again while its inputs hold what they held, and only if it made all that it
-  writes and nothing has changed that since;
+  writes, no output among it, and nothing has changed that since;
 * an iteration of a repeating workload ends as it began; in one that runs once, what persists ends at home.
 """
 
@@ -202,6 +202,8 @@ class _Heap:
         for name, version in self.values_read[source].items():
             self._need(i, spec.name, name, site, version)
         for name in dict.fromkeys(spec.writes):
+            if self.kinds.get(name) == TensorKind.OUTPUT:
+                self._refuse(f"step {i} computes the output '{name}' again", i)
             if self.values_made[source].get(name) != self.version.get(name, -1):
                 self._refuse(
                     f"step {i} computes op '{spec.name}' again, which does not make '{name}' as it is now",

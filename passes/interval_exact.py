@@ -104,7 +104,7 @@ class _Search:
     def _may_rerun(self, source: int, place: int) -> bool:
         task = self.task
         spec = task.workload.ops[source]
-        lasting = any(task.persistent[x] for x in task.writes[source])
+        lasting = any(task.persistent[x] or task.stays_to_end[x] for x in task.writes[source])
         if lasting or not task.writes[source] or set(spec.reads) & set(spec.writes):
             return False
         needed = (*task.reads[source], *task.writes[source])

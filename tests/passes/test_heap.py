@@ -285,6 +285,13 @@ REFUSED: dict[str, tuple[Plan, str]] = {
         plan_of(IN_PLACE, [*runs(0, 2), drop(2, "x"), Recompute(op=2, source=0), *runs(2, 3)]),
         "does not make 'x' as it is now",
     ),
+    "an output recomputed": (
+        plan_of(
+            [(("in",), ("out",)), (("in",), ("x",))],
+            [*runs(0, 1), drop(1, "out"), *runs(1, 2), Recompute(op=2, source=0)],
+        ),
+        "computes the output 'out' again",
+    ),
     "recomputed before it ran": (
         plan_of(CHAIN, [Recompute(op=0, source=1), *runs(0, 4)]),
         "has not run yet",
