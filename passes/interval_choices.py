@@ -86,6 +86,9 @@ def choices(plan: Layout, routes: Mapping[int, int]) -> Choices:
         if run < 0 and tensor in homes and not task.workload.repeats:
             copies.add(homes[tensor])
         for number in sorted(members, key=lambda j: plan.intervals[j].age):
+            if task.persistent[tensor] and run > plan.intervals[number].start:
+                # The first iteration finds a copy where the tensor rests around the end, and no other.
+                copies &= {homes[tensor]} if tensor in homes else set()
             if routes[number] not in copies:
                 stored.add(number)
                 copies.add(routes[number])
