@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from gascompile.ir import Machine, TensorKind, Workload
 from gascompile.passes.certify import physical_limit
@@ -19,7 +20,13 @@ def least_time(
     row by row or in tiles in this form of the workload counts as free: in another form it may be.
     """
     # An op in tiles has to be launched more often than the whole one, a gathering one waits for rows.
-    whole = [op for op in workload.ops if not op.gathers and parse_tile(op.name) is None]
+    # Their weights may still rest with them at another site, so they stay in the list and cost nothing.
+    counted = [
+        replace(op, time_s=dict.fromkeys(op.time_s, 0.0))
+        if op.gathers or parse_tile(op.name) is not None
+        else op
+        for op in workload.ops
+    ]
     read = {name for op in workload.ops for name in op.reads if name not in op.gathers}
     sizes = {
         tensor.name: tensor.size_bytes
@@ -28,6 +35,6 @@ def least_time(
     }
     arena_bytes = limits_bytes[machine.compute_tier]
     if has_sites(workload.ops, machine):
-        return site_limit(whole, machine, sizes, arena_bytes, limits_bytes)
-    compute_s = sum(op.time_s[machine.compute_tier] for op in whole)
+        return site_limit(counted, machine, sizes, arena_bytes, limits_bytes)
+    compute_s = sum(op.time_s[machine.compute_tier] for op in counted)
     return physical_limit(compute_s, sum(sizes.values()), arena_bytes, machine, limits_bytes)

@@ -1,0 +1,73 @@
+"""The limit of a workload holds for each of its forms, also where ops may run at several sites."""
+
+from __future__ import annotations
+
+import pytest
+
+from gascompile.ir import (
+    Budget,
+    Link,
+    Machine,
+    OpSpec,
+    TensorKind,
+    TensorSpec,
+    Tier,
+    Workload,
+)
+from gascompile.passes.forms import forms
+from gascompile.passes.least_time import least_time
+from gascompile.planning import plan
+from gascompile.units import MIB
+
+MACHINE = Machine(
+    name="hand",
+    tiers={"gpu": Tier(size_bytes=100 * MIB), "cpu": Tier(size_bytes=100 * MIB)},
+    links=(
+        Link(source_tier="cpu", target_tier="gpu", bandwidth_bytes_per_s=MIB),
+        Link(source_tier="gpu", target_tier="cpu", bandwidth_bytes_per_s=MIB),
+    ),
+)
+
+
+def linear(*, gathered_bytes: int | None) -> Workload:
+    """Return an op that takes 2 s on the GPU and 3 s next to its weights, of 16 MiB and of 8 MiB."""
+    gathers = {} if gathered_bytes is None else {"table": gathered_bytes}
+    return Workload(
+        name="hand",
+        repeats=True,
+        tensors=(
+            TensorSpec(name="x", size_bytes=8, kind=TensorKind.INPUT),
+            TensorSpec(name="w", size_bytes=16 * MIB, kind=TensorKind.WEIGHT),
+            TensorSpec(name="table", size_bytes=8 * MIB, kind=TensorKind.WEIGHT),
+            TensorSpec(name="y", size_bytes=8, kind=TensorKind.OUTPUT),
+        ),
+        ops=(
+            OpSpec(
+                name="linear",
+                time_s={"gpu": 2.0, "cpu": 3.0},
+                reads=("x", "w", "table"),
+                writes=("y",),
+                splits={"w": 64} if gathered_bytes is None else {},
+                gathers=gathers,
+            ),
+        ),
+    )
+
+
+@pytest.mark.parametrize("gathered_bytes", [None, 4096])
+def test_no_form_has_a_higher_limit_than_the_whole(gathered_bytes: int | None) -> None:
+    workload = linear(gathered_bytes=gathered_bytes)
+    limits = {"gpu": MIB, "cpu": 100 * MIB}
+    # All weights rest and the op runs next to them.
+    whole_s, _ = least_time(workload, MACHINE, limits)
+    assert whole_s <= 3.0
+    found = list(forms(workload, MACHINE))
+    assert len(found) > 1
+    assert all(least_time(form, MACHINE, limits)[0] <= whole_s for form in found)
+
+
+def test_tiles_run_next_to_their_weights() -> None:
+    workload = linear(gathered_bytes=None)
+    found = plan(workload, Budget(gpu=25 * MIB), MACHINE, time_limit_s=1)
+    assert found.certificate.lower_bound_s <= found.certificate.predicted_s <= 3.1
+    assert least_time(found.workload, MACHINE, found.budget_bytes)[0] <= 3.0
