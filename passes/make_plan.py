@@ -164,6 +164,8 @@ def _best_of_all(
     proof = Proof(limit_s=limit_s, binding=binding, bound_s=0.0, timed_out=False)
     if best is not None and best.seconds - limit_s <= mip_gap * best.seconds:
         return best, proof
+    if best is not None and left_s() <= 0:
+        return best, replace(proof, timed_out=True)
     try:
         found = plan_intervals(
             workload,

@@ -27,9 +27,9 @@ import heapq
 import importlib.util
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import product
+from itertools import chain, product
 from typing import Any
 
 import numpy as np
@@ -39,6 +39,8 @@ from gascompile.passes.problem import Problem, Weight
 
 _MOST_CLASSES = {1: 16, 2: 8, 3: 4}
 """By the number of links; for more links there are too many kinds of moments."""
+_MOST_SIZES = 512
+"""Where more sizes differ, those next to each other are one from the start."""
 _LONG = 0.01
 """Share of the iteration from which on an op counts as long: the region fills up while it runs."""
 _STEPS = 256
@@ -113,27 +115,40 @@ def _long_op(problem: Problem) -> int | None:
     return op
 
 
+_Group = list[tuple[Weight, float]]
+"""Weights of about the same size, each with the seconds of the ops that hold it."""
+
+
 def _classes(problem: Problem) -> list[_Class]:
     """Return classes of the weights, the smallest first; each op is held by the largest weight it reads."""
     weights = [weight for weight in problem.weights if weight.uses]
     largest: dict[int, str] = {}
     for weight in sorted(weights, key=lambda weight: weight.size_bytes):
         largest.update(dict.fromkeys(weight.uses, weight.name))
-    by_size: dict[int, list[tuple[Weight, float]]] = {}
+    by_size: dict[int, _Group] = {}
     for weight in weights:
         held = [op for op in weight.uses if largest[op] == weight.name]
         op_s = sum(problem.op_times_s[op] for op in held)
         by_size.setdefault(weight.size_bytes, []).append((weight, op_s))
-    groups = [by_size[size] for size in sorted(by_size) if size]
     most = _MOST_CLASSES.get(len(problem.links), 0)
-    while len(groups) > max(most, 1):
-        totals = [sum(weight.size_bytes for weight, _ in group) for group in groups]
+    groups = [by_size[size] for size in sorted(by_size) if size] if most else []
+    return [_class(group) for group in _merged(groups, most)]
+
+
+def _merged(groups: list[_Group], most: int) -> list[_Group]:
+    """Return at most ``most`` groups: neighbours that hold few bytes become one."""
+    if len(groups) > _MOST_SIZES:
+        step = -(-len(groups) // _MOST_SIZES)
+        groups = [list(chain(*groups[i : i + step])) for i in range(0, len(groups), step)]
+    totals = [sum(weight.size_bytes for weight, _ in group) for group in groups]
+    while len(groups) > most:
         i = min(range(len(groups) - 1), key=lambda i: totals[i] + totals[i + 1])
         groups[i : i + 2] = [groups[i] + groups[i + 1]]
-    return [_class(group) for group in groups] if most else []
+        totals[i : i + 2] = [totals[i] + totals[i + 1]]
+    return groups
 
 
-def _class(group: Sequence[tuple[Weight, float]]) -> _Class:
+def _class(group: _Group) -> _Class:
     unit = min(weight.size_bytes for weight, _ in group)
     return _Class(
         count=sum(weight.size_bytes for weight, _ in group) / unit,

@@ -74,7 +74,7 @@ def stream(
     )
     if not has_sites(workload.ops, machine):
         return draft, chosen.proof
-    if strategy is None and pinned is None:
+    if strategy is None and pinned is None and left_s() > 0:
         draft = _sited(tasks, draft)
     limit_s, binding = least_time(draft.workload, machine, tasks[0].limits_bytes)
     return draft, replace(chosen.proof, limit_s=limit_s, binding=binding, bound_s=0.0)

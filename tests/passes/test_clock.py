@@ -1,0 +1,141 @@
+"""The clock ends every search: what counts is how much work is done, told by a clock that ticks per schedule."""
+
+from __future__ import annotations
+
+from itertools import count
+
+import pytest
+
+from gascompile.errors import InfeasiblePlanError
+from gascompile.ir import Budget, OpSpec, SolverStatus, Workload
+from gascompile.passes import forms, place, search
+from gascompile.passes.forms import Solution, best_form
+from gascompile.passes.make_plan import make_plan
+from gascompile.passes.problem import Problem, problem
+from gascompile.passes.prove import quick_proof
+from gascompile.passes.strategies import strategies
+from gascompile.passes.verify import verify
+from gascompile.units import reserve_bytes
+from tests.passes.planning import UNIT, cpu_machine, gpu_machine, weight, workload
+
+SLOT = reserve_bytes(UNIT)
+
+
+def many(num_ops: int, num_weights: int) -> Workload:
+    """Return ops that read the weights in turn."""
+    ops = tuple(
+        OpSpec(name=f"op{i}", time_s={"cpu": 0.1, "gpu": 0.1}, reads=(f"w{i % num_weights}",))
+        for i in range(num_ops)
+    )
+    tensors = tuple(weight(f"w{i}", UNIT) for i in range(num_weights))
+    return Workload(name="many", repeats=True, tensors=tensors, ops=ops)
+
+
+@pytest.fixture
+def schedules(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Count the schedules of a search, each of which takes a second of its clock."""
+    made: list[int] = []
+    real = search.schedule
+
+    def counted(*args: object, **options: object) -> object:
+        made.append(1)
+        return real(*args, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(search, "schedule", counted)
+    monkeypatch.setattr(search.time, "perf_counter", lambda: float(len(made)))
+    return made
+
+
+@pytest.mark.parametrize("num_weights", [40, 300])
+def test_a_search_ends_with_its_clock(schedules: list[int], num_weights: int) -> None:
+    task = problem(many(num_weights, num_weights), cpu_machine(), Budget(cpu=9 * SLOT))
+    found = search.search(task, strategies(task), task.arena_limit_bytes, time_limit_s=3.0)
+    assert found is not None
+    assert 1 <= len(schedules) <= 4
+
+
+def test_a_search_without_time_still_returns_a_schedule(schedules: list[int]) -> None:
+    task = problem(many(40, 40), cpu_machine(), Budget(cpu=9 * SLOT))
+    assert search.search(task, strategies(task), task.arena_limit_bytes, time_limit_s=-1.0)
+    assert len(schedules) == 1
+
+
+def test_a_search_makes_no_more_members_than_it_looks_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With everything resident nothing is faster, so one bound per family is enough."""
+    task = problem(many(300, 300), gpu_machine(), Budget(gpu=301 * SLOT))
+    asked = count()
+    real = search.physical_limit
+
+    def counted(*args: object, **options: object) -> object:
+        next(asked)
+        return real(*args, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(search, "physical_limit", counted)
+    assert search.search(task, strategies(task), task.arena_limit_bytes)
+    assert next(asked) <= 2 * len(strategies(task))
+
+
+def test_a_program_that_takes_too_long_to_build_is_not_built(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    task = problem(many(4000, 2), cpu_machine(), Budget(cpu=9 * SLOT))
+    monkeypatch.setattr(place, "_build", lambda *_: pytest.fail("it was built"))
+    found = place.place(task, 2 * SLOT, time_limit_s=1.0, mip_gap=0.01, relaxed=True)
+    assert (found.placement, found.bound_s, found.timed_out) == (None, 0.0, True)
+
+
+def test_forms_that_are_left_when_the_clock_ends_keep_their_bounds() -> None:
+    """What was not planned may be faster: its limit stays part of the proof."""
+    slow, quick = (
+        problem(workload(["a", "b"], seconds=s), cpu_machine(), Budget(cpu=SLOT))
+        for s in (0.2, 0.1)
+    )
+    solved: list[Problem] = []
+
+    def solve(task: Problem) -> Solution:
+        found = search.search(task, strategies(task), task.arena_limit_bytes)
+        assert found is not None
+        solved.append(task)
+        return Solution(task=task, schedule=found, proof=quick_proof(task))
+
+    found = best_form([slow, quick], solve, mip_gap=0.0, left_s=lambda: 0.0)
+    assert len(solved) == 1
+    assert found.proof.timed_out
+    assert found.proof.limit_s == min(quick_proof(task).limit_s for task in (slow, quick))
+
+
+def test_a_form_that_does_not_fit_gives_way_even_after_the_clock() -> None:
+    small = problem(workload(["ab"]), cpu_machine(), Budget(cpu=SLOT))
+    fits = problem(workload(["a", "b", "a", "b", "a"]), cpu_machine(), Budget(cpu=SLOT))
+
+    def solve(task: Problem) -> Solution:
+        forms.feasible(task)
+        found = search.search(task, strategies(task), task.arena_limit_bytes)
+        assert found is not None
+        return Solution(task=task, schedule=found, proof=quick_proof(task))
+
+    assert best_form([small, fits], solve, mip_gap=0.0, left_s=lambda: 0.0).task is fits
+    with pytest.raises(InfeasiblePlanError):
+        best_form([small], solve, mip_gap=0.0, left_s=lambda: 0.0)
+
+
+@pytest.mark.parametrize("num_weights", [30, 300])
+def test_a_plan_without_any_time_is_honest(num_weights: int) -> None:
+    machine = gpu_machine()
+    plan = make_plan(
+        many(num_weights, num_weights),
+        machine,
+        Budget(gpu=9 * SLOT),
+        fingerprint={},
+        time_limit_s=0.0,
+        move_all=True,
+        mip_gap=0.0,
+    )
+    verify(plan)
+    full = make_plan(
+        many(num_weights, num_weights), machine, Budget(gpu=9 * SLOT), fingerprint={}, mip_gap=0.0
+    )
+    assert plan.certificate.status == SolverStatus.TIMEOUT
+    assert plan.certificate.lower_bound_s <= full.certificate.predicted_s * (1 + 1e-9)
