@@ -102,7 +102,12 @@ def make_plan(
         draft.seconds, proof, solve_s=time.perf_counter() - begun_s, mip_gap=mip_gap, solver=solver
     )
     plan = assemble(
-        draft, machine, limits_bytes, certificate, fingerprint=fingerprint, warnings=tuple(notes)
+        draft,
+        machine,
+        limits_bytes,
+        certificate,
+        fingerprint=fingerprint,
+        warnings=tuple(dict.fromkeys(notes)),
     )
     verify(plan)
     return plan

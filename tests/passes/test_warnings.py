@@ -1,0 +1,43 @@
+"""What a plan warns of stands there once."""
+
+from __future__ import annotations
+
+import pulp
+import pytest
+
+from gascompile.ir import (
+    Budget,
+    Link,
+    Machine,
+    OpSpec,
+    TensorKind,
+    TensorSpec,
+    Tier,
+    Workload,
+)
+from gascompile.planning import plan
+from gascompile.units import MIB
+
+
+def test_forms_that_lack_the_solver_say_so_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [f"w{i}" for i in range(4)]
+    workload = Workload(
+        name="hand",
+        repeats=True,
+        tensors=tuple(
+            TensorSpec(name=name, size_bytes=20 * MIB, kind=TensorKind.WEIGHT) for name in names
+        ),
+        ops=tuple(
+            OpSpec(name=f"op-{name}", time_s={"cpu": 1.0}, reads=(name,), splits={name: 64})
+            for name in names
+        ),
+    )
+    machine = Machine(
+        name="hand",
+        tiers={"cpu": Tier(size_bytes=100 * MIB), "nvme": Tier(size_bytes=100 * MIB)},
+        links=(Link(source_tier="nvme", target_tier="cpu", bandwidth_bytes_per_s=10 * MIB),),
+    )
+    monkeypatch.setattr(pulp.HiGHS, "available", lambda self: False)
+    found = plan(workload, Budget(cpu=50 * MIB), machine, time_limit_s=2)
+    assert any("HiGHS" in warning for warning in found.warnings)
+    assert len(set(found.warnings)) == len(found.warnings)
