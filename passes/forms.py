@@ -25,7 +25,7 @@ from gascompile.tiles import parse_tile
 from gascompile.units import MIB
 
 _TILE_BYTES = (256 * MIB, 64 * MIB, 16 * MIB, 4 * MIB)
-_MOST_TILES = 512
+_MOST_TILES = 1536
 """Of all tiles of a form: what takes more is planned with fewer weights divided, the largest."""
 _ROW_GROUP = 16
 """Tiles have a multiple of so many rows, as matrix kernels like it."""
@@ -101,9 +101,13 @@ def best_form(
         InfeasiblePlanError: no form keeps the budget; names the smallest that any of them needs.
     """
     best: Solution | None = None
-    proofs = {i: quick_proof(task, time_limit_s=_share_s(left_s())) for i, task in enumerate(tasks)}
-    refusals: list[InfeasiblePlanError] = []
     small = min(len(task.weights) for task in tasks) < MANY_WEIGHTS
+    # Of one small form alone the bound is proven later, with the plan at hand.
+    proofs = {
+        i: quick_proof(task, time_limit_s=0.0 if small and len(tasks) == 1 else _share_s(left_s()))
+        for i, task in enumerate(tasks)
+    }
+    refusals: list[InfeasiblePlanError] = []
     # Of forms that promise the same, the one in the smallest tiles is the easiest to plan well, if not too large.
     for i in sorted(proofs, key=lambda i: (_bound_s(proofs[i]), -i if small else i)):
         if best is not None:

@@ -59,7 +59,7 @@ def quick_proof(problem: Problem, *, time_limit_s: float = _QUICK_S) -> Proof:
     """Return what is proven within moments, before there is a plan."""
     limit_s, binding = _limit(problem)
     bound_s = 0.0
-    if len(problem.weights) >= MANY_WEIGHTS and problem.arena_limit_bytes >= 0:
+    if problem.arena_limit_bytes >= 0:
         bound_s = occupancy(
             problem,
             problem.arena_limit_bytes,

@@ -22,7 +22,7 @@ from gascompile.passes.problem import Placement, Problem
 from gascompile.passes.spread import spread
 
 NAMES = ("all_streamed", "first_fit", "largest_area", "per_layer", "largest_first", "exhaustive")
-MANY_WEIGHTS = 256
+MANY_WEIGHTS = 160
 """From here on only the kinds of schedules are tried that pay for large models."""
 _FRACTIONS = 64
 _NUM_LARGEST = 12

@@ -8,11 +8,14 @@ import pytest
 
 from gascompile.errors import InfeasiblePlanError
 from gascompile.ir import Budget, OpSpec, SolverStatus, Workload
-from gascompile.passes import forms, place, search
+from gascompile.passes import place, search
+from gascompile.passes.certify import physical_limit
+from gascompile.passes.feasible import feasible
 from gascompile.passes.forms import Solution, best_form
 from gascompile.passes.make_plan import make_plan
 from gascompile.passes.problem import Problem, problem
 from gascompile.passes.prove import quick_proof
+from gascompile.passes.schedule import schedule
 from gascompile.passes.strategies import strategies
 from gascompile.passes.verify import verify
 from gascompile.units import reserve_bytes
@@ -35,14 +38,14 @@ def many(num_ops: int, num_weights: int) -> Workload:
 def schedules(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Count the schedules of a search, each of which takes a second of its clock."""
     made: list[int] = []
-    real = search.schedule
+    real = schedule
 
     def counted(*args: object, **options: object) -> object:
         made.append(1)
         return real(*args, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(search, "schedule", counted)
-    monkeypatch.setattr(search.time, "perf_counter", lambda: float(len(made)))
+    monkeypatch.setattr("gascompile.passes.search.schedule", counted)
+    monkeypatch.setattr("time.perf_counter", lambda: float(len(made)))
     return made
 
 
@@ -66,13 +69,13 @@ def test_a_search_makes_no_more_members_than_it_looks_at(
     """With everything resident nothing is faster, so one bound per family is enough."""
     task = problem(many(300, 300), gpu_machine(), Budget(gpu=301 * SLOT))
     asked = count()
-    real = search.physical_limit
+    real = physical_limit
 
     def counted(*args: object, **options: object) -> object:
         next(asked)
         return real(*args, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(search, "physical_limit", counted)
+    monkeypatch.setattr("gascompile.passes.search.physical_limit", counted)
     assert search.search(task, strategies(task), task.arena_limit_bytes)
     assert next(asked) <= 2 * len(strategies(task))
 
@@ -111,7 +114,7 @@ def test_a_form_that_does_not_fit_gives_way_even_after_the_clock() -> None:
     fits = problem(workload(["a", "b", "a", "b", "a"]), cpu_machine(), Budget(cpu=SLOT))
 
     def solve(task: Problem) -> Solution:
-        forms.feasible(task)
+        feasible(task)
         found = search.search(task, strategies(task), task.arena_limit_bytes)
         assert found is not None
         return Solution(task=task, schedule=found, proof=quick_proof(task))
