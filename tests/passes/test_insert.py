@@ -127,7 +127,9 @@ def without(plan: Plan, kind: type[Step], tensor: str) -> Plan:
     steps = tuple(
         s
         for s in plan.steps
-        if not (isinstance(s, (Prefetch, Wait, Release)) and isinstance(s, kind) and s.tensor == tensor)
+        if not (
+            isinstance(s, (Prefetch, Wait, Release)) and isinstance(s, kind) and s.tensor == tensor
+        )
     )
     return dataclasses.replace(plan, steps=steps)
 
