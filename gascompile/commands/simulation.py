@@ -115,7 +115,8 @@ def _parts(made: Plan, found: Trace) -> list[RenderableType]:
     worst = sorted(found.stalls, key=lambda stall: -stall.time_s)[:8]
     if worst:
         columns = [("before op", False), ("waiting for", False), ("time", True), ("why", False)]
-        lines = [(made.ops[s.op].name, s.tensor, format_time(s.time_s), why_late(s)) for s in worst]
+        names = [*(op.name for op in made.ops), "(end of the iteration)"]
+        lines = [(names[s.op], s.tensor, format_time(s.time_s), why_late(s)) for s in worst]
         parts.append(grid("Longest stalls", columns, lines))
     return parts
 

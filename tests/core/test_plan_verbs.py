@@ -9,7 +9,18 @@ from pathlib import Path
 import pytest
 
 from gascompile import serial
-from gascompile.ir import Plan
+from gascompile.ir import (
+    Budget,
+    Link,
+    Machine,
+    OpSpec,
+    Plan,
+    TensorKind,
+    TensorSpec,
+    Tier,
+)
+from gascompile.planning import plan
+from gascompile.units import MIB
 from tests.core.command_line import failure, json_of, ok
 from tests.passes.planning import workload
 
@@ -34,10 +45,10 @@ def plan_file(toy: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_simulate(plan_file: Path, tmp_path: Path) -> None:
-    plan = Plan.load(plan_file)
+    made = Plan.load(plan_file)
     out = tmp_path / "timeline.json"
     data = json_of("simulate", str(plan_file), "-o", str(out))
-    assert data["timeline"]["seconds"] == pytest.approx(plan.certificate.predicted_s)
+    assert data["timeline"]["seconds"] == pytest.approx(made.certificate.predicted_s)
     assert json.loads(out.read_text()) == data["timeline"]
     assert {stall["cause"] for stall in data["timeline"]["stalls"]} <= {
         "link busy", "memory", "bandwidth",
@@ -53,7 +64,7 @@ def test_simulate(plan_file: Path, tmp_path: Path) -> None:
     assert failure("simulate", str(plan_file), "--picture", str(tmp_path / "plan.bmp"))[0] == 2
     assert json_of("simulate", str(plan_file), "-m", "rtx4090-gen4")["machine"] == "rtx4090-gen4"
     bare = tmp_path / "bare.json"
-    serial.write_atomic(bare, serial.dumps(replace(plan.machine, links=())))
+    serial.write_atomic(bare, serial.dumps(replace(made.machine, links=())))
     code, message = failure("simulate", str(plan_file), "-m", str(bare))
     assert (code, "no link" in message) == (2, True)
 
@@ -113,3 +124,38 @@ def test_explain_suggests_names(plan_file: Path) -> None:
     assert "'op1'" in message
     code, message = failure("explain", str(plan_file), "a", "--budget", "2MiB")
     assert (code, "finished plan" in message) == (2, True)
+
+
+def test_simulate_names_the_wait_for_an_output(tmp_path: Path) -> None:
+    tiers = {"gpu": Tier(size_bytes=200 * MIB), "cpu": Tier(size_bytes=200 * MIB)}
+    machine = Machine(
+        name="hand",
+        tiers=tiers,
+        links=(
+            Link(source_tier="cpu", target_tier="gpu", bandwidth_bytes_per_s=MIB),
+            Link(source_tier="gpu", target_tier="cpu", bandwidth_bytes_per_s=MIB),
+        ),
+    )
+    made = workload("ab", seconds=1.0)
+    # One op is done next to its weight sooner than the weight comes; what it makes comes back at the end.
+    large = replace(
+        made,
+        tensors=(
+            *(replace(t, size_bytes=64 * MIB) for t in made.tensors if t.kind == TensorKind.WEIGHT),
+            *(TensorSpec(name=n, size_bytes=MIB, kind=TensorKind.OUTPUT) for n in ("ya", "yb")),
+        ),
+        ops=tuple(
+            OpSpec(
+                name=f"op-{name}",
+                time_s={"gpu": 1.0, "cpu": 2.0},
+                reads=(name,),
+                writes=(f"y{name}",),
+            )
+            for name in "ab"
+        ),
+    )
+    found = plan(large, Budget(gpu=70 * MIB), machine, time_limit_s=1)
+    assert "cpu" in {op.site for op in found.ops}
+    path = tmp_path / "sites.json"
+    found.save(path)
+    assert "end of the iteration" in ok("simulate", str(path))
