@@ -76,10 +76,10 @@ class Problem:
 
     @property
     def streaming_s(self) -> float:
-        """Seconds of reading every weight once over the link that is fastest for it."""
+        """Seconds of reading every weight once over the link that is fastest for it; 0 without any link."""
         links = range(len(self.links))
         weights = range(len(self.weights))
-        return sum(min(self.transfer_s(w, link) for link in links) for w in weights)
+        return sum(min((self.transfer_s(w, link) for link in links), default=0.0) for w in weights)
 
     def transfer_s(self, weight: int, link: int) -> float:
         """Seconds that loading a weight occupies a link."""

@@ -1,0 +1,33 @@
+"""A machine whose memory no link leads into: everything stays, or the budget is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from gascompile.errors import InfeasiblePlanError
+from gascompile.ir import Budget, Machine, OpSpec, TensorKind, TensorSpec, Tier, Workload
+from gascompile.planning import plan
+from gascompile.units import PAGE_BYTES
+
+MACHINE = Machine(name="hand", tiers={"cpu": Tier(size_bytes=1 << 30)}, links=())
+WORKLOAD = Workload(
+    name="hand",
+    repeats=True,
+    tensors=(
+        TensorSpec(name="w", size_bytes=PAGE_BYTES, kind=TensorKind.WEIGHT),
+        TensorSpec(name="v", size_bytes=PAGE_BYTES, kind=TensorKind.WEIGHT),
+    ),
+    ops=(
+        OpSpec(name="first", time_s={"cpu": 1.0}, reads=("w",)),
+        OpSpec(name="bare", time_s={"cpu": 3.0}),
+        OpSpec(name="last", time_s={"cpu": 1.0}, reads=("v",)),
+    ),
+)
+
+
+def test_everything_stays_or_the_budget_is_refused() -> None:
+    with pytest.raises(InfeasiblePlanError) as refused:
+        plan(WORKLOAD, Budget(cpu=PAGE_BYTES), MACHINE, time_limit_s=1)
+    found = plan(WORKLOAD, Budget(cpu=refused.value.required_bytes), MACHINE, time_limit_s=1)
+    assert found.certificate.predicted_s == pytest.approx(5.0)
+    assert found.certificate.status == "optimal"
