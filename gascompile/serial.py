@@ -17,11 +17,12 @@ from collections import Counter
 from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from gascompile.errors import FormatError, StorageError
 
 T = TypeVar("T")
+_SCALARS = frozenset({bool, int, float, str})
 JsonValue = None | bool | int | float | str | list[Any] | dict[str, Any]
 
 
@@ -42,6 +43,8 @@ def _json_fields(cls: type) -> tuple[tuple[str, str, Any, bool], ...]:
 
 def to_json(value: object) -> JsonValue:
     """Return plain JSON data for a dataclass, mapping, sequence, enum or scalar."""
+    if type(value) in _SCALARS:
+        return cast(JsonValue, value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         data: dict[str, Any] = {}
         if hasattr(value, "FORMAT"):
@@ -60,11 +63,16 @@ def to_json(value: object) -> JsonValue:
     raise TypeError(f"{type(value).__name__} is not JSON data")
 
 
-def _tagged(value: object) -> JsonValue:
+@functools.cache
+def _step_types() -> tuple[type, ...]:
     from gascompile.ir import Step
 
+    return get_args(Step)
+
+
+def _tagged(value: object) -> JsonValue:
     data = to_json(value)
-    if isinstance(value, get_args(Step)) and isinstance(data, dict):
+    if isinstance(data, dict) and isinstance(value, _step_types()):
         return {"step": type(value).__name__.lower(), **data}
     return data
 
@@ -97,6 +105,8 @@ def from_json(cls: type[T], data: object, *, where: str = "$") -> T:
 
 
 def _read(hint: Any, data: object, where: str) -> Any:
+    if hint in _SCALARS:
+        return _read_scalar(hint, data, where)
     origin, args = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
         return _read_union(args, data, where)
