@@ -57,7 +57,11 @@ class Unit:
 
 
 def open_session(
-    bundle: Bundle, *, progress: LoadingBar | None = None, early: EarlyMemory | None = None
+    bundle: Bundle,
+    *,
+    cache_dir: Path,
+    progress: LoadingBar | None = None,
+    early: EarlyMemory | None = None,
 ) -> Session:
     """Allocate the arena of a plan and start loading its resident weights."""
     return Session.for_plan(
@@ -67,7 +71,7 @@ def open_session(
         states=bundle.held,
         progress=progress,
         early=early,
-        spill_folder=default_cache_dir() / "spill",
+        spill_folder=cache_dir / "spill",
     )
 
 
@@ -84,11 +88,13 @@ class CompiledModel:
         positional: tuple[str, ...],
         units: list[Unit],
         prepare: Callable[[Args, Kwargs], Unit] | None = None,
+        cache_dir: Path | None = None,
     ) -> None:
         self._turn = threading.RLock()
         self._positional = positional
         self._units = units
         self._prepare = prepare
+        self._cache_dir = cache_dir or default_cache_dir()
         self._active: Unit | None = None
         self._session: Session | None = None
         self._executor: Executor | None = None
@@ -208,7 +214,9 @@ class CompiledModel:
         self.close()
         early, unit.early = unit.early, None
         self._bar = LoadingBar("Loading resident weights")
-        self._session = open_session(unit.bundle, progress=self._bar, early=early)
+        self._session = open_session(
+            unit.bundle, cache_dir=self._cache_dir, progress=self._bar, early=early
+        )
         self._executor = Executor(self._session, unit.graph_module, unit.bundle.plan)
         self._active = unit
         return self._executor

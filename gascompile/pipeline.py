@@ -316,7 +316,9 @@ def compile(  # noqa: A001 - the public name, as in torch.compile
     )
     positional = positional_names(model)
     if example_inputs is None:
-        return CompiledModel(positional=positional, units=[], prepare=job.prepare)
+        return CompiledModel(
+            positional=positional, units=[], prepare=job.prepare, cache_dir=config.cache_dir
+        )
     args, kwargs = split_inputs(example_inputs)
     early = EarlyMemory(job.most_arena_bytes())
     try:
@@ -325,4 +327,4 @@ def compile(  # noqa: A001 - the public name, as in torch.compile
         early.discard()
         raise
     unit.early = early
-    return CompiledModel(positional=positional, units=[unit])
+    return CompiledModel(positional=positional, units=[unit], cache_dir=config.cache_dir)

@@ -215,6 +215,7 @@ class Generator:
             sources={name: s for b in bundles for name, s in b.weights.sources.items()},
             stamps=tuple(stamps.values()),
             states={name: tensor for b in bundles for name, tensor in b.held.items()},
+            spill_folder=default_cache_dir() / "spill",
         )
         self._executors = {
             name: Executor(self._session, unit.graph_module, unit.bundle.plan)

@@ -140,6 +140,16 @@ def test_a_bundle_moves_them_too(case: tuple[Ladder, torch.Tensor], tmp_path: Pa
         assert torch.equal(loaded(x), model(x))
 
 
+def test_what_moves_goes_to_the_cache_folder(
+    case: tuple[Ladder, torch.Tensor], tmp_path: Path
+) -> None:
+    model, x = case
+    budget = smallest_bytes(model, x, tmp_path)
+    (tmp_path / "spill").touch()
+    with pytest.raises(StorageError, match=str(tmp_path / "spill")):
+        gascompile.compile(model, budget, example_inputs=(x,), cache_dir=tmp_path)
+
+
 def test_the_buffers_are_in_the_arena(case: tuple[Ladder, torch.Tensor], tmp_path: Path) -> None:
     model, x = case
     budget = smallest_bytes(model, x, tmp_path)
