@@ -15,11 +15,14 @@ MIB = 1 << 20
 LIBRARIES_BYTES = 700 * MIB
 """What the interpreter and the libraries may take beside the budget."""
 
+VOCABULARY = 8000
+TABLE_BYTES = VOCABULARY * SHAPE_1B["hidden_size"] * 4
+
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return 1.5 GB of fp32 weights in shards."""
-    shape = {**SHAPE_1B, "num_hidden_layers": 8, "vocab_size": 8000}
+    shape = {**SHAPE_1B, "num_hidden_layers": 8, "vocab_size": VOCABULARY}
     return write_llama(tmp_path_factory.mktemp("llama"), shape, shard_bytes=400 * MIB)
 
 
@@ -39,4 +42,5 @@ def test_a_model_larger_than_its_cgroup_runs(
     result = json.loads(done.stdout.splitlines()[-1])
     assert result["measured_peak_bytes"] <= budget_bytes
     assert result["link_bytes"]["nvme->cpu"] == result["planned_link_bytes"]["nvme->cpu"]
-    assert result["link_bytes"]["nvme->cpu"] > total_bytes - budget_bytes
+    # Of the embedding only the rows of the tokens need to be read.
+    assert result["link_bytes"]["nvme->cpu"] > total_bytes - budget_bytes - TABLE_BYTES
