@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from gascompile.ir import ComputeRate, Interference, Link, Machine, RatePoint
+from gascompile.ir import ComputeRate, Interference, InterferencePoint, Link, Machine, RatePoint
 
 FACTOR_RANGE = (0.4, 1.6)
 """Of a measured rate; beyond it a run was disturbed, and the measured rate says more."""
@@ -127,8 +127,8 @@ def with_link(
     return replace(machine, links=tuple(corrected(link) for link in machine.links))
 
 
-def with_interference(machine: Machine, lost_share: float, how: str) -> Machine:
-    """Return ``machine`` with the share of the links' speed that is lost beside ops."""
+def with_interference(machine: Machine, points: Sequence[InterferencePoint], how: str) -> Machine:
+    """Return ``machine`` with the shares of the links' speed that are lost beside ops."""
     measured = machine.io.source.partition(":")[0]
     source = f"{measured}: by {how}"
-    return replace(machine, interference=Interference(lost_share=lost_share, source=source))
+    return replace(machine, interference=Interference(points=tuple(points), source=source))

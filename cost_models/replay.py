@@ -22,6 +22,7 @@ from gascompile.cost_models.events import (
     steady_seconds,
 )
 from gascompile.cost_models.gathers import gather_link_bytes
+from gascompile.cost_models.interference import lost_share
 from gascompile.ir import (
     Compute,
     Link,
@@ -70,11 +71,11 @@ def replay(
         KeyError: a step names a link that ``machine`` does not have.
         ValueError: a wait has no prefetch of that tensor to that address.
     """
-    quick_s = undisturbed(op_times_s, machine)
+    quick_s = undisturbed(ops, op_times_s, machine)
     seconds, stalls = steady_iteration(compile_events(steps, quick_s, machine, repeats=repeats))
     first = _first_iteration(steps, ops, machine, resident_bytes or {}, repeats)
     first_s = steady_seconds(compile_events(first, quick_s, machine, repeats=False))
-    disturbed_s = lost_seconds(steps, op_times_s, machine)
+    disturbed_s = lost_seconds(steps, ops, op_times_s, machine)
     waits = [step for step in steps if isinstance(step, Wait)]
     link_bytes: dict[str, int] = {}
     link_busy_s: dict[str, float] = {}
@@ -97,26 +98,33 @@ def replay(
     )
 
 
-def undisturbed(op_times_s: Sequence[float], machine: Machine) -> list[float]:
+def undisturbed(
+    ops: Sequence[OpSpec], op_times_s: Sequence[float], machine: Machine
+) -> list[float]:
     """Return the seconds of ops in the time of links, of which an op gives them only a part.
 
     While an op runs for ``t``, links move what they move in ``(1 - lost share) * t`` otherwise. Counted in
     that time links are never slowed down, and every iteration is shorter by ``lost_seconds``.
     """
-    return [time_s * (1 - machine.interference.lost_share) for time_s in op_times_s]
+    if not machine.interference.points:
+        return list(op_times_s)
+    return [
+        time_s * (1 - lost_share(op, machine)) for op, time_s in zip(ops, op_times_s, strict=True)
+    ]
 
 
-def lost_seconds(steps: Sequence[Step], op_times_s: Sequence[float], machine: Machine) -> float:
+def lost_seconds(
+    steps: Sequence[Step], ops: Sequence[OpSpec], op_times_s: Sequence[float], machine: Machine
+) -> float:
     """Return by how much an iteration is longer than in the time of links."""
-    share = machine.interference.lost_share
-    if not share:
+    if not machine.interference.points:
         return 0.0
     runs = (
         step.op if isinstance(step, Compute) else step.source
         for step in steps
         if isinstance(step, (Compute, Recompute))
     )
-    return share * sum(op_times_s[op] for op in runs)
+    return sum(lost_share(ops[op], machine) * op_times_s[op] for op in runs)
 
 
 def replay_plan(plan: Plan, machine: Machine | None = None) -> Timeline:

@@ -143,18 +143,17 @@ class _Stretch:
     """From the time of links, in which the steps are walked, to that of the machine."""
 
     def __init__(self, walk: _Walk, machine: Machine) -> None:
-        speed = 1 - machine.interference.lost_share
-        self._is_one = speed == 1
+        self._is_one = not machine.interference.points
         self._links_s, self._machine_s = [0.0], [0.0]
-        for begun_s, ended_s in ((op.begun_s, op.ended_s) for op in walk.ops):
-            self._add(begun_s, 1.0)
-            self._add(ended_s, speed)
-        self._add(walk.seconds, 1.0)
+        for op in walk.ops:
+            self._add(op.begun_s)
+            self._add(op.ended_s, walk.ops_s[op.op])
+        self._add(walk.seconds)
 
-    def _add(self, links_s: float, speed: float) -> None:
+    def _add(self, links_s: float, took_s: float | None = None) -> None:
         passed_s = links_s - self._links_s[-1]
         self._links_s.append(links_s)
-        self._machine_s.append(self._machine_s[-1] + passed_s / speed)
+        self._machine_s.append(self._machine_s[-1] + (passed_s if took_s is None else took_s))
 
     def at(self, time_s: float) -> float:
         """Return a moment; before the iteration lies another one like it, and after it, too."""
@@ -200,7 +199,8 @@ class _Walk:
         self._flying: dict[tuple[str, int | None], Transfer] = {}
         self._freed_by = _freed_by(plan)
         # In the time of links, which ops do not slow down; see ``undisturbed``.
-        self._times_s = undisturbed([op.time_s for op in plan.ops], machine)
+        self.ops_s = [op.time_s for op in plan.ops]
+        self._times_s = undisturbed(plan.workload.ops, self.ops_s, machine)
         self._now = 0.0
         self._start = 0.0
         self.memory = MemoryRecorder(plan)

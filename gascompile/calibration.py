@@ -28,7 +28,7 @@ from gascompile.cost_models.measure import THOROUGH, Effort, Stage, measure_mach
 from gascompile.cost_models.measure_compute import typical
 from gascompile.cost_models.measure_disk import Reader
 from gascompile.cost_models.replay import replay_plan
-from gascompile.ir import Machine, Plan
+from gascompile.ir import InterferencePoint, Machine, Plan
 from gascompile.machine import made_folder, remember_machine
 from gascompile.passes.annotate import annotate
 from gascompile.pipeline import compile as compile_model
@@ -46,9 +46,8 @@ _RUNS_LIMIT_S = 2.0
 """For the repetitions of one run; on an idle machine they take half of it."""
 _STREAMED = "all_streamed"
 _LINK = "nvme->cpu"
-_ROUNDS = 4
-_LEAST_SPEED = 0.2
-"""Of a link beside ops; a run that says less was disturbed."""
+_LEAST_SPEED = 0.05
+"""Of a link beside ops that leave readers next to nothing."""
 _LATENCY_RANGE_S = (1e-7, 5e-4)
 
 
@@ -72,8 +71,8 @@ class Trials:
     """Weights of 190 MB in float32: more than caches hold."""
     few_rows: int = 1
     many_rows: int = 64
-    streamed_rows: tuple[int, int] = (1, 32)
-    """The ops of both take less time than the transfers."""
+    streamed_rows: tuple[int, ...] = (1, 16, 128)
+    """The first with ops that leave the readers alone."""
     num_runs: int = 10
 
 
@@ -280,36 +279,32 @@ def _correct_latency(machine: Machine, runs: _Runs, trials: Trials) -> Machine:
 
 
 def _correct_transfers(machine: Machine, runs: _Runs, trials: Trials) -> Machine:
-    """Fit the link's rate and what ops take from it on two runs that stream: with little and with much to compute."""
-    few, many = (
+    """Fit the link's rate on a streaming run with little to compute, and what ops take of it on others."""
+    few, *others = (
         runs.run(trials.large, rows, machine, streamed=True) for rows in trials.streamed_rows
     )
     alone = machine.link(_LINK).bandwidth_bytes_per_s
     low, high = (alone * factor for factor in correct.FACTOR_RANGE)
-    rate, speed = alone, 1.0
 
     def seconds(run: _Run, rate: float, speed: float) -> float:
         changed = correct.with_link(machine, _LINK, bandwidth_bytes_per_s=rate, how="")
-        return replay_plan(run.plan, correct.with_interference(changed, 1 - speed, "")).seconds
+        points = (InterferencePoint(flops_per_byte=0.0, lost_share=1 - speed),)
+        return replay_plan(run.plan, correct.with_interference(changed, points, "")).seconds
 
-    def by_rate(value: float, *, speed: float) -> float:
-        return seconds(few, value, speed)
+    def few_seconds(rate: float) -> float:
+        return seconds(few, rate, 1.0)
 
-    def by_speed(value: float, *, rate: float) -> float:
-        return seconds(many, rate, value)
-
-    for _ in range(_ROUNDS):
-        found = correct.fitted(partial(by_rate, speed=speed), few.time_s, low=low, high=high)
-        rate = found or rate
-        found = correct.fitted(
-            partial(by_speed, rate=rate), many.time_s, low=_LEAST_SPEED, high=1.0
-        )
-        speed = found or speed
-    how = (
-        f"runs of {' and '.join(str(n) for n in trials.streamed_rows)} rows that stream all weights"
-    )
+    rate = correct.fitted(few_seconds, few.time_s, low=low, high=high) or alone
+    points = [InterferencePoint(flops_per_byte=few.flops_per_byte, lost_share=0.0)]
+    for run in others:
+        # The less of the link's speed is left beside ops, the longer the run takes.
+        speed = correct.fitted(partial(seconds, run, rate), run.time_s, low=_LEAST_SPEED, high=1.0)
+        if speed is None:
+            speed = _LEAST_SPEED if run.time_s > seconds(run, rate, _LEAST_SPEED) else 1.0
+        points.append(InterferencePoint(flops_per_byte=run.flops_per_byte, lost_share=1 - speed))
+    how = f"runs of {', '.join(str(n) for n in trials.streamed_rows)} rows that stream all weights"
     machine = correct.with_link(machine, _LINK, bandwidth_bytes_per_s=rate, how=how)
-    return correct.with_interference(machine, 1 - speed, how)
+    return correct.with_interference(machine, points, how)
 
 
 @contextmanager

@@ -175,11 +175,18 @@ class IoSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Interference:
-    """How much ops slow transfers down that run beside them."""
+class InterferencePoint:
+    """Share of every link's speed that is lost while ops of one arithmetic intensity run."""
 
-    lost_share: float = 0.0
-    """Share of every link's speed that is lost while an op runs: readers and ops want the same processors."""
+    flops_per_byte: float
+    lost_share: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interference:
+    """How much ops slow transfers down: readers want the same processors. Without points not at all."""
+
+    points: tuple[InterferencePoint, ...] = ()
     source: str = ""
 
 

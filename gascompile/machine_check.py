@@ -74,9 +74,12 @@ def _problems(machine: Machine) -> Iterator[tuple[str, str]]:
     yield from _bad_links(machine)
     if machine.io.num_threads < 1 or machine.io.chunk_bytes < 1:
         yield ".io", "io needs at least one thread and a chunk of at least one byte"
-    if not 0 <= machine.interference.lost_share < 1:
-        share = machine.interference.lost_share
-        yield ".interference.lost_share", f"the share is {share}; give zero or more, below one"
+    for i, point in enumerate(machine.interference.points):
+        path = f".interference.points[{i}]"
+        if not 0 <= point.lost_share < 1:
+            yield path, f"the lost share is {point.lost_share}; give zero or more, below one"
+        if not 0 <= point.flops_per_byte < math.inf:
+            yield path, f"the intensity is {point.flops_per_byte}; give zero or more"
     yield from _bad_rates(machine)
 
 

@@ -6,9 +6,10 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+from gascompile.cost_models.interference import lost_share
 from gascompile.cost_models.replay import lost_seconds
 from gascompile.errors import InfeasiblePlanError
-from gascompile.ir import Budget, Interference, Machine, Plan, TensorKind, Workload
+from gascompile.ir import Budget, Interference, Machine, OpSpec, Plan, TensorKind, Workload
 from gascompile.passes.assemble import assemble
 from gascompile.passes.certify import Proof, certify
 from gascompile.passes.draft import Draft, draft_intervals
@@ -114,35 +115,31 @@ def make_plan(
 
 
 def _as_undisturbed(workload: Workload, machine: Machine) -> tuple[Workload, Machine]:
-    share = machine.interference.lost_share
-    if not share:
+    if not machine.interference.points:
         return workload, machine
-    return _scaled(workload, 1 - share), replace(machine, interference=Interference())
+    quick = _scaled(workload, lambda op: 1 - lost_share(op, machine))
+    return quick, replace(machine, interference=Interference())
 
 
 def _as_disturbed(
     draft: Draft, proof: Proof, workload: Workload, machine: Machine
 ) -> tuple[Draft, Proof]:
     """Return both in the machine's own time."""
-    share = machine.interference.lost_share
-    if not share:
+    if not machine.interference.points:
         return draft, proof
-    ops = _scaled(draft.workload, 1 / (1 - share))
-    times_s = [op.time_s[site] for op, site in zip(ops.ops, draft.op_sites, strict=True)]
-    draft = replace(
-        draft,
-        workload=ops,
-        seconds=draft.seconds + lost_seconds(draft.steps, times_s, machine),
-    )
+    slowed = _scaled(draft.workload, lambda op: 1 / (1 - lost_share(op, machine)))
+    times_s = [op.time_s[site] for op, site in zip(slowed.ops, draft.op_sites, strict=True)]
+    lost_s = lost_seconds(draft.steps, slowed.ops, times_s, machine)
+    draft = replace(draft, workload=slowed, seconds=draft.seconds + lost_s)
     # Each op of the workload runs once at least, at its fastest.
-    lost_s = share * sum(min(op.time_s.values()) for op in workload.ops)
+    lost_s = sum(lost_share(op, machine) * min(op.time_s.values()) for op in workload.ops)
     bound_s = proof.bound_s + lost_s if proof.bound_s else 0.0
     return draft, replace(proof, limit_s=proof.limit_s + lost_s, bound_s=bound_s)
 
 
-def _scaled(workload: Workload, factor: float) -> Workload:
+def _scaled(workload: Workload, factor: Callable[[OpSpec], float]) -> Workload:
     ops = (
-        replace(op, time_s={site: time_s * factor for site, time_s in op.time_s.items()})
+        replace(op, time_s={site: time_s * factor(op) for site, time_s in op.time_s.items()})
         for op in workload.ops
     )
     return replace(workload, ops=tuple(ops))

@@ -8,12 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gascompile.cost_models.interference import lost_share
 from gascompile.cost_models.replay import replay, replay_plan
 from gascompile.cost_models.trace import trace
 from gascompile.ir import (
     Budget,
     Compute,
     Interference,
+    InterferencePoint,
     Link,
     Machine,
     OpSpec,
@@ -40,7 +42,10 @@ def machine(lost_share: float, transfer_s: float = 4.0) -> Machine:
         links=(
             Link(source_tier="nvme", target_tier="cpu", bandwidth_bytes_per_s=SIZE / transfer_s),
         ),
-        interference=Interference(lost_share=lost_share, source="assumed: by hand"),
+        interference=Interference(
+            points=(InterferencePoint(flops_per_byte=0.0, lost_share=lost_share),),
+            source="assumed: by hand",
+        ),
     )
 
 
@@ -123,9 +128,25 @@ def test_the_trace_is_in_the_machines_time() -> None:
     assert max(lengths_s) > 4.0
 
 
+FULL = Interference(points=(InterferencePoint(flops_per_byte=0.0, lost_share=1.0),))
+
+
+@pytest.mark.parametrize(
+    ("flops", "expected"), [(0, 0.1), (100, 0.1), (200, 0.3), (300, 0.5), (9000, 0.5)]
+)
+def test_the_share_grows_with_the_intensity(flops: int, expected: float) -> None:
+    points = tuple(
+        InterferencePoint(flops_per_byte=at, lost_share=share)
+        for at, share in ((30, 0.5), (10, 0.1))
+    )
+    target = replace(machine(0.0), interference=Interference(points=points))
+    op = OpSpec(name="op", time_s={"cpu": 1.0}, flops=flops, read_bytes=6, write_bytes=4)
+    assert lost_share(op, target) == pytest.approx(expected)
+
+
 def test_a_share_of_all_is_refused() -> None:
     from gascompile.errors import FormatError
     from gascompile.planning import plan
 
     with pytest.raises(FormatError, match="interference"):
-        plan(chain([1.0]), "1MiB", replace(machine(0.0), interference=Interference(lost_share=1.0)))
+        plan(chain([1.0]), "1MiB", replace(machine(0.0), interference=FULL))
