@@ -34,12 +34,11 @@ from gascompile.ir import (
     Recompute,
     Release,
     Reload,
-    Stall,
     Step,
     TensorKind,
-    Timeline,
     Wait,
 )
+from gascompile.reports import Stall, Timeline
 
 _TRANSFERS = (Prefetch, Offload, Reload)
 _Key = tuple[str, int | None]

@@ -24,10 +24,9 @@ from gascompile.ir import (
     Recompute,
     Release,
     Reload,
-    Stall,
-    Timeline,
     Wait,
 )
+from gascompile.reports import Stall, Timeline
 from gascompile.units import reserve_bytes
 
 LINK_BUSY, MEMORY, BANDWIDTH = "link busy", "memory", "bandwidth"

@@ -27,13 +27,13 @@ if TYPE_CHECKING:
     from gascompile.ir import Budget as Budget
     from gascompile.ir import Machine as Machine
     from gascompile.ir import Plan as Plan
-    from gascompile.ir import RunReport as RunReport
-    from gascompile.ir import Timeline as Timeline
     from gascompile.ir import Workload as Workload
     from gascompile.loading import load as load
     from gascompile.pipeline import compile as compile
     from gascompile.planning import plan as plan
     from gascompile.planning import simulate as simulate
+    from gascompile.reports import RunReport as RunReport
+    from gascompile.reports import Timeline as Timeline
 
 _HOMES = {
     "compiled": ("CompiledModel",),
@@ -42,10 +42,11 @@ _HOMES = {
         "InfeasiblePlanError", "PlanMismatchError", "PlanVerificationError", "SolverError", "StorageError",
         "UnsupportedOpError",
     ),
-    "ir": ("Budget", "Machine", "Plan", "RunReport", "Timeline", "Workload"),
+    "ir": ("Budget", "Machine", "Plan", "Workload"),
     "loading": ("load",),
     "pipeline": ("compile",),
     "planning": ("plan", "simulate"),
+    "reports": ("RunReport", "Timeline"),
 }  # fmt: skip
 _MODULE_OF = {name: module for module, names in _HOMES.items() for name in names}
 

@@ -17,12 +17,13 @@ from gascompile.bundle import Bundle, Weights, content_stamp, require_unchanged,
 from gascompile.calls import bind_call
 from gascompile.config import default_cache_dir
 from gascompile.errors import PlanMismatchError
-from gascompile.ir import Plan, RunReport
+from gascompile.ir import Plan
 from gascompile.passes.insert import insert
 from gascompile.passes.verify import verify
 from gascompile.program import Dim, InputSpec, Program
 from gascompile.program_io import load_treespec
 from gascompile.progress import LoadingBar, task
+from gascompile.reports import RunReport
 from gascompile.runtime.early_memory import EarlyMemory
 from gascompile.runtime.executor import Executor
 from gascompile.runtime.session import Session

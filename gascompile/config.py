@@ -8,6 +8,9 @@ from pathlib import Path
 
 CACHE_VARIABLE = "GASCOMPILE_CACHE_DIR"
 
+WEIGHT_FORMS = ("bf16", "int8", "int4", "auto")
+FUSE = ("auto", "off")
+
 
 def default_cache_dir() -> Path:
     """Return ``$GASCOMPILE_CACHE_DIR``, else ``gascompile`` in the user's cache folder."""
@@ -28,6 +31,10 @@ class CompileConfig:
     """Relative gap at which the solver may stop."""
     strategy: str | None = None
     """Force one candidate plan, for comparison; ``None`` takes the best."""
+    weights: str | None = None
+    """The form that weights move in; ``None`` moves them as they are stored, which loses nothing."""
+    fuse: str = "auto"
+    """``auto`` compiles the ops between two transfers into one kernel where that pays; ``off`` never does."""
     cache_dir: Path = field(default_factory=default_cache_dir, metadata={"fingerprint": False})
 
     def __post_init__(self) -> None:
@@ -35,6 +42,12 @@ class CompileConfig:
             raise ValueError(f"time_limit_s must be positive, not {self.time_limit_s}")
         if not 0 <= self.mip_gap < 1:
             raise ValueError(f"mip_gap is a fraction in [0, 1), not {self.mip_gap}")
+        if self.weights not in (None, *WEIGHT_FORMS):
+            raise ValueError(
+                f"weights is one of {', '.join(WEIGHT_FORMS)}, or None for as stored, not {self.weights!r}"
+            )
+        if self.fuse not in FUSE:
+            raise ValueError(f"fuse is one of {', '.join(FUSE)}, not {self.fuse!r}")
 
     def fingerprint_fields(self) -> dict[str, str]:
         """Return every field that shapes the plan, as text."""

@@ -44,12 +44,24 @@ class SolverStatus(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Forms:
+    """In which form a weight lies in its file, moves, and is computed in: ``float32``, ``int8`` and so on."""
+
+    stored: str
+    wire: str
+    compute: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSpec:
     """One tensor of a workload. Aliases (views) are folded into the tensor whose storage they share."""
 
     name: str
     size_bytes: int = field(metadata=_json("bytes"))
+    """Bytes of the wire form: what moves, and what lies in the arena."""
     kind: TensorKind
+    forms: Forms | None = field(default=None, metadata={"left_out": True})
+    """Set where the tensor moves in another form than it is computed in."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,6 +184,8 @@ class IoSettings:
     num_threads: int = 4
     chunk_bytes: int = 8 << 20
     source: str = ""
+    engine: str = "reads"
+    """What brings bytes from the drive to a GPU: ``reads`` through pinned buffers, or ``kvikio``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,6 +218,13 @@ class Machine:
     memory: tuple[MemoryRate, ...] = ()
     io: IoSettings = field(default_factory=IoSettings)
     interference: Interference = field(default_factory=Interference)
+    backend: str = ""
+    """What executes: ``cpu``, ``cuda`` or ``emulated``; empty for the one that the computing tier has."""
+
+    @property
+    def compute_backend(self) -> str:
+        """The backend that executes: ``cuda`` where a GPU computes, unless it says otherwise."""
+        return self.backend or ("cuda" if self.compute_tier == "gpu" else "cpu")
 
     @property
     def compute_tier(self) -> str:
@@ -340,6 +361,8 @@ class TensorPlan:
     size_bytes: int = field(metadata=_json("bytes"))
     address: int | None = None
     """Arena address of a resident weight; ``None`` for everything that is not in the arena all the time."""
+    forms: Forms | None = field(default=None, metadata={"left_out": True})
+    """Set where the tensor moves in another form than it is computed in."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -447,52 +470,3 @@ class WeightSource:
     def size_bytes(self) -> int:
         """Total bytes of the weight."""
         return sum(extent.size_bytes for extent in self.extents)
-
-
-# ---------------------------------------------------------------- what a replay and a run report
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stall:
-    """Time an op waited for a transfer."""
-
-    op: int
-    tensor: str
-    time_s: float
-    link: str = ""
-    cause: str = ""
-    """Why it came late: ``link busy``, ``memory`` or ``bandwidth``; ``blocker`` is the tensor in its way."""
-    blocker: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Timeline:
-    """A replay of a plan on a machine."""
-
-    seconds: float
-    """Seconds of one iteration; in the steady state where the workload repeats."""
-    first_iteration_s: float
-    stalls: tuple[Stall, ...]
-    """Stalls of the reported iteration."""
-    link_busy_s: Mapping[str, float]
-    link_bytes: Mapping[str, int]
-    peak_bytes: Mapping[str, int]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunReport:
-    """What one execution of a plan measured."""
-
-    seconds: float
-    peak_bytes: Mapping[str, int]
-    """Measured per tier: mapped arena + states + live activation storages + planned workspace."""
-    link_bytes: Mapping[str, int]
-    """Bytes the engine delivered during the run, per link."""
-    stall_s: float
-    share_of_limit: float
-    """``limit_s / seconds``: 1.0 is the physical limit of the plan's bytes and compute."""
-    paths: Mapping[str, str]
-    """The I/O path really taken per link: ``O_DIRECT``, ``page cache`` or both."""
-    stalls: tuple[Stall, ...] = ()
-    process_peak_bytes: int = 0
-    """The kernel's high-water mark of the whole process, interpreter and libraries included."""

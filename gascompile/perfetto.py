@@ -9,7 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from gascompile.cost_models.trace import Trace, Transfer
-from gascompile.ir import Plan, Stall
+from gascompile.ir import Plan
+from gascompile.reports import Stall
 from gascompile.units import MIB
 
 Event = dict[str, Any]

@@ -277,6 +277,8 @@ def compile(  # noqa: A001 - the public name, as in torch.compile
     time_limit_s: float = 20.0,
     mip_gap: float = 0.01,
     strategy: str | None = None,
+    weights: str | None = None,
+    fuse: str = "auto",
 ) -> CompiledModel:
     """Plan ``model`` for ``budget`` and return it ready to run.
 
@@ -293,6 +295,10 @@ def compile(  # noqa: A001 - the public name, as in torch.compile
         time_limit_s: wall clock for the solver.
         mip_gap: relative gap at which the solver may stop.
         strategy: force one candidate plan, such as ``"first_fit"``, for comparison.
+        weights: ``None`` moves weights as they are stored, which loses nothing. ``"bf16"``, ``"int8"`` (one scale
+            per row) and ``"int4"`` (one per group of a row) move fewer bytes and lose precision; ``"auto"`` takes
+            whichever of them is fastest.
+        fuse: ``"auto"`` compiles the ops between two transfers where that pays, ``"off"`` never does.
 
     Raises:
         CaptureError: the model cannot be traced.
@@ -304,6 +310,8 @@ def compile(  # noqa: A001 - the public name, as in torch.compile
         time_limit_s=time_limit_s,
         mip_gap=mip_gap,
         strategy=strategy,
+        weights=weights,
+        fuse=fuse,
         **({"cache_dir": Path(cache_dir)} if cache_dir is not None else {}),
     )
     job = make_job(

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 from gascompile import serial
 from gascompile.config import CompileConfig
 from gascompile.cost_models.trace import trace
-from gascompile.ir import Budget, Machine, Plan, Timeline, Workload
+from gascompile.ir import Budget, Machine, Plan, Workload
 from gascompile.machine_check import source_warnings
 from gascompile.machine_files import named_machine
 from gascompile.passes.make_plan import make_plan
 from gascompile.passes.verify import verify
+from gascompile.reports import Timeline
 from gascompile.workload_check import check_times, check_workload
 from gascompile.workload_files import is_workload_file, load_workload
 

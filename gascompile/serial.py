@@ -41,6 +41,12 @@ def _json_fields(cls: type) -> tuple[tuple[str, str, Any, bool], ...]:
     )
 
 
+@functools.cache
+def _left_out(cls: type) -> frozenset[str]:
+    """Return the fields that a file does not name where they are ``None``."""
+    return frozenset(f.name for f in dataclasses.fields(cls) if f.metadata.get("left_out"))
+
+
 def to_json(value: object) -> JsonValue:
     """Return plain JSON data for a dataclass, mapping, sequence, enum or scalar."""
     if type(value) in _SCALARS:
@@ -50,7 +56,9 @@ def to_json(value: object) -> JsonValue:
         if hasattr(value, "FORMAT"):
             data["format"] = value.FORMAT
         for name, json_name, _, _ in _json_fields(type(value)):
-            data[json_name] = to_json(getattr(value, name))
+            held = getattr(value, name)
+            if held is not None or name not in _left_out(type(value)):
+                data[json_name] = to_json(held)
         return data
     if isinstance(value, StrEnum):
         return value.value

@@ -90,7 +90,10 @@ def draft_intervals(workload: Workload, found: IntervalPlan) -> Draft:
         arena_bytes=0,
         tensors={
             tensor.name: TensorPlan(
-                home=found.homes[tensor.name], kind=tensor.kind, size_bytes=tensor.size_bytes
+                home=found.homes[tensor.name],
+                kind=tensor.kind,
+                size_bytes=tensor.size_bytes,
+                forms=tensor.forms,
             )
             for tensor in workload.tensors
         },
@@ -123,6 +126,7 @@ def _tensors(
             kind=tensor.kind,
             size_bytes=tensor.size_bytes,
             address=addresses.get(tensor.name),
+            forms=tensor.forms,
         )
         for tensor in task.workload.tensors
     }

@@ -18,7 +18,6 @@ from gascompile.ir import (
     Plan,
     Prefetch,
     Release,
-    Stall,
     TensorKind,
     TensorSpec,
     Wait,
@@ -26,6 +25,7 @@ from gascompile.ir import (
 from gascompile.passes.alternatives import Alternative, Peer, alternatives
 from gascompile.passes.other_moves import KEEP, MOVE, OtherMove, choice_of, other_moves
 from gascompile.passes.other_sites import OtherSite, other_sites
+from gascompile.reports import Stall
 from gascompile.tiles import base_name
 from gascompile.units import format_size, format_time
 

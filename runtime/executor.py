@@ -13,7 +13,8 @@ import torch
 from torch import fx
 
 from gascompile.errors import PlanMismatchError
-from gascompile.ir import Plan, RunReport
+from gascompile.ir import Plan
+from gascompile.reports import RunReport
 from gascompile.runtime.meter import LiveBytes, process_peak_bytes
 from gascompile.runtime.mover import PlanMover
 from gascompile.runtime.session import Session, resident_addresses

@@ -13,7 +13,8 @@ from functools import partial
 import torch
 
 from gascompile.errors import PlanMismatchError, StorageError
-from gascompile.ir import Plan, Prefetch, Stall, Wait
+from gascompile.ir import Plan, Prefetch, Wait
+from gascompile.reports import Stall
 from gascompile.runtime.meter import LiveBytes
 from gascompile.runtime.protocols import Ticket
 from gascompile.runtime.rows import check_rows, rows_landing

@@ -20,7 +20,8 @@ from gascompile.units import format_size, format_time
 if TYPE_CHECKING:  # torch comes with these, which help and wrong usage need not wait for
     from gascompile.commands.eager import Difference
     from gascompile.compiled import CompiledModel
-    from gascompile.ir import Plan, RunReport
+    from gascompile.ir import Plan
+    from gascompile.reports import RunReport
 
 RunSource = Annotated[
     str,

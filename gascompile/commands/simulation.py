@@ -13,7 +13,8 @@ from gascompile.commands import options as opt
 from gascompile.commands.output import emit, fields, grid, note, reserved_stdout
 from gascompile.commands.plans import PlanArgument, read_plan
 from gascompile.commands.summary import sizes
-from gascompile.ir import Machine, Plan, Stall
+from gascompile.ir import Machine, Plan
+from gascompile.reports import Stall
 from gascompile.units import format_size, format_time
 
 if TYPE_CHECKING:  # numpy comes with it, which help and wrong usage need not wait for

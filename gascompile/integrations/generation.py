@@ -20,8 +20,9 @@ from gascompile.compiled import Unit
 from gascompile.config import CompileConfig, default_cache_dir
 from gascompile.errors import CheckpointError, UnsupportedOpError
 from gascompile.integrations.generation_plans import Units, plan_generation
-from gascompile.ir import Budget, FileStamp, Machine, Plan, RunReport
+from gascompile.ir import Budget, FileStamp, Machine, Plan
 from gascompile.pipeline import make_job
+from gascompile.reports import RunReport
 from gascompile.runtime.executor import Executor
 from gascompile.runtime.session import Session
 from gascompile.sources import open_source

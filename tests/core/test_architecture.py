@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-LEAVES = ("ir", "serial", "units", "errors", "program", "moves", "tiles")
+LEAVES = ("ir", "reports", "serial", "units", "errors", "program", "moves", "tiles")
 INNER = ("passes", "cost_models", "runtime")
 SOURCES = sorted(
     path for folder in ("gascompile", *INNER) for path in (ROOT / folder).rglob("*.py")
@@ -24,7 +24,7 @@ EVERYTHING = SOURCES + sorted(
     for path in (ROOT / folder).rglob("*.py")
 )
 MAX_LINES = 400
-# All data types stand in one file, so that a reader finds every field in one place.
+# What a plan is made of stands in one file, so that a reader finds every field in one place.
 LONGER = {"gascompile/ir.py": 500}
 MAX_FUNCTION_LINES = 50
 SOLVER_FILES = {"gascompile.passes.place", "gascompile.passes.linear_program"}

@@ -23,12 +23,11 @@ from gascompile.ir import (
     Pipe,
     Prefetch,
     Release,
-    Stall,
     Step,
     Tier,
-    Timeline,
     Wait,
 )
+from gascompile.reports import Stall, Timeline
 
 LINK = Link(source_tier="nvme", target_tier="cpu", bandwidth_bytes_per_s=10.0, latency_s=0.5)
 TIERS = {"cpu": Tier(size_bytes=100), "nvme": Tier(size_bytes=100)}

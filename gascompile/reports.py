@@ -1,0 +1,52 @@
+"""What a replay predicts and a run measures. Frozen, and free of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stall:
+    """Time an op waited for a transfer."""
+
+    op: int
+    tensor: str
+    time_s: float
+    link: str = ""
+    cause: str = ""
+    """Why it came late: ``link busy``, ``memory`` or ``bandwidth``; ``blocker`` is the tensor in its way."""
+    blocker: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeline:
+    """A replay of a plan on a machine."""
+
+    seconds: float
+    """Seconds of one iteration; in the steady state where the workload repeats."""
+    first_iteration_s: float
+    stalls: tuple[Stall, ...]
+    """Stalls of the reported iteration."""
+    link_busy_s: Mapping[str, float]
+    link_bytes: Mapping[str, int]
+    peak_bytes: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunReport:
+    """What one execution of a plan measured."""
+
+    seconds: float
+    peak_bytes: Mapping[str, int]
+    """Measured per tier: mapped arena + states + live activation storages + planned workspace."""
+    link_bytes: Mapping[str, int]
+    """Bytes the engine delivered during the run, per link."""
+    stall_s: float
+    share_of_limit: float
+    """``limit_s / seconds``: 1.0 is the physical limit of the plan's bytes and compute."""
+    paths: Mapping[str, str]
+    """The I/O path really taken per link: ``O_DIRECT``, ``page cache`` or both."""
+    stalls: tuple[Stall, ...] = ()
+    process_peak_bytes: int = 0
+    """The kernel's high-water mark of the whole process, interpreter and libraries included."""
