@@ -18,6 +18,7 @@ from gascompile import serial
 from gascompile.cost_models.host import cpu_model, file_system_id, memory_limit
 from gascompile.cost_models.measure import machine_name, measure_machine
 from gascompile.cost_models.measure_disk import Reader
+from gascompile.emulated import EMULATED, emulated_machine
 from gascompile.errors import FormatError, StorageError
 from gascompile.ir import Machine
 from gascompile.machine_files import load_machine, named_machine
@@ -38,6 +39,7 @@ def resolve_machine(
     Args:
         machine: a ``Machine``; the name of a preset; the path of a ``gascompile.machine/1`` file; or
             ``None`` for this machine, measured at the first call (up to six seconds) and remembered.
+            ``emulated`` is the emulated accelerator at the speed of this machine's processor.
         cache_dir: where this machine is remembered; also the disk that is measured. Made if missing.
         read: the reader that will run plans, measured with the disk.
 
@@ -48,6 +50,8 @@ def resolve_machine(
     """
     if machine is None:
         return _this_machine(Path(cache_dir), read)
+    if machine == EMULATED:
+        return emulated_machine(_this_machine(Path(cache_dir), read))
     return named_machine(machine)
 
 
@@ -59,7 +63,7 @@ def this_machine_name() -> str:
 def remembered_machine(cache_dir: str | os.PathLike[str]) -> Machine | None:
     """Return this machine as it was measured earlier, or ``None`` when it was not, or not readably."""
     folder = Path(cache_dir)
-    path = _remembered_path(folder) if folder.is_dir() else None
+    path = remembered_path(folder) if folder.is_dir() else None
     if path is None or not path.exists():
         return None
     try:
@@ -72,7 +76,8 @@ def remembered_machine(cache_dir: str | os.PathLike[str]) -> Machine | None:
 
 def remember_machine(machine: Machine, cache_dir: Path) -> None:
     """Write this machine's numbers, in place of what was remembered; raises ``StorageError``."""
-    serial.write_atomic(_remembered_path(cache_dir), serial.dumps(machine))
+    op_times_path(cache_dir).unlink(missing_ok=True)
+    serial.write_atomic(remembered_path(cache_dir), serial.dumps(machine))
 
 
 def measure_briefly(*, cache_dir: str | os.PathLike[str], read: Reader) -> Machine:
@@ -103,7 +108,8 @@ def made_folder(folder: Path) -> Path:
     return folder
 
 
-def _remembered_path(cache_dir: Path) -> Path:
+def remembered_path(cache_dir: Path) -> Path:
+    """Return the file that this machine's numbers are remembered in."""
     uname = os.uname()
     parts = (
         Machine.FORMAT,
@@ -116,6 +122,11 @@ def _remembered_path(cache_dir: Path) -> Path:
     )
     key = hashlib.blake2b("\n".join(parts).encode(), digest_size=12).hexdigest()
     return cache_dir / "machine" / f"{key}.json"
+
+
+def op_times_path(cache_dir: Path) -> Path:
+    """Return the file for what ops take on this machine; it goes with the machine's numbers."""
+    return remembered_path(cache_dir).with_suffix(".ops.json")
 
 
 def _with_memory_limit(machine: Machine) -> Machine:

@@ -14,6 +14,9 @@ from gascompile.ir import Machine
 from gascompile.units import MAX_SIZE_BYTES
 
 COMPUTING_TIERS = ("gpu", "cpu")
+BACKENDS = {"": COMPUTING_TIERS, "cpu": ("cpu",), "cuda": ("gpu",), "emulated": ("gpu",)}
+"""Which tier may compute, by the backend that executes."""
+ENGINES = ("reads", "kvikio")
 _RATE_RANGE = (1.0, 1e21)
 _MAX_FIXED_COST_S = 3600.0
 
@@ -64,6 +67,12 @@ def _problems(machine: Machine) -> Iterator[tuple[str, str]]:
     """Yield ``(path below the machine, what is wrong with it)``."""
     if not set(COMPUTING_TIERS) & machine.tiers.keys():
         yield ".tiers", "a machine needs a tier 'gpu' or 'cpu' that computes"
+    if machine.backend not in BACKENDS:
+        known = ", ".join(name for name in BACKENDS if name)
+        yield ".backend", f"there is no backend '{machine.backend}'; choose one of {known}"
+    if machine.compute_tier not in BACKENDS[machine.backend]:
+        wrong = f"'{machine.backend}' does not compute on the tier '{machine.compute_tier}'"
+        yield ".backend", f"{wrong}; name another backend, or give the machine its tier"
     for name, tier in machine.tiers.items():
         path = f".tiers.{name}.bytes"
         if tier.size_bytes < 0:
@@ -74,6 +83,9 @@ def _problems(machine: Machine) -> Iterator[tuple[str, str]]:
     yield from _bad_links(machine)
     if machine.io.num_threads < 1 or machine.io.chunk_bytes < 1:
         yield ".io", "io needs at least one thread and a chunk of at least one byte"
+    if machine.io.engine not in ENGINES:
+        known = ", ".join(ENGINES)
+        yield ".io.engine", f"there is no engine '{machine.io.engine}'; choose one of {known}"
     for i, point in enumerate(machine.interference.points):
         path = f".interference.points[{i}]"
         if not 0 <= point.lost_share < 1:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from gascompile import serial
 from gascompile.config import CompileConfig
 from gascompile.cost_models.trace import trace
+from gascompile.emulated import EMULATED
 from gascompile.ir import Budget, Machine, Plan, Workload
 from gascompile.machine_check import source_warnings
 from gascompile.machine_files import named_machine
@@ -89,19 +90,19 @@ def plan(
 
 
 def machine_of(machine: Machine | str | os.PathLike[str] | None, cache_dir: Path) -> Machine:
-    """Return the machine to plan for; torch is loaded where this one is meant, to measure it.
+    """Return the machine to plan for; torch is loaded where this one computes, to measure it.
 
     Raises:
         ValueError: a name that is neither a preset nor a file.
         FormatError: the file is not a machine, or its numbers make no sense.
         StorageError: the file cannot be read, or ``cache_dir`` cannot be written to.
     """
-    if machine is not None:
+    if machine is not None and machine != EMULATED:
         return named_machine(machine)
     from gascompile.machine import resolve_machine
     from gascompile.runtime.engine import read_blocks
 
-    return resolve_machine(None, cache_dir=cache_dir, read=read_blocks)
+    return resolve_machine(machine, cache_dir=cache_dir, read=read_blocks)
 
 
 def _plan_workload(
