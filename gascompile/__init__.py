@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from gascompile.compiled import CompiledModel as CompiledModel
     from gascompile.errors import CaptureError as CaptureError
     from gascompile.errors import CheckpointError as CheckpointError
+    from gascompile.errors import DeviceError as DeviceError
     from gascompile.errors import DeviceMapError as DeviceMapError
     from gascompile.errors import FormatError as FormatError
     from gascompile.errors import GASCompileError as GASCompileError
@@ -38,9 +39,9 @@ if TYPE_CHECKING:
 _HOMES = {
     "compiled": ("CompiledModel",),
     "errors": (
-        "CaptureError", "CheckpointError", "DeviceMapError", "FormatError", "GASCompileError",
-        "InfeasiblePlanError", "PlanMismatchError", "PlanVerificationError", "SolverError", "StorageError",
-        "UnsupportedOpError",
+        "CaptureError", "CheckpointError", "DeviceError", "DeviceMapError", "FormatError",
+        "GASCompileError", "InfeasiblePlanError", "PlanMismatchError", "PlanVerificationError",
+        "SolverError", "StorageError", "UnsupportedOpError",
     ),
     "ir": ("Budget", "Machine", "Plan", "Workload"),
     "loading": ("load",),

@@ -136,3 +136,16 @@ class FormatError(GASCompileError):
 
 class StorageError(GASCompileError):
     """Reading or writing a tier failed: a read error, a short read, a full disk, a replaced file."""
+
+
+class DeviceError(GASCompileError):
+    """The device that a machine computes on cannot be used, or has failed.
+
+    Attributes:
+        cause: which of the things that can be wrong with a device it is, in two or three words: ``no driver``,
+            ``no device``, ``torch build``, ``driver refused``, ``device memory``, ``pinned memory`` and so on.
+    """
+
+    def __init__(self, message: str, *, cause: str = "") -> None:
+        self.cause = cause
+        super().__init__(message)
