@@ -45,6 +45,13 @@ class Weights:
         flat = torch.frombuffer(self._memory, dtype=dtype, count=count * columns * columns)
         return flat.view(count, columns, columns)
 
+    def place(self, like: torch.Tensor, number: int) -> torch.Tensor:
+        """Return a tensor of the shape and dtype of ``like`` in the ``number``-th of the places it fits into."""
+        size_bytes = -(-like.numel() * like.element_size() // 64) * 64
+        start = number % (self.size_bytes // size_bytes) * size_bytes
+        flat = torch.frombuffer(self._memory, dtype=like.dtype, count=like.numel(), offset=start)
+        return flat.view(like.shape)
+
     def pass_s(self) -> float:
         """Return the seconds of one-row products with all of the block: what decoding does."""
         rows = self.matrices(torch.float32).view(-1, WIDTH)

@@ -23,11 +23,14 @@ from gascompile.config import CompileConfig
 from gascompile.errors import FormatError, PlanVerificationError, UnsupportedOpError
 from gascompile.fingerprint import module_fingerprint, versions
 from gascompile.integrations.huggingface import is_transformers_model, register_pytrees
-from gascompile.ir import Budget, Machine, Plan
+from gascompile.ir import Budget, Machine, Plan, Workload
 from gascompile.machine import resolve_machine
 from gascompile.machine_check import source_warnings
+from gascompile.op_times import measured_times
 from gascompile.passes.annotate import annotate
 from gascompile.passes.make_plan import make_plan
+from gascompile.passes.retime import retime
+from gascompile.program import Program
 from gascompile.progress import task
 from gascompile.runtime.early_memory import EarlyMemory
 from gascompile.runtime.engine import read_blocks
@@ -204,13 +207,14 @@ class Job:
         """Annotate and plan a captured program."""
         with task("Planning"):
             annotation = annotate(captured.program, self.machine)
+            workload = self.retimed(captured.program, annotation.workload)
             warnings = tuple(
                 f"no cost formula for {name}: only the bytes it touches are counted"
                 for name in annotation.unknown_ops
             )
             warnings += source_warnings(self.machine)
             return make_plan(
-                annotation.workload,
+                workload,
                 self.machine,
                 self.budget,
                 fingerprint=prints,
@@ -221,6 +225,11 @@ class Job:
                 reserved_bytes=self.reserved_bytes,
                 pinned=self.pinned,
             )
+
+    def retimed(self, program: Program, workload: Workload) -> Workload:
+        """Return the workload with the seconds that this machine was measured to take for its ops."""
+        times_s = measured_times(program, workload, self.machine, self.config.cache_dir)
+        return retime(workload, times_s, device=self.machine.compute_tier)
 
 
 def _without_sizes(machine: Machine) -> Machine:

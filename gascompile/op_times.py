@@ -1,0 +1,72 @@
+"""Seconds of a program's ops as this machine runs them, measured once per kind of op and remembered.
+
+They lie beside the remembered machine and go with it: a new calibration forgets them.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+
+from gascompile import serial
+from gascompile.cost_models.measure_compute import op_overhead_s
+from gascompile.cost_models.measure_ops import measure_ops, signature
+from gascompile.ir import Machine, Workload
+from gascompile.machine import op_times_path, this_machine_name
+from gascompile.program import Program
+
+_log = logging.getLogger(__name__)
+
+_FORMAT = "gascompile.op_times/1"
+_WORTH_S = 0.01
+"""A program that runs for less is planned by formulas: measuring would take longer than it saves."""
+_LIMIT_S = 1.5
+"""For the measurements of one program."""
+
+
+def measured_times(
+    program: Program, workload: Workload, machine: Machine, cache_dir: Path
+) -> Mapping[str, float]:
+    """Return seconds by op name: those that count most of ``workload``, where ``machine`` is this one.
+
+    The first plan of a program takes up to two seconds to measure them and 128 MiB of memory meanwhile.
+
+    Raises:
+        StorageError: ``cache_dir`` cannot be written to.
+    """
+    tier = machine.compute_tier
+    total_s = sum(op.time_s[tier] for op in workload.ops)
+    if machine.compute_backend != "cpu" or machine.name != this_machine_name():
+        return {}
+    if total_s < _WORTH_S:
+        return {}
+    nodes = dict(zip((op.name for op in workload.ops), program.op_nodes(), strict=True))
+    costly = sorted(workload.ops, key=lambda op: -op.time_s[tier])
+    names = {op.name: signature(nodes[op.name], program) for op in costly}
+    path = op_times_path(cache_dir)
+    known = _read(path)
+    missing = [nodes[op] for op, name in names.items() if name is not None and name not in known]
+    if missing:
+        new = measure_ops(missing, program, limit_s=_LIMIT_S)
+        known = {**known, **new}
+        if new:
+            text = json.dumps({"format": _FORMAT, "seconds": known}, indent=1)
+            serial.write_atomic(path, text + "\n")
+    # What calling from a plan costs beyond calling from a loop was fitted on a run.
+    beyond_s = max(sum(rate.op_overhead_s for rate in machine.memory) - op_overhead_s(), 0.0)
+    return {op: known[name] + beyond_s for op, name in names.items() if name and name in known}
+
+
+def _read(path: Path) -> Mapping[str, float]:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        if data["format"] != _FORMAT:
+            return {}
+        return {str(name): float(time_s) for name, time_s in data["seconds"].items()}
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        _log.warning("the remembered op times %s are damaged and measured again: %s", path, error)
+        return {}
