@@ -1,9 +1,10 @@
 """Does a plan's prediction come true? Predicted and measured seconds, peaks and bytes per link, side by side.
 
-``python -m benchmarks.prediction`` calibrates this machine, runs every combination of model, budget and
-tokens in a process of its own and writes ``benchmarks/results/prediction-<machine>-<date>.json``. None of
-the models takes part in the calibration. Beside each combination stands how fast the machine was at that
-moment, compared with the calibration, and how busy others kept it.
+``python -m benchmarks.prediction`` runs every combination of model, budget and tokens in a process of its own
+and writes ``benchmarks/results/prediction-<machine>-<date>.json``. The machine is calibrated before each model,
+as a shared host changes its speed within minutes, and each combination is planned as on a machine that has never
+seen its model. None of the models takes part in the calibration. Beside each combination stands how fast the
+machine was at that moment, compared with the calibration, and how busy others kept it.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import argparse
 import datetime
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -193,16 +195,21 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
             if not (path / "config.json").exists():
                 console.print(f"writing {name}")
                 write_model(name, path)
-        console.print("calibrating")
-        machine = measured_machine(options, scratch)
-        file = scratch / "machine.json"
-        file.write_text(dumps(machine))
         probe = Probe()
-        reference = probe.now()
+        file = scratch / "machine.json"
+        machines: dict[str, Machine] = {}
         rows = []
-        for combination in combinations:
+        for number, combination in enumerate(combinations):
+            model = combination.model
+            if model not in machines:
+                console.print(f"calibrating for {model}")
+                machines[model] = measured_machine(options, scratch)
+                file.write_text(dumps(machines[model]))
+                reference = probe.now()
             now = probe.now()
-            row = grade(combination, paths[combination.model], file, scratch, options.runs)
+            fresh = scratch / str(number)
+            row = grade(combination, paths[model], file, fresh, options.runs)
+            shutil.rmtree(fresh, ignore_errors=True)
             row["speed_now"] = {name: now[name] / rate for name, rate in reference.items()}
             row["load"] = os.getloadavg()[0]
             rows.append(row)
@@ -217,8 +224,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
             "runs": options.runs,
             "time_tolerance": TIME_TOLERANCE,
             "peak_tolerance": PEAK_TOLERANCE,
-            "machine": to_json(machine),
-            "speed_at_calibration": reference,
+            "machines": {model: to_json(machine) for model, machine in machines.items()},
             "combinations": rows,
         }
     output = options.output or result_path("prediction")
