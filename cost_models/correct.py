@@ -127,8 +127,12 @@ def with_link(
     return replace(machine, links=tuple(corrected(link) for link in machine.links))
 
 
-def with_interference(machine: Machine, points: Sequence[InterferencePoint], how: str) -> Machine:
-    """Return ``machine`` with the shares of the links' speed that are lost beside ops."""
+def with_interference(
+    machine: Machine, points: Sequence[InterferencePoint], op_s_per_byte: float, how: str
+) -> Machine:
+    """Return ``machine`` with the shares of the links' speed that are lost beside ops, and what moving costs these."""
     measured = machine.io.source.partition(":")[0]
-    source = f"{measured}: by {how}"
-    return replace(machine, interference=Interference(points=tuple(points), source=source))
+    found = Interference(
+        points=tuple(points), op_s_per_byte=op_s_per_byte, source=f"{measured}: by {how}"
+    )
+    return replace(machine, interference=found)

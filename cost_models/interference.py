@@ -1,8 +1,16 @@
-"""Interference: the share of the links' speed that an op takes while it runs."""
+"""Interference: ops take some of the links' speed while they run, and transfers some of the processors' time."""
 
 from __future__ import annotations
 
 from gascompile.ir import Machine, OpSpec
+
+
+def with_moving(seconds: float, *, ops_s: float, moved_bytes: int, machine: Machine) -> float:
+    """Return the seconds of an iteration in which the processors also have to move ``moved_bytes``.
+
+    ``max(seconds, ops_s + moved_bytes * op_s_per_byte)``: while ops wait for links, processors have time for it.
+    """
+    return max(seconds, ops_s + moved_bytes * machine.interference.op_s_per_byte)
 
 
 def lost_share(op: OpSpec, machine: Machine) -> float:

@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 
+from gascompile import wire_ops
 from gascompile.units import align_up
+from gascompile.wire_ops import decode_workspace_bytes, linear_workspace_bytes
 
 _ATTENTION_KEY_BLOCK = 512
 _CHANNEL_BLOCK = 16
@@ -53,6 +55,14 @@ def kernel_workspace_bytes(
     size_bytes = _converted_bytes(func, inputs, outputs)
     if name == "aten::_scaled_dot_product_flash_attention_for_cpu":
         return size_bytes + _attention_bytes(inputs[0], inputs[1])
+    if func is wire_ops.LINEAR:
+        x, weight, _, form, group = args
+        # The product with each decoded block is one of the compute dtype.
+        product_bytes = _product_bytes(x, x) if x.dim() == 2 else _product_bytes(x[:1], x[:1])
+        return linear_workspace_bytes(x, weight, form, group) + product_bytes
+    if func is wire_ops.DECODE:
+        result = outputs[0]
+        return decode_workspace_bytes(result.numel(), args[1], args[3], result.element_size())
     if "convolution" in name:
         return size_bytes + _convolution_bytes(args, inputs, outputs)
     if name in _MATRIX_PRODUCTS:

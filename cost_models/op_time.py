@@ -20,6 +20,9 @@ from gascompile.errors import UnsupportedOpError
 from gascompile.ir import ComputeRate, Machine, MemoryRate
 
 _PARTS_OF_COMPLEX = {"complex32": "float16", "complex64": "float32", "complex128": "float64"}
+_CPU_DECODING_BYTES = {"bfloat16": 1.0, "float16": 1.0, "float32": 1.0, "int8": 1.4, "int4": 3.5}
+_FUSED_ROWS = 16
+_GPU_COMPUTE_BYTES = 2
 _MEMORY_BOUND_PREFIXES = ("int", "uint", "bool")
 
 
@@ -57,6 +60,23 @@ def op_time_s(
     if rate.points and moved_bytes:
         return flops / rate_at(rate, flops / moved_bytes) + memory.op_overhead_s
     return max(flops / rate.flops_per_s, memory_s) + memory.op_overhead_s
+
+
+def decoding_bytes(num_weights: int, form: str, *, device: str, rows: int) -> float:
+    """Return how many bytes more a product with a weight in ``form`` costs than its wire bytes.
+
+    A processor decodes into a scratch in its caches: [Empirical] bytes from memory that take as long. A GPU
+    decodes in registers for few rows, and otherwise writes the weight out once and reads it.
+
+    Args:
+        num_weights: values that are decoded.
+        form: their wire form.
+        device: the tier that computes.
+        rows: of the product's input.
+    """
+    if device != "gpu":
+        return _CPU_DECODING_BYTES[form] * num_weights
+    return 0.0 if rows <= _FUSED_ROWS else 2 * _GPU_COMPUTE_BYTES * num_weights
 
 
 def rate_at(rate: ComputeRate, flops_per_byte: float) -> float:

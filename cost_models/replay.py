@@ -4,12 +4,13 @@ One thread walks the steps. ``Compute`` and ``Recompute`` take their op's second
 and ``Reload`` put a transfer on its link and cost nothing; ``Wait`` blocks until the transfer has arrived.
 A link serves its transfers one after the other in the order of their steps; a pipe that links share
 admits a transfer when the bytes of the one before would have passed at the pipe's own bandwidth. While
-an op runs, links lose the share of their speed that the machine's ``interference`` says.
+an op runs, links lose the share of their speed that the machine's ``interference`` says, and ops lose the
+processors' time that it takes to move bytes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from gascompile.cost_models.events import (
     COMPUTE,
@@ -22,7 +23,7 @@ from gascompile.cost_models.events import (
     steady_seconds,
 )
 from gascompile.cost_models.gathers import gather_link_bytes
-from gascompile.cost_models.interference import lost_share
+from gascompile.cost_models.interference import lost_share, with_moving
 from gascompile.ir import (
     Compute,
     Link,
@@ -76,25 +77,36 @@ def replay(
     first_s = steady_seconds(compile_events(first, quick_s, machine, repeats=False))
     disturbed_s = lost_seconds(steps, ops, op_times_s, machine)
     waits = [step for step in steps if isinstance(step, Wait)]
-    link_bytes: dict[str, int] = {}
     link_busy_s: dict[str, float] = {}
     for step in steps:
         if isinstance(step, _TRANSFERS):
             busy_s = machine.link(step.link).transfer_time_s(step.size_bytes)
-            link_bytes[step.link] = link_bytes.get(step.link, 0) + step.size_bytes
             link_busy_s[step.link] = link_busy_s.get(step.link, 0.0) + busy_s
-    for name, size_bytes in gather_link_bytes(ops, machine).items():
-        link_bytes[name] = link_bytes.get(name, 0) + size_bytes
+    moved = link_bytes(steps, ops, machine)
+    ops_s = sum(op_times_s[op] for op in runs(steps))
     return Timeline(
-        seconds=seconds + disturbed_s,
+        seconds=with_moving(
+            seconds + disturbed_s, ops_s=ops_s, moved_bytes=sum(moved.values()), machine=machine
+        ),
         first_iteration_s=first_s + disturbed_s,
         stalls=tuple(
             Stall(op=waits[i].op, tensor=waits[i].tensor, time_s=time_s) for i, time_s in stalls
         ),
         link_busy_s=link_busy_s,
-        link_bytes=link_bytes,
+        link_bytes=moved,
         peak_bytes=dict(peak_bytes or {}),
     )
+
+
+def link_bytes(steps: Sequence[Step], ops: Sequence[OpSpec], machine: Machine) -> dict[str, int]:
+    """Return the bytes that an iteration moves per link, rows that ops gather included."""
+    found: dict[str, int] = {}
+    for step in steps:
+        if isinstance(step, _TRANSFERS):
+            found[step.link] = found.get(step.link, 0) + step.size_bytes
+    for name, size_bytes in gather_link_bytes(ops, machine).items():
+        found[name] = found.get(name, 0) + size_bytes
+    return found
 
 
 def undisturbed(
@@ -118,12 +130,14 @@ def lost_seconds(
     """Return by how much an iteration is longer than in the time of links."""
     if not machine.interference.points:
         return 0.0
-    runs = (
-        step.op if isinstance(step, Compute) else step.source
-        for step in steps
-        if isinstance(step, (Compute, Recompute))
-    )
-    return sum(lost_share(ops[op], machine) * op_times_s[op] for op in runs)
+    return sum(lost_share(ops[op], machine) * op_times_s[op] for op in runs(steps))
+
+
+def runs(steps: Sequence[Step]) -> Iterator[int]:
+    """Yield the op of each step that runs one."""
+    for step in steps:
+        if isinstance(step, (Compute, Recompute)):
+            yield step.op if isinstance(step, Compute) else step.source
 
 
 def replay_plan(plan: Plan, machine: Machine | None = None) -> Timeline:

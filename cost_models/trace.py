@@ -99,7 +99,7 @@ def trace(plan: Plan, machine: Machine | None = None) -> Trace:
     timeline = replay_plan(plan, target)
     walk = _Walk(plan, target)
     walk.run()
-    clock = _Stretch(walk, target)
+    clock = _Stretch(walk, target, timeline.seconds)
     shared = {f.name: getattr(timeline, f.name) for f in fields(Timeline) if f.name != "stalls"}
     return Trace(
         **shared,
@@ -141,13 +141,17 @@ def _with_causes(walk: _Walk, machine: Machine) -> tuple[Stall, ...]:
 class _Stretch:
     """From the time of links, in which the steps are walked, to that of the machine."""
 
-    def __init__(self, walk: _Walk, machine: Machine) -> None:
-        self._is_one = not machine.interference.points
+    def __init__(self, walk: _Walk, machine: Machine, seconds: float) -> None:
+        self._is_one = not (machine.interference.points or machine.interference.op_s_per_byte)
         self._links_s, self._machine_s = [0.0], [0.0]
         for op in walk.ops:
             self._add(op.begun_s)
             self._add(op.ended_s, walk.ops_s[op.op])
         self._add(walk.seconds)
+        if self._machine_s[-1]:
+            # What moving takes from the processors is spread over the iteration.
+            slower = seconds / self._machine_s[-1]
+            self._machine_s = [time_s * slower for time_s in self._machine_s]
 
     def _add(self, links_s: float, took_s: float | None = None) -> None:
         passed_s = links_s - self._links_s[-1]

@@ -14,7 +14,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -28,7 +27,7 @@ from gascompile.cost_models.measure import THOROUGH, Effort, Stage, measure_mach
 from gascompile.cost_models.measure_compute import typical
 from gascompile.cost_models.measure_disk import Reader
 from gascompile.cost_models.replay import replay_plan
-from gascompile.ir import InterferencePoint, Machine, Plan
+from gascompile.ir import Interference, InterferencePoint, Machine, Plan
 from gascompile.machine import made_folder, remember_machine
 from gascompile.passes.annotate import annotate
 from gascompile.pipeline import compile as compile_model
@@ -46,6 +45,8 @@ _RUNS_LIMIT_S = 2.0
 """For the repetitions of one run; on an idle machine they take half of it."""
 _STREAMED = "all_streamed"
 _LINK = "nvme->cpu"
+_BOUND = 0.05
+"""So little longer than its ops alone a run is bound by them."""
 _LEAST_SPEED = 0.05
 """Of a link beside ops that leave readers next to nothing."""
 _LATENCY_RANGE_S = (1e-7, 5e-4)
@@ -71,8 +72,8 @@ class Trials:
     """Weights of 190 MB in float32: more than caches hold."""
     few_rows: int = 1
     many_rows: int = 64
-    streamed_rows: tuple[int, ...] = (1, 16, 128)
-    """The first with ops that leave the readers alone."""
+    streamed_rows: tuple[int, ...] = (1, 16, 256)
+    """The first with ops that leave the readers alone, the last with ops that readers have to wait for."""
     num_runs: int = 10
 
 
@@ -104,6 +105,7 @@ def calibrate_machine(
     machine = measure_machine(folder=folder, read=read, effort=effort, stage=stage)
     with _scratch(folder) as scratch:
         machine = corrected_by_runs(machine, scratch, trials or Trials(), stage)
+    machine = with_gpu(machine, folder, read, effort, stage)
     if others.num_processors() > _BUSY_PROCESSORS:
         _log.warning(
             "other processes kept %.1f of %d processors busy during the calibration, so its numbers are too low: "
@@ -183,6 +185,16 @@ class _Run:
     @property
     def compute_s(self) -> float:
         return sum(op.time_s for op in self.plan.ops)
+
+    def with_ops_of(self, still: _Run) -> _Run:
+        """Return this run with ops that take what they took in another, in which nothing moved."""
+        factor = still.time_s / self.compute_s
+        ops = tuple(replace(op, time_s=op.time_s * factor) for op in self.plan.ops)
+        return replace(self, plan=replace(self.plan, ops=ops))
+
+    def free_s(self, machine: Machine) -> float:
+        """Return what the run would take if ops and reads cost each other nothing."""
+        return replay_plan(self.plan, replace(machine, interference=Interference())).seconds
 
 
 class _Runs:
@@ -281,32 +293,45 @@ def _correct_latency(machine: Machine, runs: _Runs, trials: Trials) -> Machine:
 
 
 def _correct_transfers(machine: Machine, runs: _Runs, trials: Trials) -> Machine:
-    """Fit the link's rate on a streaming run with little to compute, and what ops take of it on others."""
-    few, *others = (
-        runs.run(trials.large, rows, machine, streamed=True) for rows in trials.streamed_rows
-    )
+    """Fit the link on a run with little to compute, and on others what ops and reads cost each other."""
+    few_rows, *others = trials.streamed_rows
+    few = runs.run(trials.large, few_rows, machine, streamed=True)
     alone = machine.link(_LINK).bandwidth_bytes_per_s
     low, high = (alone * factor for factor in correct.FACTOR_RANGE)
 
-    def seconds(run: _Run, rate: float, speed: float) -> float:
-        changed = correct.with_link(machine, _LINK, bandwidth_bytes_per_s=rate, how="")
-        points = (InterferencePoint(flops_per_byte=0.0, lost_share=1 - speed),)
-        return replay_plan(run.plan, correct.with_interference(changed, points, "")).seconds
-
     def few_seconds(rate: float) -> float:
-        return seconds(few, rate, 1.0)
+        return replay_plan(
+            few.plan, correct.with_link(machine, _LINK, bandwidth_bytes_per_s=rate, how="")
+        ).seconds
 
     rate = correct.fitted(few_seconds, few.time_s, low=low, high=high) or alone
-    points = [InterferencePoint(flops_per_byte=few.flops_per_byte, lost_share=0.0)]
-    for run in others:
-        # The less of the link's speed is left beside ops, the longer the run takes.
-        speed = correct.fitted(partial(seconds, run, rate), run.time_s, low=_LEAST_SPEED, high=1.0)
-        if speed is None:
-            speed = _LEAST_SPEED if run.time_s > seconds(run, rate, _LEAST_SPEED) else 1.0
-        points.append(InterferencePoint(flops_per_byte=run.flops_per_byte, lost_share=1 - speed))
     how = f"runs of {', '.join(str(n) for n in trials.streamed_rows)} rows that stream all weights"
     machine = correct.with_link(machine, _LINK, bandwidth_bytes_per_s=rate, how=how)
-    return correct.with_interference(machine, points, how)
+    points = [InterferencePoint(flops_per_byte=few.flops_per_byte, lost_share=0.0)]
+    op_s_per_byte = 0.0
+    for rows in others:
+        still = runs.run(trials.large, rows, machine, streamed=False)
+        run = runs.run(trials.large, rows, machine, streamed=True).with_ops_of(still)
+        if run.free_s(machine) <= still.time_s * (1 + _BOUND):
+            # The processors had no time to spare: what the run took longer went into reading.
+            op_s_per_byte = max(run.time_s - still.time_s, 0.0) / sum(run.plan.link_bytes.values())
+        else:
+            points.append(_point(run, machine))
+    return correct.with_interference(machine, points, op_s_per_byte, how)
+
+
+def _point(run: _Run, machine: Machine) -> InterferencePoint:
+    """Return the share of the link that the ops of a run bound by it take."""
+
+    def seconds(speed: float) -> float:
+        points = (InterferencePoint(flops_per_byte=0.0, lost_share=1 - speed),)
+        return replay_plan(run.plan, correct.with_interference(machine, points, 0.0, "")).seconds
+
+    # The less of the link's speed is left beside ops, the longer the run takes.
+    speed = correct.fitted(seconds, run.time_s, low=_LEAST_SPEED, high=1.0)
+    if speed is None:
+        speed = _LEAST_SPEED if run.time_s > seconds(_LEAST_SPEED) else 1.0
+    return InterferencePoint(flops_per_byte=run.flops_per_byte, lost_share=1 - speed)
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from os import PathLike
 from typing import ClassVar
 
 from gascompile import serial
-from gascompile.units import parse_size
+from gascompile.units import align_up, parse_size
 
 
 def _json(name: str) -> Mapping[str, str]:
@@ -175,6 +175,8 @@ class MemoryRate:
     bandwidth_bytes_per_s: float = field(metadata=_json("bytes_per_second"))
     op_overhead_s: float = field(default=0.0, metadata=_json("op_overhead_seconds"))
     source: str = ""
+    library_bytes: int = 0
+    """What libraries allocate there beside the plan's own: the workspace of cuBLAS. It is part of the budget."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,6 +188,11 @@ class IoSettings:
     source: str = ""
     engine: str = "reads"
     """What brings bytes from the drive to a GPU: ``reads`` through pinned buffers, or ``kvikio``."""
+
+    @property
+    def staging_bytes(self) -> int:
+        """Host memory between a drive and a device: two chunks for each thread."""
+        return 2 * max(1, self.num_threads) * align_up(self.chunk_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,6 +208,8 @@ class Interference:
     """How much ops slow transfers down: readers want the same processors. Without points not at all."""
 
     points: tuple[InterferencePoint, ...] = ()
+    op_s_per_byte: float = 0.0
+    """Seconds that ops lose per byte that moves: reading threads take processors from them."""
     source: str = ""
 
 
@@ -235,6 +244,10 @@ class Machine:
         """Return the links that end at ``tier``, fastest first."""
         found = [link for link in self.links if link.target_tier == tier]
         return tuple(sorted(found, key=lambda link: -link.bandwidth_bytes_per_s))
+
+    def library_bytes(self, tier: str) -> int:
+        """Return what libraries allocate on a tier beside the plan's own."""
+        return sum(rate.library_bytes for rate in self.memory if rate.device == tier)
 
     def link(self, name: str) -> Link:
         """Return the link called ``name`` (``nvme->cpu``); ``KeyError`` when there is none."""

@@ -86,6 +86,15 @@ def _problems(machine: Machine) -> Iterator[tuple[str, str]]:
     if machine.io.engine not in ENGINES:
         known = ", ".join(ENGINES)
         yield ".io.engine", f"there is no engine '{machine.io.engine}'; choose one of {known}"
+    for i, memory in enumerate(machine.memory):
+        if not 0 <= memory.library_bytes <= MAX_SIZE_BYTES:
+            wrong = f"libraries take {memory.library_bytes} bytes; give zero or more"
+            yield f".memory[{i}].library_bytes", wrong
+    if not 0 <= machine.interference.op_s_per_byte < math.inf:
+        yield (
+            ".interference.op_s_per_byte",
+            f"ops lose {machine.interference.op_s_per_byte} seconds per byte; give zero or more",
+        )
     for i, point in enumerate(machine.interference.points):
         path = f".interference.points[{i}]"
         if not 0 <= point.lost_share < 1:

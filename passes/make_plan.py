@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from gascompile.cost_models.interference import lost_share
-from gascompile.cost_models.replay import lost_seconds
+from gascompile.cost_models.interference import lost_share, with_moving
+from gascompile.cost_models.replay import link_bytes, lost_seconds, runs
 from gascompile.errors import InfeasiblePlanError
 from gascompile.ir import Budget, Interference, Machine, OpSpec, Plan, TensorKind, Workload
 from gascompile.passes.assemble import assemble
@@ -64,6 +64,7 @@ def make_plan(
         ValueError: the strategy or a tensor's name is unknown.
     """
     begun_s = time.perf_counter()
+    reserved_bytes += machine.library_bytes(machine.compute_tier)
     if strategy is not None and strategy not in (*NAMES, "ilp"):
         raise ValueError(
             f"unknown strategy {strategy!r}: choose one of {', '.join((*NAMES, 'ilp'))}"
@@ -98,7 +99,7 @@ def make_plan(
         )
     else:
         draft, proof = stream_weights()
-    draft, proof = _as_disturbed(draft, proof, workload, machine)
+    draft, proof = _as_disturbed(draft, proof, workload, machine, limits_bytes)
     certificate = certify(
         draft.seconds, proof, solve_s=time.perf_counter() - begun_s, mip_gap=mip_gap, solver=solver
     )
@@ -115,26 +116,61 @@ def make_plan(
 
 
 def _as_undisturbed(workload: Workload, machine: Machine) -> tuple[Workload, Machine]:
-    if not machine.interference.points:
+    if not _is_disturbed(machine):
         return workload, machine
     quick = _scaled(workload, lambda op: 1 - lost_share(op, machine))
     return quick, replace(machine, interference=Interference())
 
 
 def _as_disturbed(
-    draft: Draft, proof: Proof, workload: Workload, machine: Machine
+    draft: Draft,
+    proof: Proof,
+    workload: Workload,
+    machine: Machine,
+    limits_bytes: Mapping[str, int],
 ) -> tuple[Draft, Proof]:
     """Return both in the machine's own time."""
-    if not machine.interference.points:
+    if not _is_disturbed(machine):
         return draft, proof
     slowed = _scaled(draft.workload, lambda op: 1 / (1 - lost_share(op, machine)))
     times_s = [op.time_s[site] for op, site in zip(slowed.ops, draft.op_sites, strict=True)]
     lost_s = lost_seconds(draft.steps, slowed.ops, times_s, machine)
-    draft = replace(draft, workload=slowed, seconds=draft.seconds + lost_s)
+    ops_s = sum(times_s[op] for op in runs(draft.steps))
+    moved_bytes = sum(link_bytes(draft.steps, slowed.ops, machine).values())
+    seconds = with_moving(
+        draft.seconds + lost_s, ops_s=ops_s, moved_bytes=moved_bytes, machine=machine
+    )
+    draft = replace(draft, workload=slowed, seconds=seconds)
     # Each op of the workload runs once at least, at its fastest.
     lost_s = sum(lost_share(op, machine) * min(op.time_s.values()) for op in workload.ops)
+    limit_s = with_moving(
+        proof.limit_s + lost_s,
+        ops_s=sum(min(op.time_s.values()) for op in workload.ops),
+        moved_bytes=_least_moved_bytes(workload, machine, limits_bytes),
+        machine=machine,
+    )
     bound_s = proof.bound_s + lost_s if proof.bound_s else 0.0
-    return draft, replace(proof, limit_s=proof.limit_s + lost_s, bound_s=bound_s)
+    return draft, replace(proof, limit_s=limit_s, bound_s=bound_s)
+
+
+def _least_moved_bytes(
+    workload: Workload, machine: Machine, limits_bytes: Mapping[str, int]
+) -> int:
+    """Return the bytes of weights that an iteration moves at least: whole ones beyond what the tier holds."""
+    if has_sites(workload.ops, machine):
+        return 0
+    in_rows = {name for op in workload.ops for name in op.gathers}
+    read = {name for op in workload.ops for name in op.reads} - in_rows
+    weights_bytes = sum(
+        tensor.size_bytes
+        for tensor in workload.tensors
+        if tensor.kind is TensorKind.WEIGHT and tensor.name in read
+    )
+    return max(0, weights_bytes - limits_bytes[machine.compute_tier])
+
+
+def _is_disturbed(machine: Machine) -> bool:
+    return bool(machine.interference.points or machine.interference.op_s_per_byte)
 
 
 def _scaled(workload: Workload, factor: Callable[[OpSpec], float]) -> Workload:

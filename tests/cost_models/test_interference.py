@@ -150,3 +150,63 @@ def test_a_share_of_all_is_refused() -> None:
 
     with pytest.raises(FormatError, match="interference"):
         plan(chain([1.0]), "1MiB", replace(machine(0.0), interference=FULL))
+
+
+def moving(op_s_per_byte: float, lost_share: float = 0.0, transfer_s: float = 4.0) -> Machine:
+    found = machine(lost_share, transfer_s)
+    return replace(found, interference=replace(found.interference, op_s_per_byte=op_s_per_byte))
+
+
+@pytest.mark.parametrize(
+    ("op_s", "moving_s", "expected_s"),
+    [
+        # The op waits for the transfer anyway: the processor has 2 s to spare for moving.
+        (2.0, 1.0, 4.0),
+        (2.0, 3.0, 5.0),
+        # Without time to spare all of it is lost.
+        (8.0, 1.0, 9.0),
+    ],
+)
+def test_moving_takes_the_processors_time(op_s: float, moving_s: float, expected_s: float) -> None:
+    steps: list[Step] = [
+        Prefetch(op=0, tensor="w", link="nvme->cpu", size_bytes=SIZE, address=0),
+        Compute(op=0),
+        Wait(op=1, tensor="w", address=0),
+    ]
+    ops = [OpSpec(name="a", time_s={"cpu": op_s})]
+    found = replay(steps, ops, [op_s], moving(moving_s / SIZE), repeats=False)
+    assert found.seconds == pytest.approx(expected_s)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    times_s=st.lists(st.sampled_from([0.5, 1.0, 6.0]), min_size=1, max_size=6),
+    lost_share=st.sampled_from([0.0, 0.5]),
+    moving_s=st.sampled_from([0.5, 2.0, 9.0]),
+    num_more=st.integers(0, 3),
+)
+def test_plans_promise_no_less_than_computing_and_moving(
+    times_s: list[float], lost_share: float, moving_s: float, num_more: int
+) -> None:
+    target = moving(moving_s / SIZE, lost_share)
+    plan = make_plan(chain(times_s), target, Budget(cpu=(1 + num_more) * ROOM), fingerprint={})
+    verify(plan)
+    found = plan.certificate
+    moved = plan.link_bytes["nvme->cpu"] / SIZE
+    assert found.predicted_s >= (sum(times_s) + moving_s * moved) * (1 - 1e-9)
+    assert found.limit_s <= found.lower_bound_s * (1 + 1e-9) <= found.predicted_s * (1 + 2e-9)
+    assert replay_plan(plan).seconds == pytest.approx(found.predicted_s)
+    spans = trace(plan)
+    assert spans.seconds == pytest.approx(found.predicted_s)
+    stalls_s = sum(stall.time_s for stall in spans.stalls)
+    assert sum(op.ended_s - op.begun_s for op in spans.ops) <= found.predicted_s * (1 + 1e-9)
+    assert stalls_s <= found.predicted_s
+
+
+@pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf")])
+def test_moving_costs_that_make_no_sense_are_refused(value: float) -> None:
+    from gascompile.errors import FormatError
+    from gascompile.planning import plan
+
+    with pytest.raises(FormatError, match="op_s_per_byte"):
+        plan(chain([1.0]), "1MiB", moving(value))

@@ -20,7 +20,8 @@ class Twins(nn.Module):
         self.second = nn.Linear(1024, 512, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(self.back(self.first(x)).relu())
+        found: torch.Tensor = self.second(self.back(self.first(x)).relu())
+        return found
 
 
 def program_of(model: nn.Module, *args: torch.Tensor) -> Program:
@@ -53,7 +54,8 @@ def test_nothing_is_measured_without_time() -> None:
 def test_an_op_that_refuses_made_up_values_is_left_out() -> None:
     class Inverse(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return torch.linalg.inv(x).relu()
+            found: torch.Tensor = torch.linalg.inv(x).relu()
+            return found
 
     program = program_of(Inverse(), torch.eye(4))
     found = measure_ops.measure_ops(program.op_nodes(), program, limit_s=10.0)
