@@ -27,6 +27,7 @@ from gascompile.cost_models.measure import THOROUGH, Effort, Stage, measure_mach
 from gascompile.cost_models.measure_compute import typical
 from gascompile.cost_models.measure_disk import Reader
 from gascompile.cost_models.replay import replay_plan
+from gascompile.gpu_machine import usable_gpu, with_gpu
 from gascompile.ir import Interference, InterferencePoint, Machine, Plan
 from gascompile.machine import made_folder, remember_machine
 from gascompile.passes.annotate import annotate
@@ -34,9 +35,8 @@ from gascompile.pipeline import compile as compile_model
 
 _log = logging.getLogger(__name__)
 
-NUM_STAGES = 7
-"""How often ``stage`` is told of something."""
-
+_NUM_STAGES = 7
+_NUM_GPU_STAGES = 2
 _PREFIX = ".gascompile-calibration-"
 _STALE_S = 3600.0
 _BUSY_PROCESSORS = 0.3
@@ -50,6 +50,11 @@ _BOUND = 0.05
 _LEAST_SPEED = 0.05
 """Of a link beside ops that leave readers next to nothing."""
 _LATENCY_RANGE_S = (1e-7, 5e-4)
+
+
+def num_stages() -> int:
+    """Return how often ``stage`` is told of something on this machine."""
+    return _NUM_STAGES + (_NUM_GPU_STAGES if usable_gpu() else 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

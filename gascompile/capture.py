@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from gascompile.errors import CaptureError
 from gascompile.fake_twin import fake_twin
@@ -30,12 +31,14 @@ def capture(
     """Trace ``model`` on example inputs.
 
     ``args`` and ``kwargs`` are only looked at for their structure, shapes and dtypes. ``dynamic_shapes``
-    is what ``torch.export.export`` takes; every dynamic dimension needs a maximum.
+    is what ``torch.export.export`` takes; every dynamic dimension needs a maximum. Wherever the model and
+    its inputs are, the program is one for ``device``; ``passes.to_device`` moves it to another.
 
     Raises:
         CaptureError: the model cannot be traced; names its line and the way out.
     """
     twin, canonical = fake_twin(model, device=device)
+    args, kwargs = _on_device((args, dict(kwargs)), device)
     try:
         with torch.no_grad(), warnings.catch_warnings():
             # Recurrent layers set up their own list of weights again while they are traced.
@@ -46,6 +49,24 @@ def capture(
     except Exception as error:  # torch.export raises whatever the model's own code raises
         raise _capture_error(model, error) from error
     return to_program(type(model).__name__, exported, canonical, args, kwargs)
+
+
+def _on_device(
+    call: tuple[tuple[Any, ...], dict[str, Any]], device: str
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return a call with its tensors on ``device``; as it is where they are there or on the meta device."""
+    leaves, spec = pytree.tree_flatten(call)
+    elsewhere = [
+        i
+        for i, leaf in enumerate(leaves)
+        if isinstance(leaf, torch.Tensor) and leaf.device.type not in {device, "meta"}
+    ]
+    if not elsewhere:
+        return call
+    for i in elsewhere:
+        leaves[i] = leaves[i].to(device)
+    moved: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_unflatten(leaves, spec)
+    return moved
 
 
 def _capture_error(model: nn.Module, error: Exception) -> CaptureError:

@@ -13,12 +13,14 @@ from typing import Any, Self
 import torch
 from torch.utils import _pytree as pytree
 
+from gascompile.admission import accepts_inputs_on, admit_plan, device_of
 from gascompile.bundle import Bundle, Weights, content_stamp, require_unchanged, write_bundle
 from gascompile.calls import bind_call
 from gascompile.config import default_cache_dir
 from gascompile.errors import PlanMismatchError
 from gascompile.ir import Plan
 from gascompile.passes.insert import insert
+from gascompile.passes.to_device import to_device
 from gascompile.passes.verify import verify
 from gascompile.program import Dim, InputSpec, Program
 from gascompile.program_io import load_treespec
@@ -47,11 +49,13 @@ class Unit:
 
     @staticmethod
     def of(bundle: Bundle) -> Unit:
-        """Verify the plan, insert its moves, and read the call's structure."""
+        """Verify the plan, ask for its device, insert its moves, and read the call's structure."""
         verify(bundle.plan)
+        admit_plan(bundle.plan)
+        program = to_device(bundle.program, device_of(bundle.plan.machine))
         return Unit(
             bundle=bundle,
-            graph_module=insert(bundle.program, bundle.plan),
+            graph_module=insert(program, bundle.plan),
             in_spec=load_treespec(bundle.program.in_spec),
             out_spec=load_treespec(bundle.program.out_spec),
         )
@@ -247,13 +251,15 @@ def mismatch(unit: Unit, leaves: list[Any], spec: pytree.TreeSpec) -> str | None
         return f"the call has the structure {spec}, the plan was made for {unit.in_spec}; pass the same arguments"
     sizes: dict[str, int] = {}
     for value, expected in zip(leaves, unit.bundle.program.inputs, strict=True):
-        reason = _leaf_mismatch(value, expected, sizes)
+        reason = _leaf_mismatch(value, expected, sizes, unit.bundle.plan)
         if reason is not None:
             return f"input '{expected.path}' {reason}"
     return None
 
 
-def _leaf_mismatch(value: Any, expected: InputSpec, sizes: dict[str, int]) -> str | None:
+def _leaf_mismatch(
+    value: Any, expected: InputSpec, sizes: dict[str, int], plan: Plan
+) -> str | None:
     if expected.dtype is None:
         if isinstance(value, torch.Tensor) or repr(value) != expected.constant:
             return f"is {value!r:.60}, the plan was made for the constant {expected.constant}"
@@ -262,7 +268,7 @@ def _leaf_mismatch(value: Any, expected: InputSpec, sizes: dict[str, int]) -> st
         return f"is a {type(value).__name__}, the plan was made for a tensor"
     if str(value.dtype) != f"torch.{expected.dtype}":
         return f"has the dtype {value.dtype}, the plan was made for torch.{expected.dtype}"
-    if value.device.type != expected.device:
+    if not accepts_inputs_on(plan, value.device.type, expected.device):
         return f"is on '{value.device}', the plan was made for '{expected.device}'"
     if len(value.shape) == len(expected.shape) and all(
         _fits(size, dim, sizes) for size, dim in zip(value.shape, expected.shape, strict=True)

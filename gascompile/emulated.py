@@ -21,7 +21,7 @@ def emulated_name(host_name: str) -> str:
 
 
 def emulated_machine(host: Machine) -> Machine:
-    """Return the emulated accelerator on ``host``, a machine of tiers ``cpu`` and ``nvme``.
+    """Return the emulated accelerator on ``host``, of which only the processor and the drive count.
 
     Nothing slows its links down beside ops: they are paced below what the host's memory carries.
     """
@@ -29,11 +29,11 @@ def emulated_machine(host: Machine) -> Machine:
     return replace(
         made,
         name=emulated_name(host.name),
-        tiers={**made.tiers, **host.tiers},
+        tiers={**made.tiers, **{name: host.tiers[name] for name in ("cpu", "nvme")}},
         links=tuple(_behind_drive(link, host) for link in made.links),
         rates=tuple(replace(rate, device="gpu") for rate in host.rates if rate.device == "cpu"),
         memory=tuple(replace(rate, device="gpu") for rate in host.memory if rate.device == "cpu"),
-        io=host.io,
+        io=replace(host.io, engine="reads"),
         interference=Interference(),
     )
 

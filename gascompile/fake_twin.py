@@ -15,7 +15,7 @@ from gascompile.errors import CaptureError
 def fake_twin(model: nn.Module, *, device: str) -> tuple[nn.Module, Mapping[str, str]]:
     """Return the twin and, for every parameter and buffer name, the first name of the same tensor.
 
-    Parameters on the meta device become fake tensors on ``device``, where the plan will have them.
+    Wherever its tensors are, the twin's are on ``device``: plans of all devices are made on one.
 
     Raises:
         CaptureError: the module cannot be copied.
@@ -46,10 +46,9 @@ def canonical_names(model: nn.Module) -> dict[str, str]:
 
 
 def _fake(mode: FakeTensorMode, tensor: torch.Tensor, device: str) -> torch.Tensor:
-    target = device if tensor.device.type == "meta" else tensor.device
     with mode:
         # Contiguous, as the arena lays tensors out whatever their strides in the model.
-        fake = torch.empty(tensor.shape, dtype=tensor.dtype, device=target)
+        fake = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(fake, requires_grad=False)
     return fake

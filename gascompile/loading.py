@@ -7,13 +7,15 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from gascompile.admission import admit
 from gascompile.bundle import Bundle, Weights, content_stamp, read_bundle, relocate
 from gascompile.checkpoint import open_checkpoint
 from gascompile.compiled import CompiledModel, Unit
+from gascompile.emulated import emulated_name
 from gascompile.errors import CheckpointError, PlanMismatchError, StorageError
 from gascompile.fingerprint import versions
 from gascompile.ir import FileStamp
-from gascompile.machine import this_machine_name
+from gascompile.machine import host_name, this_machine_name
 from gascompile.progress import task
 
 
@@ -32,6 +34,7 @@ def load(
             whatever this machine gives.
 
     Raises:
+        DeviceError: the plan computes on a GPU that cannot be used here, or whose memory others hold.
         FormatError: the bundle is damaged or of another version of the format.
         PlanMismatchError: it was made by another version of torch or GASCompile, or on another machine.
         PlanVerificationError: the plan breaks a budget or a dependency.
@@ -42,11 +45,12 @@ def load(
     _check_versions(bundle.versions, path)
     name = bundle.plan.machine.name
     here = this_machine_name()
-    if not any_machine and name != here:
+    if not any_machine and name not in {here, emulated_name(host_name())}:
         raise PlanMismatchError(
             f"the plan in {path} was made for the machine '{name}', this is '{here}'; compile again "
             "here, or pass any_machine=True to run it as it is"
         )
+    admit(bundle.plan.machine)
     weights = bundle.weights
     if checkpoint is not None:
         weights = _moved(weights, Path(checkpoint))

@@ -16,10 +16,12 @@ import torch
 
 from gascompile import serial
 from gascompile.cost_models.host import cpu_model, file_system_id, memory_limit
-from gascompile.cost_models.measure import machine_name, measure_machine
+from gascompile.cost_models.measure import SHORT, machine_name, measure_machine
 from gascompile.cost_models.measure_disk import Reader
+from gascompile.cost_models.measure_gpu import named_with_gpu
 from gascompile.emulated import EMULATED, emulated_machine
 from gascompile.errors import FormatError, StorageError
+from gascompile.gpu_machine import usable_gpu, with_free_memory, with_gpu
 from gascompile.ir import Machine
 from gascompile.machine_files import load_machine, named_machine
 from gascompile.machine_files import preset as preset  # noqa: PLC0414 - re-exported
@@ -51,13 +53,20 @@ def resolve_machine(
     if machine is None:
         return _this_machine(Path(cache_dir), read)
     if machine == EMULATED:
-        return emulated_machine(_this_machine(Path(cache_dir), read))
+        host = _this_machine(Path(cache_dir), read)
+        return emulated_machine(replace(host, name=host_name()))
     return named_machine(machine)
+
+
+def host_name() -> str:
+    """Return the name of this machine without its GPU."""
+    return machine_name()
 
 
 def this_machine_name() -> str:
     """Return the name that plans made for this machine carry, without measuring it."""
-    return machine_name()
+    gpu = usable_gpu()
+    return named_with_gpu(host_name(), gpu) if gpu else host_name()
 
 
 def remembered_machine(cache_dir: str | os.PathLike[str]) -> Machine | None:
@@ -71,7 +80,7 @@ def remembered_machine(cache_dir: str | os.PathLike[str]) -> Machine | None:
     except (FormatError, StorageError) as error:
         _log.warning("the remembered machine is damaged and will be measured again: %s", error)
         return None
-    return _with_memory_limit(machine)
+    return with_free_memory(_with_memory_limit(machine))
 
 
 def remember_machine(machine: Machine, cache_dir: Path) -> None:
@@ -87,14 +96,14 @@ def measure_briefly(*, cache_dir: str | os.PathLike[str], read: Reader) -> Machi
         StorageError: ``cache_dir`` cannot be made or written to.
     """
     folder = made_folder(Path(cache_dir))
-    machine = measure_machine(folder=folder, read=read)
+    machine = with_gpu(measure_machine(folder=folder, read=read), folder, read, SHORT)
     remember_machine(machine, folder)
     return machine
 
 
 def _this_machine(cache_dir: Path, read: Reader) -> Machine:
     remembered = remembered_machine(made_folder(cache_dir))
-    return remembered or measure_briefly(cache_dir=cache_dir, read=read)
+    return remembered or with_free_memory(measure_briefly(cache_dir=cache_dir, read=read))
 
 
 def made_folder(folder: Path) -> Path:
@@ -120,7 +129,9 @@ def remembered_path(cache_dir: Path) -> Path:
         torch.__version__,
         f"{uname.sysname} {uname.release} {uname.machine}",
     )
-    key = hashlib.blake2b("\n".join(parts).encode(), digest_size=12).hexdigest()
+    gpu = usable_gpu()
+    names = (*parts, gpu) if gpu else parts
+    key = hashlib.blake2b("\n".join(names).encode(), digest_size=12).hexdigest()
     return cache_dir / "machine" / f"{key}.json"
 
 

@@ -14,13 +14,14 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from gascompile import plan_cache, serial
+from gascompile.admission import admit, admit_model
 from gascompile.bundle import Bundle
 from gascompile.calls import normalize_call, positional_names
 from gascompile.capture import capture
 from gascompile.checkpoint import Checkpoint, open_checkpoint
 from gascompile.compiled import CompiledModel, Unit
 from gascompile.config import CompileConfig
-from gascompile.errors import FormatError, PlanVerificationError, UnsupportedOpError
+from gascompile.errors import FormatError, PlanVerificationError
 from gascompile.fingerprint import module_fingerprint, versions
 from gascompile.integrations.huggingface import is_transformers_model, register_pytrees
 from gascompile.ir import Budget, Machine, Plan, Workload
@@ -253,17 +254,8 @@ def make_job(
         raise TypeError(f"model is a torch.nn.Module, not {type(model).__name__}")
     with task("Measuring this machine" if machine is None else "Reading the machine"):
         resolved = resolve_machine(machine, cache_dir=config.cache_dir, read=read_blocks)
-    if resolved.compute_tier != "cpu":
-        raise UnsupportedOpError(
-            f"the machine '{resolved.name}' computes on '{resolved.compute_tier}', which this runtime cannot "
-            "execute yet; plan for it with gascompile.plan, or compile for this machine with machine=None"
-        )
-    elsewhere = {p.device.type for p in model.parameters()} - {"cpu", "meta"}
-    if elsewhere:
-        raise UnsupportedOpError(
-            f"the model has weights on '{min(elsewhere)}', this machine computes on '{resolved.compute_tier}'; "
-            "move them with model.cpu(), or build the model on the meta device and pass checkpoint="
-        )
+    admit(resolved)
+    admit_model(model, resolved)
     return Job(
         model=model,
         machine=resolved,
@@ -300,6 +292,7 @@ def compile(  # noqa: A001 - the public name, as in torch.compile
         checkpoint: .safetensors file, sharded or Hugging Face directory; read in place, never loaded whole.
         dynamic_shapes: as ``torch.export.export`` takes it; the plan holds for the upper bounds.
         machine: ``None`` for this machine, measured once and remembered; or a preset's name or a file.
+            ``"emulated"`` runs on an accelerator made of RAM and paced copies.
         cache_dir: where plans, the machine profile and spilled weights are kept.
         time_limit_s: wall clock for the solver.
         mip_gap: relative gap at which the solver may stop.
@@ -312,6 +305,7 @@ def compile(  # noqa: A001 - the public name, as in torch.compile
     Raises:
         CaptureError: the model cannot be traced.
         CheckpointError: weights are missing, extra, corrupt or do not fit the model.
+        DeviceError: the machine computes on a GPU that cannot be used here, or whose memory others hold.
         InfeasiblePlanError: the budget is too small; names the smallest feasible one.
         StorageError: a file cannot be read or written.
     """

@@ -28,7 +28,7 @@ def calibrate(
     Every resource alone and beside others, then whole runs of a small model. Leave the machine idle.
     Example: [bold]gascompile calibrate -o this-machine.json[/bold]
     """
-    from gascompile.calibration import NUM_STAGES, calibrate_machine
+    from gascompile.calibration import calibrate_machine, num_stages
     from gascompile.machine import measure_briefly
     from gascompile.progress import stages, task
     from gascompile.runtime.engine import read_blocks
@@ -38,7 +38,7 @@ def calibrate(
         with reserved_stdout(json), task("Measuring this machine"):
             machine = measure_briefly(cache_dir=folder, read=read_blocks)
     else:
-        with reserved_stdout(json), stages("Measuring this machine", NUM_STAGES) as stage:
+        with reserved_stdout(json), stages("Measuring this machine", num_stages()) as stage:
             machine = calibrate_machine(cache_dir=folder, read=read_blocks, stage=stage)
     if output is not None:
         serial.write_atomic(output, serial.dumps(machine))

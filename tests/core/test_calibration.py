@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from gascompile import serial
-from gascompile.calibration import NUM_STAGES, Shape, Trials, calibrate_machine
+from gascompile.calibration import Shape, Trials, calibrate_machine, num_stages
 from gascompile.cost_models.measure import THOROUGH
 from gascompile.ir import IoSettings, Machine
 from gascompile.machine import remembered_machine
@@ -61,7 +61,7 @@ def test_it_passes_the_checks_and_survives_json(
 
 
 def test_every_stage_is_announced(calibrated: tuple[Machine, Path, list[str]]) -> None:
-    assert len(calibrated[2]) == len(set(calibrated[2])) == NUM_STAGES
+    assert len(calibrated[2]) == len(set(calibrated[2])) == num_stages()
 
 
 def test_corrections_name_both_numbers(calibrated: tuple[Machine, Path, list[str]]) -> None:

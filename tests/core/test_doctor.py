@@ -116,7 +116,7 @@ def test_the_memory_limit_names_its_origin(tmp_path: Path, monkeypatch: pytest.M
 def test_a_gpu_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "Some GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index=0: "Some GPU")
     found = by_name(examine(tmp_path))
     assert found["gpu"].detail == "Some GPU"
     assert "a CUDA device" not in found["GPUDirect Storage"].detail

@@ -139,7 +139,8 @@ def test_the_machine_has_three_tiers_and_every_number_a_source() -> None:
     assert made.library_bytes("cpu") == 0
     sources = [link.source for link in made.links if "gpu" in link.name]
     sources += [pipe.source for pipe in made.pipes] + [made.io.source, made.tiers["gpu"].source]
-    sources += [rate.source for rate in (*made.rates, *made.memory) if rate.device == "gpu"]
+    sources += [rate.source for rate in made.rates if rate.device == "gpu"]
+    sources += [rate.source for rate in made.memory if rate.device == "gpu"]
     for source in sources:
         assert source.startswith("measured ")
         assert " in a test: " in source

@@ -1,0 +1,78 @@
+"""Asks whether a machine can compute here, before anything is planned or opened for it.
+
+The processor and the emulated accelerator always can. A GPU needs a driver, a build of torch for it, and
+memory that nobody else holds; what is missing is said by its cause.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from gascompile.errors import UnsupportedOpError
+from gascompile.ir import Machine, Plan
+from gascompile.runtime.probe import (
+    DeviceMemory,
+    GpuFacts,
+    device_memory,
+    look,
+    require_device,
+    require_memory,
+)
+
+CUDA = "cuda"
+
+
+def admit(machine: Machine, *, facts: GpuFacts | None = None) -> None:
+    """Return if ``machine`` can compute here.
+
+    Args:
+        machine: whose backend is asked for.
+        facts: what is there; looked at by default.
+
+    Raises:
+        DeviceError: it computes on a GPU that cannot be used; its ``cause`` says why.
+    """
+    if machine.compute_backend == CUDA:
+        require_device(facts or look(), machine=machine.name)
+
+
+def admit_model(model: nn.Module, machine: Machine) -> None:
+    """Return if the weights of ``model`` lie where ``machine`` computes, in RAM, or nowhere yet.
+
+    Raises:
+        UnsupportedOpError: they are on another device.
+    """
+    known = {"cpu", "meta"} | ({CUDA} if machine.compute_backend == CUDA else set())
+    elsewhere = {p.device.type for p in model.parameters()} - known
+    if elsewhere:
+        raise UnsupportedOpError(
+            f"the model has weights on '{min(elsewhere)}', this machine computes on '{machine.compute_tier}'; "
+            "move them with model.cpu(), or build the model on the meta device and pass checkpoint="
+        )
+
+
+def admit_plan(plan: Plan, *, memory: DeviceMemory | None = None) -> None:
+    """Return if what ``plan`` needs of a GPU's memory is there.
+
+    What torch holds in this process counts as free: a session that is closed gives it back.
+
+    Raises:
+        DeviceError: other processes hold too much of it.
+    """
+    if plan.machine.compute_backend != CUDA:
+        return
+    found = memory or device_memory()
+    tier = plan.machine.compute_tier
+    needed_bytes = plan.peak_bytes[tier] + plan.machine.library_bytes(tier)
+    require_memory(found, max(needed_bytes - found.own_bytes, 0), device=plan.machine.name)
+
+
+def device_of(machine: Machine) -> torch.device:
+    """Return the torch device that ops of a plan for ``machine`` run on."""
+    return torch.device(CUDA if machine.compute_backend == CUDA else "cpu")
+
+
+def accepts_inputs_on(plan: Plan, given: str, expected: str) -> bool:
+    """Return whether an input on the device type ``given`` fits a plan made for one on ``expected``."""
+    return given == expected or {given, expected} <= {"cpu", device_of(plan.machine).type}
