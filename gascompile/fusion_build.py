@@ -1,0 +1,87 @@
+"""Compiles kernel sources to one shared library; says what machine code made here depends on."""
+
+from __future__ import annotations
+
+import hashlib
+import shlex
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from gascompile.errors import GASCompileError
+from gascompile.fusion_codegen import HEADER
+
+_TIMEOUT_S = 300.0
+_CODE_VERSION = "1"
+"""Raised where sources or calls change in meaning, so that older kernels are not taken for today's."""
+
+
+class KernelBuildError(GASCompileError):
+    """Kernels could not be compiled: there is no C++ compiler, or it failed."""
+
+
+def built_for() -> dict[str, str]:
+    """Return what kernels that are compiled here depend on."""
+    return {
+        "code": _CODE_VERSION,
+        "torch": str(torch.__version__),
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        "processor": _processor_features(),
+    }
+
+
+def _processor_features() -> str:
+    """Return a digest of the processor's instruction sets; a compiler may use any of them."""
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    found = next((x for x in lines if x.lower().startswith(("flags", "features"))), "")
+    features = " ".join(sorted(found.partition(":")[2].split()))
+    return hashlib.blake2b(features.encode(), digest_size=8).hexdigest()
+
+
+def build(sources: Sequence[str]) -> bytes:
+    """Return the shared library of C++ sources: one compilation, as most of it is reading headers.
+
+    Raises:
+        KernelBuildError: there is no compiler, or it failed.
+    """
+    from torch._inductor import config
+    from torch._inductor.cpp_builder import CppBuilder, CppTorchOptions
+    from torch._inductor.cpu_vec_isa import pick_vec_isa
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    with tempfile.TemporaryDirectory(prefix="gascompile-kernels-") as folder:
+        source = Path(folder) / "kernels.cpp"
+        source.write_text("\n".join((HEADER, *sources)), encoding="utf-8")
+        try:
+            with config.patch({"cpp.vec_isa_ok": True}):
+                options = CppTorchOptions(
+                    vec_isa=pick_vec_isa(), warning_all=False, extra_flags=["-w"]
+                )
+                command = CppBuilder(
+                    name="kernels",
+                    sources=str(source),
+                    BuildOption=options,
+                    output_dir=folder,
+                ).get_command_line()
+        except InvalidCxxCompiler as error:
+            raise KernelBuildError("there is no C++ compiler; install g++, or set CXX") from error
+        _run(shlex.split(command), folder)
+        return (Path(folder) / "kernels.so").read_bytes()
+
+
+def _run(command: list[str], folder: str) -> None:
+    if shutil.which(command[0]) is None:
+        raise KernelBuildError(f"there is no C++ compiler '{command[0]}'; install g++, or set CXX")
+    try:
+        done = subprocess.run(
+            command, cwd=folder, capture_output=True, text=True, check=False, timeout=_TIMEOUT_S
+        )
+    except subprocess.TimeoutExpired as error:
+        raise KernelBuildError(f"'{command[0]}' took more than {_TIMEOUT_S:.0f} s") from error
+    if done.returncode:
+        first = next((x for x in done.stderr.splitlines() if "error" in x), done.stderr[:200])
+        raise KernelBuildError(f"'{command[0]}' failed: {first.strip()}")

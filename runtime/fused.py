@@ -1,0 +1,178 @@
+"""Runs compiled kernels: loads a shared library from verified bytes and gives a call per segment.
+
+Nothing of Inductor is needed here. A kernel is called with bare addresses, so each call checks that its
+inputs are laid out as the kernel was made for; where they are not, the ops run one by one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import operator
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from gascompile.errors import PlanMismatchError, StorageError
+from gascompile.ir import OpPlan
+from gascompile.kernels import Kernel, KernelFiles, Layout, Segment
+
+# What a segment returns: its only output, or the tuple of them.
+Value = Any
+
+_loaded: dict[str, ctypes.CDLL] = {}
+_turn = threading.Lock()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FusedSegment:
+    """A segment with the kernel that computes it."""
+
+    segment: Segment
+    kernel: Kernel
+    library: ctypes.CDLL
+
+
+def load_library(files: KernelFiles) -> ctypes.CDLL:
+    """Load the machine code of ``files`` into this process, once. The bytes are run: ask for trust before.
+
+    Raises:
+        StorageError: it is no shared library, or one that needs what is not here.
+    """
+    with _turn:
+        if files.digest not in _loaded:
+            # From memory: what was verified is what is run. The descriptor stays open, as the loader knows
+            # libraries by their path and would take a later one of the same number for this.
+            descriptor = os.memfd_create(files.digest)
+            try:
+                with open(descriptor, "wb", closefd=False) as stream:
+                    stream.write(files.code)
+                _loaded[files.digest] = ctypes.CDLL(f"/proc/self/fd/{descriptor}")
+            except OSError as error:
+                os.close(descriptor)
+                raise StorageError(f"the fused kernels cannot be loaded: {error}") from error
+        return _loaded[files.digest]
+
+
+def segment_nodes(
+    segment: Segment, nodes: Mapping[str, fx.Node], ops: Sequence[OpPlan]
+) -> list[fx.Node]:
+    """Return the nodes of a segment that begins with the first of ``ops``.
+
+    Raises:
+        PlanMismatchError: the plan's ops are others, or a node is missing.
+    """
+    names = (*segment.ops, *segment.inputs)
+    if segment.ops != tuple(op.name for op in ops[: len(segment.ops)]) or not all(
+        name in nodes for name in names
+    ):
+        raise PlanMismatchError(
+            f"the fused ops '{segment.ops[0]}' to '{segment.ops[-1]}' are not those of the plan; compile again"
+        )
+    return [nodes[name] for name in segment.ops]
+
+
+def bind(fused: FusedSegment, nodes: Mapping[str, fx.Node]) -> Callable[..., Value]:
+    """Return the call of a segment: input tensors in, its output or the tuple of its outputs back.
+
+    Args:
+        fused: the segment.
+        nodes: the graph's nodes by name; they run one by one where an input is laid out otherwise.
+
+    Raises:
+        StorageError: the library lacks a function.
+    """
+    segment, kernel = fused.segment, fused.kernel
+    wanted = tuple(_layout(of) for of in kernel.inputs)
+    made = tuple(_layout(of) for of in kernel.outputs)
+    launches = tuple(
+        (_function(fused.library, launch.symbol, len(launch.arguments)), _fetch(launch.arguments))
+        for launch in kernel.launches
+    )
+    eager = one_by_one(
+        [nodes[name] for name in segment.ops],
+        [nodes[name] for name in segment.inputs],
+        [nodes[name] for name in segment.outputs],
+    )
+    is_single = len(made) == 1
+    scratch_bytes = kernel.scratch_bytes
+    empty, uint8 = torch.empty_strided, torch.uint8
+
+    def call(*values: torch.Tensor) -> Value:
+        for value, (shape, stride, dtype) in zip(values, wanted, strict=True):
+            if (
+                value.stride() != stride
+                or value.shape != shape
+                or value.dtype != dtype
+                or not value.is_cpu
+            ):
+                made_by_ops = eager(*values)
+                return made_by_ops[0] if is_single else made_by_ops
+        outputs = [empty(shape, stride, dtype=dtype) for shape, stride, dtype in made]
+        scratch = [torch.empty(size_bytes, dtype=uint8) for size_bytes in scratch_bytes]
+        addresses = [value.data_ptr() for value in (*values, *outputs, *scratch)]
+        for function, fetch in launches:
+            function(*fetch(addresses))
+        return outputs[0] if is_single else tuple(outputs)
+
+    return _named(call, f"fused ops '{segment.ops[0]}' to '{segment.ops[-1]}'")
+
+
+def _named(call: Callable[..., Value], name: str) -> Callable[..., Value]:
+    def run(*values: torch.Tensor) -> Value:
+        try:
+            return call(*values)
+        except BaseException as error:
+            error.add_note(f"in the {name}")
+            raise
+
+    return run
+
+
+def _layout(of: Layout) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
+    return of.shape, of.stride, getattr(torch, of.dtype)
+
+
+def _function(library: ctypes.CDLL, symbol: str, num_arguments: int) -> Callable[..., None]:
+    try:
+        function = getattr(library, symbol)
+    except AttributeError as error:
+        raise StorageError(f"the fused kernels lack the function '{symbol}'") from error
+    function.argtypes = (ctypes.c_void_p,) * num_arguments
+    function.restype = None
+    found: Callable[..., None] = function
+    return found
+
+
+def _fetch(arguments: Sequence[Any]) -> Callable[[list[int]], tuple[int, ...]]:
+    places = [pointer.place for pointer in arguments]
+    if not any(pointer.offset_bytes for pointer in arguments) and len(places) > 1:
+        return operator.itemgetter(*places)
+    pairs = tuple((pointer.place, pointer.offset_bytes) for pointer in arguments)
+    return lambda addresses: tuple(addresses[place] + offset for place, offset in pairs)
+
+
+def one_by_one(
+    nodes: Sequence[fx.Node], inputs: Sequence[fx.Node], outputs: Sequence[fx.Node]
+) -> Callable[..., tuple[torch.Tensor, ...]]:
+    """Return a function that makes ``outputs`` of ``inputs`` by calling those of ``nodes`` that it takes."""
+    needed = set(outputs)
+    order: list[fx.Node] = []
+    for node in reversed(nodes):
+        if node in needed and node not in inputs:
+            order.insert(0, node)
+            needed.update(node.all_input_nodes)
+
+    def call(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        found: dict[fx.Node, Any] = dict(zip(inputs, values, strict=True))
+        for node in order:
+            assert callable(node.target)
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), found.__getitem__)
+            found[node] = node.target(*args, **kwargs)
+        return tuple(found[node] for node in outputs)
+
+    return call
