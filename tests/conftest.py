@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,10 @@ from hypothesis import settings
 # Timings on shared machines vary too much for a deadline; fixed examples make a failure repeatable.
 settings.register_profile("gascompile", deadline=None, derandomize=True)
 settings.load_profile("gascompile")
+
+if not torch.cuda.is_available():
+    # Triton decides when it is imported, and a test module of any folder may be what imports it.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,0 +1,106 @@
+"""The Triton kernels that unpack int8 and int4 rows: the packed bytes are read once, in place.
+
+The values equal those of ``reference`` bit for bit. An int8 value times its scale is rounded once; of an int4
+value the product is exact in float32, so that a fused multiply-add rounds where the reference does.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from gascompile.packing import packed_parts
+from gascompile.runtime.kernels.launching import launch_device
+from gascompile.runtime.kernels.rounding import rounded
+
+_BLOCK = 4096
+_WIDEST = 1024
+
+
+@triton.jit
+def _unpack_int8(
+    packed,
+    out,
+    rows,
+    columns,
+    row_stride,
+    scales_offset,
+    block_rows: tl.constexpr,
+    block_columns: tl.constexpr,
+) -> None:
+    num_blocks = tl.cdiv(columns, block_columns)
+    pid = tl.program_id(0).to(tl.int64)
+    row = (pid // num_blocks) * block_rows + tl.arange(0, block_rows)
+    column = (pid % num_blocks) * block_columns + tl.arange(0, block_columns)
+    in_rows = row < rows
+    inside = in_rows[:, None] & (column < columns)[None, :]
+    start = row * row_stride
+    values = packed.to(tl.pointer_type(tl.int8))
+    q = tl.load(values + start[:, None] + column[None, :], mask=inside, other=0)
+    scale = (packed + start + scales_offset).to(tl.pointer_type(tl.float32))
+    result = q.to(tl.float32) * tl.load(scale, mask=in_rows, other=0.0)[:, None]
+    where = out + row[:, None] * columns + column[None, :]
+    tl.store(where, rounded(result, out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _unpack_int4(
+    packed,
+    out,
+    rows,
+    num_groups,
+    row_stride,
+    scales_offset,
+    minima_offset,
+    group: tl.constexpr,
+    block_rows: tl.constexpr,
+    block_groups: tl.constexpr,
+) -> None:
+    half: tl.constexpr = group // 2
+    num_blocks = tl.cdiv(num_groups, block_groups)
+    pid = tl.program_id(0).to(tl.int64)
+    row = (pid // num_blocks) * block_rows + tl.arange(0, block_rows)
+    number = (pid % num_blocks) * block_groups + tl.arange(0, block_groups)
+    inside = (row < rows)[:, None] & (number < num_groups)[None, :]
+    start = row * row_stride
+    first = start[:, None] + number[None, :] * half
+    where = first[:, :, None] + tl.arange(0, half)[None, None, :]
+    both = tl.load(packed + where, mask=inside[:, :, None], other=0)
+    scales = (packed + start[:, None] + scales_offset + 2 * number[None, :]).to(
+        tl.pointer_type(tl.float16)
+    )
+    minima = (packed + start[:, None] + minima_offset + 2 * number[None, :]).to(
+        tl.pointer_type(tl.float16)
+    )
+    scale = tl.load(scales, mask=inside, other=0.0).to(tl.float32)[:, :, None]
+    minimum = tl.load(minima, mask=inside, other=0.0).to(tl.float32)[:, :, None]
+    even = (both & 15).to(tl.float32) * scale + minimum
+    odd = (both >> 4).to(tl.float32) * scale + minimum
+    result = rounded(tl.interleave(even, odd), out.dtype.element_ty)
+    first = row[:, None] * (num_groups * group) + number[None, :] * group
+    where = first[:, :, None] + tl.arange(0, group)[None, None, :]
+    tl.store(out + where, result, mask=inside[:, :, None])
+
+
+def unpack(packed: torch.Tensor, out: torch.Tensor, *, form: str, group: int) -> None:
+    """Write the values of ``packed`` to ``out``; both as ``checks.check_unpack`` wants them, and not empty."""
+    rows, columns = out.shape
+    parts = packed_parts(form, columns, group)
+    if form == "int8":
+        block_columns = min(triton.next_power_of_2(columns), _WIDEST)
+    else:
+        block_columns = group * min(triton.next_power_of_2(parts.num_scales), _WIDEST // group)
+    block_rows = min(triton.next_power_of_2(rows), max(1, _BLOCK // block_columns))
+    grid = (triton.cdiv(rows, block_rows) * triton.cdiv(columns, block_columns),)
+    stride, scales = packed.stride(0), parts.scales_offset
+    with launch_device(out):
+        if form == "int8":
+            _unpack_int8[grid](
+                packed, out, rows, columns, stride, scales, block_rows, block_columns
+            )
+        else:
+            blocks = (group, block_rows, block_columns // group)
+            _unpack_int4[grid](
+                packed, out, rows, parts.num_scales, stride, scales, parts.minima_offset, *blocks
+            )

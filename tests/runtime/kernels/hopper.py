@@ -1,0 +1,90 @@
+"""Compiles what the launchers would launch for a GPU of compute capability 9.0, on a machine that has none.
+
+Run as a script, in a process whose Triton is not the interpreter: prints one JSON object per compiled kernel.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import sys
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from gascompile.packing import row_bytes
+from gascompile.runtime.kernels import cast, dequantise, product
+from gascompile.runtime.kernels.checks import DTYPES
+
+TARGET = GPUTarget("cuda", 90, 32)
+_POINTERS = {
+    torch.float32: "*fp32",
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.uint8: "*u8",
+}
+
+
+def main() -> None:
+    """Compile each kernel in each of its forms and print what came out."""
+    JITFunction.run = _compile
+    for module in (cast, dequantise, product):
+        module.launch_device = lambda tensor: contextlib.nullcontext()
+    for source, target in zip(DTYPES, reversed(DTYPES), strict=True):
+        cast.cast_copy(
+            torch.empty(64, 256, dtype=source)[:, 8:136], torch.empty(64, 128, dtype=target)
+        )
+    for form, group in (("int8", 32), ("int4", 32), ("int4", 128)):
+        packed = torch.empty(64, row_bytes(form, 4096, group), dtype=torch.uint8)
+        for target in DTYPES[:2]:
+            dequantise.unpack(packed, torch.empty(64, 4096, dtype=target), form=form, group=group)
+    for form, rows, dtype in itertools.product((None, "int8", "int4"), (1, 16), DTYPES[:2]):
+        for outputs, bias in ((256, None), (40960, torch.empty(40960, dtype=dtype))):
+            columns = row_bytes(form, 4096, 32) if form else 4096
+            stored = torch.uint8 if form else dtype
+            weight = torch.empty(outputs, columns, dtype=stored)
+            x, out = torch.empty(rows, 4096, dtype=dtype), torch.empty(rows, outputs, dtype=dtype)
+            product.linear(x, weight, bias, out, form=form, group=32)
+
+
+def _compile(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+    """Stand in for ``JITFunction.run``: compile for the target where the original would launch."""
+    bound = kernel.signature.bind(*args, **kwargs)
+    signature, constants, attributes = {}, {}, {}
+    for place, parameter in enumerate(kernel.params):
+        value = bound.arguments[parameter.name]
+        if parameter.is_constexpr or value is None:
+            signature[parameter.name] = "constexpr"
+            constants[parameter.name] = value
+            continue
+        is_tensor = isinstance(value, torch.Tensor)
+        signature[parameter.name] = _POINTERS[value.dtype] if is_tensor else "i32"
+        # As a launch would: addresses and numbers that 16 divides are known as such.
+        if (value.data_ptr() if is_tensor else value) % 16 == 0:
+            attributes[(place,)] = [["tt.divisibility", 16]]
+    compiled = triton.compile(
+        ASTSource(kernel, signature, constants, attributes), target=TARGET, options={}
+    )
+    if len(sys.argv) > 1:
+        with open(f"{sys.argv[1]}/{kernel.__name__}-{compiled.hash[:8]}.cubin", "wb") as file:
+            file.write(compiled.asm["cubin"])
+    form = {name: str(value) for name, value in {**signature, **constants}.items()}
+    print(
+        json.dumps(
+            {
+                "kernel": kernel.__name__,
+                "form": form,
+                "shared_bytes": compiled.metadata.shared,
+                "ptx": compiled.asm["ptx"],
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()
