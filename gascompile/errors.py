@@ -149,3 +149,25 @@ class DeviceError(GASCompileError):
     def __init__(self, message: str, *, cause: str = "") -> None:
         self.cause = cause
         super().__init__(message)
+
+
+class RaceError(DeviceError):
+    """Two streams touch the same bytes, and nothing orders them: a wait or an event is missing.
+
+    Attributes:
+        tensor: what the bytes were used for by the access that came second.
+        address: first byte that both touch, from the start of its memory.
+    """
+
+    def __init__(self, message: str, *, tensor: str, address: int) -> None:
+        self.tensor = tensor
+        self.address = address
+        super().__init__(message)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickle by the keyword arguments, so that the error crosses process boundaries."""
+        return _rebuild_race, (str(self), self.tensor, self.address)
+
+
+def _rebuild_race(message: str, tensor: str, address: int) -> RaceError:
+    return RaceError(message, tensor=tensor, address=address)

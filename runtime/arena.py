@@ -8,6 +8,9 @@ import torch
 
 from gascompile.runtime.early_memory import map_anonymous
 
+POISON = 0xFF
+"""A byte whose repetition is NaN in every float format."""
+
 
 class Arena:
     """Page-aligned anonymous memory of an exact size, with torch views into it.
@@ -43,6 +46,10 @@ class Arena:
             )
         flat = torch.frombuffer(self._map, dtype=torch_dtype, count=count, offset=offset)
         return flat.view(shape)
+
+    def bytes(self, start: int, stop: int) -> torch.Tensor:
+        """Return the bytes from offset ``start`` to ``stop`` as a tensor over them."""
+        return self._bytes[start:stop]
 
     def contains(self, tensor: torch.Tensor) -> bool:
         """Return whether the tensor's storage lies in the arena."""

@@ -12,30 +12,49 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from gascompile.errors import StorageError
 from gascompile.ir import Extent, IoSettings, WeightSource
 from gascompile.runtime.files import SourceFile, SourceFiles
 from gascompile.runtime.landing import Landing, Piece, plan_landing
-from gascompile.runtime.protocols import Reader, read_at
+from gascompile.runtime.protocols import Delivery, Event, Reader, Receive, read_at
 from gascompile.units import PAGE_BYTES, align_up
 
 DIRECT = "O_DIRECT"
 PAGE_CACHE = "page cache"
 
 
+class InPlace:
+    """A ``Delivery`` straight into memory: there is nothing left to do once a chunk is read."""
+
+    __slots__ = ("_address", "_memory")
+
+    def __init__(self, memory: memoryview, address: int) -> None:
+        self._memory = memory
+        self._address = address
+
+    @contextmanager
+    def room(self, piece: Piece) -> Iterator[memoryview]:
+        start = self._address + piece.position
+        yield self._memory[start : start + piece.size_bytes]
+
+    def end(self) -> None:
+        return None
+
+
 class _Request:
     """A tensor under way; a ``Ticket``. All but ``wait`` and ``done`` belongs to the engine's lock."""
 
     __slots__ = (
-        "address",
+        "delivery",
         "ended",
         "error",
+        "event",
         "landing",
         "link",
-        "memory",
         "next_piece",
         "on_done",
         "open_pieces",
@@ -44,14 +63,13 @@ class _Request:
     def __init__(
         self,
         landing: Landing,
-        memory: memoryview,
-        address: int,
+        delivery: Delivery,
         link: str,
         on_done: Callable[[], None] | None,
     ) -> None:
         self.landing = landing
-        self.memory = memory
-        self.address = address
+        self.delivery = delivery
+        self.event: Event | None = None
         self.link = link
         self.on_done = on_done
         self.next_piece = 0
@@ -82,16 +100,17 @@ class _Request:
 
 
 class Engine:
-    """Reads landings into ``memory`` with ``io.num_threads`` threads."""
+    """Reads landings with ``io.num_threads`` threads."""
 
     def __init__(
         self,
         files: SourceFiles,
-        memory: memoryview,
+        memory: memoryview | Receive,
         io: IoSettings,
         *,
         reader: Reader = read_at,
     ) -> None:
+        """Start the threads; ``memory`` is where tensors go, or what receives them."""
         self._files = files
         self._memory = memory
         self._reader = reader
@@ -125,14 +144,21 @@ class Engine:
         link: str,
         memory: memoryview | None = None,
         on_done: Callable[[], None] | None = None,
+        after: Event | None = None,
     ) -> _Request:
         """Queue a tensor for the reservation at ``address``, in ``memory`` if it is not for the engine's own.
 
         Returns at once. The smallest ``key`` is served first, equal ones in the order of submission.
-        ``on_done`` is called by a reading thread once all bytes have arrived.
+        ``on_done`` is called by a reading thread once all bytes have arrived. Memory of the host is read
+        into at once, whatever ``after`` says.
         """
         own = self._memory if memory is None else memory
-        request = _Request(landing, own, address, link, on_done)
+        delivery: Delivery = (
+            InPlace(own, address)
+            if isinstance(own, memoryview)
+            else own(landing, address, link, after)
+        )
+        request = _Request(landing, delivery, link, on_done)
         with self._lock:
             if self._closed:
                 raise StorageError("the engine is closed; open a new session")
@@ -218,7 +244,8 @@ class Engine:
             self._paths.setdefault(request.link, set()).update(taken)
             ended = request.exhausted and not request.open_pieces
         if ended:
-            if request.error is None and request.on_done is not None:
+            if request.error is None:
+                request.event = request.delivery.end()
                 request.error = _raised_by(request.on_done)
             request.ended.set()
         with self._lock:
@@ -228,10 +255,11 @@ class Engine:
 
     def _read_piece(self, piece: Piece, request: _Request) -> tuple[str, ...]:
         """Read one chunk whole and return the paths it took."""
+        with request.delivery.room(piece) as into:
+            return self._fill(into, piece, request.landing.name)
+
+    def _fill(self, into: memoryview, piece: Piece, name: str) -> tuple[str, ...]:
         file = self._files[piece.path]
-        start = request.address + piece.position
-        into = request.memory[start : start + piece.size_bytes]
-        name = request.landing.name
         done = 0
         if piece.direct and file.is_direct:
             done = self._read_direct(file, into, piece, name)
@@ -281,10 +309,11 @@ class Engine:
             os.posix_fadvise(file.buffered, piece.offset + first, length, os.POSIX_FADV_DONTNEED)
 
 
-def _raised_by(callback: Callable[[], None]) -> BaseException | None:
+def _raised_by(callback: Callable[[], None] | None) -> BaseException | None:
     """Call back on a reading thread, which must survive whatever the callback does."""
     try:
-        callback()
+        if callback is not None:
+            callback()
     except BaseException as raised:  # noqa: BLE001
         return raised
     return None

@@ -7,14 +7,16 @@ has run, live bytes are counted as they are really allocated, and an error names
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-from gascompile.errors import PlanMismatchError
+from gascompile.errors import DeviceError, PlanMismatchError, UnsupportedOpError
 from gascompile.ir import Plan
 from gascompile.reports import RunReport
+from gascompile.runtime.fused import FusedSegment
 from gascompile.runtime.meter import LiveBytes, process_peak_bytes
 from gascompile.runtime.mover import PlanMover
 from gascompile.runtime.session import Session, resident_addresses
@@ -31,7 +33,9 @@ class Executor:
         plan: Plan,
         *,
         overlap: bool = True,
-        poison: bool = False,
+        paranoid: bool = False,
+        measure: bool = True,
+        fused: Sequence[FusedSegment] = (),
     ) -> None:
         """Prepare ``graph_module``, the program with the moves of ``plan`` inserted.
 
@@ -41,16 +45,22 @@ class Executor:
             plan: a verified plan.
             overlap: ``False`` reads each weight where it is waited for, and never ahead; results are
                 bit-identical, which makes it the twin to debug with.
-            poison: spoil the bytes of a visit when it ends, so that a wrong schedule shows in results.
+            paranoid: spoil the bytes of a visit when it ends, so that a wrong schedule shows in results;
+                on a watched device every access to the arena is checked, too.
+            measure: ``False`` leaves out ``last_run``: a run of a device then returns once everything has
+                been given to it, and nothing ever blocks the host but what is not yet read.
+            fused: ops that run as compiled kernels.
 
         Raises:
             PlanMismatchError: session, graph and plan do not belong together.
+            UnsupportedOpError: ops of the plan run elsewhere than on the session's device.
         """
         _check_session(session, plan)
         self._session = session
         self._plan = plan
-        self.mover = PlanMover(session, plan, overlap=overlap, poison=poison)
-        self._schedule: Schedule = compile_steps(graph_module, plan, session, self.mover)
+        self._measure = measure
+        self.mover = PlanMover(session, plan, overlap=overlap, paranoid=paranoid)
+        self._schedule: Schedule = compile_steps(graph_module, plan, session, self.mover, fused)
         self.last_run: RunReport | None = None
 
     def run(self, *inputs: Any) -> tuple[Any, ...]:
@@ -69,17 +79,39 @@ class Executor:
                 f"the program takes {len(schedule.inputs)} inputs, not {len(inputs)}"
             )
         with self._session.run(self) as warm, torch.no_grad():
+            device = self._session.device
             start_s = time.perf_counter()
+            device.begin()
             self.mover.begin(warm=warm)
             values = list(schedule.slots)
-            for (_, slot), value in zip(schedule.inputs, inputs, strict=True):
-                values[slot] = value
+            inputs_bytes = self._place(values, inputs)
+            given = {
+                id(values[slot]): value
+                for (_, slot), value in zip(schedule.inputs, inputs, strict=True)
+            }
             live = self.mover.live = LiveBytes(schedule.num_metered)
             self._interpret(values, live)
-            outputs = tuple(self.mover.own(values[slot]) for slot in schedule.outputs)
-            live_bytes = live.peak_bytes + self.mover.copied_bytes
-            self.last_run = self._report(time.perf_counter() - start_s, live_bytes)
+            found = (values[slot] for slot in schedule.outputs)
+            outputs = tuple(
+                given.get(id(x)) if id(x) in given else self.mover.own(x) for x in found
+            )
+            if self._measure:
+                # Compute alone: what the next run has asked for ahead stays on its way.
+                if (end := device.mark()) is not None:
+                    end.wait()
+                live_bytes = inputs_bytes + live.peak_bytes + self.mover.copied_bytes
+                self.last_run = self._report(time.perf_counter() - start_s, live_bytes)
         return outputs
+
+    def _place(self, values: list[Any], inputs: tuple[Any, ...]) -> int:
+        """Put the inputs into their slots, on the device; return the bytes that this took there."""
+        taken_bytes = 0
+        for (_, slot), value in zip(self._schedule.inputs, inputs, strict=True):
+            values[slot] = value
+            if isinstance(value, torch.Tensor):
+                values[slot] = placed = self._session.device.place(value)
+                taken_bytes += placed.nbytes if placed is not value else 0
+        return taken_bytes
 
     def _interpret(self, values: list[Any], live: LiveBytes) -> None:
         op = 0
@@ -93,6 +125,8 @@ class Executor:
                     values[slot] = None
         except BaseException as error:
             name = self._plan.ops[op].name if op < len(self._plan.ops) else "output"
+            if isinstance(error, torch.OutOfMemoryError):
+                raise self._session.device.out_of_memory(f"op '{name}'", error) from error
             error.add_note(f"while running op {op} '{name}' of '{self._plan.workload.name}'")
             raise
 
@@ -100,21 +134,40 @@ class Executor:
         plan, session, mover = self._plan, self._session, self.mover
         limit_s = plan.certificate.limit_s
         tier = plan.machine.compute_tier
+        stalls = tuple(mover.stalls)
+        counted = session.device.peak_bytes()
+        planned = session.arena.size_bytes + session.state_bytes + live_bytes
+        peak_bytes = {tier: planned if counted is None else counted}
+        if not session.device.is_host:
+            peak_bytes["cpu"] = session.pinned_bytes
+        capacity_bytes = session.device.capacity_bytes
+        if capacity_bytes is not None and peak_bytes[tier] > capacity_bytes:
+            raise DeviceError(
+                f"the run took {peak_bytes[tier]} bytes of the device '{session.device.name}', which has "
+                f"{capacity_bytes}; plan for a smaller budget",
+                cause="device memory",
+            )
         return RunReport(
             seconds=time_s,
-            peak_bytes={tier: session.arena.size_bytes + session.state_bytes + live_bytes},
+            peak_bytes=peak_bytes,
             link_bytes=dict(mover.link_bytes),
-            stall_s=sum(stall.time_s for stall in mover.stalls),
+            stall_s=sum(stall.time_s for stall in stalls),
             # A rate may have been measured a little low: faster than the limit is at the limit.
             share_of_limit=min(limit_s / time_s, 1.0),
             paths={**session.engine.paths, **mover.heap_paths},
-            stalls=tuple(mover.stalls),
+            stalls=stalls,
             process_peak_bytes=process_peak_bytes(),
         )
 
 
 def _check_session(session: Session, plan: Plan) -> None:
     tier = plan.machine.compute_tier
+    elsewhere = next((op for op in plan.ops if op.site != tier), None)
+    if elsewhere is not None:
+        raise UnsupportedOpError(
+            f"the plan runs op '{elsewhere.name}' on '{elsewhere.site}'; this runtime runs all ops on "
+            f"'{tier}': plan with op times for that alone"
+        )
     needed = plan.arena_bytes.get(tier, 0)
     if needed > session.arena.size_bytes:
         raise PlanMismatchError(

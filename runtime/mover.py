@@ -6,26 +6,22 @@ counts the plan's bytes per link exactly, however far the reads have run ahead.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 import torch
 
 from gascompile.errors import PlanMismatchError, StorageError
 from gascompile.ir import Plan, Prefetch, Wait
 from gascompile.reports import Stall
+from gascompile.runtime.arena import POISON
+from gascompile.runtime.gather import RowReader
 from gascompile.runtime.meter import LiveBytes
-from gascompile.runtime.protocols import Ticket
-from gascompile.runtime.rows import check_rows, rows_landing
+from gascompile.runtime.protocols import Instant, Ticket
+from gascompile.runtime.races import COMPUTE, tensors_in
 from gascompile.runtime.session import Session
 from gascompile.units import reserve_bytes
-
-_POISON = 0xFF
-"""A byte whose repetition is NaN in every float format."""
-
-_ROWS_AT_ONCE = 1024
-"""Rows that are asked for together: each is a read with its own description, and a prompt can have many."""
 
 
 def due_ops(plan: Plan) -> list[tuple[Prefetch, int]]:
@@ -59,11 +55,13 @@ class PlanMover:
     serve a graph that is run directly; there a ``wait`` whose prefetch was never issued reads by itself.
     """
 
-    def __init__(self, session: Session, plan: Plan, *, overlap: bool, poison: bool) -> None:
+    def __init__(self, session: Session, plan: Plan, *, overlap: bool, paranoid: bool) -> None:
         self._session = session
+        self._device = session.device
+        self._races = session.device.races if paranoid else None
         self._ops = plan.ops
         self._overlap = overlap
-        self._poison = poison
+        self._paranoid = paranoid
         self._iteration = 0
         self._visits: dict[tuple[str, int], Ticket] = {}
         self._delivered: set[tuple[str, int]] = set()
@@ -82,10 +80,12 @@ class PlanMover:
                 self._views[key] = session.view(*key)
                 self._due.setdefault(key, wait.op)
         self._wrapped.sort(key=lambda pair: pair[1])
+        session.hold(plan)
+        self._rows = RowReader(session, plan)
         self._heap = session.heap_moves(plan)
         self.live = LiveBytes(0)
         """What the run at hand has allocated."""
-        self.stalls: list[Stall] = []
+        self._stalled: list[tuple[int, str, Instant, Instant]] = []
         self.link_bytes: dict[str, int] = {}
         self.copied_bytes = 0
         """Bytes of the outputs that had to be copied, as they lay in a weight or a state."""
@@ -104,13 +104,22 @@ class PlanMover:
         self._iteration = 0
         self._visits.clear()
         self._present.clear()
-        if self._poison:
+        if self._paranoid:
             self._poison_streamed()
         for step, op in self._wrapped:
             self.prefetch_at(op, step.tensor, step.link, step.address)
 
+    @property
+    def stalls(self) -> list[Stall]:
+        """What ops waited for in this iteration; on a device with its own clock, known once it is synchronous."""
+        found = (
+            Stall(op=op, tensor=tensor, time_s=self._device.elapsed_s(start, stop))
+            for op, tensor, start, stop in self._stalled
+        )
+        return [stall for stall in found if stall.time_s > 0]
+
     def _reset_report(self) -> None:
-        self.stalls = []
+        self._stalled = []
         self.copied_bytes = 0
         links = self._heap.links if self._heap is not None else ()
         self.link_bytes = dict.fromkeys((self._session.link, *self._links.values(), *links), 0)
@@ -162,20 +171,10 @@ class PlanMover:
         Raises:
             IndexError: the weight has no such row.
         """
-        source, link = self._session.source(tensor), self._session.link
-        check_rows(source, indices)
-        found = torch.empty((*indices.shape, *source.shape[1:]), dtype=getattr(torch, source.dtype))
-        memory = found.flatten().view(torch.uint8).numpy().data
         key = self._iteration * len(self._ops) + op
-        position = 0
-        for part in indices.flatten().split(_ROWS_AT_ONCE):
-            landing = rows_landing(source, part.tolist())
-            ticket = self._session.engine.submit(
-                landing, position, key=key, link=link, memory=memory
-            )
-            self._await(ticket, op, tensor)
-            position += landing.size_bytes
-        self.link_bytes[link] += position
+        await_it = partial(self._await, op=op, tensor=tensor)
+        found = self._rows.read(tensor, indices, key=key, wait=await_it)
+        self.link_bytes[self._session.link] += found.nbytes
         return found
 
     def out_of_arena(self, value: object) -> object:
@@ -191,6 +190,8 @@ class PlanMover:
         return self.out_of_arena(value)
 
     def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self._races is not None:
+            self._reads(tensor, "the copy of an output")
         copied = tensor.clone()
         self.copied_bytes += copied.untyped_storage().nbytes()
         return copied
@@ -200,28 +201,67 @@ class PlanMover:
         self.link_bytes[link] += size_bytes
 
     def _submit(self, due: int, tensor: str, link: str, address: int) -> Ticket:
-        landing = self._session.landing(tensor)
         key = self._iteration * len(self._ops) + due
-        return self._session.engine.submit(landing, address, key=key, link=link)
+        # Whoever used the reservation before has been given to compute by now: its release precedes this.
+        after = self._device.mark()
+        return self._session.submit(tensor, address, key=key, link=link, after=after)
 
     def _await(self, ticket: Ticket, op: int, tensor: str) -> None:
-        stalled = not ticket.done
-        start_s = time.perf_counter()
+        """Block until the bytes are on their way, and let compute wait for them to be there."""
+        event = ticket.event if ticket.done else None
+        stalled = not ticket.done or (event is not None and not event.reached)
+        start = self._device.clock() if stalled else None
         try:
             ticket.wait()
         except StorageError as error:
             name = self._ops[op].name if op < len(self._ops) else "output"
             raise StorageError(f"op '{name}' did not get '{tensor}': {error}") from error
+        if ticket.event is not None:
+            self._device.hold(ticket.event)
         if stalled:
-            self.stalls.append(Stall(op=op, tensor=tensor, time_s=time.perf_counter() - start_s))
+            self._stalled.append((op, tensor, start, self._device.clock()))
+
+    # ------------------------------------------------------------ paranoid runs
+
+    def watched(self, function: Callable[..., Any], op: str) -> Callable[..., Any]:
+        """Return ``function`` with its reads of the arena checked, in a paranoid run on a watched device."""
+        if self._races is None:
+            return function
+
+        def call(*values: Any) -> Any:
+            for tensor in tensors_in(values):
+                self._reads(tensor, f"op '{op}'")
+            return function(*values)
+
+        return call
+
+    def _reads(self, tensor: torch.Tensor, what: str) -> None:
+        assert self._races is not None
+        name = self._name_at(tensor) if self._session.arena.contains(tensor) else "an activation"
+        self._races.access(COMPUTE, tensor, writes=False, name=name, what=what)
+
+    def _name_at(self, tensor: torch.Tensor) -> str:
+        """Return the weight whose view shares the memory of ``tensor``."""
+        start = tensor.data_ptr()
+        for (name, _), view in self._views.items():
+            if view.data_ptr() <= start < view.data_ptr() + max(view.nbytes, 1):
+                return name
+        return "a resident weight"
+
+    def _spoil(self, start: int, stop: int, name: str) -> None:
+        if start >= stop:
+            return
+        if self._races is not None:
+            memory = self._session.arena.bytes(start, stop)
+            self._races.access(COMPUTE, memory, writes=True, name=name, what="a release")
+        self._session.arena.fill(start, stop, POISON)
 
     def _poison_streamed(self) -> None:
         start = 0
-        arena = self._session.arena
         for name, address in sorted(self._session.addresses.items(), key=lambda item: item[1]):
-            arena.fill(start, max(start, address), _POISON)
+            self._spoil(start, address, "what is not there yet")
             start = address + reserve_bytes(self._session.landing(name).size_bytes)
-        arena.fill(start, arena.size_bytes, _POISON)
+        self._spoil(start, self._session.arena.size_bytes, "what is not there yet")
 
     # ------------------------------------------------------------ moves.Mover
 
@@ -267,10 +307,10 @@ class PlanMover:
         self._heap.drop(tensor, value, self.live)
 
     def release(self, tensor: str, address: int) -> None:
-        """Note that a visit is over; with poison its bytes are spoiled, so that a late reader shows."""
+        """Note that a visit is over; in a paranoid run its bytes are spoiled, so that a late reader shows."""
         self._present.discard((tensor, address))
         self._end_visit((tensor, address))
-        if self._poison:
+        if self._paranoid:
             landing = self._session.landing(tensor)
             start = address + landing.shift_bytes
-            self._session.arena.fill(start, start + landing.size_bytes, _POISON)
+            self._spoil(start, start + landing.size_bytes, tensor)

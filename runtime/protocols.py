@@ -1,21 +1,190 @@
-"""The seams of the runtime: what an engine, a ticket and a low-level read must do.
+"""The seams of the runtime: what an engine, a ticket, a device and a low-level read must do.
 
-Another backend (pinned staging and copy streams, GPUDirect) stands behind the same protocols.
+A device is a memory with copy streams beside it. The CPU's is the memory that files are read into, so it
+needs no streams; everything above the devices is one code for all of them.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
-from gascompile.runtime.landing import Landing
+import torch
+
+from gascompile.errors import DeviceError
+from gascompile.runtime.early_memory import EarlyMemory
+from gascompile.runtime.landing import Landing, Piece
+from gascompile.runtime.races import Races
 
 
 class Reader(Protocol):
     """A positional read; raises ``OSError`` and may deliver fewer bytes than there is room for."""
 
     def __call__(self, descriptor: int, into: memoryview, offset: int, /) -> int: ...
+
+
+# ---------------------------------------------------------------- devices
+
+
+class Event(Protocol):
+    """A point in what a stream has been given to do."""
+
+    @property
+    def reached(self) -> bool:
+        """Whether all that stands before it is done."""
+        ...
+
+    def wait(self) -> None:
+        """Block the calling thread until it is reached."""
+        ...
+
+
+class CopyStream(Protocol):
+    """One direction of one link: copies are done one after the other, beside compute."""
+
+    def copy(
+        self,
+        target: torch.Tensor,
+        source: torch.Tensor,
+        *,
+        name: str,
+        after: Event | None = None,
+        opens: bool = True,
+    ) -> Event:
+        """Queue a copy of bytes and return the event of its end; returns at once.
+
+        Both tensors must stay what they are until then. Threads may call at the same time.
+
+        Args:
+            target: contiguous bytes.
+            source: as many bytes.
+            name: of the tensor, for messages.
+            after: the copy starts no earlier.
+            opens: the copy is the first of its transfer, which pays the link's latency once.
+        """
+        ...
+
+
+class Memory(Protocol):
+    """Memory of an exact size, taken once."""
+
+    @property
+    def size_bytes(self) -> int: ...
+
+    def view(self, offset: int, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """Return a tensor over the memory at ``offset``; it is never copied."""
+        ...
+
+    def bytes(self, start: int, stop: int) -> torch.Tensor:
+        """Return the bytes from offset ``start`` to ``stop`` as a tensor over them."""
+        ...
+
+    def contains(self, tensor: torch.Tensor) -> bool:
+        """Return whether the tensor lies in this memory."""
+        ...
+
+    def fill(self, start: int, stop: int, value: int) -> None:
+        """Set the bytes from offset ``start`` to ``stop``, as a part of compute."""
+        ...
+
+    def close(self) -> None:
+        """Give the memory back; idempotent."""
+        ...
+
+
+class HostMemory(Memory, Protocol):
+    """Memory that files are read into; copies between it and a device are asynchronous."""
+
+    @property
+    def memory(self) -> memoryview: ...
+
+
+Instant = Any
+"""What ``Device.clock`` returns: a time on the host or an event on the device."""
+
+
+class Device(Protocol):
+    """What computes, its memory, and the streams that copy to and from it."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def torch_device(self) -> torch.device:
+        """Where the tensors lie that ops take and return."""
+        ...
+
+    @property
+    def is_host(self) -> bool:
+        """Whether files are read straight into the arena: there are no streams and no events then."""
+        ...
+
+    @property
+    def capacity_bytes(self) -> int | None:
+        """What a run may allocate there where the memory itself does not refuse; else ``None``."""
+        ...
+
+    @property
+    def races(self) -> Races | None:
+        """Who watches the accesses to the arena; ``None`` outside of paranoid runs."""
+        ...
+
+    def arena(self, size_bytes: int, early: EarlyMemory | None = None) -> Memory:
+        """Take the device's memory for weights; raises ``DeviceError``."""
+        ...
+
+    def pinned(self, size_bytes: int) -> HostMemory:
+        """Take page-aligned host memory that the device copies from; raises ``DeviceError``."""
+        ...
+
+    def stream(self, link: str) -> CopyStream:
+        """Return the stream of a link, ``cpu->gpu`` for instance; made once."""
+        ...
+
+    def begin(self) -> None:
+        """Start a run of the calling thread: what it computes comes after what was computed before."""
+        ...
+
+    def mark(self) -> Event | None:
+        """Return the event of all that compute has been given so far."""
+        ...
+
+    def hold(self, event: Event) -> None:
+        """Let all that compute is given from now on come after ``event``."""
+        ...
+
+    def clock(self) -> Instant:
+        """Return the instant at which compute gets to this point."""
+        ...
+
+    def elapsed_s(self, start: Instant, stop: Instant) -> float:
+        """Return the seconds between two instants; for those of a device, after ``synchronize``."""
+        ...
+
+    def synchronize(self) -> None:
+        """Block until compute and every stream have done all they were given."""
+        ...
+
+    def peak_bytes(self) -> int | None:
+        """Return the most that has been allocated since ``begin``; ``None`` where nobody counts."""
+        ...
+
+    def place(self, value: torch.Tensor) -> torch.Tensor:
+        """Return ``value`` on the device: itself where it is there."""
+        ...
+
+    def out_of_memory(self, what: str, error: BaseException) -> DeviceError:
+        """Return what to raise where torch could not allocate ``what``."""
+        ...
+
+    def close(self) -> None:
+        """Stop the streams; idempotent."""
+        ...
+
+
+# ---------------------------------------------------------------- engines
 
 
 class Ticket(Protocol):
@@ -31,9 +200,37 @@ class Ticket(Protocol):
         """Whether the transfer ended without all its bytes."""
         ...
 
-    def wait(self) -> None:
-        """Block until all bytes are in place; raises ``StorageError`` when they cannot be."""
+    @property
+    def event(self) -> Event | None:
+        """Once done: what compute must hold on before it reads the bytes; ``None`` if they are in place."""
         ...
+
+    def wait(self) -> None:
+        """Block until all bytes are in place, or on their way behind ``event``.
+
+        Raises:
+            StorageError: they cannot be had.
+        """
+        ...
+
+
+class Delivery(Protocol):
+    """What becomes of the chunks of one request."""
+
+    def room(self, piece: Piece) -> AbstractContextManager[memoryview]:
+        """Return memory for a chunk, which is delivered when the context ends without an error.
+
+        May block until there is some.
+        """
+        ...
+
+    def end(self) -> Event | None:
+        """All chunks were delivered: return what compute has to hold on."""
+        ...
+
+
+Receive = Callable[[Landing, int, str, Event | None], Delivery]
+"""Returns the delivery of a tensor to an address over a link, whose reservation is free after an event."""
 
 
 class TransferEngine(Protocol):
@@ -53,16 +250,19 @@ class TransferEngine(Protocol):
         link: str,
         memory: memoryview | None = None,
         on_done: Callable[[], None] | None = None,
+        after: Event | None = None,
     ) -> Ticket:
         """Queue a tensor for the reservation at ``address``; the smallest ``key`` is served first.
 
         Args:
             memory: where it goes if not into the engine's own memory.
+            on_done: called by a thread of the engine before the ticket is done.
+            after: whoever used the reservation before is done with it then.
         """
         ...
 
     def drain(self) -> None:
-        """Cancel what is queued and block until nothing writes to the memory any more."""
+        """Cancel what is queued and block until nothing more is given to memory or streams."""
         ...
 
     def close(self) -> None:

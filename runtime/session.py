@@ -1,4 +1,4 @@
-"""What the executors of one model share: the arena, the resident weights, the states, the open files.
+"""What the executors of one model share: device, arena, resident weights, states, open files.
 
 Two plans for two input shapes can run on one session, and so within one budget: they agree on the size
 of the arena and on the addresses of the resident weights, and take turns with the rest of it.
@@ -16,17 +16,29 @@ from typing import Self
 
 import torch
 
-from gascompile.errors import PlanMismatchError, StorageError
-from gascompile.ir import FileStamp, IoSettings, Offload, Plan, TensorKind, WeightSource
+from gascompile.errors import PlanMismatchError, StorageError, UnsupportedOpError
+from gascompile.ir import (
+    FileStamp,
+    IoSettings,
+    Offload,
+    Plan,
+    Prefetch,
+    TensorKind,
+    WeightSource,
+)
 from gascompile.runtime.arena import Arena
+from gascompile.runtime.devices import device_for
+from gascompile.runtime.devices.cpu import CpuDevice
 from gascompile.runtime.early_memory import EarlyMemory
 from gascompile.runtime.engine import Engine
 from gascompile.runtime.files import SourceFiles
 from gascompile.runtime.heap_moves import HeapMoves
+from gascompile.runtime.host_weights import HostWeights
 from gascompile.runtime.landing import Landing, plan_landing
-from gascompile.runtime.protocols import Reader, Ticket, read_at
+from gascompile.runtime.protocols import Device, Event, HostMemory, Memory, Reader, Ticket, read_at
 from gascompile.runtime.residents import Progress, Residents
 from gascompile.runtime.rows import tile_source
+from gascompile.runtime.staging import Staging
 from gascompile.tiles import base_name, parse_tile
 from gascompile.units import PAGE_BYTES, SPILL_BUFFER_BYTES
 
@@ -52,6 +64,7 @@ class Session:
         reader: Reader = read_at,
         early: EarlyMemory | None = None,
         spill_folder: Path | None = None,
+        device: Device | None = None,
     ) -> None:
         """Open the files and start to load the resident weights.
 
@@ -68,11 +81,14 @@ class Session:
             reader: the low-level read.
             early: memory that was taken ahead for this arena.
             spill_folder: where activations go that leave memory for a while.
+            device: what computes, by default the CPU; the session closes it.
 
         Raises:
+            DeviceError: the device has not the memory that is asked for.
             StorageError: a file is missing or has changed.
         """
         io = io or IoSettings()
+        self.device = device or CpuDevice()
         self.states = dict(states or {})
         self.addresses = dict(residents)
         self.sources = dict(sources)
@@ -81,19 +97,30 @@ class Session:
         used = [e.path for source in self.sources.values() for e in source.extents]
         self._files = SourceFiles(used, stamps)
         try:
-            self.arena = Arena(arena_bytes, early.take(arena_bytes) if early is not None else None)
+            self.arena = self.device.arena(arena_bytes, early)
             self._io = io
             self._landings: dict[str, Landing] = {}
             landings = {name: self.landing(name) for name in self.addresses}
-            self.engine = Engine(self._files, self.arena.memory, io, reader=reader)
+            self._pinned: list[Memory] = []
+            self._rows: HostMemory | None = None
+            self.engine = self._make_engine(reader)
         except BaseException:
+            self.device.close()
             self._files.close()
             raise
+        self.host = HostWeights(self.device, self.engine, "nvme->cpu", self._pinned)
         # Bound to the parts, not to the session: a session that is dropped is shut down too.
         self._heaps: list[HeapMoves] = []
         self._spill_folder = spill_folder
         self._shut_down = weakref.finalize(
-            self, _shut_down, self._heaps, self.engine, self._files, self.arena
+            self,
+            _shut_down,
+            self._heaps,
+            self.engine,
+            self._files,
+            self.device,
+            [self.arena],
+            self._pinned,
         )
         self._lock = threading.Lock()
         self._closed = False
@@ -123,14 +150,18 @@ class Session:
         reader: Reader = read_at,
         early: EarlyMemory | None = None,
         spill_folder: Path | None = None,
+        device: Device | None = None,
     ) -> Self:
-        """Open a session of the size and with the resident weights of ``plan``."""
+        """Open a session of the size and with the resident weights of ``plan``.
+
+        The arguments are those of the constructor; ``device`` is by default the one of the plan's machine.
+        """
         tier = plan.machine.compute_tier
         first_use: dict[str, int] = {}
         for i, op in enumerate(plan.workload.ops):
             for name in op.reads:
                 first_use.setdefault(name, i)
-        into = plan.machine.links_into(tier)
+        into = sorted(plan.machine.links_into(tier), key=lambda link: link.source_tier != "nvme")
         return cls(
             arena_bytes=plan.arena_bytes.get(tier, 0),
             residents=resident_addresses(plan),
@@ -144,7 +175,16 @@ class Session:
             reader=reader,
             early=early,
             spill_folder=spill_folder,
+            device=device or device_for(plan.machine),
         )
+
+    def _make_engine(self, reader: Reader) -> Engine:
+        """Return an engine that reads to the arena, through pinned memory where that is a device's."""
+        if self.device.is_host and isinstance(self.arena, Arena):
+            return Engine(self._files, self.arena.memory, self._io, reader=reader)
+        staging = Staging(self.device, self.arena, self._io)
+        self._pinned.append(staging.memory)
+        return Engine(self._files, staging.delivery, self._io, reader=reader)
 
     def source(self, tensor: str) -> WeightSource:
         """Return where a weight, or a tile of one, lies.
@@ -186,10 +226,52 @@ class Session:
             raise PlanMismatchError("the plan moves activations; open the session with a folder")
         # The plan's arena ends with the buffers of these moves.
         end = plan.arena_bytes[plan.machine.compute_tier]
+        if not isinstance(self.arena, Arena) or not self.device.is_host:
+            raise UnsupportedOpError(
+                f"the plan moves activations of the device '{self.device.name}', which this runtime does not do; "
+                "plan for a larger budget or smaller example inputs"
+            )
         buffers = self.arena.memory[end - 2 * SPILL_BUFFER_BYTES : end]
         found = HeapMoves(plan, self._spill_folder, buffers)
         self._heaps.append(found)
         return found
+
+    def hold(self, plan: Plan) -> None:
+        """Read the weights whose home is the host's memory into pinned memory, those of other plans excepted.
+
+        Raises:
+            DeviceError: so much memory cannot be pinned.
+        """
+        links: dict[str, tuple[str, int]] = {}
+        for step in plan.steps:
+            if isinstance(step, Prefetch) and step.link.startswith("cpu->"):
+                links.setdefault(step.tensor, (step.link, step.op))
+        if not self.device.is_host:
+            landings = {name: self.landing(name) for name in links}
+            self.host.add(landings, {name: op for name, (_, op) in links.items()})
+
+    def submit(
+        self, tensor: str, address: int, *, key: int, link: str, after: Event | None
+    ) -> Ticket:
+        """Start to bring a weight to ``address`` of the arena, whose reservation is free after an event."""
+        landing = self.landing(tensor)
+        if not link.startswith("cpu->") or tensor not in self.host:
+            return self.engine.submit(landing, address, key=key, link=link, after=after)
+        start = address + landing.shift_bytes
+        target = self.arena.bytes(start, start + landing.size_bytes)
+        return self.host.submit(tensor, target, self.device.stream(link), after)
+
+    def row_buffer(self, size_bytes: int) -> HostMemory:
+        """Return pinned memory of at least ``size_bytes``, one for all plans: their runs take turns."""
+        if self._rows is None or self._rows.size_bytes < size_bytes:
+            self._rows = self.device.pinned(size_bytes)
+            self._pinned.append(self._rows)
+        return self._rows
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Host memory that the device copies from."""
+        return sum(memory.size_bytes for memory in self._pinned)
 
     def resident(self, tensor: str) -> torch.Tensor:
         """Return a state or the view of a resident weight, whether or not its bytes are there yet."""
@@ -249,14 +331,21 @@ class Session:
                     self._restart()
                 yield warm
             except BaseException:
-                self.engine.drain()
+                self._drain()
                 raise
             self._user = user
 
-    def _restart(self) -> None:
+    def _drain(self) -> None:
+        """Cancel what is queued and block until nothing moves any more."""
         self.engine.drain()
+        self.host.forget()
+        self.device.synchronize()
+
+    def _restart(self) -> None:
+        self._drain()
         self._residents.forget_failed()
         self._residents.start()
+        self.host.start()
 
     def close(self) -> None:
         """Stop the reads, close the files and give the memory back; idempotent."""
@@ -302,10 +391,21 @@ def _landing(source: WeightSource, io: IoSettings, files: SourceFiles) -> Landin
     return landing
 
 
-def _shut_down(heaps: list[HeapMoves], engine: Engine, files: SourceFiles, arena: Arena) -> None:
+def _shut_down(
+    heaps: list[HeapMoves],
+    engine: Engine,
+    files: SourceFiles,
+    device: Device,
+    memories: list[Memory],
+    pinned: list[Memory],
+) -> None:
     for heap in heaps:
         heap.close()
     heaps.clear()
     engine.close()
     files.close()
-    arena.close()
+    device.close()
+    for memory in (*memories, *pinned):
+        memory.close()
+    memories.clear()
+    pinned.clear()

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from gascompile.errors import StorageError
-from gascompile.runtime.protocols import Reader, Ticket, read_at
+from gascompile.runtime.protocols import Event, Reader, Ticket, read_at
 from gascompile.units import PAGE_BYTES, align_up, format_size
 
 Writer = Callable[[int, memoryview, int], int]
@@ -37,6 +37,8 @@ class _Move:
     name: str
     error: StorageError | None = None
     ended: threading.Event = field(default_factory=threading.Event)
+    event: Event | None = None
+    """None: the bytes are in place once the move has ended."""
 
     @property
     def done(self) -> bool:

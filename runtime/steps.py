@@ -7,7 +7,7 @@ its result and clears the slots that nobody reads again.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -19,7 +19,8 @@ from gascompile import moves
 from gascompile.errors import PlanMismatchError, UnsupportedOpError
 from gascompile.ir import Plan
 from gascompile.program import op_name
-from gascompile.runtime.meter import Meter, make_meters
+from gascompile.runtime.fused import FusedSegment, bind, segment_nodes
+from gascompile.runtime.meter import Meter, fused_meter, make_meters
 from gascompile.runtime.mover import PlanMover, due_ops
 from gascompile.runtime.session import Session
 
@@ -56,20 +57,29 @@ class Schedule:
 
 
 def compile_steps(
-    graph_module: fx.GraphModule, plan: Plan, session: Session, mover: PlanMover
+    graph_module: fx.GraphModule,
+    plan: Plan,
+    session: Session,
+    mover: PlanMover,
+    fused: Sequence[FusedSegment] = (),
 ) -> Schedule:
-    """Return the schedule of an inserted graph.
+    """Return the schedule of an inserted graph, with a step for each of its ``fused`` segments.
 
     Raises:
-        PlanMismatchError: the graph was not rewritten for this plan.
+        PlanMismatchError: the graph was not rewritten for this plan, or the segments are another graph's.
         UnsupportedOpError: the graph holds something other than calls of functions.
     """
-    return _Builder(graph_module, plan, session, mover).build()
+    return _Builder(graph_module, plan, session, mover, fused).build()
 
 
 class _Builder:
     def __init__(
-        self, graph_module: fx.GraphModule, plan: Plan, session: Session, mover: PlanMover
+        self,
+        graph_module: fx.GraphModule,
+        plan: Plan,
+        session: Session,
+        mover: PlanMover,
+        fused: Sequence[FusedSegment],
     ) -> None:
         self._module = graph_module
         self._plan = plan
@@ -84,6 +94,8 @@ class _Builder:
         self._awaited: set[str] = set()
         self._next_op = 0
         self._returned = set(graph_module.graph.output_node().all_input_nodes)
+        self._fused = {f.segment.ops[0]: f for f in fused}
+        self._in_segment: set[fx.Node] = set()
 
     def build(self) -> Schedule:
         nodes = list(self._module.graph.nodes)
@@ -92,6 +104,10 @@ class _Builder:
             raise PlanMismatchError("the graph's first input is no mover: insert the plan's moves")
         inputs: list[tuple[str, int]] = []
         for node in nodes[1:-1]:
+            if node.name in self._fused:
+                self._segment(self._fused[node.name], nodes)
+            if node in self._in_segment:
+                continue
             match node.op:
                 case "placeholder":
                     inputs.append((node.name, self._slot(node)))
@@ -147,8 +163,9 @@ class _Builder:
 
     def _detach(self, slot: int) -> None:
         """Copy an output that lies in the arena at once: its visit may end before the run does."""
-        gather: Gather = lambda values: (values[slot],)  # noqa: E731
-        self._steps.append(Step(self._mover.out_of_arena, gather, slot, None, (), self._next_op))
+        self._steps.append(
+            Step(self._mover.out_of_arena, _only(slot), slot, None, (), self._next_op)
+        )
 
     def _move(self, node: fx.Node, function: Callable[..., Value], arguments: Value) -> None:
         call = partial(function, *arguments)
@@ -172,8 +189,46 @@ class _Builder:
         function, gather = self._prepare(node, op)
         if meter is not None and meter.births and _may_return_its_input(node.target):
             function = _owning(function)
+        function = self._mover.watched(function, node.name)
         slot = self._slot(node)
         self._steps.append(Step(function, gather, slot, meter, self._freed(node, slot), op))
+
+    def _segment(self, fused: FusedSegment, nodes: list[fx.Node]) -> None:
+        """Make one step of the ops of a segment, and of the views around it that others read."""
+        segment, first = fused.segment, self._next_op
+        named = {node.name: node for node in nodes}
+        ops = segment_nodes(segment, named, self._plan.ops[first:])
+        self._in_segment.update(ops)
+        self._next_op += len(ops)
+        for node in ops:
+            self._await_residents(node)
+        for name in segment.views_before:
+            self._view(named[name], first)
+        function = self._mover.watched(bind(fused, named), segment.ops[-1])
+        gather = self._gather(tuple(named[name] for name in segment.inputs))
+        outputs = [named[name] for name in segment.outputs]
+        births = tuple(self._meters[first + segment.ops.index(node.name)] for node in outputs)
+        meter = fused_meter(
+            births, self._meters[first : self._next_op], sum(fused.kernel.scratch_bytes)
+        )
+        made = self._slot(outputs[0] if len(outputs) == 1 else None)
+        self._steps.append(Step(function, gather, made, meter, (), first))
+        freed = {made} if len(outputs) > 1 else set()
+        for i, node in enumerate(outputs if len(outputs) > 1 else ()):
+            self._steps.append(Step(_element(i), _only(made), self._slot(node), None, (), first))
+        for name in segment.views_after:
+            self._view(named[name], first)
+        for node in ops:
+            freed.update(self._slot_of[n] for n in self._frees.get(node, ()) if self._clearable(n))
+        self._steps[-1] = self._steps[-1]._replace(frees=tuple(freed))
+
+    def _view(self, node: fx.Node, op: int) -> None:
+        """Take a view of a segment's inputs or outputs."""
+        function, gather = self._prepare(node, op)
+        slot = self._slot(node)
+        self._steps.append(Step(function, gather, slot, None, (), op))
+        if node in self._returned:
+            self._detach(slot)
 
     def _await_residents(self, node: fx.Node) -> None:
         """Before the first op that reads a resident weight, wait for it to be loaded."""
@@ -266,6 +321,14 @@ def _owning(function: Callable[..., Value]) -> Callable[..., Value]:
         return result
 
     return call
+
+
+def _only(slot: int) -> Gather:
+    return lambda values: (values[slot],)
+
+
+def _element(i: int) -> Callable[..., Value]:
+    return lambda values: values[i]
 
 
 def _nothing(_values: list[Value]) -> tuple[Value, ...]:

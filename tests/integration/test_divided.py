@@ -178,7 +178,7 @@ def test_the_twin_without_overlap_gives_the_same_bits(tmp_path: Path) -> None:
     with Session.for_plan(
         plan, sources=weights.sources, stamps=weights.stamps, states=compiled.states
     ) as session:
-        twin = Executor(session, compiled.graph_module, plan, overlap=False, poison=True)
+        twin = Executor(session, compiled.graph_module, plan, overlap=False, paranoid=True)
         for found, wanted in zip(twin.run(ids), expected, strict=True):
             assert torch.equal(found, wanted)
 

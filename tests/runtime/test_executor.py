@@ -107,7 +107,7 @@ def test_poison_shows_an_early_release(tmp_path: Path) -> None:
     reader.prepend(node)
     module.recompile()
     with toy.session(plan) as session:
-        (tied, _) = Executor(session, module, plan, poison=True).run(torch.randn(4, 96))
+        (tied, _) = Executor(session, module, plan, paranoid=True).run(torch.randn(4, 96))
     assert torch.isnan(tied).any()
 
 
@@ -157,7 +157,7 @@ def test_the_graph_runs_by_itself(tmp_path: Path) -> None:
     plan = make_plan(toy.workload, residents=frozenset(["layers.3.weight"]), seed=4)
     module = insert(toy.program, plan)
     with toy.session(plan) as session:
-        executor = Executor(session, module, plan, poison=True)
+        executor = Executor(session, module, plan, paranoid=True)
         for _ in range(3):
             x = torch.randn(4, 96)
             for ours, eager in zip(module(executor.mover, x), toy.eager(x), strict=True):
@@ -186,7 +186,7 @@ def test_peak_is_what_the_allocator_says(tmp_path: Path, seed: int) -> None:
     plan = make_plan(toy.workload, residents=random_residents(toy, seed), seed=seed)
     x = torch.randn(4, 96)
     with toy.session(plan) as session:
-        executor = toy.executor(session, plan, poison=False)
+        executor = toy.executor(session, plan, paranoid=False)
         executor.run(x)
         measured = profiled_peak_bytes(lambda: executor.run(x))
         assert executor.last_run is not None

@@ -100,7 +100,7 @@ def test_fault_of_any_op(tmp_path: Path, error: BaseException) -> None:
             node.target = faulty_relu
             names.append(node.name)
     with toy.session(plan) as session:
-        executor = Executor(session, module, plan, poison=True)
+        executor = Executor(session, module, plan, paranoid=True)
         for at, name in enumerate(names, start=1):
             countdown[0] = at
             with pytest.raises(type(error)) as raised:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -37,13 +38,19 @@ from gascompile.passes.insert import insert
 from gascompile.passes.propagate import propagate
 from gascompile.program import BoundSpec, InputSpec, Program
 from gascompile.runtime.executor import Executor
-from gascompile.runtime.protocols import Reader, read_at
+from gascompile.runtime.protocols import Device, Reader, read_at
 from gascompile.runtime.session import Session
 from gascompile.units import reserve_bytes
 
 aten = torch.ops.aten
 LINK = "nvme->cpu"
 IO = IoSettings(num_threads=2, chunk_bytes=64 << 10)
+HOST = Machine(
+    name="toy",
+    tiers={"cpu": Tier(size_bytes=1 << 40), "nvme": Tier(size_bytes=1 << 50)},
+    links=(Link(source_tier="nvme", target_tier="cpu", bandwidth_bytes_per_s=1e9),),
+    io=IO,
+)
 
 
 def make_program(
@@ -131,6 +138,7 @@ def make_plan(
     seed: int = 0,
     io: IoSettings = IO,
     merge: float = 0.3,
+    machine: Machine = HOST,
 ) -> Plan:
     """Return a random valid plan: what is not resident is streamed through slots that it shares.
 
@@ -140,7 +148,9 @@ def make_plan(
         seed: of the choices.
         io: of the machine.
         merge: how often two uses of a weight that follow each other become one visit.
+        machine: each weight is streamed over one of its links, whichever.
     """
+    tier = machine.compute_tier
     rng = random.Random(seed)
     sizes = {t.name: t.size_bytes for t in workload.tensors}
     weights = [t.name for t in workload.tensors if t.kind is TensorKind.WEIGHT]
@@ -153,10 +163,13 @@ def make_plan(
     streamed = [name for name in weights if name not in residents]
     slot_bytes = max((reserve_bytes(sizes[name]) for name in streamed), default=0)
     slots = _fill_slots(_visits(workload, streamed, rng, merge), top, slot_bytes, rng)
-    steps = _steps(workload, slots, sizes, rng)
+    into = machine.links_into(tier)
+    links = {name: into[0] if len(into) == 1 else rng.choice(into) for name in streamed}
+    link_names = {name: link.name for name, link in links.items()}
+    steps = _steps(workload, slots, sizes, link_names, rng)
     tensors = {
         t.name: TensorPlan(
-            home="nvme" if t.name in streamed else "cpu",
+            home=links[t.name].source_tier if t.name in links else tier,
             kind=t.kind,
             size_bytes=t.size_bytes,
             address=addresses.get(t.name),
@@ -166,12 +179,17 @@ def make_plan(
     return Plan(
         fingerprint={},
         strategy="toy",
-        budget_bytes={"cpu": 1 << 40},
-        arena_bytes={"cpu": top + slot_bytes * len(slots)},
+        budget_bytes={tier: 1 << 40},
+        arena_bytes={tier: top + slot_bytes * len(slots)},
         peak_bytes={},
-        link_bytes={LINK: sum(s.size_bytes for s in steps if isinstance(s, Prefetch))},
+        link_bytes={
+            link.name: sum(
+                s.size_bytes for s in steps if isinstance(s, Prefetch) and s.link == link.name
+            )
+            for link in into
+        },
         tensors=tensors,
-        ops=tuple(OpPlan(name=op.name, site="cpu", time_s=1e-3) for op in workload.ops),
+        ops=tuple(OpPlan(name=op.name, site=tier, time_s=1e-3) for op in workload.ops),
         steps=steps,
         certificate=Certificate(
             predicted_s=1.0,
@@ -180,15 +198,10 @@ def make_plan(
             gap=0.0,
             status=SolverStatus.FEASIBLE,
             solve_s=0.0,
-            binding=LINK,
+            binding=into[0].name,
         ),
         workload=workload,
-        machine=Machine(
-            name="toy",
-            tiers={"cpu": Tier(size_bytes=1 << 40), "nvme": Tier(size_bytes=1 << 50)},
-            links=(Link(source_tier="nvme", target_tier="cpu", bandwidth_bytes_per_s=1e9),),
-            io=io,
-        ),
+        machine=dataclasses.replace(machine, io=io),
     )
 
 
@@ -223,7 +236,11 @@ def _fill_slots(visits: list[_Visit], top: int, slot_bytes: int, rng: random.Ran
 
 
 def _steps(
-    workload: Workload, slots: list[_Slot], sizes: dict[str, int], rng: random.Random
+    workload: Workload,
+    slots: list[_Slot],
+    sizes: dict[str, int],
+    links: dict[str, str],
+    rng: random.Random,
 ) -> tuple[Step, ...]:
     end = len(workload.ops)
     before: list[list[Step]] = [[] for _ in range(end + 1)]
@@ -243,7 +260,7 @@ def _steps(
                 Prefetch(
                     op=op,
                     tensor=visit.tensor,
-                    link=LINK,
+                    link=links[visit.tensor],
                     size_bytes=sizes[visit.tensor],
                     address=slot.address,
                 )
@@ -317,16 +334,18 @@ class Toy:
         result: tuple[torch.Tensor, ...] = self.program.graph_module(*bound, *inputs)
         return result
 
-    def session(self, plan: Plan, reader: Reader = read_at) -> Session:
+    def session(
+        self, plan: Plan, reader: Reader = read_at, device: Device | None = None
+    ) -> Session:
         return Session.for_plan(
-            plan, sources=self.sources, stamps=(stamp(self.path),), reader=reader
+            plan, sources=self.sources, stamps=(stamp(self.path),), reader=reader, device=device
         )
 
     def executor(
-        self, session: Session, plan: Plan, *, overlap: bool = True, poison: bool = True
+        self, session: Session, plan: Plan, *, overlap: bool = True, paranoid: bool = True
     ) -> Executor:
         module = insert(self.program, plan)
-        return Executor(session, module, plan, overlap=overlap, poison=poison)
+        return Executor(session, module, plan, overlap=overlap, paranoid=paranoid)
 
 
 def mlp(folder: Path, *, layers: int = 6, width: int = 96, repeats: bool = True) -> Toy:

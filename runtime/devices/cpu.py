@@ -1,0 +1,64 @@
+"""The CPU as a device: files are read into the memory that it computes from, so nothing is copied."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from gascompile.errors import DeviceError
+from gascompile.runtime.arena import Arena
+from gascompile.runtime.early_memory import EarlyMemory
+from gascompile.runtime.protocols import CopyStream, Event, Instant
+
+
+class CpuDevice:
+    """RAM and the processor. What has arrived is in place: there are no events to hold on."""
+
+    name = "cpu"
+    torch_device = torch.device("cpu")
+    is_host = True
+    races = None
+    capacity_bytes = None
+
+    def arena(self, size_bytes: int, early: EarlyMemory | None = None) -> Arena:
+        return Arena(size_bytes, early.take(size_bytes) if early is not None else None)
+
+    def pinned(self, size_bytes: int) -> Arena:
+        return Arena(size_bytes)
+
+    def stream(self, link: str) -> CopyStream:
+        raise DeviceError(
+            f"the CPU has no stream for the link '{link}': it computes where files go"
+        )
+
+    def begin(self) -> None:
+        pass
+
+    def mark(self) -> None:
+        return None
+
+    def hold(self, event: Event) -> None:
+        event.wait()
+
+    def clock(self) -> Instant:
+        return time.perf_counter()
+
+    def elapsed_s(self, start: Instant, stop: Instant) -> float:
+        seconds: float = stop - start
+        return seconds
+
+    def synchronize(self) -> None:
+        pass
+
+    def peak_bytes(self) -> None:
+        return None
+
+    def place(self, value: torch.Tensor) -> torch.Tensor:
+        return value
+
+    def out_of_memory(self, what: str, error: BaseException) -> DeviceError:
+        return DeviceError(f"there is no memory for {what}: {error}", cause="device memory")
+
+    def close(self) -> None:
+        pass

@@ -1,0 +1,253 @@
+"""A CUDA device: an arena in its memory, a stream per link, events in place of waiting.
+
+The arena is one allocation of the session, so its tensors need no ``record_stream``: that call keeps the
+allocator from handing freed memory to another stream too early, and nothing of the arena is freed before
+every stream has been waited for. What ops allocate is used by the compute stream alone, except by copies
+that compute holds on before it lets go of the tensor.
+
+Host memory is mapped at its exact size and then registered. Torch's own pinned allocator would round it
+up to a power of two.
+"""
+
+from __future__ import annotations
+
+import resource
+import threading
+from typing import Any
+
+import torch
+
+from gascompile.errors import DeviceError
+from gascompile.runtime.arena import Arena
+from gascompile.runtime.early_memory import EarlyMemory
+from gascompile.runtime.probe import DEVICE_MEMORY, PINNED_MEMORY, device_memory, require_memory
+from gascompile.runtime.protocols import Event, Instant
+from gascompile.units import format_size
+
+_SHORTEST_STALL_S = 20e-6
+"""Two events of the compute stream lie so far apart when nothing is between them, at most."""
+
+
+class CudaMemory:
+    """The arena: bytes of the device, with views into them."""
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self.size_bytes: int = memory.nbytes
+        self._bytes: torch.Tensor | None = memory
+
+    def view(self, offset: int, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """Return a tensor over the memory at ``offset``.
+
+        Raises:
+            ValueError: the tensor would pass the end of the arena.
+        """
+        torch_dtype: torch.dtype = getattr(torch, dtype)
+        size_bytes = torch.Size(shape).numel() * torch_dtype.itemsize
+        if offset < 0 or offset + size_bytes > self.size_bytes:
+            raise ValueError(
+                f"{size_bytes} bytes at address {offset} pass the end of the arena of {self.size_bytes} bytes"
+            )
+        return self.bytes(offset, offset + size_bytes).view(torch_dtype).view(shape)
+
+    def bytes(self, start: int, stop: int) -> torch.Tensor:
+        assert self._bytes is not None, "an arena is not used after it was closed"
+        return self._bytes[start:stop]
+
+    def contains(self, tensor: torch.Tensor) -> bool:
+        assert self._bytes is not None, "an arena is not used after it was closed"
+        own = self._bytes.untyped_storage().data_ptr()
+        return self.size_bytes > 0 and tensor.untyped_storage().data_ptr() == own
+
+    def fill(self, start: int, stop: int, value: int) -> None:
+        self.bytes(start, stop).fill_(value)
+
+    def close(self) -> None:
+        self._bytes = None
+
+
+class PinnedMemory(Arena):
+    """Anonymous host memory that the driver copies from and to without the processor."""
+
+    def __init__(self, size_bytes: int, cuda: Any) -> None:
+        """Take and register it; raises ``DeviceError`` where the driver or a limit refuses."""
+        super().__init__(size_bytes)
+        self._runtime = cuda.cudart()
+        # The registration ends before the mapping does: it is undone in ``close``.
+        code = int(self._runtime.cudaHostRegister(self._start, size_bytes, 0)) if size_bytes else 0
+        self._registered = size_bytes > 0 and not code
+        if code:
+            super().close()
+            raise DeviceError(_pin_refusal(size_bytes, code), cause=PINNED_MEMORY)
+
+    def close(self) -> None:
+        if self._registered:
+            self._registered = False
+            self._runtime.cudaHostUnregister(self._start)
+        super().close()
+
+
+class CudaEvent:
+    """An event of a stream."""
+
+    __slots__ = ("_event",)
+
+    def __init__(self, event: Any) -> None:
+        self._event = event
+
+    @property
+    def reached(self) -> bool:
+        return bool(self._event.query())
+
+    def wait(self) -> None:
+        self._event.synchronize()
+
+    def hold_back(self, stream: Any) -> None:
+        """Let what ``stream`` is given from now on come after the event."""
+        stream.wait_event(self._event)
+
+
+class CudaStream:
+    """The copy stream of one link."""
+
+    def __init__(self, cuda: Any, device: torch.device) -> None:
+        self._cuda = cuda
+        self._stream = cuda.Stream(device=device)
+        # Reading threads share it: what a copy waits for, the copy and its event belong together.
+        self._lock = threading.Lock()
+
+    def copy(
+        self,
+        target: torch.Tensor,
+        source: torch.Tensor,
+        *,
+        name: str,  # noqa: ARG002 - part of the protocol
+        after: Event | None = None,
+        opens: bool = True,  # noqa: ARG002 - the link has its own latency
+    ) -> CudaEvent:
+        with self._lock, self._cuda.stream(self._stream):
+            if after is not None:
+                assert isinstance(after, CudaEvent), "an event of this device"
+                after.hold_back(self._stream)
+            target.copy_(source, non_blocking=True)
+            event = self._cuda.Event()
+            event.record(self._stream)
+            return CudaEvent(event)
+
+    def synchronize(self) -> None:
+        self._stream.synchronize()
+
+
+class CudaDevice:
+    """The current CUDA device, or the one of an index."""
+
+    name = "cuda"
+    is_host = False
+    races = None
+    capacity_bytes = None
+
+    def __init__(self, index: int | None = None, *, cuda: Any = torch.cuda) -> None:
+        """Use a device; ``cuda`` is ``torch.cuda``, or what stands in for it where there is no GPU."""
+        self._cuda = cuda
+        number = cuda.current_device() if index is None else index
+        self.torch_device = torch.device("cuda", number)
+        self._streams: dict[str, CudaStream] = {}
+        self._lock = threading.Lock()
+        self._compute: Any = None
+        self._before_bytes = 0
+
+    def arena(self, size_bytes: int, early: EarlyMemory | None = None) -> CudaMemory:
+        """Take the arena; raises ``DeviceError`` that says who holds the memory that is missing."""
+        if early is not None:
+            early.discard()
+        self._before_bytes = int(self._cuda.memory_allocated(self.torch_device))
+        try:
+            memory = self._empty(size_bytes)
+        except torch.OutOfMemoryError as error:
+            found = device_memory(cuda=self._cuda)
+            require_memory(found, size_bytes, device=str(self.torch_device))
+            raise self.out_of_memory(f"an arena of {format_size(size_bytes)}", error) from error
+        # What had the memory before, on whichever stream, is done with it.
+        self._cuda.synchronize(self.torch_device)
+        return CudaMemory(memory)
+
+    def _empty(self, size_bytes: int) -> torch.Tensor:
+        return torch.empty(size_bytes, dtype=torch.uint8, device=self.torch_device)
+
+    def pinned(self, size_bytes: int) -> PinnedMemory:
+        return PinnedMemory(size_bytes, self._cuda)
+
+    def stream(self, link: str) -> CudaStream:
+        with self._lock:
+            if link not in self._streams:
+                self._streams[link] = CudaStream(self._cuda, self.torch_device)
+            return self._streams[link]
+
+    def begin(self) -> None:
+        current = self._cuda.current_stream(self.torch_device)
+        if self._compute is not None and self._compute != current:
+            current.wait_stream(self._compute)
+        self._compute = current
+        self._cuda.reset_peak_memory_stats(self.torch_device)
+
+    def mark(self) -> CudaEvent:
+        event = self._cuda.Event()
+        event.record(self._current())
+        return CudaEvent(event)
+
+    def hold(self, event: Event) -> None:
+        assert isinstance(event, CudaEvent), "an event of this device"
+        event.hold_back(self._current())
+
+    def clock(self) -> Instant:
+        event = self._cuda.Event(enable_timing=True)
+        event.record(self._current())
+        return event
+
+    def elapsed_s(self, start: Instant, stop: Instant) -> float:
+        seconds = float(start.elapsed_time(stop)) / 1e3
+        return seconds if seconds > _SHORTEST_STALL_S else 0.0
+
+    def synchronize(self) -> None:
+        self._current().synchronize()
+        for stream in list(self._streams.values()):
+            stream.synchronize()
+
+    def peak_bytes(self) -> int:
+        """Return ``max_memory_allocated`` since ``begin``, less what others held when the session opened."""
+        most = int(self._cuda.max_memory_allocated(self.torch_device))
+        return max(most - self._before_bytes, 0)
+
+    def place(self, value: torch.Tensor) -> torch.Tensor:
+        return value.to(self.torch_device, non_blocking=True)
+
+    def out_of_memory(self, what: str, error: BaseException) -> DeviceError:
+        """Return what to raise where torch could not allocate ``what``."""
+        found = device_memory(cuda=self._cuda)
+        used_bytes = found.total_bytes - found.free_bytes
+        others_bytes = max(used_bytes - found.own_bytes, 0)
+        return DeviceError(
+            f"{self.torch_device} has no room for {what}: of {format_size(found.total_bytes)} torch holds "
+            f"{format_size(found.own_bytes)} in this process, other processes, contexts and libraries "
+            f"{format_size(others_bytes)}, {format_size(found.free_bytes)} are free ({error}). Stop what "
+            "nvidia-smi lists, or pass a smaller budget",
+            cause=DEVICE_MEMORY,
+        )
+
+    def close(self) -> None:
+        self.synchronize()
+        self._streams.clear()
+
+    def _current(self) -> Any:
+        if self._compute is None:
+            self._compute = self._cuda.current_stream(self.torch_device)
+        return self._compute
+
+
+def _pin_refusal(size_bytes: int, code: int) -> str:
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    limit = "no limit" if soft == resource.RLIM_INFINITY else format_size(soft)
+    return (
+        f"the driver refused to pin {format_size(size_bytes)} of host memory (CUDA error {code}); this process "
+        f"may lock {limit} (ulimit -l), and pinned memory is never swapped. Raise the limit (docker run "
+        "--ulimit memlock=-1), or pass a smaller cpu budget, so that more weights stay on NVMe"
+    )

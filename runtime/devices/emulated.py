@@ -1,0 +1,207 @@
+"""An accelerator that every machine has: a bounded piece of RAM behind links of set bandwidths.
+
+Each link is a thread that copies in the order it was asked, at the pace of the machine's numbers; events are
+what it has done. Compute runs on the host and blocks where a device's compute stream would wait. So plans for
+three tiers run, in the time that they predict, where there is no accelerator; with late copies and a
+``Disorder`` whatever they leave unordered comes out wrong.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import queue
+import threading
+import time
+from dataclasses import dataclass, field
+
+import torch
+
+from gascompile.errors import DeviceError
+from gascompile.ir import Machine
+from gascompile.runtime.arena import POISON, Arena
+from gascompile.runtime.devices.pacing import Disorder, Pacing, sleep_until
+from gascompile.runtime.early_memory import EarlyMemory
+from gascompile.runtime.protocols import Event, Instant
+
+
+class _Done:
+    """The event of the compute stream: the host computes, so what it was given is done."""
+
+    reached = True
+
+    def wait(self) -> None:
+        pass
+
+
+_DONE = _Done()
+
+
+@dataclass(slots=True)
+class _Copy:
+    """A copy in its link's queue; its own end as an ``Event``."""
+
+    target: torch.Tensor | None
+    source: torch.Tensor | None
+    after: Event | None
+    opens: bool
+    ready_s: float
+    _ended: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def reached(self) -> bool:
+        return self._ended.is_set()
+
+    def wait(self) -> None:
+        self._ended.wait()
+
+    def end(self) -> None:
+        # Whoever keeps the event keeps no memory.
+        self.target = self.source = self.after = None
+        self._ended.set()
+
+
+class EmulatedStream:
+    """One link: a queue and a thread."""
+
+    def __init__(self, link: str, pacing: Pacing, *, late: bool) -> None:
+        self._link = link
+        self._pacing = pacing
+        self._late = late
+        self._queue: queue.SimpleQueue[_Copy | None] = queue.SimpleQueue()
+        self._last: Event = _DONE
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(
+            target=self._serve, name=f"gascompile-link-{link}", daemon=True
+        )
+        self._thread.start()
+
+    def copy(
+        self,
+        target: torch.Tensor,
+        source: torch.Tensor,
+        *,
+        name: str,  # noqa: ARG002 - part of the protocol
+        after: Event | None = None,
+        opens: bool = True,
+    ) -> Event:
+        assert target.nbytes == source.nbytes, "a copy is of one size"
+        copy = _Copy(target, source, after, opens, time.perf_counter())
+        with self._lock:
+            self._last = copy
+            self._queue.put(copy)
+        return copy
+
+    def synchronize(self) -> None:
+        with self._lock:
+            last = self._last
+        last.wait()
+
+    def close(self) -> None:
+        self._queue.put(None)
+        self._thread.join()
+
+    def _serve(self) -> None:
+        while (copy := self._queue.get()) is not None:
+            if copy.after is not None and not copy.after.reached:
+                copy.after.wait()
+                copy.ready_s = time.perf_counter()
+            self._carry_out(copy)
+            copy.end()
+            del copy
+
+    def _carry_out(self, copy: _Copy) -> None:
+        target, source = copy.target, copy.source
+        assert target is not None
+        assert source is not None
+        if self._late:
+            ctypes.memset(target.data_ptr(), POISON, target.nbytes)
+        ready_s = copy.ready_s + self._pacing.delay_s()
+        end_s = self._pacing.end_s(self._link, target.nbytes, ready_s, opens=copy.opens)
+        if not self._late:
+            ctypes.memmove(target.data_ptr(), source.data_ptr(), target.nbytes)
+        sleep_until(end_s)
+        if self._late:
+            ctypes.memmove(target.data_ptr(), source.data_ptr(), target.nbytes)
+
+
+class EmulatedDevice:
+    """The accelerator of a machine whose backend is ``emulated``."""
+
+    name = "emulated"
+    torch_device = torch.device("cpu")
+    is_host = False
+    races = None
+
+    def __init__(
+        self, machine: Machine, *, disorder: Disorder | None = None, late: bool = False
+    ) -> None:
+        """Describe the accelerator; its threads start with the first copy of each link.
+
+        Args:
+            machine: its links, pipes and the size of the tier that computes.
+            disorder: delays to add.
+            late: bytes on their way are spoiled, and appear at the very end of their copy.
+        """
+        self.capacity_bytes = machine.tiers[machine.compute_tier].size_bytes
+        self._machine = machine.name
+        self._pacing = Pacing(machine, disorder)
+        self._late = late
+        self._streams: dict[str, EmulatedStream] = {}
+        self._lock = threading.Lock()
+
+    def arena(self, size_bytes: int, early: EarlyMemory | None = None) -> Arena:
+        if size_bytes > self.capacity_bytes:
+            if early is not None:
+                early.discard()
+            raise DeviceError(
+                f"the emulated accelerator of '{self._machine}' has {self.capacity_bytes} bytes, the arena takes "
+                f"{size_bytes}; plan for a smaller budget"
+            )
+        return Arena(size_bytes, early.take(size_bytes) if early is not None else None)
+
+    def pinned(self, size_bytes: int) -> Arena:
+        return Arena(size_bytes)
+
+    def stream(self, link: str) -> EmulatedStream:
+        with self._lock:
+            if link not in self._streams:
+                if link not in self._pacing:
+                    raise DeviceError(
+                        f"the machine '{self._machine}' has no link '{link}'; plan for this machine"
+                    )
+                self._streams[link] = EmulatedStream(link, self._pacing, late=self._late)
+            return self._streams[link]
+
+    def begin(self) -> None:
+        pass
+
+    def mark(self) -> Event:
+        return _DONE
+
+    def hold(self, event: Event) -> None:
+        event.wait()
+
+    def clock(self) -> Instant:
+        return time.perf_counter()
+
+    def elapsed_s(self, start: Instant, stop: Instant) -> float:
+        seconds: float = stop - start
+        return seconds
+
+    def synchronize(self) -> None:
+        for stream in list(self._streams.values()):
+            stream.synchronize()
+
+    def peak_bytes(self) -> None:
+        return None
+
+    def place(self, value: torch.Tensor) -> torch.Tensor:
+        return value
+
+    def out_of_memory(self, what: str, error: BaseException) -> DeviceError:
+        return DeviceError(f"there is no memory for {what}: {error}", cause="device memory")
+
+    def close(self) -> None:
+        for stream in self._streams.values():
+            stream.close()
+        self._streams.clear()

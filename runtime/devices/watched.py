@@ -1,0 +1,141 @@
+"""Any device, with every access to its arena checked: for paranoid runs.
+
+Events carry the clock of their stream, and every copy, mark, hold and wait is passed on to ``Races``. What
+is checked is the order that the events promise, not the one that came about: so the emulated accelerator,
+where compute blocks the host, finds the waits that a real device would miss.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from gascompile.errors import DeviceError
+from gascompile.runtime.early_memory import EarlyMemory
+from gascompile.runtime.protocols import CopyStream, Device, Event, HostMemory, Instant, Memory
+from gascompile.runtime.races import COMPUTE, Clock, Races, host_thread
+
+
+class WatchedEvent:
+    """An event and what is over once it is reached."""
+
+    def __init__(self, inner: Event | None, clock: Clock, races: Races) -> None:
+        self.inner = inner
+        self.clock = clock
+        self._races = races
+
+    @property
+    def reached(self) -> bool:
+        return self.inner is None or self.inner.reached
+
+    def wait(self) -> None:
+        if self.inner is not None:
+            self.inner.wait()
+        self._races.join(host_thread(), self.clock)
+
+
+class WatchedStream:
+    """A copy stream whose copies are checked when they are given to it."""
+
+    def __init__(self, link: str, inner: CopyStream, races: Races) -> None:
+        self._link = link
+        self._inner = inner
+        self._races = races
+
+    def copy(
+        self,
+        target: torch.Tensor,
+        source: torch.Tensor,
+        *,
+        name: str,
+        after: Event | None = None,
+        opens: bool = True,
+    ) -> Event:
+        races, link = self._races, self._link
+        if isinstance(after, WatchedEvent):
+            races.join(link, after.clock)
+            after = after.inner
+        what = f"a copy over {link}"
+        races.access(link, source, writes=False, name=name, what=what)
+        races.access(link, target, writes=True, name=name, what=what)
+        clock = races.mark(link)
+        inner = self._inner.copy(target, source, name=name, after=after, opens=opens)
+        return WatchedEvent(inner, clock, races)
+
+
+class WatchedDevice:
+    """``inner``, watched."""
+
+    def __init__(self, inner: Device) -> None:
+        self._inner = inner
+        self._races = Races()
+        self._streams: dict[str, WatchedStream] = {}
+
+    @property
+    def name(self) -> str:
+        return self._inner.name
+
+    @property
+    def torch_device(self) -> torch.device:
+        return self._inner.torch_device
+
+    @property
+    def is_host(self) -> bool:
+        return self._inner.is_host
+
+    @property
+    def capacity_bytes(self) -> int | None:
+        return self._inner.capacity_bytes
+
+    @property
+    def races(self) -> Races:
+        return self._races
+
+    def arena(self, size_bytes: int, early: EarlyMemory | None = None) -> Memory:
+        memory = self._inner.arena(size_bytes, early)
+        if size_bytes:
+            self._races.place("arena", memory.bytes(0, size_bytes))
+        return memory
+
+    def pinned(self, size_bytes: int) -> HostMemory:
+        return self._inner.pinned(size_bytes)
+
+    def stream(self, link: str) -> WatchedStream:
+        if link not in self._streams:
+            self._streams[link] = WatchedStream(link, self._inner.stream(link), self._races)
+        return self._streams[link]
+
+    def begin(self) -> None:
+        self._inner.begin()
+
+    def mark(self) -> WatchedEvent:
+        return WatchedEvent(self._inner.mark(), self._races.mark(COMPUTE), self._races)
+
+    def hold(self, event: Event) -> None:
+        if isinstance(event, WatchedEvent):
+            self._races.join(COMPUTE, event.clock)
+            if event.inner is not None:
+                self._inner.hold(event.inner)
+        else:
+            self._inner.hold(event)
+
+    def clock(self) -> Instant:
+        return self._inner.clock()
+
+    def elapsed_s(self, start: Instant, stop: Instant) -> float:
+        return self._inner.elapsed_s(start, stop)
+
+    def synchronize(self) -> None:
+        self._inner.synchronize()
+        self._races.join_all(host_thread())
+
+    def peak_bytes(self) -> int | None:
+        return self._inner.peak_bytes()
+
+    def place(self, value: torch.Tensor) -> torch.Tensor:
+        return self._inner.place(value)
+
+    def out_of_memory(self, what: str, error: BaseException) -> DeviceError:
+        return self._inner.out_of_memory(what, error)
+
+    def close(self) -> None:
+        self._inner.close()

@@ -1,0 +1,90 @@
+"""Single rows of a weight, read from its file while an op waits for them: embeddings.
+
+On the CPU they are read to where the op finds them. For a device they are read into pinned memory of a
+size that is known beforehand, as many rows at once as fit, and copied from there. Which rows they are
+is known on the host only once compute has got there, so this blocks the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from gascompile.ir import Plan
+from gascompile.runtime.protocols import HostMemory, Ticket
+from gascompile.runtime.rows import check_rows, rows_landing
+from gascompile.units import MIB
+
+if TYPE_CHECKING:
+    from gascompile.runtime.session import Session
+
+_ROWS_AT_ONCE = 1024
+"""Rows that are asked for together: each is a read with its own description, and a prompt can have many."""
+_BUFFER_BYTES = 8 * MIB
+"""Pinned memory for rows at most, unless one row is larger."""
+
+
+class RowReader:
+    """Reads rows for the ops of one plan."""
+
+    def __init__(self, session: Session, plan: Plan) -> None:
+        """Take the memory that rows pass through; raises ``DeviceError`` where it cannot be pinned."""
+        self._session = session
+        self._buffer: HostMemory | None = None
+        sizes = [
+            (name, size_bytes)
+            for op in plan.workload.ops
+            for name, size_bytes in op.gathers.items()
+            if name not in op.reads
+        ]
+        if sizes and not session.device.is_host:
+            sources = {name: session.source(name) for name, _ in sizes}
+            row_bytes = max(source.size_bytes // source.shape[0] for source in sources.values())
+            most_bytes = max(size_bytes for _, size_bytes in sizes)
+            self._buffer = session.row_buffer(max(row_bytes, min(most_bytes, _BUFFER_BYTES)))
+
+    def read(
+        self, tensor: str, indices: torch.Tensor, *, key: int, wait: Callable[[Ticket], None]
+    ) -> torch.Tensor:
+        """Return the rows that ``indices`` names, in its shape; ``wait`` blocks until a ticket is done.
+
+        Raises:
+            IndexError: the weight has no such row.
+        """
+        session = self._session
+        source, link, device = session.source(tensor), session.link, session.device
+        indices = indices.cpu()
+        check_rows(source, indices)
+        dtype = getattr(torch, source.dtype)
+        shape = (*indices.shape, *source.shape[1:])
+        found = torch.empty(shape, dtype=dtype, device=device.torch_device)
+        target = found.view(-1).view(torch.uint8)
+        after = device.mark()
+        rows = indices.flatten()
+        row_bytes = target.numel() // max(1, rows.numel())
+        position = 0
+        for part in rows.split(self._rows_at_once(row_bytes)):
+            landing = rows_landing(source, part.tolist())
+            size_bytes = landing.size_bytes
+            memory = target.numpy().data if self._buffer is None else self._buffer.memory
+            place = position if self._buffer is None else 0
+            wait(session.engine.submit(landing, place, key=key, link=link, memory=memory))
+            if self._buffer is not None:
+                event = device.stream(link).copy(
+                    target[position : position + size_bytes],
+                    self._buffer.bytes(0, size_bytes),
+                    name=tensor,
+                    after=after,
+                )
+                # The next rows come through the same memory.
+                event.wait()
+                device.hold(event)
+            position += size_bytes
+        return found
+
+    def _rows_at_once(self, row_bytes: int) -> int:
+        if self._buffer is None or not row_bytes:
+            return _ROWS_AT_ONCE
+        return max(1, min(_ROWS_AT_ONCE, self._buffer.size_bytes // row_bytes))

@@ -1,0 +1,138 @@
+"""Weights whose home is the host's memory: read once into pinned memory, copied to the device ever after."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import torch
+
+from gascompile.runtime.landing import Landing
+from gascompile.runtime.protocols import (
+    CopyStream,
+    Device,
+    Event,
+    HostMemory,
+    Memory,
+    Ticket,
+    TransferEngine,
+)
+from gascompile.units import reserve_bytes
+
+
+class _HostCopy:
+    """A copy to the device that starts as soon as its bytes are on the host; a ``Ticket``."""
+
+    def __init__(self, load: Ticket, start: Callable[[], Event]) -> None:
+        self._load = load
+        self._start = start
+        self._lock = threading.Lock()
+        self.event: Event | None = None
+
+    @property
+    def done(self) -> bool:
+        return self.event is not None or self._load.failed
+
+    @property
+    def failed(self) -> bool:
+        return self._load.failed
+
+    def wait(self) -> None:
+        self._load.wait()
+        self.go()
+
+    def go(self) -> None:
+        """Give the copy to its stream, once."""
+        with self._lock:
+            if self.event is None:
+                self.event = self._start()
+
+
+class HostWeights:
+    """Pinned memory of the size that the plans' homes take, and what has been read into it."""
+
+    def __init__(
+        self, device: Device, engine: TransferEngine, link: str, pinned: list[Memory]
+    ) -> None:
+        """Hold nothing yet; ``pinned`` is where memory is noted that has to be closed with the session."""
+        self._device = device
+        self._engine = engine
+        self._link = link
+        self._pinned = pinned
+        self._bytes: dict[str, torch.Tensor] = {}
+        self._loads: dict[str, tuple[Landing, HostMemory, int, int]] = {}
+        self._tickets: dict[str, Ticket] = {}
+        self._here: set[str] = set()
+        self._waiting: dict[str, list[_HostCopy]] = {}
+        self._lock = threading.Lock()
+
+    def __contains__(self, tensor: str) -> bool:
+        return tensor in self._bytes
+
+    def add(self, landings: Mapping[str, Landing], first_use: Mapping[str, int]) -> None:
+        """Take memory for the tensors that are not here yet and start to read them, the first used first.
+
+        Raises:
+            DeviceError: so much memory cannot be pinned.
+        """
+        missing = {
+            name: landing
+            for name, landing in landings.items()
+            if name not in self._bytes and landing.size_bytes
+        }
+        if not missing:
+            return
+        sizes = (reserve_bytes(landing.size_bytes) for landing in missing.values())
+        block = self._device.pinned(sum(sizes))
+        self._pinned.append(block)
+        address = 0
+        for name in sorted(missing, key=lambda name: first_use.get(name, 0)):
+            landing = missing[name]
+            start = address + landing.shift_bytes
+            self._bytes[name] = block.bytes(start, start + landing.size_bytes)
+            self._loads[name] = (landing, block, address, first_use.get(name, 0))
+            address += reserve_bytes(landing.size_bytes)
+        self.start()
+
+    def start(self) -> None:
+        """Ask for every tensor that has not arrived and is not on its way."""
+        for name, (landing, block, address, key) in self._loads.items():
+            ticket = self._tickets.get(name)
+            if name not in self._here and (ticket is None or ticket.failed):
+                self._tickets[name] = self._engine.submit(
+                    landing,
+                    address,
+                    key=key,
+                    link=self._link,
+                    memory=block.memory,
+                    on_done=partial(self._arrived, name),
+                )
+
+    def submit(
+        self, tensor: str, target: torch.Tensor, stream: CopyStream, after: Event | None
+    ) -> Ticket:
+        """Copy a tensor to the device: at once where it is here, else when it comes."""
+        source = self._bytes[tensor]
+        copy = _HostCopy(
+            self._tickets[tensor],
+            lambda: stream.copy(target, source, name=tensor, after=after),
+        )
+        with self._lock:
+            if tensor not in self._here:
+                self._waiting.setdefault(tensor, []).append(copy)
+                return copy
+        copy.go()
+        return copy
+
+    def forget(self) -> None:
+        """Drop the copies of a run that has ended before its tensors had come."""
+        with self._lock:
+            self._waiting.clear()
+
+    def _arrived(self, tensor: str) -> None:
+        with self._lock:
+            self._here.add(tensor)
+            waiting = self._waiting.pop(tensor, [])
+        for copy in waiting:
+            copy.go()
