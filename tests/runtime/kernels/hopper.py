@@ -34,7 +34,7 @@ def main() -> None:
     """Compile each kernel in each of its forms and print what came out."""
     JITFunction.run = _compile
     for module in (cast, dequantise, product):
-        module.launch_device = lambda tensor: contextlib.nullcontext()
+        vars(module)["launch_device"] = lambda tensor: contextlib.nullcontext()
     for source, target in zip(DTYPES, reversed(DTYPES), strict=True):
         cast.cast_copy(
             torch.empty(64, 256, dtype=source)[:, 8:136], torch.empty(64, 128, dtype=target)
