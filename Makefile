@@ -9,8 +9,9 @@ SOURCES := gascompile passes cost_models runtime tests examples benchmarks tools
 run: $(STAMP)
 	$(PY) -m examples.sentence_search
 
+# Two tests at a time, each with one thread of torch: threads of two would wait for each other.
 test: lint typecheck
-	$(PY) -m pytest
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile
 
 lint: $(STAMP)
 	$(PY) -m ruff check $(SOURCES)
