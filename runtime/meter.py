@@ -8,6 +8,7 @@ workspace that the plan reserves for it counts too. The user's inputs are the us
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -65,6 +66,25 @@ def _element(tensor: str, op: str) -> int | None:
         return -1
     tail = tensor.removeprefix(f"{own}.")
     return int(tail) if tail != tensor and tail.isdigit() else None
+
+
+def fused_meter(
+    outputs: Sequence[Meter | None], ops: Sequence[Meter | None], scratch_bytes: int
+) -> Meter:
+    """Return what ops that run as one do to the live bytes: only ``outputs`` are born, all at once.
+
+    Args:
+        outputs: meters of the ops whose results are made, in the order of the call's results.
+        ops: meters of all its ops.
+        scratch_bytes: what the call allocates beside its results.
+    """
+    numbers = [number for m in outputs if m is not None for number, _ in m.births]
+    is_single = len(outputs) == 1
+    return Meter(
+        births=tuple((number, -1 if is_single else i) for i, number in enumerate(numbers)),
+        deaths=tuple(number for m in ops if m is not None for number in m.deaths),
+        workspace_bytes=scratch_bytes,
+    )
 
 
 class LiveBytes:
