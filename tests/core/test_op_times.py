@@ -12,6 +12,7 @@ from torch import nn
 
 from gascompile import op_times
 from gascompile.capture import capture
+from gascompile.cost_models import measure_ops
 from gascompile.ir import Machine, Workload
 from gascompile.machine import op_times_path, preset, remember_machine, this_machine_name
 from gascompile.passes.annotate import annotate
@@ -29,7 +30,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     def measure(
         nodes: list[torch.fx.Node], program: Program, *, limit_s: float
     ) -> Mapping[str, float]:
-        names = {op_times.signature(node, program) for node in nodes}
+        names = {measure_ops.signature(node, program) for node in nodes}
         asked.append(sorted(name for name in names if name))
         return dict.fromkeys(asked[-1], 7.0)
 
