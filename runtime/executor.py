@@ -19,7 +19,8 @@ from gascompile.reports import RunReport
 from gascompile.runtime.fused import FusedSegment
 from gascompile.runtime.meter import LiveBytes, process_peak_bytes
 from gascompile.runtime.mover import PlanMover
-from gascompile.runtime.session import Session, resident_addresses
+from gascompile.runtime.residents import resident_addresses
+from gascompile.runtime.session import Session
 from gascompile.runtime.steps import Schedule, compile_steps
 
 

@@ -6,8 +6,11 @@ import threading
 from collections.abc import Callable, Mapping
 from functools import partial
 
+from gascompile.errors import PlanMismatchError
+from gascompile.ir import Plan, TensorKind, WeightSource
 from gascompile.runtime.landing import Landing
 from gascompile.runtime.protocols import Ticket, TransferEngine
+from gascompile.tiles import base_name
 
 Progress = Callable[[int, int], None]
 """Called with ``(bytes_done, bytes_total)`` as resident weights arrive, by the thread that read them."""
@@ -77,3 +80,19 @@ class Residents:
         with self._progress_lock:
             self._done_bytes += size_bytes
             self._progress(self._done_bytes, self._total_bytes)
+
+
+def resident_addresses(plan: Plan) -> dict[str, int]:
+    """Return the arena address of every weight that the plan keeps in the compute tier."""
+    return {
+        name: tensor.address
+        for name, tensor in plan.tensors.items()
+        if tensor.kind is TensorKind.WEIGHT and tensor.address is not None
+    }
+
+
+def check_residents(addresses: Mapping[str, int], sources: Mapping[str, WeightSource]) -> None:
+    """Raise ``PlanMismatchError`` where a resident weight has no file."""
+    for name in addresses:
+        if name not in sources and base_name(name) not in sources:
+            raise PlanMismatchError(f"the plan keeps '{name}', for which there is no file")

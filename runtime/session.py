@@ -23,7 +23,6 @@ from gascompile.ir import (
     Offload,
     Plan,
     Prefetch,
-    TensorKind,
     WeightSource,
 )
 from gascompile.runtime.arena import Arena
@@ -36,10 +35,10 @@ from gascompile.runtime.heap_moves import HeapMoves
 from gascompile.runtime.host_weights import HostWeights
 from gascompile.runtime.landing import Landing, plan_landing
 from gascompile.runtime.protocols import Device, Event, HostMemory, Memory, Reader, Ticket, read_at
-from gascompile.runtime.residents import Progress, Residents
+from gascompile.runtime.residents import Progress, Residents, check_residents, resident_addresses
 from gascompile.runtime.rows import tile_source
 from gascompile.runtime.staging import Staging
-from gascompile.tiles import base_name, parse_tile
+from gascompile.tiles import parse_tile
 from gascompile.units import PAGE_BYTES, SPILL_BUFFER_BYTES
 
 
@@ -93,7 +92,7 @@ class Session:
         self.addresses = dict(residents)
         self.sources = dict(sources)
         self.link = link
-        _check_residents(self.addresses, self.sources)
+        check_residents(self.addresses, self.sources)
         used = [e.path for source in self.sources.values() for e in source.extents]
         self._files = SourceFiles(used, stamps)
         try:
@@ -365,21 +364,6 @@ class Session:
         trace: TracebackType | None,
     ) -> None:
         self.close()
-
-
-def resident_addresses(plan: Plan) -> dict[str, int]:
-    """Return the arena address of every weight that the plan keeps in the compute tier."""
-    return {
-        name: tensor.address
-        for name, tensor in plan.tensors.items()
-        if tensor.kind is TensorKind.WEIGHT and tensor.address is not None
-    }
-
-
-def _check_residents(addresses: Mapping[str, int], sources: Mapping[str, WeightSource]) -> None:
-    for name in addresses:
-        if name not in sources and base_name(name) not in sources:
-            raise PlanMismatchError(f"the plan keeps '{name}', for which there is no file")
 
 
 def _landing(source: WeightSource, io: IoSettings, files: SourceFiles) -> Landing:
