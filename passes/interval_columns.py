@@ -6,7 +6,7 @@ See ``interval_program`` for what the columns mean; its rows take what is collec
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -40,9 +40,13 @@ class Model:
     """Runs whose memory is looked at."""
     unit_bytes: float
     unit_s: float
+    memory_rows: list[list[int]] = field(default_factory=list)
+    """Rows of the program that keep the limit at each run that is looked at."""
     leave: dict[int, list[list[int]]] = field(default_factory=dict)
     """Per interval and route the columns that add up to its share."""
     remade: dict[int, int] = field(default_factory=dict)
+    reruns: list[tuple[int, float, int, int]] = field(default_factory=list)
+    """Columns of ops that run again, their seconds, and the first and last slot in which they may."""
     part: dict[int, int] = field(default_factory=dict)
     """The only span of its interval that a column stands for; others stand for all of them."""
     written: dict[tuple[int, int], list[tuple[int, float]]] = field(default_factory=dict)
@@ -82,7 +86,7 @@ class Model:
         return bisect_left(self.rows, start), bisect_left(self.rows, end)
 
 
-def interval_columns(plan: Layout, remakable: Mapping[int, float], num_slots: int) -> Model:
+def interval_columns(plan: Layout, remakable: Collection[int], num_slots: int) -> Model:
     """Return the program with its columns of choices, and no rows but those that bind them together."""
     slots = _slots(plan, num_slots)
     slot_of = [0] * plan.num_runs
@@ -122,7 +126,7 @@ def _rows(plan: Layout, slots: list[Slot]) -> list[int]:
     return sorted(run for run in rows if plan.kept[run] > plan.task.limit_bytes)
 
 
-def _add_choices(model: Model, remakable: Mapping[int, float]) -> None:
+def _add_choices(model: Model, remakable: Collection[int]) -> None:
     plan, program = model.plan, model.program
     longest: dict[tuple[int, int], int] = {}
     relevant: list[int] = []

@@ -236,7 +236,7 @@ def _runs(task: IntervalProblem, recomputed: AbstractSet[tuple[int, int]]) -> li
                 pending.extend(missing)
                 continue
             runs.append(Run(op, source))
-            present_until[newest] = op
+            present_until.update(dict.fromkeys(task.writes[source], op))
             pending.pop()
 
     for op, reads in enumerate(task.reads):

@@ -47,8 +47,10 @@ class IntervalProblem:
     reads: tuple[tuple[int, ...], ...]
     """Tensors that each op reads and does not write; the caller's inputs are left out."""
     writes: tuple[tuple[int, ...], ...]
+    recompute: bool
+    """Whether ops may run again."""
     repeatable: Mapping[int, int]
-    """Activations that can be recomputed, with the op that writes them."""
+    """Activations that can be recomputed, with the op that writes them; it makes all its results anew."""
     writers: Mapping[int, tuple[int, ...]]
 
     @property
@@ -135,6 +137,7 @@ def interval_problem(
         op_times_s=tuple(times),
         reads=tuple(reads),
         writes=tuple(writes),
+        recompute=recompute,
         repeatable=_repeatable(workload, persistent, number, writers, writes) if recompute else {},
         writers=writers,
     )
@@ -160,14 +163,19 @@ def _repeatable(
     writers: Mapping[int, tuple[int, ...]],
     writes: list[tuple[int, ...]],
 ) -> dict[int, int]:
-    """Return what one op alone writes, reading none of its results and changing nothing that lasts."""
+    """Return what ops write that can run again: each result theirs alone, none read, none that lasts."""
     kinds = {number[t.name]: t.kind for t in workload.tensors if t.name in number}
     found: dict[int, int] = {}
-    for tensor, ops in writers.items():
-        if len(ops) != 1 or kinds[tensor] not in {TensorKind.ACTIVATION, TensorKind.GRADIENT}:
-            continue
-        op = workload.ops[ops[0]]
-        alone = len(writes[ops[0]]) == 1 and not persistent[tensor]
-        if alone and not set(op.reads) & set(op.writes):
-            found[tensor] = ops[0]
+    for source, op in enumerate(workload.ops):
+        made = writes[source]
+        passing = all(
+            kinds[tensor] in {TensorKind.ACTIVATION, TensorKind.GRADIENT}
+            and not persistent[tensor]
+            and len(writers[tensor]) == 1
+            for tensor in made
+        )
+        # An op that writes one of the caller's inputs changes what is not the plan's.
+        inside = all(name in number for name in op.writes)
+        if passing and inside and not set(op.reads) & set(op.writes):
+            found |= dict.fromkeys(made, source)
     return found

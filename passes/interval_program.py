@@ -26,6 +26,7 @@ from dataclasses import dataclass
 
 from gascompile.passes.interval_columns import Model, interval_columns
 from gascompile.passes.interval_layout import Layout
+from gascompile.passes.interval_reruns import interval_reruns
 from gascompile.passes.linear_program import INFINITY, Ending
 
 _PREFERENCE = 1e-4
@@ -43,13 +44,15 @@ class Relaxation:
     leave: Mapping[int, tuple[float, ...]]
     """Share of each interval that leaves, per route; those that count for no slot are left out."""
     remade: Mapping[int, float]
+    worth_s: Mapping[int, float]
+    """Seconds by which the optimum would grow without the room that an interval's remaking leaves."""
     solver: str
     timed_out: bool
 
 
 def interval_program(
     plan: Layout,
-    remakable: Mapping[int, float],
+    remakable: Mapping[int, int],
     *,
     away_bytes: int,
     num_slots: int,
@@ -59,7 +62,7 @@ def interval_program(
 
     Args:
         plan: a layout without recomputations.
-        remakable: intervals that may be bridged by a recomputation, with its seconds.
+        remakable: op per interval that may be bridged by running that op again.
         away_bytes: bytes of tensors that no run accesses and that are elsewhere all the time.
         num_slots: about how many long runs get a slot of their own.
         time_limit_s: wall seconds.
@@ -85,17 +88,34 @@ def interval_program(
         if values
         else {},
         remade={j: values[column] for j, column in model.remade.items()} if values else {},
+        worth_s=_worth_s(model, found.duals) if found.duals else {},
         solver=found.solver,
         timed_out=found.ending is Ending.STOPPED,
     )
 
 
-def _build(plan: Layout, remakable: Mapping[int, float], away_bytes: int, num_slots: int) -> Model:
+def _worth_s(model: Model, duals: tuple[float, ...]) -> Mapping[int, float]:
+    """Return what the room of each interval that can be remade costs at the prices of the memory rows."""
+    plan = model.plan
+    prices = [0.0]
+    for rows in model.memory_rows:
+        prices.append(prices[-1] + sum(abs(duals[row]) for row in rows))
+    worth: dict[int, float] = {}
+    for j in model.remade:
+        size = plan.task.sizes[plan.intervals[j].tensor] / model.unit_bytes
+        spans = [model.row_range(*span) for span in plan.spans(plan.intervals[j])]
+        price = sum(prices[high] - prices[low] for low, high in spans if low < high)
+        worth[j] = size * price * model.unit_s
+    return worth
+
+
+def _build(plan: Layout, remakable: Mapping[int, int], away_bytes: int, num_slots: int) -> Model:
     model = interval_columns(plan, remakable, num_slots)
+    interval_reruns(model, remakable)
     for route in range(len(plan.task.routes)):
         _add_flows(model, route)
     _add_memory(model, away_bytes)
-    _add_times(model, remakable)
+    _add_times(model)
     return model
 
 
@@ -164,10 +184,11 @@ def _add_memory(model: Model, away_bytes: int) -> None:
         program.add_row(0.0, 0.0, [(made, 1.0), *remade[k], *made_before])
         open_before, made_before = [(opened, -1.0)], [(made, -1.0)]
         least = float(plan.kept[run]) / model.unit_bytes - limit
+        model.memory_rows.append([])
         if least <= 0:
             continue
-        program.add_row(least, INFINITY, [(opened, 1.0), (made, 1.0)])
-        program.add_row(least, INFINITY, [(made, 1.0), *_away_at(model, run)])
+        for away in ([(opened, 1.0)], _away_at(model, run)):
+            model.memory_rows[-1].append(program.add_row(least, INFINITY, [(made, 1.0), *away]))
 
 
 def _away_at(model: Model, run: int) -> list[tuple[int, float]]:
@@ -189,7 +210,7 @@ def _away_at(model: Model, run: int) -> list[tuple[int, float]]:
     return terms
 
 
-def _add_times(model: Model, remakable: Mapping[int, float]) -> None:
+def _add_times(model: Model) -> None:
     plan, program = model.plan, model.program
     machine = plan.task.machine
     compute = [
@@ -220,7 +241,7 @@ def _add_times(model: Model, remakable: Mapping[int, float]) -> None:
     for terms in model.transfers.values():
         spent = [(column, -seconds) for column, seconds in terms]
         program.add_row(0.0, INFINITY, [*((time, 1.0) for time in times), *spent])
-    _add_remaking(model, remakable, times, compute)
+    _add_remaking(model, times, compute)
 
 
 def _add_preference(model: Model, compute: float) -> None:
@@ -237,19 +258,16 @@ def _add_preference(model: Model, compute: float) -> None:
             model.program.costs[column] += model.preferred * seconds**2 / whole
 
 
-def _add_remaking(
-    model: Model, remakable: Mapping[int, float], times: list[int], compute: list[float]
-) -> None:
-    """Let recomputations take place in the slots between the two ends of their interval."""
-    program, plan = model.program, model.plan
-    if not model.remade:
+def _add_remaking(model: Model, times: list[int], compute: list[float]) -> None:
+    """Let ops run again in the slots in which they may."""
+    program = model.program
+    if not model.reruns:
         return
     ready: dict[int, list[tuple[int, float]]] = {}
     due: dict[int, list[tuple[int, float]]] = {}
-    for j, column in model.remade.items():
-        seconds = remakable[j] / model.unit_s
-        ready.setdefault(model.after(plan.intervals[j].start), []).append((column, -seconds))
-        due.setdefault(model.enter(plan.intervals[j].end), []).append((column, seconds))
+    for column, seconds, first, last in model.reruns:
+        ready.setdefault(first, []).append((column, -seconds))
+        due.setdefault(last, []).append((column, seconds))
     before: tuple[int, int] | None = None
     for s, slot in enumerate(model.slots):
         spent = program.add_variable(0.0, 0.0 if slot.long else INFINITY)

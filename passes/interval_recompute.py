@@ -18,7 +18,8 @@ class Remake:
 
     dropped: frozenset[tuple[int, int]]
     """The tensor and, where the inputs of its op are dead by then, those it takes to make them again."""
-    chain_s: float
+    ops: frozenset[int]
+    """What runs again."""
 
 
 def interval_recompute(plan: Layout) -> Mapping[int, Remake]:
@@ -39,32 +40,34 @@ def interval_recompute(plan: Layout) -> Mapping[int, Remake]:
         if chain is not None:
             found[j] = Remake(
                 dropped=frozenset({(tensor, op), *((other, NEVER) for other in chain[1:])}),
-                chain_s=sum(task.op_times_s[task.repeatable[other]] for other in chain),
+                ops=frozenset(task.repeatable[other] for other in chain),
             )
     return found
 
 
-def remaking_s(plan: Layout) -> Mapping[int, float]:
-    """Return per interval what remaking its tensor takes at the least, in any plan whatsoever.
+def rerunnable(plan: Layout) -> Mapping[int, int]:
+    """Return per interval the op that makes its tensor anew, wherever any plan whatsoever may run it again.
 
-    More than ``interval_recompute`` would do counts here: an op that writes several tensors makes all of
-    them at once, and inputs that are overwritten meanwhile may be made anew themselves.
+    More than ``interval_recompute`` would do counts here: inputs that are overwritten meanwhile may be made
+    anew themselves.
     """
     task = plan.task
-    found: dict[int, float] = {}
-    for j, interval in enumerate(plan.intervals):
+    found: dict[int, int] = {}
+    for j, interval in enumerate(plan.intervals if task.recompute else ()):
         op = interval.version[1]
         if task.persistent[interval.tensor] or op < 0:
             continue
         spec = task.workload.ops[op]
-        lasting = any(task.persistent[tensor] for tensor in task.writes[op])
+        lasting = any(
+            task.persistent[tensor] or task.stays_to_end[tensor] for tensor in task.writes[op]
+        )
         gone = any(
-            task.persistent[needed] and op < writer < interval.end
+            task.persistent[needed] and op < writer <= interval.start
             for needed in task.reads[op]
             for writer in task.writers.get(needed, ())
         )
         if not lasting and not gone and not set(spec.reads) & set(spec.writes):
-            found[j] = task.op_times_s[op] / len(task.writes[op])
+            found[j] = op
     return found
 
 

@@ -91,6 +91,7 @@ class Search:
         recomputed: frozenset[tuple[int, int]] = frozenset(),
         *,
         lead_s: float | None = None,
+        rounds: int = _ROUNDS,
     ) -> Found | None:
         """Schedule ``selection``; return the best of a few rounds, ``None`` where it does not fit.
 
@@ -99,10 +100,11 @@ class Search:
             selection: the intervals that leave.
             recomputed: what its layout recomputes.
             lead_s: makes moves when their time has come, copies back by so much earlier; else at once.
+            rounds: how often the schedule is made, each time with what the one before it showed.
         """
         best: Found | None = None
         before: Schedule | None = None
-        for _ in range(_ROUNDS):
+        for _ in range(rounds):
             found = self._once(strategy, selection, recomputed, before, lead_s)
             if found is None:
                 break

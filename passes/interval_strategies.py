@@ -5,6 +5,7 @@ Each one returns the intervals that leave, made to fit. The search never returns
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -46,18 +47,21 @@ def first_fit(plan: Layout) -> Selection:
 def furthest_use(plan: Layout) -> Selection:
     """At each run that does not fit, send away what is used last from there on, as Belady would."""
     found = _settled(plan)
-    ends: list[list[tuple[int, int]]] = [[] for _ in range(plan.num_runs + 1)]
+    begun: list[list[tuple[int, int]]] = [[] for _ in range(plan.num_runs + 1)]
     for j, interval in enumerate(plan.intervals):
         for start, end in plan.spans(interval):
             if start < end:
                 ahead = interval.end + (plan.num_runs if end != interval.end else 0)
-                ends[start].append((ahead, j))
+                begun[start].append((-ahead, -j))
     open_now: list[tuple[int, int]] = []
     for run in range(plan.num_runs):
-        open_now += ends[run]
-        open_now = sorted(pair for pair in open_now if pair[0] > run)
+        for pair in begun[run]:
+            heapq.heappush(open_now, pair)
         while open_now and int(found.memory[run]) > plan.task.limit_bytes:
-            found.add(open_now.pop()[1])
+            if -open_now[0][0] <= run:
+                open_now.clear()
+                break
+            found.add(-heapq.heappop(open_now)[1])
     found.fill((j, None) for j in _by_length(plan))
     return found
 

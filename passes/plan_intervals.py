@@ -7,6 +7,7 @@ than any of them. The program's optimum bounds every plan from below.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import random
 import time
@@ -26,12 +27,15 @@ from gascompile.passes.interval_layout import Layout, layout
 from gascompile.passes.interval_problem import IntervalProblem, interval_problem
 from gascompile.passes.interval_program import Relaxation, interval_program
 from gascompile.passes.interval_queues import interval_queues
-from gascompile.passes.interval_recompute import Remake, interval_recompute, remaking_s
+from gascompile.passes.interval_recompute import Remake, interval_recompute, rerunnable
 from gascompile.passes.interval_search import Found, Search, improve, selection_of
 from gascompile.passes.interval_selection import Selection
 from gascompile.passes.interval_strategies import STRATEGIES, furthest_use
+from gascompile.passes.interval_sweep import interval_sweep
 from gascompile.passes.intervals import IntervalPlan
 
+Start = tuple[str, Selection, frozenset[tuple[int, int]]]
+"""A candidate's name, what leaves, and what is recomputed."""
 _GUIDES = (
     (0.05, 1.0),
     (0.05, 0.35),
@@ -48,8 +52,12 @@ Whole tensors hold their memory during a transfer and wait for each other, of wh
 """
 _RECOMPUTE_RATIOS = (0.02, 0.1, 0.4, 1.0)
 """Recompute what takes at most this share of the time that moving it away and back would take."""
-_RESERVE_SHARE = 0.35
-"""Share of the time in which reservations are tried."""
+_RESERVE_SHARE = 0.2
+"""Share of the time that is left in which reservations are tried."""
+_FIRST_SHARE = 0.1
+"""Share of the time after which heuristics give way to the program."""
+_SWEEP_SHARE = 0.6
+"""Share of the time that is left in which amounts of recomputation are tried."""
 _EXACT_S = 3.0
 _MOST_LABELS = 30_000
 """How long and how far small problems are gone through in full."""
@@ -96,7 +104,8 @@ def plan_intervals(
     search = Search(task, time_limit_s=time_limit_s, mip_gap=mip_gap)
     search.bound_s = task.compute_s
     remakes = interval_recompute(search.base)
-    least = _begin(search, remakes)
+    starts = _starts(search.base, remakes)
+    least = _begin(search, remakes, starts)
     exact = None
     if not search.done:
         exact = interval_exact(
@@ -111,18 +120,26 @@ def plan_intervals(
         return _exact_plan(task, exact)
     if exact is not None and exact.complete and search.best is not None:
         search.bound_s = search.best.seconds
-    return _plan(search, _refined(search, remakes))
+    return _plan(search, _refined(search, remakes, starts))
 
 
-def _refined(search: Search, remakes: Mapping[int, Remake]) -> str:
-    """Consider what the program says and changes to the best plan; return the solver's name."""
+def _refined(search: Search, remakes: Mapping[int, Remake], starts: Iterator[Start]) -> str:
+    """Consider what the program says, the other heuristics and changes; return the solver's name."""
     if search.done:
         return "none"
     try:
-        solver = _guided(search, remakes)
+        solver = _bounded(search, remakes)
     except SolverError:
         # The heuristics' plan stands, and so does the bound that needs no solver.
         solver = "none"
+    for name, selection, dropped in starts:
+        if search.finished:
+            break
+        search.consider(name, selection, dropped)
+    if solver != "none":
+        # As above: without the solver's answer the best plan stands.
+        with contextlib.suppress(SolverError):
+            _guided(search, remakes)
     fruitless = 0
     for seed in range(_SEEDS):
         if search.finished or fruitless == _PATIENCE:
@@ -174,16 +191,19 @@ def _replayed_s(task: IntervalProblem, steps: tuple[Step, ...]) -> float:
     return steady_seconds(events)
 
 
-def _begin(search: Search, remakes: Mapping[int, Remake]) -> Selection:
-    """Consider the heuristics, and where none fits whatever else might; return what needs least."""
+def _begin(search: Search, remakes: Mapping[int, Remake], starts: Iterator[Start]) -> Selection:
+    """Consider heuristics, and where none fits whatever else might; return what needs least."""
     least: Selection | None = None
-    for number, (name, selection, dropped) in enumerate(_starts(search.base, remakes)):
+    until_s = time.perf_counter() + search.left_s * _FIRST_SHARE
+    for name, selection, dropped in starts:
         search.consider(name, selection, dropped)
+        first = least is None
         if least is None or selection.excess_bytes < least.excess_bytes:
             least = selection
-        if not number and not search.done:
+        if first and not search.done:
             _reserve(search, remakes)
-        if search.done or search.finished:
+        late = search.best is not None and time.perf_counter() >= until_s
+        if search.done or search.finished or late:
             break
     assert least is not None, "there are heuristics"
     if search.best is None:
@@ -213,9 +233,7 @@ def _reserve(search: Search, remakes: Mapping[int, Remake]) -> None:
             return
 
 
-def _starts(
-    base: Layout, remakes: Mapping[int, Remake]
-) -> Iterator[tuple[str, Selection, frozenset[tuple[int, int]]]]:
+def _starts(base: Layout, remakes: Mapping[int, Remake]) -> Iterator[Start]:
     """Yield the heuristics, and two of them with what is cheap to recompute recomputed."""
     for name, strategy in STRATEGIES.items():
         yield name, strategy(base), frozenset()
@@ -229,38 +247,55 @@ def _starts(
 
 def _cheap(base: Layout, remakes: Mapping[int, Remake], ratio: float) -> frozenset[tuple[int, int]]:
     """Return what takes at most ``ratio`` of the time of the fastest way out and back."""
-    dropped: set[tuple[int, int]] = set()
     task = base.task
-    for j, remake in remakes.items():
-        tensor = base.intervals[j].tensor
-        moved_s = min(
-            (
-                task.load_s(tensor, route) + task.store_s(tensor, route)
-                for route in range(len(task.routes))
-                if task.can_take(tensor, route)
-            ),
-            default=float("inf"),
+    groups: dict[int, list[int]] = {}
+    for j in remakes:
+        groups.setdefault(task.repeatable[base.intervals[j].tensor], []).append(j)
+    dropped: set[tuple[int, int]] = set()
+    for members in groups.values():
+        moved_s = sum(_moved_s(base, j) for j in members)
+        again_s = sum(task.op_times_s[op] for op in set().union(*(remakes[j].ops for j in members)))
+        idle_s = min(
+            float(base.clock[base.intervals[j].end] - base.clock[base.intervals[j].start + 1])
+            for j in members
         )
-        interval = base.intervals[j]
-        idle_s = float(base.clock[interval.end] - base.clock[interval.start + 1])
-        if remake.chain_s <= ratio * moved_s and remake.chain_s < idle_s:
-            dropped |= remake.dropped
+        if again_s <= ratio * moved_s and again_s < idle_s:
+            dropped |= {pair for j in members for pair in remakes[j].dropped}
     return frozenset(dropped)
 
 
-def _guided(search: Search, remakes: Mapping[int, Remake]) -> str:
-    """Bound the search by the program and consider roundings of it; return the solver's name."""
-    proof = _relaxed(search.base, remaking_s(search.base), _BOUND_SLOTS, search.left_s / 3)
+def _moved_s(base: Layout, j: int) -> float:
+    """Return the seconds of the fastest way out and back."""
+    task, tensor = base.task, base.intervals[j].tensor
+    return min(
+        (
+            task.load_s(tensor, route) + task.store_s(tensor, route)
+            for route in range(len(task.routes))
+            if task.can_take(tensor, route)
+        ),
+        default=math.inf,
+    )
+
+
+def _bounded(search: Search, remakes: Mapping[int, Remake]) -> str:
+    """Bound the search by the program and consider recomputation at its prices; return the solver's name."""
+    proof = _relaxed(search.base, rerunnable(search.base), _BOUND_SLOTS, search.left_s / 3)
     search.bound_s = max(search.bound_s, proof.bound_s)
+    worth_s = proof.worth_s or {j: _moved_s(search.base, j) for j in remakes}
+    until_s = time.perf_counter() + search.left_s * _SWEEP_SHARE
+    interval_sweep(search, remakes, worth_s, until_s=until_s)
+    return proof.solver
+
+
+def _guided(search: Search, remakes: Mapping[int, Remake]) -> None:
+    """Consider changes to the best schedule, and roundings of programs with less memory and bandwidth."""
     improve(search, time.perf_counter() + search.left_s / 3, random.Random(0))
-    if proof.solver == "none":
-        return proof.solver
-    chain_s = {j: remake.chain_s for j, remake in remakes.items()}
+    sources = {j: search.task.repeatable[search.base.intervals[j].tensor] for j in remakes}
     for margin, factor in _GUIDES:
         if search.finished:
             break
         plan = replace(search.base, task=_tightened(search.task, margin, factor))
-        guide = _relaxed(plan, chain_s, _SLOTS, search.left_s / 4)
+        guide = _relaxed(plan, sources, _SLOTS, search.left_s / 4)
         if not guide.leave:
             continue
         dropped = frozenset(
@@ -278,11 +313,10 @@ def _guided(search: Search, remakes: Mapping[int, Remake]) -> str:
         if not search.finished:
             until_s = time.perf_counter() + search.left_s / 16
             improve(search, until_s, random.Random(0))
-    return proof.solver
 
 
 def _relaxed(
-    plan: Layout, remakable: Mapping[int, float], num_slots: int, time_limit_s: float
+    plan: Layout, remakable: Mapping[int, int], num_slots: int, time_limit_s: float
 ) -> Relaxation:
     away = sum(plan.task.sizes[i.tensor] for i in plan.intervals if i.start < 0)
     return interval_program(
@@ -308,9 +342,7 @@ def _tightened(task: IntervalProblem, margin: float, factor: float) -> IntervalP
     )
 
 
-def _last_resorts(
-    base: Layout, remakes: Mapping[int, Remake]
-) -> Iterator[tuple[str, Selection, frozenset[tuple[int, int]]]]:
+def _last_resorts(base: Layout, remakes: Mapping[int, Remake]) -> Iterator[Start]:
     """Yield selections for tight memory: all heuristics with everything recomputed, odd orders."""
     everything = frozenset(pair for remake in remakes.values() for pair in remake.dropped)
     chance = random.Random(0)

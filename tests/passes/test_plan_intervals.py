@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -34,6 +35,8 @@ from gascompile.passes.interval_choices import choices
 from gascompile.passes.interval_events import event_program
 from gascompile.passes.interval_layout import layout
 from gascompile.passes.interval_problem import interval_problem
+from gascompile.passes.interval_program import interval_program
+from gascompile.passes.interval_recompute import rerunnable
 from gascompile.passes.interval_schedule import schedule
 from gascompile.passes.interval_strategies import STRATEGIES
 from gascompile.passes.intervals import IntervalPlan
@@ -149,6 +152,60 @@ def test_a_chain_is_recomputed_without_links() -> None:
     again = [step.source for step in found.steps if isinstance(step, Recompute)]
     assert again == [0, 1]
     assert found.seconds == 7.0
+
+
+def test_all_results_of_an_op_are_made_again_by_one_rerun() -> None:
+    """Either of a and b alone would leave too little room for c."""
+    pair = task(
+        "a:activation:4 b:activation:4 c:activation:8",
+        op("make both", 1, "", "a b"),
+        op("make c", 1, "", "c"),
+        op("use c", 1, "c", ""),
+        op("use b", 1, "b", ""),
+        op("use a", 1, "a", ""),
+    )
+    found = planned(pair, 8, drive(0, 0))
+    again = [step.source for step in found.steps if isinstance(step, Recompute)]
+    assert (again, found.seconds, found.bound_s) == ([0], 6.0, 6.0)
+
+
+def relaxed_s(workload: Workload, budget: int) -> float:
+    """Return the bound of the program on a machine without links."""
+    plan = layout(interval_problem(workload, drive(0, 0), {"cpu": budget}))
+    found = interval_program(plan, rerunnable(plan), away_bytes=0, num_slots=20, time_limit_s=10)
+    return found.bound_s
+
+
+def test_the_bound_counts_a_rerun_once_for_all_results() -> None:
+    workload = task(
+        "a:activation:4 b:activation:4 c:activation:8",
+        op("make both", 3, "", "a b"),
+        op("make c", 1, "", "c"),
+        op("use both", 1, "a b c", ""),
+        op("use c", 1, "c", ""),
+    )
+    assert relaxed_s(workload, 16) == pytest.approx(6.0, rel=1e-3)
+    apart = replace_op(workload, 2, op("use c first", 1, "c", ""), op("use both", 1, "a b", ""))
+    assert relaxed_s(apart, 8) == pytest.approx(9.0, rel=1e-3)
+
+
+def test_the_bound_counts_inputs_that_are_dead() -> None:
+    """b is made from a, which nothing else reads: both ops run again, and no plan is faster."""
+    workload = task(
+        "a:activation:4 b:activation:4 c:activation:8",
+        op("make a", 2, "", "a"),
+        op("make b", 1, "a", "b"),
+        op("make c", 1, "", "c"),
+        op("use c", 1, "c", ""),
+        op("use b", 1, "b", ""),
+    )
+    assert relaxed_s(workload, 8) == pytest.approx(9.0, rel=1e-3)
+    assert planned(workload, 8, drive(0, 0)).seconds == 9.0
+
+
+def replace_op(workload: Workload, at: int, *ops: OpSpec) -> Workload:
+    """Return the workload with other ops in place of the one at ``at`` and all behind it."""
+    return replace(workload, ops=(*workload.ops[:at], *ops))
 
 
 def test_what_is_written_cannot_be_made_again() -> None:
