@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import operator
 import os
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,14 @@ _DTYPES = {
 
 FILE_DTYPES = frozenset(name for name, _ in _DTYPES.values())
 """Dtypes that safetensors files hold, with torch's names."""
+
+
+_FILE_NAMES = {name: short for short, (name, _) in _DTYPES.items()}
+
+
+def file_dtype(dtype: str) -> str:
+    """Return what safetensors files call a dtype of torch's."""
+    return _FILE_NAMES[dtype]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,11 +188,13 @@ def match_weights(
     names: Mapping[str, tuple[str, ...]],
     ignorable: Iterable[str] = (),
     where: str,
+    accepts: Callable[[str, str], bool] = operator.eq,
 ) -> dict[str, WeightSource]:
     """Return the source of every expected weight.
 
     ``expected`` maps a weight to its dtype and shape, ``names`` to every name it has in the model (tied
     weights have several). Checkpoint entries that no weight claims are refused unless ``ignorable``.
+    ``accepts`` says whether a weight stored in the first dtype may be computed in the second.
 
     Raises:
         CheckpointError: weights are missing, extra, or of another shape or dtype.
@@ -197,7 +208,9 @@ def match_weights(
         if source is None:
             missing.append(name)
             continue
-        _check_match(source, name, dtype, shape, where)
+        _check_shape(source, name, shape, where)
+        if not accepts(source.dtype, dtype):
+            raise _other_dtype(source, name, dtype, where)
         found[name] = source
     if missing:
         raise CheckpointError(
@@ -213,19 +226,22 @@ def match_weights(
     return found
 
 
-def _check_match(
-    source: WeightSource, name: str, dtype: str, shape: tuple[int, ...], where: str
-) -> None:
+def _check_shape(source: WeightSource, name: str, shape: tuple[int, ...], where: str) -> None:
     if source.shape != shape:
         raise CheckpointError(
             f"'{name}' has the shape {list(source.shape)} in {where}, the model needs {list(shape)}; "
             "check the model's configuration"
         )
-    if source.dtype != dtype:
-        raise CheckpointError(
-            f"'{name}' has the dtype {source.dtype} in {where}, the model needs {dtype}; "
-            f"build the model in that dtype, as in model.to(torch.{source.dtype})"
-        )
+
+
+def _other_dtype(source: WeightSource, name: str, dtype: str, where: str) -> CheckpointError:
+    message = (
+        f"'{name}' has the dtype {source.dtype} in {where}, the model needs {dtype}; "
+        f"build the model in that dtype, as in model.to(torch.{source.dtype})"
+    )
+    if dtype in ("bfloat16", "float16") and source.dtype in ("float32", "float64"):
+        message += ', or pass weights="bf16" to round the checkpoint once, which loses precision'
+    return CheckpointError(message)
 
 
 def _some(names: list[str]) -> str:

@@ -15,9 +15,11 @@ Conventions that every pass and the runtime rely on:
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
+
+from gascompile.ir import Forms
 
 OP_NAME = "op"
 """Key in the ``meta`` of a node that is called otherwise than its op, as a node's name cannot hold it."""
@@ -91,6 +93,8 @@ class Program:
     """JSON of the pytree of ``(args, kwargs)``."""
     out_spec: str
     """JSON of the pytree of the outputs."""
+    forms: Mapping[str, Forms] = field(default_factory=dict)
+    """Weights that ``bound`` has in another form than they are computed in."""
 
     def op_nodes(self) -> list[torch.fx.Node]:
         """Return the nodes that are ops, in execution order: op ``i`` of the workload is element ``i``."""

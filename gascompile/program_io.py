@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from gascompile import serial
+from gascompile import serial, wire_ops
 from gascompile.errors import FormatError, UnsupportedOpError
+from gascompile.ir import Forms
 from gascompile.program import BoundSpec, Dim, InputSpec, Program
 
 FORMAT = "gascompile.program/1"
@@ -50,6 +51,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     for name in ("sym_max", "sym_min", "sym_not", "sym_float", "sym_int", "sym_ite")
 }
 _FUNCTIONS |= {"math.ceil": math.ceil, "math.floor": math.floor, "math.trunc": math.trunc}
+_FUNCTIONS |= {str(op): op for op in (wire_ops.LINEAR, wire_ops.DECODE)}
 _FUNCTION_NAMES = {function: name for name, function in _FUNCTIONS.items()}
 _LIBRARIES = ("transformers",)
 """Installed libraries that a program may need imported, for their ops and output types."""
@@ -87,6 +89,7 @@ def program_to_json(program: Program) -> dict[str, Any]:
         "states": sorted(program.states),
         "in_spec": program.in_spec,
         "out_spec": program.out_spec,
+        "forms": serial.to_json(program.forms),
     }
 
 
@@ -115,6 +118,10 @@ def program_from_json(data: Any, *, where: str = "$") -> Program:
             states=frozenset(data["states"]),
             in_spec=data["in_spec"],
             out_spec=data["out_spec"],
+            forms={
+                name: serial.from_json(Forms, forms, where=f"{where}.forms.{name}")
+                for name, forms in data.get("forms", {}).items()
+            },
         )
     except (KeyError, TypeError, IndexError, AttributeError, ValueError) as error:
         raise FormatError(

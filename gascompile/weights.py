@@ -12,8 +12,10 @@ from torch import nn
 from gascompile.bundle import Weights
 from gascompile.checkpoint import Checkpoint, match_weights
 from gascompile.errors import CheckpointError, UnsupportedOpError
+from gascompile.form_store import Item, converted
+from gascompile.forms_choice import FLOATING, as_computed, is_lossless
 from gascompile.integrations.huggingface import ignorable_weights, rebuild_buffers
-from gascompile.ir import WeightSource
+from gascompile.ir import FileStamp, WeightSource
 from gascompile.program import Program
 from gascompile.store import spill
 
@@ -69,11 +71,23 @@ def resolve_weights(
     checkpoint: Checkpoint | None,
     store: Path,
     where: str,
+    lossy: bool = False,
 ) -> Resolved:
     """Return the source of every weight and the value of every held tensor of ``program``.
 
-    Weights that stand in no file are spilled into ``store``. A mutated buffer of a model in memory is
-    shared with it, so that the model sees the updates as it would in eager mode.
+    Weights that stand in no file are spilled into ``store``, and those that move in another form than they
+    are stored in are converted into it. A mutated buffer of a model in memory is shared with it, so that the
+    model sees the updates as it would in eager mode.
+
+    Args:
+        model: where names, and what no checkpoint holds, come from.
+        program: with the forms that its weights move in.
+        canonical: name in the model -> name in the program.
+        constants: tensors that are part of the graph.
+        checkpoint: where the weights lie, if they lie in files.
+        store: folder of weights without a file of their own.
+        where: what errors call the checkpoint.
+        lossy: whether weights may be rounded to another dtype than they are stored in.
 
     Raises:
         CheckpointError: a weight is missing, extra, or of another shape or dtype.
@@ -82,7 +96,10 @@ def resolve_weights(
     tensors: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
     tensors |= dict(model.named_buffers(remove_duplicate=False))
     needed = [name for name in program.bound if name not in constants]
-    from_file = _from_checkpoint(model, program, needed, tensors, canonical, checkpoint, where)
+    wire, program = program, as_computed(program, {n: tuple(t.shape) for n, t in tensors.items()})
+    from_file = _from_checkpoint(
+        model, program, needed, tensors, canonical, checkpoint, where, lossy=lossy
+    )
     rest = [name for name in needed if name not in from_file]
     rebuilt = rebuild_buffers(model) if any(tensors[n].device.type == "meta" for n in rest) else {}
     held: dict[str, torch.Tensor] = {n: t for n, t in constants.items() if n in program.bound}
@@ -93,12 +110,17 @@ def resolve_weights(
             raise _no_value(name, persistent=name in model.state_dict(keep_vars=True), where=where)
         (held if name in program.states else to_spill)[name] = value
     sources = {n: s for n, s in from_file.items() if n not in program.states}
-    held |= {n: _read(s, where) for n, s in from_file.items() if n in program.states}
+    held |= {
+        n: _read(s, where).to(getattr(torch, program.bound[n].dtype))
+        for n, s in from_file.items()
+        if n in program.states
+    }
     stamps = checkpoint.stamps if checkpoint else ()
     if to_spill:
         spilled = spill(to_spill, store)
         sources |= spilled.sources
         stamps += spilled.stamps
+    sources, stamps = _in_wire_forms(wire, sources, stamps, store)
     used = {extent.path for source in sources.values() for extent in source.extents}
     return Resolved(
         weights=Weights(
@@ -106,6 +128,24 @@ def resolve_weights(
         ),
         held=held,
     )
+
+
+def _in_wire_forms(
+    program: Program,
+    sources: Mapping[str, WeightSource],
+    stamps: tuple[FileStamp, ...],
+    store: Path,
+) -> tuple[dict[str, WeightSource], tuple[FileStamp, ...]]:
+    """Return ``sources`` with the weights that move in another form than they lie in converted into ``store``."""
+    items = {}
+    for name, source in sources.items():
+        wire = program.forms[name].wire if name in program.forms else program.bound[name].dtype
+        if wire != source.dtype:
+            items[name] = Item(source=source, wire=wire)
+    if not items:
+        return dict(sources), stamps
+    found = converted(items, stamps, store)
+    return {**sources, **found.sources}, (*stamps, *found.stamps)
 
 
 def _from_checkpoint(
@@ -116,6 +156,8 @@ def _from_checkpoint(
     canonical: Mapping[str, str],
     checkpoint: Checkpoint | None,
     where: str,
+    *,
+    lossy: bool,
 ) -> dict[str, WeightSource]:
     if checkpoint is None:
         return {}
@@ -137,7 +179,12 @@ def _from_checkpoint(
         names=aliases,
         ignorable={*tensors, *ignorable_weights(model, checkpoint.sources)},
         where=where,
+        accepts=_may_be_rounded if lossy else is_lossless,
     )
+
+
+def _may_be_rounded(stored: str, compute: str) -> bool:
+    return stored == compute or {stored, compute} <= FLOATING
 
 
 def _no_value(name: str, *, persistent: bool, where: str) -> CheckpointError:

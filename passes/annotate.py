@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
-from gascompile.cost_models.op_time import op_time_s
+from gascompile.cost_models.op_time import decoding_bytes, op_time_s
 from gascompile.ir import Machine, OpSpec, TensorKind, TensorSpec, Workload
 from gascompile.passes.propagate import Facts, LeafOp, OpFacts, propagate
 from gascompile.program import Program
+from gascompile.wire_ops import LINEAR
 
 _CALL = LeafOp(target="", flops=0, read_bytes=0, write_bytes=0, dtype="bool", known=True)
 """What an op without a kernel costs, such as a view: the call."""
@@ -53,7 +54,7 @@ def _parts(
 
     Only a weight that the op is given as it lies in its file counts: its rows are ranges of bytes there.
     """
-    if node.target is torch.ops.aten.linear.default:
+    if node.target in (torch.ops.aten.linear.default, LINEAR):
         weight = _weight(node.args[1], program)
         if weight is not None:
             return {weight: program.bound[weight].shape[0]}, {}
@@ -84,7 +85,7 @@ def _op_spec(
     times_s = [
         op_time_s(
             flops=leaf.flops,
-            read_bytes=leaf.read_bytes,
+            read_bytes=leaf.read_bytes + _decoding_bytes(leaf, device),
             write_bytes=leaf.write_bytes,
             dtype=leaf.dtype,
             device=device,
@@ -106,6 +107,13 @@ def _op_spec(
     )
 
 
+def _decoding_bytes(leaf: LeafOp, device: str) -> int:
+    if leaf.decoded is None:
+        return 0
+    form, num_weights, rows = leaf.decoded
+    return round(decoding_bytes(num_weights, form, device=device, rows=rows))
+
+
 def _tensors(program: Program, facts: Facts) -> tuple[TensorSpec, ...]:
     inputs = {f"%{spec.name}" for spec in program.inputs}
     specs = []
@@ -118,5 +126,6 @@ def _tensors(program: Program, facts: Facts) -> tuple[TensorSpec, ...]:
             kind = TensorKind.INPUT
         else:
             kind = TensorKind.OUTPUT if name in facts.outputs else TensorKind.ACTIVATION
-        specs.append(TensorSpec(name=name, size_bytes=size_bytes, kind=kind))
+        forms = program.forms.get(name)
+        specs.append(TensorSpec(name=name, size_bytes=size_bytes, kind=kind, forms=forms))
     return tuple(specs)

@@ -110,4 +110,5 @@ def _weight_tiles(tensor: TensorSpec, tiles: list[Tile]) -> Iterator[TensorSpec]
             name=tile.name,
             size_bytes=row_bytes * (tile.end - tile.begin),
             kind=TensorKind.WEIGHT,
+            forms=tensor.forms,
         )

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from gascompile import moves
+from gascompile import moves, wire_ops
 from gascompile.cost_models.gathers import gathered
 from gascompile.errors import PlanMismatchError
 from gascompile.ir import OpSpec
@@ -52,18 +52,22 @@ def _replace_by_tiles(
     graph: fx.Graph, node: fx.Node, tiles: Sequence[Tile], bound: dict[fx.Node, str]
 ) -> None:
     x, weight, bias = (*node.args, None)[:3] if len(node.args) > 1 else (None, None, None)
-    if node.target is not torch.ops.aten.linear.default or weight not in bound:
+    is_linear = node.target in (torch.ops.aten.linear.default, wire_ops.LINEAR)
+    if not is_linear or weight not in bound:
         raise PlanMismatchError(
             f"the plan divides op '{node.name}', which is no linear layer of a weight; plan again"
         )
     assert isinstance(weight, fx.Node)
     bias = node.kwargs.get("bias", bias)
+    is_wire = node.target is wire_ops.LINEAR
+    function = wire_ops.linear_tile if is_wire else moves.linear_tile
+    form = node.args[3:] if is_wire else ()
     out: fx.Node | None = None
     for tile in tiles:
         part = _tile_placeholder(graph, weight, tile, bound)
         with graph.inserting_before(node):
-            args = (out, x, part, bias, tile.begin, tiles[-1].end)
-            out = _call(graph, node, moves.linear_tile, args, tile)
+            args = (out, x, part, bias, tile.begin, tiles[-1].end, *form)
+            out = _call(graph, node, function, args, tile)
     assert out is not None
     node.replace_all_uses_with(out)
     graph.erase_node(node)

@@ -6,20 +6,30 @@ the node the runtime calls and as the leaf ops they dispatch to, whose intermedi
 
 from __future__ import annotations
 
+import math
 import operator
 import weakref
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from gascompile.cost_models.kernel_workspace import kernel_workspace_bytes
 from gascompile.errors import UnsupportedOpError
 from gascompile.program import Dim, Program
+from gascompile.wire_ops import LINEAR
+
+
+class Decoded(NamedTuple):
+    """A weight in its wire form and the rows it is multiplied with."""
+
+    form: str
+    num_weights: int
+    rows: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +41,8 @@ class LeafOp:
     read_bytes: int
     write_bytes: int
     dtype: str
+    decoded: Decoded | None = None
+    """Set where the op decodes a weight as it multiplies."""
     known: bool
     """False for an op whose cost no formula covers: only its bytes are counted."""
 
@@ -307,11 +319,26 @@ def _nbytes(value: torch.Tensor) -> int:
     return value.numel() * value.element_size()
 
 
+_COSTED = ("aten", "prims", "prim", "gascompile")
+"""Namespaces of ops of which the bytes are the cost where there is no formula for FLOPs."""
 _ROW_READERS = {
     torch.ops.aten.embedding.default,
     torch.ops.aten.index_select.default,
     torch.ops.aten.gather.default,
 }
+
+
+@register_flop_formula(torch.ops.gascompile.wire_linear)
+def _wire_linear_flops(x_shape: Any, weight_shape: Any, *args: Any, **kwargs: Any) -> int:
+    del args, kwargs
+    return int(2 * math.prod(x_shape) * weight_shape[0])
+
+
+def _decoded(func: Any, args: Any) -> Decoded | None:
+    if func is not LINEAR:
+        return None
+    x, weight, _, form, _ = args
+    return Decoded(form, weight.shape[0] * x.shape[-1], x.numel() // x.shape[-1])
 
 
 def _leaf(
@@ -337,5 +364,6 @@ def _leaf(
         read_bytes=read_bytes,
         write_bytes=write_bytes,
         dtype=dtype,
-        known=formula is not None or func.namespace in ("aten", "prims", "prim"),
+        decoded=_decoded(func, args),
+        known=formula is not None or func.namespace in _COSTED,
     )

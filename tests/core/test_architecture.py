@@ -13,7 +13,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-LEAVES = ("ir", "reports", "serial", "units", "errors", "program", "moves", "tiles", "packing")
+LEAVES = (
+    "ir", "reports", "serial", "units", "errors", "program", "moves", "tiles", "packing", "wire_ops",
+    "kernels",
+)  # fmt: skip
 INNER = ("passes", "cost_models", "runtime")
 SOURCES = sorted(
     path for folder in ("gascompile", *INNER) for path in (ROOT / folder).rglob("*.py")

@@ -68,11 +68,11 @@ def test_wrong_shape(checkpoint: Path, build: Build) -> None:
 
 def test_wrong_dtype(checkpoint: Path, build: Build) -> None:
     def change(tensors: dict[str, torch.Tensor]) -> None:
-        tensors["layers.0.weight"] = tensors["layers.0.weight"].half()
+        tensors["layers.0.weight"] = tensors["layers.0.weight"].double()
 
     rewrite(checkpoint / "model-0.safetensors", change)
     with pytest.raises(
-        gascompile.CheckpointError, match=r"dtype float16.*needs float32.*model\.to"
+        gascompile.CheckpointError, match=r"dtype float64.*needs float32.*model\.to"
     ):
         build()
 

@@ -1,0 +1,257 @@
+"""Weights converted to their wire forms once, in a file of the weight store that is read like any safetensors file.
+
+The file's name is a hash of what it is made from: the stamps of the source files, where each weight lies in
+them, and its form. Weights are streamed through block by block, so memory stays small whatever the model;
+the error of each is measured on the way and stands in the file's metadata.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+
+from gascompile.bundle import require_unchanged
+from gascompile.checkpoint import Checkpoint, file_dtype, open_checkpoint
+from gascompile.errors import CheckpointError, FormatError, StorageError
+from gascompile.ir import FileStamp, WeightSource
+from gascompile.packing import DEFAULT_GROUP, FORMS
+from gascompile.progress import task
+from gascompile.quantize import pack, squared_error
+from gascompile.store import exclusive
+from gascompile.units import PAGE_BYTES, align_up, format_size
+from gascompile.wire_ops import wire_matrix
+
+VERSION = 1
+"""Of the packing: a file made by another one is made again."""
+_BLOCK_VALUES = 1 << 21
+_ERRORS = "gascompile.errors"
+_NO_ERROR = f"{0.0:.6e}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Item:
+    """One weight to convert."""
+
+    source: WeightSource
+    wire: str
+
+    @property
+    def matrix(self) -> tuple[int, int]:
+        """Rows and columns; only a packed form minds how a weight is shaped."""
+        if self.wire in FORMS:
+            return self.source.shape[0], self.source.shape[1]
+        return math.prod(self.source.shape), 1
+
+    @property
+    def wire_shape(self) -> tuple[str, tuple[int, ...]]:
+        """Dtype and shape in the store."""
+        if self.wire in FORMS:
+            return wire_matrix(self.wire, *self.matrix, DEFAULT_GROUP)
+        return self.wire, self.source.shape
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes in the store."""
+        name, shape = self.wire_shape
+        dtype: torch.dtype = getattr(torch, name)
+        return math.prod(shape) * dtype.itemsize
+
+
+def converted(items: Mapping[str, Item], stamps: Sequence[FileStamp], store: Path) -> Checkpoint:
+    """Return where the wire forms of ``items`` lie, which are written into ``store`` unless they are there.
+
+    Args:
+        items: weights by the name that the program has for them.
+        stamps: of the files that they lie in.
+        store: the folder.
+
+    Raises:
+        StorageError: a source cannot be read or has changed; the disk is too full, which is found before
+            writing, or cannot be written.
+        CheckpointError: a weight has values that its form cannot hold.
+    """
+    target = store / f"{_key(items, stamps)}.safetensors"
+    with exclusive(store / ".lock"):
+        if not target.exists():
+            _write(items, stamps, target)
+    return open_checkpoint(target)
+
+
+def read_errors(path: Path) -> Mapping[str, float]:
+    """Return the error that converting made to each weight of a file that ``converted`` wrote.
+
+    Raises:
+        FormatError: the file has no such errors.
+        StorageError: it cannot be read.
+    """
+    try:
+        with path.open("rb") as stream:
+            header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
+        errors = json.loads(header["__metadata__"][_ERRORS])
+        return {str(name): float(error) for name, error in errors.items()}
+    except OSError as error:
+        raise StorageError(f"cannot read {path}: {error.strerror or error}") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise FormatError(f"{path} does not say what converting it lost ({error})") from error
+
+
+def _key(items: Mapping[str, Item], stamps: Sequence[FileStamp]) -> str:
+    """Return a hash of all that the file is made from; where the sources lie does not matter."""
+    known = {stamp.path: [stamp.digest, stamp.size_bytes, stamp.mtime_ns] for stamp in stamps}
+    parts = [
+        [
+            name,
+            item.wire,
+            DEFAULT_GROUP,
+            item.source.dtype,
+            list(item.source.shape),
+            [[known[e.path], e.offset, e.size_bytes] for e in item.source.extents],
+        ]
+        for name, item in sorted(items.items())
+    ]
+    return hashlib.blake2b(json.dumps([VERSION, parts]).encode(), digest_size=20).hexdigest()
+
+
+def _write(items: Mapping[str, Item], stamps: Sequence[FileStamp], target: Path) -> None:
+    # Packed rows keep their alignment to 16 bytes, and larger elements theirs.
+    order = sorted(items, key=lambda n: (items[n].wire not in FORMS, -_itemsize(items[n]), n))
+    needed_bytes = sum(item.size_bytes for item in items.values()) + (1 << 20)
+    free_bytes = shutil.disk_usage(target.parent).free
+    if free_bytes < needed_bytes:
+        raise StorageError(
+            f"the converted weights need {format_size(needed_bytes)} in {target.parent}, "
+            f"{format_size(free_bytes)} are free; free space or pass cache_dir= on another drive"
+        )
+    temporary = target.with_name(f".{target.name}.{os.getpid()}")
+    errors = dict.fromkeys(order, _NO_ERROR)
+    total_bytes = sum(item.source.size_bytes for item in items.values())
+    try:
+        with temporary.open("wb") as out, task("Converting weights", total_bytes) as advance:
+            out.write(_header(items, order, errors))
+            for name in order:
+                errors[name] = f"{_convert(items[name], out, advance):.6e}"
+            out.seek(0)
+            out.write(_header(items, order, errors))
+            out.flush()
+            os.fsync(out.fileno())
+        used = {extent.path for item in items.values() for extent in item.source.extents}
+        for stamp in stamps:
+            if stamp.path in used:
+                require_unchanged(stamp)
+        temporary.replace(target)
+    except OSError as error:
+        full = error.errno == errno.ENOSPC
+        reason = "the disk is full" if full else (error.strerror or str(error))
+        raise StorageError(
+            f"cannot write {target}: {reason}; free space or pass cache_dir= on another drive"
+        ) from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _itemsize(item: Item) -> int:
+    dtype: torch.dtype = getattr(torch, item.wire_shape[0])
+    return dtype.itemsize
+
+
+def _header(items: Mapping[str, Item], order: Sequence[str], errors: Mapping[str, str]) -> bytes:
+    """Return the head of the file; errors have a fixed width, so its length is known before they are."""
+    entries: dict[str, object] = {
+        "__metadata__": {_ERRORS: json.dumps(errors), "gascompile.packing": str(VERSION)}
+    }
+    position = 0
+    for name in order:
+        dtype, shape = items[name].wire_shape
+        end = position + items[name].size_bytes
+        entries[name] = {
+            "dtype": file_dtype(dtype),
+            "shape": list(shape),
+            "data_offsets": [position, end],
+        }
+        position = end
+    raw = json.dumps(entries).encode()
+    # Data that starts at a page is read directly from its first byte.
+    raw += b" " * (align_up(8 + len(raw), PAGE_BYTES) - 8 - len(raw))
+    return len(raw).to_bytes(8, "little") + raw
+
+
+def _convert(item: Item, out: BinaryIO, advance: Callable[[int], None]) -> float:
+    """Write one weight in its wire form and return its relative error."""
+    wrong = total = 0.0
+    for block in _blocks(item):
+        try:
+            wire = pack(block, item.wire, DEFAULT_GROUP)
+        except ValueError as error:
+            raise CheckpointError(
+                f"'{item.source.name}' cannot move as {item.wire}: {error}; leave weights= out"
+            ) from error
+        out.write(wire.reshape(-1).view(torch.uint8).numpy().data)
+        more = squared_error(block, wire, item.wire, DEFAULT_GROUP)
+        wrong, total = wrong + more[0], total + more[1]
+        advance(block.numel() * block.element_size())
+    return math.sqrt(wrong / total) if total else 0.0
+
+
+def _blocks(item: Item) -> Iterator[torch.Tensor]:
+    """Yield the weight as matrices of some of its rows."""
+    rows, columns = item.matrix
+    dtype: torch.dtype = getattr(torch, item.source.dtype)
+    step = max(1, _BLOCK_VALUES // columns)
+    with contextlib.ExitStack() as stack:
+        read = _Bytes(item.source, stack).take
+        for begin in range(0, rows, step):
+            count = min(step, rows - begin) * columns
+            raw = read(count * dtype.itemsize)
+            yield torch.frombuffer(raw, dtype=dtype).view(-1, columns)
+
+
+class _Bytes:
+    """The bytes of a weight in order, across its extents."""
+
+    def __init__(self, source: WeightSource, stack: contextlib.ExitStack) -> None:
+        self._name = source.name
+        self._left = list(source.extents)
+        self._offset = 0
+        self._files: dict[str, BinaryIO] = {}
+        self._stack = stack
+
+    def take(self, size_bytes: int) -> bytearray:
+        """Return the next bytes; raises ``StorageError`` where there are not as many."""
+        found = bytearray()
+        while len(found) < size_bytes:
+            if not self._left:
+                raise StorageError(f"'{self._name}' ends early; download the checkpoint again")
+            extent = self._left[0]
+            wanted = min(size_bytes - len(found), extent.size_bytes - self._offset)
+            found += self._read(extent.path, extent.offset + self._offset, wanted)
+            self._offset += wanted
+            if self._offset == extent.size_bytes:
+                self._left.pop(0)
+                self._offset = 0
+        return found
+
+    def _read(self, path: str, offset: int, size_bytes: int) -> bytes:
+        try:
+            if path not in self._files:
+                self._files[path] = self._stack.enter_context(open(path, "rb"))  # noqa: SIM115 - closed by the stack
+            stream = self._files[path]
+            stream.seek(offset)
+            raw = stream.read(size_bytes)
+        except OSError as error:
+            raise StorageError(
+                f"cannot read '{self._name}' from {path}: {error.strerror or error}"
+            ) from error
+        if len(raw) < size_bytes:
+            raise StorageError(f"'{self._name}' ends early in {path}; download it again")
+        return raw

@@ -1,0 +1,257 @@
+"""Ops on weights in their wire form: a linear layer, its tiles, and decoding. Plain torch, any device.
+
+A weight arrives in fewer bytes than it is computed in. ``wire_linear`` decodes it in blocks of rows into a
+scratch that stays in the caches and multiplies block by block, so no decoded weight is ever whole in memory.
+Wire forms are ``bfloat16`` and ``float16``, plain matrices, and the row-packed ``int8`` and ``int4`` of
+``packing``. What differs from row to row or from group to group alone is taken out of the product where it
+can be: ``int8`` scales the outputs, ``int4`` adds its minima by the sums of each group of inputs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from gascompile.packing import DEFAULT_GROUP, FORMS, INT4_LARGEST, packed_parts, row_bytes
+
+PLAIN: Final = ("bfloat16", "float16", "float32")
+"""Wire forms that are matrices of a dtype of torch's."""
+_BLOCK_WEIGHTS = 1 << 20
+"""Weights that are decoded at once, about: 4 MiB of fp32, which a cache keeps until the product reads them."""
+_ROW_GROUP = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FormSpec:
+    """How one weight lies in its file and how it moves."""
+
+    stored: str
+    wire: str
+    group: int = DEFAULT_GROUP
+    """Columns that share a scale and a minimum in ``int4``."""
+
+
+def wire_matrix(form: str, rows: int, columns: int, group: int) -> tuple[str, tuple[int, int]]:
+    """Return dtype and shape of the matrix that a weight of ``rows x columns`` is on the wire."""
+    if form in PLAIN:
+        return form, (rows, columns)
+    return "uint8", (rows, row_bytes(form, columns, group))
+
+
+def linear_into(
+    out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, form: str, group: int
+) -> None:
+    """Write ``x @ decoded(weight).T`` into ``out``.
+
+    Args:
+        out: ``[m, rows]``, of any strides.
+        x: ``[m, columns]``, in the dtype that is computed in.
+        weight: the wire matrix of ``rows`` rows.
+        form: its form.
+        group: columns per scale in ``int4``.
+    """
+    columns = x.shape[1]
+    scratch = x.new_empty((_block_rows(columns, weight.shape[0]), columns))
+    if form == "int4" and x.dtype == torch.float32:
+        _int4_into(out, x, weight, scratch, group)
+        return
+    for begin in range(0, weight.shape[0], scratch.shape[0]):
+        rows = weight[begin : begin + scratch.shape[0]]
+        block, part = scratch[: rows.shape[0]], out[:, begin : begin + rows.shape[0]]
+        if form == "int8":
+            block.copy_(rows[:, :columns].view(torch.int8))
+        elif form == "int4":
+            block.copy_(decoded(rows, form, columns, group, torch.float32))
+        else:
+            block.copy_(rows)
+        torch.mm(x, block.t(), out=part)
+        if form == "int8":
+            part.mul_(_scales(rows, form, columns, group).view(-1))
+
+
+def _int4_into(
+    out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, scratch: torch.Tensor, group: int
+) -> None:
+    """Multiply without bringing the two halves of a byte back in order: the inputs are put in theirs."""
+    m, columns = x.shape
+    half, num_groups = columns // 2, columns // group
+    sums = x.reshape(m, num_groups, group).sum(-1)
+    x = x.reshape(m, half, 2).transpose(1, 2).reshape(m, columns)
+    nibbles = weight.new_empty((scratch.shape[0], half))
+    for begin in range(0, weight.shape[0], scratch.shape[0]):
+        rows = weight[begin : begin + scratch.shape[0]]
+        num_rows = rows.shape[0]
+        block, part = scratch[:num_rows], out[:, begin : begin + num_rows]
+        packed, unpacked = rows[:, :half], nibbles[:num_rows]
+        torch.bitwise_and(packed, INT4_LARGEST, out=unpacked)
+        block[:, :half].copy_(unpacked)
+        torch.bitwise_right_shift(packed, 4, out=unpacked)
+        block[:, half:].copy_(unpacked)
+        scales = _scales(rows, "int4", columns, group).view(num_rows, 1, num_groups, 1)
+        block.view(num_rows, 2, num_groups, group // 2).mul_(scales)
+        torch.mm(x, block.t(), out=part)
+        part.addmm_(sums, _minima(rows, columns, group).t())
+
+
+def decoded(
+    rows: torch.Tensor, form: str, columns: int, group: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return wire rows, ``[..., row_bytes]`` or ``[..., columns]``, as values ``[..., columns]`` of ``dtype``.
+
+    A value is computed in float32 and rounded once.
+    """
+    if form not in FORMS:
+        return rows.to(dtype)
+    if form == "int8":
+        values = rows[..., :columns].view(torch.int8).float()
+        return values.mul_(_scales(rows, form, columns, group)).to(dtype)
+    num_groups = columns // group
+    packed = rows[..., : columns // 2]
+    values = torch.empty((*rows.shape[:-1], columns // 2, 2), device=rows.device)
+    values[..., 0].copy_(packed & INT4_LARGEST)
+    values[..., 1].copy_(packed >> 4)
+    values = values.view(*rows.shape[:-1], num_groups, group)
+    values.mul_(_scales(rows, form, columns, group).unsqueeze(-1))
+    values.add_(_minima(rows, columns, group).unsqueeze(-1))
+    return values.view(*rows.shape[:-1], columns).to(dtype)
+
+
+def _scales(rows: torch.Tensor, form: str, columns: int, group: int) -> torch.Tensor:
+    """Return the scales of packed rows in float32, ``[..., number of scales]``."""
+    parts = packed_parts(form, columns, group)
+    dtype = torch.float32 if form == "int8" else torch.float16
+    return _field(rows, parts.scales_offset, parts.num_scales, dtype)
+
+
+def _minima(rows: torch.Tensor, columns: int, group: int) -> torch.Tensor:
+    parts = packed_parts("int4", columns, group)
+    assert parts.minima_offset is not None, "int4 has minima"
+    return _field(rows, parts.minima_offset, parts.num_scales, torch.float16)
+
+
+def _field(rows: torch.Tensor, offset: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+    raw = rows[..., offset : offset + count * dtype.itemsize]
+    return raw.contiguous().view(dtype).float()
+
+
+def _block_rows(columns: int, rows: int) -> int:
+    num_rows = max(_BLOCK_WEIGHTS // columns // _ROW_GROUP, 1) * _ROW_GROUP
+    return min(num_rows, rows)
+
+
+# ------------------------------------------------------------ what graphs call
+
+
+def _linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, form: str, group: int
+) -> torch.Tensor:
+    return linear_tile(None, x, weight, bias, 0, weight.shape[0], form, group)
+
+
+def linear_tile(
+    out: torch.Tensor | None,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    begin: int,
+    features: int,
+    form: str,
+    group: int,
+) -> torch.Tensor:
+    """Compute the output features of a linear layer that begin at ``begin``, in place, and return all of them.
+
+    Args:
+        out: what the tiles before have written; ``None`` makes room for all ``features``.
+        x: the layer's input.
+        weight: the wire rows of the layer's weight that belong to the tile.
+        bias: the layer's whole bias, in any floating dtype.
+        begin: first output feature of the tile.
+        features: output features of the layer.
+        form: the weight's wire form.
+        group: columns per scale in ``int4``.
+    """
+    if out is None:
+        out = x.new_empty((*x.shape[:-1], features))
+    if not out.numel():
+        return out
+    end = begin + weight.shape[0]
+    part = out.view(-1, features)[:, begin:end]
+    linear_into(part, x.reshape(-1, x.shape[-1]), weight, form, group)
+    if bias is not None:
+        part.add_(bias[begin:end])
+    return out
+
+
+def _linear_shape(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, form: str, group: int
+) -> torch.Tensor:
+    del bias, form, group
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+def _decode(
+    rows: torch.Tensor, form: str, columns: int, group: int, dtype: torch.dtype
+) -> torch.Tensor:
+    return decoded(rows, form, columns, group, dtype)
+
+
+def _decode_shape(
+    rows: torch.Tensor, form: str, columns: int, group: int, dtype: torch.dtype
+) -> torch.Tensor:
+    return rows.new_empty((*rows.shape[:-1], columns) if form in FORMS else rows.shape, dtype=dtype)
+
+
+_LIBRARY = torch.library.Library("gascompile", "FRAGMENT")
+_LIBRARY.define("wire_linear(Tensor x, Tensor weight, Tensor? bias, str form, int group) -> Tensor")
+_LIBRARY.define(
+    "wire_decode(Tensor rows, str form, int columns, int group, ScalarType dtype) -> Tensor"
+)
+_LIBRARY.impl("wire_linear", _linear, "CompositeExplicitAutograd")
+_LIBRARY.impl("wire_decode", _decode, "CompositeExplicitAutograd")
+torch.library.register_fake("gascompile::wire_linear", _linear_shape, lib=_LIBRARY)
+torch.library.register_fake("gascompile::wire_decode", _decode_shape, lib=_LIBRARY)
+
+LINEAR: Final[torch._ops.OpOverload] = torch.ops.gascompile.wire_linear.default
+DECODE: Final[torch._ops.OpOverload] = torch.ops.gascompile.wire_decode.default
+
+
+# ------------------------------------------------------------ what they need beside their results
+
+
+def linear_workspace_bytes(x: torch.Tensor, weight: torch.Tensor, form: str, group: int) -> int:
+    """Return at least what ``wire_linear`` allocates at once beside its result."""
+    columns, itemsize = x.shape[-1], x.element_size()
+    m = x.numel() // columns
+    block = _block_rows(columns, weight.shape[0])
+    size_bytes = block * columns * itemsize + _FEW_BYTES
+    if not x.is_contiguous():
+        size_bytes += m * columns * itemsize
+    if form == "int8":
+        size_bytes += 2 * 4 * block
+    elif form == "int4":
+        # Scales in float32, and minima in both dtypes.
+        fields_bytes = block * (columns // group) * (4 + 2 + 4)
+        if x.dtype == torch.float32:
+            size_bytes += block * columns // 2 + fields_bytes
+            size_bytes += m * columns * itemsize + m * (columns // group) * itemsize
+        else:
+            size_bytes += decode_workspace_bytes(block * columns, form, group) + 4 * block * columns
+    return size_bytes
+
+
+def decode_workspace_bytes(num_values: int, form: str, group: int, dtype_bytes: int = 4) -> int:
+    """Return at least what decoding ``num_values`` allocates at once beside its result."""
+    size_bytes = _FEW_BYTES
+    if form == "int8":
+        size_bytes += 8 * num_values  # one scale per row, and rows may be short
+    elif form == "int4":
+        size_bytes += num_values // 2 + num_values // group * (2 + 4)
+    if form in FORMS and dtype_bytes != 4:
+        size_bytes += 4 * num_values
+    return size_bytes
+
+
+_FEW_BYTES = 1 << 10
+"""Allocations of a few bytes: sizes are rounded up."""

@@ -1,0 +1,185 @@
+"""Weights that move in other forms than they are computed in: results, budgets, files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.utils import _pytree as pytree
+
+import gascompile
+from gascompile.calls import bind_call
+from gascompile.form_store import read_errors
+from gascompile.integrations.huggingface import register_pytrees
+from gascompile.wire_ops import decoded
+from tests import zoo
+from tests.allocator import peak_growth_bytes
+
+MIB = 1 << 20
+
+
+class Net(nn.Module):
+    """An embedding, layers with and without bias, and a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(3000, 512)
+        self.norm = nn.LayerNorm(512)
+        self.up = nn.Linear(512, 2048)
+        self.down = nn.Linear(2048, 512, bias=False)
+        self.head = nn.Linear(512, 3000)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        x = x + self.down(torch.relu(self.up(self.norm(x))))
+        found: torch.Tensor = self.head(x)
+        return found
+
+
+def net() -> tuple[Net, torch.Tensor]:
+    torch.manual_seed(0)
+    return Net().eval(), torch.randint(0, 3000, (2, 5))
+
+
+def outputs(model: nn.Module, *args: Any, **kwargs: Any) -> list[torch.Tensor]:
+    register_pytrees()
+    with torch.no_grad():
+        leaves = pytree.tree_leaves(model(*args, **kwargs))
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+def rounded_checkpoint(model: nn.Module, file: Path) -> None:
+    """Round the model to bf16 and write it as such; the model keeps the rounded values in its own dtype."""
+    state = {name: t for name, t in model.state_dict().items() if t.dtype == torch.float32}
+    with torch.no_grad():
+        for tensor in state.values():
+            tensor.copy_(tensor.bfloat16())
+    seen: set[int] = set()
+    kept = {}
+    for name, tensor in model.state_dict().items():
+        if tensor.data_ptr() not in seen:
+            seen.add(tensor.data_ptr())
+            is_rounded = name in state
+            kept[name] = (tensor.bfloat16() if is_rounded else tensor).contiguous().clone()
+    save_file(kept, file)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "t5", "convnet", "tied", "modules"])
+def test_a_bf16_checkpoint_is_computed_in_fp32_without_loss(
+    name: str, cache: Path, tmp_path: Path
+) -> None:
+    model, inputs = zoo.make(name)
+    rounded_checkpoint(model, tmp_path / "model.safetensors")
+    expected = outputs(model, **inputs)
+    compiled = gascompile.compile(
+        model, example_inputs=inputs, checkpoint=tmp_path / "model.safetensors", cache_dir=cache
+    )
+    with compiled:
+        found = [v for v in pytree.tree_leaves(compiled(**inputs)) if isinstance(v, torch.Tensor)]
+        for value, wanted in zip(found, expected, strict=True):
+            torch.testing.assert_close(value, wanted, rtol=0, atol=1e-5)
+        report = compiled.last_run
+        assert report is not None
+        assert report.peak_bytes["cpu"] <= compiled.plan.budget_bytes["cpu"]
+        forms = [t.forms for t in compiled.plan.tensors.values() if t.forms]
+        assert forms
+        assert {(f.wire, f.compute) for f in forms} == {("bfloat16", "float32")}
+
+
+def with_decoded_weights(model: Net, compiled: gascompile.CompiledModel) -> None:
+    """Give the model the values that the wire forms in the store decode to."""
+    shapes = {name: p.shape for name, p in model.named_parameters()}
+    state = {}
+    for name, forms in compiled.program.forms.items():
+        (file,) = {extent.path for extent in compiled.weights.sources[name].extents}
+        wire = load_file(file)[name]
+        state[name] = decoded(wire, forms.wire, shapes[name][-1], 32, torch.float32)
+    assert state
+    model.load_state_dict(state, strict=False)
+
+
+@pytest.mark.parametrize("form", ["bf16", "int8", "int4"])
+@pytest.mark.parametrize("budget", [10 * MIB, 40 * MIB])
+def test_a_lossy_form_computes_what_its_weights_decode_to(
+    form: str, budget: int, cache: Path
+) -> None:
+    model, ids = net()
+    exact = outputs(model, ids)[0]
+    with gascompile.compile(
+        model, budget, example_inputs=(ids,), cache_dir=cache, weights=form
+    ) as compiled:
+        with_decoded_weights(model, compiled)
+        expected = outputs(model, ids)[0]
+        for _ in range(2):
+            torch.testing.assert_close(compiled(ids), expected, rtol=1e-5, atol=1e-4)
+        report = compiled.last_run
+        assert report is not None
+        assert report.peak_bytes["cpu"] <= budget
+        executor = compiled._executor
+        assert executor is not None
+        plan = compiled.plan
+        leaves = pytree.tree_leaves(bind_call(compiled._positional, (ids,), {}))
+        allocated = peak_growth_bytes(lambda: executor.run(*leaves))
+        assert allocated <= plan.peak_bytes["cpu"] - plan.arena_bytes["cpu"]
+        wires = {t.forms.wire for t in plan.tensors.values() if t.forms}
+        assert {"bf16": "bfloat16"}.get(form, form) in wires
+    limit = {"bf16": 0.01, "int8": 0.03, "int4": 0.3}[form]
+    assert 0 < float((expected - exact).norm() / exact.norm()) < limit
+
+
+def test_a_form_is_written_once_and_says_what_it_lost(cache: Path) -> None:
+    model, ids = net()
+    with gascompile.compile(model, example_inputs=(ids,), cache_dir=cache, weights="int8"):
+        pass
+    files = {f: f.stat().st_mtime_ns for f in (cache / "store").glob("*.safetensors")}
+    with gascompile.compile(
+        model, 20 * MIB, example_inputs=(ids,), cache_dir=cache, weights="int8"
+    ):
+        pass
+    assert {f: f.stat().st_mtime_ns for f in (cache / "store").glob("*.safetensors")} == files
+    (packed,) = (f for f in files if "up.weight" in load_file(f) and len(load_file(f)) == 4)
+    errors = read_errors(packed)
+    original = dict(model.named_parameters())
+    for name, wire in load_file(packed).items():
+        exact = original[name].detach()
+        found = decoded(wire, "int8", exact.shape[1], 32, torch.float32)
+        assert errors[name] == pytest.approx(float((found - exact).norm() / exact.norm()), rel=1e-3)
+
+
+def test_a_checkpoint_that_would_be_rounded_is_refused_unless_asked_for(
+    cache: Path, tmp_path: Path
+) -> None:
+    model, ids = net()
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    reduced = net()[0].to(torch.bfloat16)
+    arguments: dict[str, Any] = {
+        "example_inputs": (ids,),
+        "checkpoint": tmp_path / "model.safetensors",
+        "cache_dir": cache,
+    }
+    with pytest.raises(gascompile.CheckpointError, match='weights="bf16"'):
+        gascompile.compile(reduced, **arguments)
+    expected = outputs(reduced, ids)[0]
+    with gascompile.compile(reduced, **arguments, weights="bf16") as compiled:
+        torch.testing.assert_close(compiled(ids), expected, rtol=0, atol=0)
+
+
+def test_a_form_that_no_weight_can_have_is_refused(cache: Path) -> None:
+    model = nn.Linear(8, 8)
+    with pytest.raises(gascompile.UnsupportedOpError, match="int4"):
+        gascompile.compile(
+            model, example_inputs=(torch.ones(1, 8),), cache_dir=cache, weights="int4"
+        )
+
+
+def test_infinite_weights_are_refused_and_leave_nothing_behind(cache: Path) -> None:
+    model, ids = net()
+    with torch.no_grad():
+        model.up.weight[3, 4] = torch.inf
+    with pytest.raises(gascompile.CheckpointError, match=r"up\.weight"):
+        gascompile.compile(model, example_inputs=(ids,), cache_dir=cache, weights="int8")
+    assert not [f for f in (cache / "store").glob(".*") if f.name != ".lock"]
