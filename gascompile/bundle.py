@@ -9,10 +9,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -24,11 +25,14 @@ from safetensors.torch import save as save_tensors
 from gascompile import serial
 from gascompile.errors import FormatError, StorageError
 from gascompile.ir import FileStamp, Plan, WeightSource
+from gascompile.kernels import Fusion, KernelFiles
 from gascompile.program import Program
 from gascompile.program_io import program_from_json, program_to_json
 
 FORMAT = "gascompile.bundle/1"
 _WEIGHTS_FOLDER = "weights"
+_FUSION = "fusion.json"
+_KERNELS = re.compile(r"kernels-([0-9a-f]{40})\.(json|so)")
 _FILES = ("program.json", "plan.json", "weights.json", "held.safetensors")
 
 
@@ -55,6 +59,10 @@ class Bundle:
     """Names of the model's leading positional arguments."""
     versions: Mapping[str, str]
     """Versions of the software that the program was captured with."""
+    fusion: Fusion | None = None
+    """Which ops run as compiled kernels; ``None`` where fusing is off."""
+    kernels: Mapping[str, KernelFiles] = field(default_factory=dict)
+    """The kernels' machine code, by digest. It is run if it is trusted: see ``fusion.load_kernels``."""
 
 
 def write_bundle(
@@ -76,6 +84,11 @@ def write_bundle(
             {name: tensor.detach().contiguous().clone() for name, tensor in bundle.held.items()}
         ),
     }
+    if bundle.fusion is not None:
+        contents[_FUSION] = serial.dumps(bundle.fusion).encode()
+    for digest, files in bundle.kernels.items():
+        contents[f"kernels-{digest}.json"] = files.record
+        contents[f"kernels-{digest}.so"] = files.code
     manifest = {
         "format": FORMAT,
         "positional": list(bundle.positional),
@@ -124,12 +137,15 @@ def read_bundle(folder: Path) -> Bundle:
             f"{folder} is not a bundle of the format {FORMAT!r}; save it again with this version"
         )
     raw: dict[str, bytes] = {}
-    for name in _FILES:
+    listed = manifest.get("files")
+    listed = listed if isinstance(listed, dict) else {}
+    fused = [name for name in listed if name == _FUSION or _KERNELS.fullmatch(name)]
+    for name in (*_FILES, *fused):
         try:
             raw[name] = (folder / name).read_bytes()
         except OSError as error:
             raise StorageError(f"cannot read {folder / name}: {error.strerror or error}") from error
-        if _digest(raw[name]) != manifest.get("files", {}).get(name):
+        if _digest(raw[name]) != listed.get(name):
             raise FormatError(
                 f"{folder / name} is damaged: its checksum differs; save the bundle again"
             )
@@ -145,9 +161,31 @@ def read_bundle(folder: Path) -> Bundle:
             held=held,
             positional=tuple(manifest["positional"]),
             versions=dict(manifest["versions"]),
+            fusion=_read_fusion(raw),
+            kernels=_read_kernels(raw, folder),
         )
     except (SafetensorError, ValueError, KeyError) as error:
         raise FormatError(f"{folder} is damaged ({error}); save the bundle again") from error
+
+
+def _read_fusion(raw: Mapping[str, bytes]) -> Fusion | None:
+    if _FUSION not in raw:
+        return None
+    return serial.from_json(Fusion, json.loads(raw[_FUSION]), where=_FUSION)
+
+
+def _read_kernels(raw: Mapping[str, bytes], folder: Path) -> dict[str, KernelFiles]:
+    """Return the kernels among the files of a bundle; what they are called is what they are."""
+    found: dict[str, KernelFiles] = {}
+    for digest in sorted({m.group(1) for m in map(_KERNELS.fullmatch, raw) if m is not None}):
+        code = raw.get(f"kernels-{digest}.so", b"")
+        files = KernelFiles(record=raw.get(f"kernels-{digest}.json", b""), code=code)
+        if files.digest != digest:
+            raise FormatError(
+                f"the kernels {digest} of {folder} are damaged; save the bundle again"
+            )
+        found[digest] = files
+    return found
 
 
 def _umask() -> int:

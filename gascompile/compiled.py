@@ -18,7 +18,9 @@ from gascompile.bundle import Bundle, Weights, content_stamp, require_unchanged,
 from gascompile.calls import bind_call
 from gascompile.config import default_cache_dir
 from gascompile.errors import PlanMismatchError
+from gascompile.fusion import LoadedFusion
 from gascompile.ir import Plan
+from gascompile.kernels import FusedReport
 from gascompile.passes.insert import insert
 from gascompile.passes.to_device import to_device
 from gascompile.passes.verify import verify
@@ -46,6 +48,8 @@ class Unit:
     last_run: RunReport | None = None
     early: EarlyMemory | None = None
     """Memory taken ahead for the first session."""
+    fusion: LoadedFusion | None = None
+    """The ops that run as compiled kernels; ``None`` where all run one by one."""
 
     @staticmethod
     def of(bundle: Bundle) -> Unit:
@@ -151,6 +155,12 @@ class CompiledModel:
         return self._current().last_run
 
     @property
+    def fused(self) -> FusedReport | None:
+        """How many ops of ``plan`` run as compiled kernels, or why none does; ``None`` for ``fuse="off"``."""
+        fusion = self._current().fusion
+        return fusion.report if fusion is not None else None
+
+    @property
     def states(self) -> Mapping[str, torch.Tensor]:
         """Buffers that calls mutate, by their name in the model. Writing to one changes the next call."""
         return self._current().bundle.held
@@ -222,7 +232,8 @@ class CompiledModel:
         self._session = open_session(
             unit.bundle, cache_dir=self._cache_dir, progress=self._bar, early=early
         )
-        self._executor = Executor(self._session, unit.graph_module, unit.bundle.plan)
+        fused = unit.fusion.segments if unit.fusion is not None else ()
+        self._executor = Executor(self._session, unit.graph_module, unit.bundle.plan, fused=fused)
         self._active = unit
         return self._executor
 

@@ -35,6 +35,8 @@ class CompileConfig:
     """The form that weights move in; ``None`` moves them as they are stored, which loses nothing."""
     fuse: str = "auto"
     """``auto`` compiles the ops between two transfers into one kernel where that pays; ``off`` never does."""
+    fuse_runs: float = 1000.0
+    """Compiling kernels may take as long as they save in so many runs; infinity fuses whatever gains anything."""
     cache_dir: Path = field(default_factory=default_cache_dir, metadata={"fingerprint": False})
 
     def __post_init__(self) -> None:
@@ -48,6 +50,9 @@ class CompileConfig:
             )
         if self.fuse not in FUSE:
             raise ValueError(f"fuse is one of {', '.join(FUSE)}, not {self.fuse!r}")
+
+        if not self.fuse_runs >= 0:
+            raise ValueError(f"fuse_runs is a number of runs, not {self.fuse_runs}")
 
     def fingerprint_fields(self) -> dict[str, str]:
         """Return every field that shapes the plan, as text."""

@@ -90,9 +90,6 @@ class Fusion:
     FORMAT: ClassVar[str] = "gascompile.fusion/1"
 
     segments: tuple[Segment, ...] = ()
-    libraries: tuple[str, ...] = ()
-    """Digests of the ``KernelFiles`` that hold the segments' kernels."""
-    built_for: Mapping[str, str]
     gain_s: float = 0.0
     """By how much the replay of the plan is shorter with the segments' predicted seconds; per run."""
     compile_s: float = 0.0

@@ -11,9 +11,11 @@ from gascompile.admission import admit
 from gascompile.bundle import Bundle, Weights, content_stamp, read_bundle, relocate
 from gascompile.checkpoint import open_checkpoint
 from gascompile.compiled import CompiledModel, Unit
+from gascompile.config import default_cache_dir
 from gascompile.emulated import emulated_name
 from gascompile.errors import CheckpointError, PlanMismatchError, StorageError
 from gascompile.fingerprint import versions
+from gascompile.fusion import load_kernels
 from gascompile.ir import FileStamp
 from gascompile.machine import host_name, this_machine_name
 from gascompile.progress import task
@@ -24,6 +26,7 @@ def load(
     *,
     checkpoint: str | os.PathLike[str] | None = None,
     any_machine: bool = False,
+    trust_kernels: bool = False,
 ) -> CompiledModel:
     """Open a bundle written by ``CompiledModel.save``. The plan is verified again before it is used.
 
@@ -32,6 +35,8 @@ def load(
         checkpoint: where the weight files are now, if they were moved; their content must be the same.
         any_machine: accept a plan made on another machine. It keeps its budget here too; its speed is
             whatever this machine gives.
+        trust_kernels: run the bundle's fused kernels although they were not compiled here. They are machine
+            code: say so only if you trust who made the bundle. Without it such ops run one by one.
 
     Raises:
         DeviceError: the plan computes on a GPU that cannot be used here, or whose memory others hold.
@@ -55,6 +60,8 @@ def load(
     if checkpoint is not None:
         weights = _moved(weights, Path(checkpoint))
     unit = Unit.of(_checked(bundle, weights))
+    if bundle.fusion is not None:
+        unit.fusion = load_kernels(bundle, cache_dir=default_cache_dir(), trust=trust_kernels)
     return CompiledModel(positional=bundle.positional, units=[unit])
 
 

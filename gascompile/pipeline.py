@@ -23,14 +23,14 @@ from gascompile.compiled import CompiledModel, Unit
 from gascompile.config import CompileConfig
 from gascompile.errors import FormatError, PlanVerificationError
 from gascompile.fingerprint import module_fingerprint, versions
-from gascompile.forms_choice import choose_forms, stored_dtypes
+from gascompile.fusion import fuse as fuse_ops
+from gascompile.fusion import load_kernels
 from gascompile.integrations.huggingface import is_transformers_model, register_pytrees
 from gascompile.ir import Budget, Machine, Plan, Workload
 from gascompile.machine import resolve_machine
 from gascompile.machine_check import source_warnings
 from gascompile.op_times import measured_times
 from gascompile.passes.annotate import annotate
-from gascompile.passes.change_forms import change_forms
 from gascompile.passes.make_plan import make_plan
 from gascompile.passes.retime import retime
 from gascompile.program import Program
@@ -101,14 +101,35 @@ class Job:
         cached = plan_cache.read(folder, prints)
         if cached is not None:
             try:
-                return Unit.of(self._with_weights(cached, checkpoint))
+                return self._with_kernels(Unit.of(self._with_weights(cached, checkpoint)))
             except (PlanVerificationError, FormatError) as error:
                 _log.warning("the cached plan %s is refused (%s); planning again", folder, error)
         bundle = self._plan(args, kwargs, checkpoint, prints)
-        unit = Unit.of(bundle)
+        unit = self._fused(Unit.of(bundle))
+        bundle = unit.bundle
         # The model's own states are bound to the model of the day; they are no part of the plan.
         kept = replace(bundle, held=self._constants(bundle))
         plan_cache.write(folder, kept, damaged=cached is not None)
+        return unit
+
+    def _fused(self, unit: Unit) -> Unit:
+        """Decide which ops of a new plan run as compiled kernels, and compile them."""
+        if self.config.fuse == "off":
+            return unit
+        unit.bundle = fuse_ops(
+            unit.bundle,
+            unit.graph_module,
+            cache_dir=self.config.cache_dir,
+            runs=self.config.fuse_runs,
+        )
+        assert unit.bundle.fusion is not None, "fuse_ops says what is fused, or why nothing is"
+        return self._with_kernels(unit, compile_s=unit.bundle.fusion.compile_s)
+
+    def _with_kernels(self, unit: Unit, compile_s: float = 0.0) -> Unit:
+        if unit.bundle.fusion is not None:
+            unit.fusion = load_kernels(
+                unit.bundle, cache_dir=self.config.cache_dir, compile_s=compile_s
+            )
         return unit
 
     def fingerprint(
@@ -167,7 +188,6 @@ class Job:
             checkpoint=checkpoint,
             store=self.config.cache_dir / STORE,
             where=str(self.checkpoint_path or "the checkpoint"),
-            lossy=self.config.weights is not None,
         )
         held = {
             name: tensor if name in constants else self.buffers.setdefault(name, tensor)
@@ -205,9 +225,7 @@ class Job:
                 shapes = dict(zip(positional_names(self.model), shapes, strict=False))
             captured = capture(self.model, args, kwargs, dynamic_shapes=shapes)
         program = with_held_tensors(captured.program, self.model, captured.constants)
-        stored = stored_dtypes(program, captured.canonical, self.open_checkpoint())
-        forms = choose_forms(program, stored, self.config.weights)
-        return replace(captured, program=change_forms(program, forms))
+        return replace(captured, program=program)
 
     def place(self, captured: Capture, prints: Mapping[str, str]) -> Plan:
         """Annotate and plan a captured program."""
@@ -285,6 +303,7 @@ def compile(  # noqa: A001 - the public name, as in torch.compile
     strategy: str | None = None,
     weights: str | None = None,
     fuse: str = "auto",
+    fuse_runs: float = 1000.0,
 ) -> CompiledModel:
     """Plan ``model`` for ``budget`` and return it ready to run.
 
@@ -306,6 +325,8 @@ def compile(  # noqa: A001 - the public name, as in torch.compile
             per row) and ``"int4"`` (one per group of a row) move fewer bytes and lose precision; ``"auto"`` takes
             whichever of them is fastest.
         fuse: ``"auto"`` compiles the ops between two transfers where that pays, ``"off"`` never does.
+        fuse_runs: compiling kernels may take as long as they are predicted to save in so many runs. Infinity
+            fuses whatever gains anything.
 
     Raises:
         CaptureError: the model cannot be traced.
@@ -320,6 +341,7 @@ def compile(  # noqa: A001 - the public name, as in torch.compile
         strategy=strategy,
         weights=weights,
         fuse=fuse,
+        fuse_runs=fuse_runs,
         **({"cache_dir": Path(cache_dir)} if cache_dir is not None else {}),
     )
     job = make_job(

@@ -1,0 +1,288 @@
+"""Fusion: whether and which segments of a plan run as compiled kernels, and what it takes to load them.
+
+``fuse`` decides once per plan, after planning: kernels that are there are used, others are compiled where
+the seconds that a run is predicted to save, times the runs that they may take to pay, exceed the seconds of
+the compilation. ``load_kernels`` turns what a bundle holds into calls, if its machine code is trusted.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from torch import fx
+
+from gascompile import kernel_store, serial
+from gascompile.bundle import Bundle
+from gascompile.cost_models.op_time import op_time_s
+from gascompile.cost_models.replay import replay_plan
+from gascompile.errors import FormatError, StorageError, UnsupportedOpError
+from gascompile.fusion_build import KernelBuildError, build, built_for
+from gascompile.ir import Plan
+from gascompile.kernels import FusedReport, Fusion, Kernel, KernelFiles, KernelLibrary, Segment
+from gascompile.passes.segments import layout, segments
+from gascompile.progress import task
+from gascompile.runtime.fused import FusedSegment, load_library
+
+_log = logging.getLogger("gascompile")
+
+COMPILE_BASE_S = 8.0
+"""Importing Inductor and reading torch's headers. [Empirical]"""
+COMPILE_EACH_S = 0.6
+"""Generating and compiling one kernel. [Empirical]"""
+_CALL_S = 3e-6
+"""Checking inputs, allocating and launching. [Empirical]"""
+_BACKENDS = ("cpu", "emulated")
+
+
+def fuse(bundle: Bundle, graph_module: fx.GraphModule, *, cache_dir: Path, runs: float) -> Bundle:
+    """Return ``bundle`` with its fusion and the kernels for it; nothing fused is a result, too, with a reason.
+
+    Args:
+        bundle: a planned program, just captured.
+        graph_module: the program with the plan's moves.
+        cache_dir: where kernels are kept.
+        runs: how many runs a compilation may take to pay; infinity compiles whatever saves anything.
+    """
+    plan = bundle.plan
+    target = built_for()
+    backend = plan.machine.compute_backend
+    if backend not in _BACKENDS:
+        return _unfused(bundle, f"ops are not fused on the backend '{backend}' yet")
+    found = _worthwhile(graph_module, plan)
+    if not found:
+        return _unfused(bundle, "no consecutive ops gain from being one kernel")
+    known = kernel_store.find({s.key for s in found}, target, cache_dir)
+    missing = {s.key: s for s in found if s.key not in known}
+    gain_s = _gain_s(found, graph_module, plan)
+    cost_s = COMPILE_BASE_S + COMPILE_EACH_S * len(missing)
+    made: KernelFiles | None = None
+    start_s = time.perf_counter()
+    reason = ""
+    if missing and (math.isinf(runs) or gain_s * runs >= cost_s):
+        made, reason = _compiled(missing, graph_module, target, cache_dir)
+    elif missing:
+        reason = (
+            f"fusing would save {gain_s * 1e6:.0f} us of a run and take about {cost_s:.0f} s to compile, "
+            f"which {runs:.0f} runs do not pay; raise fuse_runs"
+        )
+    compile_s = time.perf_counter() - start_s if made is not None else 0.0
+    libraries = _libraries(known.values(), made, cache_dir)
+    kernels = _kernels(libraries)
+    kept = tuple(s for s in found if s.key in kernels and _fits(kernels[s.key][1], s))
+    if not kept:
+        return _unfused(bundle, reason or "no kernel fits into the memory of its ops")
+    fusion = Fusion(
+        segments=kept,
+        gain_s=_gain_s(kept, graph_module, plan),
+        compile_s=compile_s,
+    )
+    used = {kernels[s.key][0] for s in kept}
+    return replace(bundle, fusion=fusion, kernels={d: libraries[d] for d in sorted(used)})
+
+
+def _unfused(bundle: Bundle, reason: str) -> Bundle:
+    return replace(bundle, fusion=Fusion(reason=reason), kernels={})
+
+
+# ------------------------------------------------------------ what to fuse
+
+
+def _worthwhile(graph_module: fx.GraphModule, plan: Plan) -> list[Segment]:
+    """Return the segments that are predicted to take less time than their ops."""
+    times_s = {op.name: op.time_s for op in plan.ops}
+    nodes = {node.name: node for node in graph_module.graph.nodes}
+    return [
+        segment
+        for segment in segments(graph_module, plan)
+        if _segment_s(segment, nodes, plan) < sum(times_s[name] for name in segment.ops)
+    ]
+
+
+def _segment_s(segment: Segment, nodes: Mapping[str, fx.Node], plan: Plan) -> float:
+    """Return the predicted seconds of a fused segment: its inputs are read once, its outputs written once."""
+    read_bytes, write_bytes = (
+        sum(_size_bytes(nodes[name]) for name in names)
+        for names in (segment.inputs, segment.outputs)
+    )
+    return _CALL_S + op_time_s(
+        flops=0,
+        read_bytes=read_bytes,
+        write_bytes=write_bytes,
+        dtype="float32",
+        device=plan.machine.compute_tier,
+        machine=plan.machine,
+    )
+
+
+def _size_bytes(node: fx.Node) -> int:
+    of = layout(node)
+    value = node.meta["val"]
+    return 0 if of is None else math.prod(of.shape) * int(value.element_size())
+
+
+def _gain_s(found: Sequence[Segment], graph_module: fx.GraphModule, plan: Plan) -> float:
+    """Return by how much an iteration is shorter with ``found`` fused, transfers and waits included."""
+    nodes = {node.name: node for node in graph_module.graph.nodes}
+    times_s: dict[str, float] = {}
+    for segment in found:
+        times_s.update(dict.fromkeys(segment.ops, 0.0))
+        times_s[segment.ops[-1]] = _segment_s(segment, nodes, plan)
+    ops = tuple(replace(op, time_s=times_s.get(op.name, op.time_s)) for op in plan.ops)
+    faster = replay_plan(replace(plan, ops=ops)).seconds
+    return max(replay_plan(plan).seconds - faster, 0.0)
+
+
+def _fits(kernel: Kernel, segment: Segment) -> bool:
+    return sum(kernel.scratch_bytes) <= segment.scratch_limit_bytes
+
+
+# ------------------------------------------------------------ kernels
+
+
+def _compiled(
+    missing: Mapping[str, Segment],
+    graph_module: fx.GraphModule,
+    target: Mapping[str, str],
+    cache_dir: Path,
+) -> tuple[KernelFiles | None, str]:
+    """Return the library of the missing kernels; or none, and why."""
+    from gascompile.fusion_codegen import generate
+
+    nodes = {node.name: node for node in graph_module.graph.nodes}
+    kernels: dict[str, Kernel] = {}
+    sources: list[str] = []
+    reason = ""
+    with task(f"Fusing ops into {len(missing)} kernels"):
+        for key, segment in missing.items():
+            parts = (segment.ops, segment.inputs, segment.outputs)
+            try:
+                generated = generate(key, *([nodes[name] for name in names] for names in parts))
+            except UnsupportedOpError as error:
+                reason = f"ops '{segment.ops[0]}' to '{segment.ops[-1]}' stay apart: {error}"
+                _log.info("%s", reason)
+                continue
+            if _fits(generated.kernel, segment):
+                kernels[key] = generated.kernel
+                sources += generated.sources
+        if not kernels:
+            return None, reason
+        try:
+            code = build(sources)
+        except KernelBuildError as error:
+            _log.warning("ops are not fused: %s", error)
+            return None, str(error)
+    library = KernelLibrary(built_for=dict(target), kernels=kernels)
+    files = KernelFiles(record=serial.dumps(library).encode(), code=code)
+    try:
+        kernel_store.keep(files, cache_dir)
+    except StorageError as error:
+        _log.warning("ops are not fused, as their kernels cannot be kept: %s", error)
+        return None, str(error)
+    return files, ""
+
+
+def _libraries(
+    known: Iterable[str], made: KernelFiles | None, cache_dir: Path
+) -> dict[str, KernelFiles]:
+    """Return the libraries by their digest: those that are there, and the one just made."""
+    found = {digest: kernel_store.read(digest, cache_dir) for digest in set(known)}
+    libraries = {digest: files for digest, files in found.items() if files is not None}
+    if made is not None:
+        libraries[made.digest] = made
+    return libraries
+
+
+def _kernels(libraries: Mapping[str, KernelFiles]) -> dict[str, tuple[str, Kernel]]:
+    """Return the kernels of libraries by their key, each with the digest of its library."""
+    return {
+        key: (digest, kernel)
+        for digest, files in libraries.items()
+        for key, kernel in kernel_store.read_record(files.record).kernels.items()
+    }
+
+
+# ------------------------------------------------------------ loading
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedFusion:
+    """The segments of a plan that run fused in this process, and a report on them."""
+
+    segments: tuple[FusedSegment, ...] = ()
+    report: FusedReport
+
+
+def load_kernels(
+    bundle: Bundle, *, cache_dir: Path, trust: bool = False, compile_s: float = 0.0
+) -> LoadedFusion:
+    """Load the machine code of a bundle's kernels; where that is not to be, the ops run one by one.
+
+    Args:
+        bundle: what was read or planned; its files' checksums are right.
+        cache_dir: where kernels that were compiled here are listed.
+        trust: run machine code of unknown origin.
+        compile_s: what compiling took just now, for the report.
+
+    Raises:
+        FormatError: a record of kernels is damaged.
+        StorageError: trusted code cannot be loaded.
+    """
+    fusion = bundle.fusion
+    if fusion is None:
+        return LoadedFusion(report=_report(bundle, (), compile_s, "fusing is off"))
+    reason = fusion.reason or _refusal(bundle, cache_dir, trust=trust)
+    if reason:
+        if not fusion.reason:
+            _log.warning("the plan's fused ops run one by one: %s", reason)
+        return LoadedFusion(report=_report(bundle, (), compile_s, reason))
+    kernels = _kernels(bundle.kernels)
+    loaded = {digest: load_library(files) for digest, files in bundle.kernels.items()}
+    if missing := [s for s in fusion.segments if s.key not in kernels]:
+        raise FormatError(
+            f"the bundle lacks the kernel of the fused ops '{missing[0].ops[0]}' to '{missing[0].ops[-1]}'; "
+            "save it again"
+        )
+    found = tuple(
+        FusedSegment(segment=s, kernel=kernels[s.key][1], library=loaded[kernels[s.key][0]])
+        for s in fusion.segments
+        if _fits(kernels[s.key][1], s)
+    )
+    return LoadedFusion(segments=found, report=_report(bundle, found, compile_s, ""))
+
+
+def _refusal(bundle: Bundle, cache_dir: Path, *, trust: bool) -> str:
+    """Return why the machine code of a bundle is not run here; empty where it is."""
+    backend = bundle.plan.machine.compute_backend
+    if backend not in _BACKENDS:
+        return f"ops are not fused on the backend '{backend}' yet"
+    here = built_for()
+    for files in bundle.kernels.values():
+        there = kernel_store.read_record(files.record).built_for
+        if name := next((k for k in here if there.get(k) != here[k]), ""):
+            return f"its kernels were made for {name} {there.get(name)}, this is {here[name]}"
+    unknown = [d for d in bundle.kernels if not kernel_store.is_trusted(d, cache_dir)]
+    if unknown and not trust:
+        return (
+            f"its kernels {unknown[0]} are machine code that was not compiled here; compile the model again, "
+            "or pass trust_kernels=True if you trust who made the bundle"
+        )
+    return ""
+
+
+def _report(
+    bundle: Bundle, found: Sequence[FusedSegment], compile_s: float, reason: str
+) -> FusedReport:
+    return FusedReport(
+        num_segments=len(found),
+        num_ops=sum(len(f.segment.ops) for f in found),
+        num_all_ops=len(bundle.plan.ops),
+        num_kernels=len({f.segment.key for f in found}),
+        gain_s=bundle.fusion.gain_s if bundle.fusion is not None and found else 0.0,
+        compile_s=compile_s,
+        reason=reason,
+    )
