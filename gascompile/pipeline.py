@@ -23,6 +23,7 @@ from gascompile.compiled import CompiledModel, Unit
 from gascompile.config import CompileConfig
 from gascompile.errors import FormatError, PlanVerificationError
 from gascompile.fingerprint import module_fingerprint, versions
+from gascompile.forms_choice import choose_forms, stored_dtypes
 from gascompile.fusion import fuse as fuse_ops
 from gascompile.fusion import load_kernels
 from gascompile.integrations.huggingface import is_transformers_model, register_pytrees
@@ -31,6 +32,7 @@ from gascompile.machine import resolve_machine
 from gascompile.machine_check import source_warnings
 from gascompile.op_times import measured_times
 from gascompile.passes.annotate import annotate
+from gascompile.passes.change_forms import change_forms
 from gascompile.passes.make_plan import make_plan
 from gascompile.passes.retime import retime
 from gascompile.program import Program
@@ -188,6 +190,7 @@ class Job:
             checkpoint=checkpoint,
             store=self.config.cache_dir / STORE,
             where=str(self.checkpoint_path or "the checkpoint"),
+            lossy=self.config.weights is not None,
         )
         held = {
             name: tensor if name in constants else self.buffers.setdefault(name, tensor)
@@ -225,7 +228,9 @@ class Job:
                 shapes = dict(zip(positional_names(self.model), shapes, strict=False))
             captured = capture(self.model, args, kwargs, dynamic_shapes=shapes)
         program = with_held_tensors(captured.program, self.model, captured.constants)
-        return replace(captured, program=program)
+        stored = stored_dtypes(program, captured.canonical, self.open_checkpoint())
+        forms = choose_forms(program, stored, self.config.weights)
+        return replace(captured, program=change_forms(program, forms))
 
     def place(self, captured: Capture, prints: Mapping[str, str]) -> Plan:
         """Annotate and plan a captured program."""

@@ -14,8 +14,6 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 LEAVES = (
-    "ir", "reports", "serial", "units", "errors", "program", "moves", "tiles", "packing", "kernels",
-)  # fmt: skip
     "ir", "reports", "serial", "units", "errors", "program", "moves", "tiles", "packing", "wire_ops",
     "kernels",
 )  # fmt: skip
