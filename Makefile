@@ -1,10 +1,11 @@
 # Every target works on a fresh clone: `make` first builds .venv, once.
 PYTHON ?= python3
-PY := .venv/bin/python
+# `PY=python3 make test-gpu` runs on a machine where nothing can be installed.
+PY ?= .venv/bin/python
 STAMP := .venv/.installed
 SOURCES := gascompile passes cost_models runtime tests examples benchmarks tools
 
-.PHONY: run test lint format typecheck bench clean venv
+.PHONY: run test test-gpu lint format typecheck bench bench-gpu clean venv
 
 run: $(STAMP)
 	$(PY) -m examples.sentence_search
@@ -28,8 +29,20 @@ typecheck: $(STAMP)
 bench: $(STAMP)
 	$(PY) -m benchmarks.inference_offload
 
+# Both need a GPU, and of this machine's Python what pyproject.toml names: with PY set, nothing is installed.
+IN_PLACE = $(PY) tools/run_in_place.py
+READY = $(if $(filter .venv/bin/python,$(PY)),$(STAMP))
+GPU_TESTS ?= tests
+
+test-gpu: $(READY)
+	@$(PY) -c "import sys, torch; sys.exit(None if torch.cuda.is_available() else 'no GPU here')"
+	$(IN_PLACE) -m pytest -o pythonpath=.in_place -W default -m "gpu or gds" $(GPU_TESTS)
+
+bench-gpu: $(READY)
+	$(IN_PLACE) -m benchmarks.gpu
+
 clean:
-	rm -rf .venv .typecheck build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .typecheck .in_place build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 venv: $(STAMP)
 

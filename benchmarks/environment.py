@@ -24,8 +24,16 @@ def describe_environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "torch_threads": torch.get_num_threads(),
-        "versions": {name: importlib.metadata.version(name) for name in _PACKAGES},
+        "versions": {name: installed_version(name) for name in _PACKAGES},
     }
+
+
+def installed_version(package: str) -> str | None:
+    """Return the version of an installed package; ``None`` where it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def result_path(theme: str) -> Path:

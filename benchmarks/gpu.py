@@ -1,0 +1,251 @@
+"""Models beyond GPU memory on this machine's GPU: GASCompile, accelerate, torch.compile and the link's limit.
+
+``python -m benchmarks.gpu`` measures each contender in a process of its own, one after the other, on random
+Llamas made here: no network, at most ten minutes. It writes
+``benchmarks/results/gpu-<gpu>-<date>.json``, of which ``python -m benchmarks.gpu_table`` makes the README's
+table. ``--machine emulated --toy`` tries it without a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.util
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from benchmarks.environment import describe_environment, installed_version
+from benchmarks.gpu_models import SHAPES, write_checkpoint
+
+LIMIT_S = 600.0
+_LONGEST_S = 240.0
+"""One contender's time; building and planning the largest model is the most of it."""
+_NEEDED = ("pulp", "highspy", "safetensors", "transformers")
+_REPORTED = ("triton", "kvikio-cu13")
+SECTIONS = ("memory", "disk", "budgets", "resident", "large")
+
+
+def sections(*, toy: bool) -> dict[str, list[dict[str, Any]]]:
+    """Return which contenders each section measures, and how; the most telling sections come first."""
+    model, large = ("toy", "toy") if toy else ("8B", "32B")
+    budget, large_budget = ("700KiB", "900KiB") if toy else ("6GiB", "24GiB")
+    curve = ["700KiB", "1.5MiB"] if toy else ["4GiB", "6GiB", "8GiB", "12GiB", "18GiB"]
+    both = {"batches": [1, 16]}
+    return {
+        "memory": [
+            {"contender": "gascompile", "shape": model, "budgets": [budget], **both},
+            {"contender": "accelerate", "shape": model, **both},
+        ],
+        "disk": [
+            {"contender": "gascompile", "shape": model, "budgets": [budget], "disk": True, **both},
+            {"contender": "accelerate", "shape": model, "disk": True, **both},
+        ],
+        "budgets": [{"contender": "gascompile", "shape": model, "budgets": curve, "batches": [1]}],
+        "resident": [
+            {"contender": "gascompile", "shape": model, "budgets": [], **both},
+            {"contender": "torch_compile", "shape": model, **both},
+        ],
+        "large": [
+            {"contender": "gascompile", "shape": large, "budgets": [large_budget], **both},
+            {"contender": "accelerate", "shape": large, **both},
+        ],
+    }
+
+
+class Bench:
+    """Runs contenders, each in its own process, while there is time."""
+
+    def __init__(self, scratch: Path, options: argparse.Namespace, console: Console) -> None:
+        self._scratch = scratch
+        self._options = options
+        self._console = console
+        self._begin_s = time.monotonic()
+
+    def run(self, job: dict[str, Any]) -> dict[str, Any]:
+        """Return what the contender printed, or ``failed`` with the reason."""
+        name = job["contender"]
+        if name == "accelerate" and importlib.util.find_spec("accelerate") is None:
+            return self._failed(job, "accelerate is not installed here")
+        left_s = self._options.limit_s - (time.monotonic() - self._begin_s)
+        if left_s < _LONGEST_S / 8:
+            return self._failed(
+                job, f"left out: {left_s:.0f} s of {self._options.limit_s:.0f} s remain"
+            )
+        checkpoint = None
+        if job.get("disk"):
+            checkpoint = write_checkpoint(SHAPES[job["shape"]], self._scratch / job["shape"])
+        try:
+            done = subprocess.run(
+                self._command(job, checkpoint),
+                capture_output=True,
+                text=True,
+                timeout=min(_LONGEST_S, left_s),
+                check=False,
+            )
+        except subprocess.TimeoutExpired as error:
+            return self._failed(job, f"not finished after {error.timeout:.0f} s")
+        if done.returncode != 0:
+            lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+            return self._failed(job, lines[-1])
+        result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+        for row in result.get("rows", ()):
+            self._console.print(
+                f"  {name:<14}{job['shape']:>4}  {row.get('budget') or '':>7}  batch {row['batch']:>2}  "
+                f"{row['median_s']:8.4f} s  {row['tokens_per_s']:8.1f} tokens/s"
+            )
+        return {**job, **result}
+
+    def _command(self, job: dict[str, Any], checkpoint: Path | None) -> list[str]:
+        command = [sys.executable, "-m", "benchmarks.gpu_worker", job["contender"]]
+        command += ["--scratch", str(self._scratch), "--runs", str(self._options.runs)]
+        command += ["--shape", job.get("shape", "toy")]
+        if job.get("budgets"):
+            command += ["--budgets", *job["budgets"]]
+        if job.get("batches"):
+            command += ["--batches", *(str(batch) for batch in job["batches"])]
+        if self._options.machine is not None:
+            command += ["--machine", self._options.machine]
+        if checkpoint is not None:
+            command += ["--checkpoint", str(checkpoint)]
+        return command
+
+    def _failed(self, job: dict[str, Any], reason: str) -> dict[str, Any]:
+        self._console.print(f"  {job['contender']:<14}{job.get('shape', ''):>4}  failed: {reason}")
+        return {**job, "failed": reason}
+
+
+def with_limits(found: dict[str, Any], link_bytes_per_s: float | None) -> dict[str, Any]:
+    """Return a contender's result whose rows say how near they came to the link, and kept their budget.
+
+    The link's limit is the time of the bytes that cannot stay: the weights beyond the budget. It holds for
+    weights in CPU memory; with weights on a drive the plan's own limit is the nearer one.
+    """
+    for row in found.get("rows", ()):
+        if "budget_bytes" not in row:
+            continue
+        peak_bytes = row["allocated_peak_bytes"]
+        row["keeps_budget"] = (
+            row["measured_peak_bytes"] if peak_bytes is None else peak_bytes
+        ) <= row["budget_bytes"]
+        beyond_bytes = max(found["weight_bytes"] - row["budget_bytes"], 0)
+        if link_bytes_per_s and not found.get("disk"):
+            row["link_limit_s"] = beyond_bytes / link_bytes_per_s
+        nearest_s = max(row.get("link_limit_s", 0.0), row["limit_s"])
+        row["share_of_limit"] = nearest_s / row["median_s"]
+    return found
+
+
+def compared(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return, per batch, how often the first contender of a section is faster than the second."""
+    if len(results) < 2 or any("failed" in found for found in results):
+        return []
+    ours, theirs = ({row["batch"]: row for row in found["rows"]} for found in results[:2])
+    return [
+        {
+            "batch": batch,
+            "speedup": theirs[batch]["median_s"] / ours[batch]["median_s"],
+            "largest_difference": max(
+                abs(a - b)
+                for a, b in zip(ours[batch]["logits"], theirs[batch]["logits"], strict=True)
+            ),
+        }
+        for batch in sorted(ours.keys() & theirs.keys())
+    ]
+
+
+def missing(*, machine: str | None) -> str | None:
+    """Return why nothing can be measured here; ``None`` where it can."""
+    absent = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+    if absent:
+        return (
+            f"planning a Llama needs {', '.join(absent)}: install them, or put them on PYTHONPATH"
+        )
+    if machine is None and not torch.cuda.is_available():
+        return "no GPU here; --machine emulated --toy tries the script without one"
+    return None
+
+
+def result_path() -> Path:
+    """Return ``benchmarks/results/gpu-<gpu>-<date>.json``."""
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "emulated"
+    date = datetime.datetime.now(datetime.UTC).date().isoformat()
+    name = f"gpu-{device}-{date}.json".lower().replace(" ", "-")
+    return Path(__file__).parent / "results" / name
+
+
+def measure(bench: Bench, options: argparse.Namespace) -> dict[str, Any]:
+    """Return everything that the result file holds."""
+    link = bench.run({"contender": "link"})
+    measured: dict[str, Any] = {}
+    jobs = sections(toy=options.toy)
+    for name in options.sections:
+        results = [with_limits(bench.run(job), link.get("bytes_per_s")) for job in jobs[name]]
+        measured[name] = {"contenders": results, "compared": compared(results)}
+    environment = describe_environment()
+    environment["versions"] |= {name: installed_version(name) for name in _REPORTED}
+    environment["cuda"] = torch.version.cuda
+    return {
+        "benchmark": "gpu",
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "environment": environment,
+        "machine": options.machine or "this machine",
+        "runs": options.runs,
+        "shapes": {name: SHAPES[name] for name in (["toy"] if options.toy else ["8B", "32B"])},
+        "link": link,
+        "sections": measured,
+    }
+
+
+def failures(result: dict[str, Any]) -> list[str]:
+    """Return which contenders failed, and which rows took more memory than they were given."""
+    found = [f"link: {result['link']['failed']}"] if "failed" in result["link"] else []
+    for name, section in result["sections"].items():
+        for job in section["contenders"]:
+            if "failed" in job:
+                found.append(f"{name}, {job['contender']}: {job['failed']}")
+            found += [
+                f"{name}, {job['contender']}: batch {row['batch']} took more than {row['budget']}"
+                for row in job.get("rows", ())
+                if row.get("keeps_budget") is False
+            ]
+    return found
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the benchmark and write its result file; 1 where something could not be measured."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--machine", help="a machine's name; without it this machine, measured")
+    parser.add_argument("--toy", action="store_true", help="a tiny model, to try the script")
+    parser.add_argument("--runs", type=int, default=5, help="timed steps per row")
+    parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=SECTIONS)
+    parser.add_argument("--limit-s", type=float, default=LIMIT_S, help="seconds for all of it")
+    parser.add_argument("--scratch", type=Path, help="folder for checkpoints (16 GB); temporary")
+    parser.add_argument("-o", "--output", type=Path, help="result file")
+    options = parser.parse_args(arguments)
+    console = Console(stderr=True)
+    reason = missing(machine=options.machine)
+    if reason is not None:
+        console.print(reason)
+        return 1
+    with tempfile.TemporaryDirectory(prefix="gascompile-gpu-", dir=options.scratch) as folder:
+        result = measure(Bench(Path(folder), options, console), options)
+    output = options.output or result_path()
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    console.print(f"written: {output}")
+    problems = failures(result)
+    for problem in problems:
+        console.print(problem)
+    return int(bool(problems))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
