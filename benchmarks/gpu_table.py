@@ -1,0 +1,139 @@
+"""Write the newest result of the GPU benchmark into the README, between its two markers.
+
+``python -m benchmarks.gpu_table`` writes; with ``--check`` it only says whether the README is up to date.
+Results of the emulated accelerator say nothing about a GPU and are never shown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from gascompile.units import format_size
+
+ROOT = Path(__file__).resolve().parent.parent
+BEGIN = "<!-- gpu:begin -->"
+END = "<!-- gpu:end -->"
+TITLES = ("weights in", "model", "contender", "budget", "batch", "tokens/s", "of limit", "peak")
+_WHERE = {
+    "memory": "CPU memory",
+    "disk": "drive",
+    "budgets": "CPU memory",
+    "resident": "GPU memory",
+    "large": "CPU memory",
+}
+_NAMES = {"gascompile": "GASCompile", "accelerate": "accelerate", "torch_compile": "torch.compile"}
+
+
+def newest_result(folder: Path) -> Path | None:
+    """Return the latest result of a real GPU in ``folder``; ``None`` where there is none.
+
+    Raises:
+        SystemExit: a file cannot be read.
+    """
+    found = []
+    for path in folder.glob("gpu-*.json"):
+        result = _read(path)
+        if result["environment"]["gpu"] is not None and result["machine"] == "this machine":
+            found.append((result["date"], path))
+    return max(found)[1] if found else None
+
+
+def render(result: dict[str, Any], source: str) -> str:
+    """Return a result as Markdown; ``source`` is where it can be looked up."""
+    rows = [
+        _row(name, job, row)
+        for name, section in result["sections"].items()
+        for job in section["contenders"]
+        for row in job.get("rows", ())
+    ]
+    failed = [
+        f"{_NAMES[job['contender']]} with weights in {_WHERE[name]} gave no figure: {job['failed']}."
+        for name, section in result["sections"].items()
+        for job in section["contenders"]
+        if "failed" in job
+    ]
+    lines = [TITLES, ["---:"] * len(TITLES), *rows]
+    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return "\n\n".join((_setting(result, source), table, *failed))
+
+
+def replaced(text: str, body: str) -> str:
+    """Return ``text`` with ``body`` between the markers.
+
+    Raises:
+        SystemExit: the markers are not there exactly once and in order.
+    """
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end or BEGIN in rest or END in after:
+        raise SystemExit(f"the text needs {BEGIN} and {END}, once each and in this order")
+    return f"{before}{BEGIN}\n{body}\n{END}{after}"
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"cannot read {path}: {error}; measure again or remove it") from error
+    return data
+
+
+def _setting(result: dict[str, Any], source: str) -> str:
+    environment = result["environment"]
+    versions = ", ".join(
+        f"{name} {found}" for name, found in environment["versions"].items() if found is not None
+    )
+    link = result["link"].get("bytes_per_s")
+    carried = f"Pinned memory reaches it at {link / 1e9:.1f} GB/s. " if link else ""
+    return (
+        f"Random Llamas in bfloat16 on {environment['gpu']}, {versions}. {carried}Each step computes one token of "
+        "every sequence behind an empty cache, each contender in a process of its own; a peak is "
+        "`torch.cuda.max_memory_allocated`. The limit is the larger of the time of the bytes that the budget leaves no "
+        f"room for and the plan's own limit. Medians of {result['runs']} steps, measured on {result['date']}: "
+        f"[{source}]({source})."
+    )
+
+
+def _row(section: str, job: dict[str, Any], row: dict[str, Any]) -> list[str]:
+    share = row.get("share_of_limit")
+    peak = row["allocated_peak_bytes"]
+    return [
+        _WHERE[section],
+        job["shape"],
+        _NAMES[job["contender"]],
+        row.get("budget") or "-",
+        str(row["batch"]),
+        f"{row['tokens_per_s']:.1f}",
+        "-" if share is None else f"{share:.1%}",
+        "-" if peak is None else format_size(peak),
+    ]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Fill in the README; 1 where there is no result, or where ``--check`` finds another table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results")
+    parser.add_argument("--readme", type=Path, default=ROOT / "README.md")
+    parser.add_argument("--check", action="store_true", help="compare, and write nothing")
+    options = parser.parse_args(argv)
+    path = newest_result(options.results)
+    if path is None:
+        sys.stderr.write(f"no result of a GPU in {options.results}; measure with: make bench-gpu\n")
+        return 1
+    old = options.readme.read_text(encoding="utf-8")
+    new = replaced(old, render(_read(path), f"benchmarks/results/{path.name}"))
+    if options.check:
+        if new != old:
+            sys.stderr.write(f"{options.readme.name} does not show {path.name}\n")
+        return int(new != old)
+    options.readme.write_text(new, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
