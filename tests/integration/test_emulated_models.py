@@ -1,0 +1,61 @@
+"""Models on the emulated accelerator, full and smallest budget: results as eager, bytes as planned, budget kept."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+import gascompile
+from gascompile.integrations.huggingface import register_pytrees
+from tests import zoo
+
+MACHINE = "emulated"
+NAMES = ("llama", "convnet", "tied", "bert")
+
+
+def eager(model: nn.Module, inputs: Mapping[str, Any]) -> list[Any]:
+    register_pytrees()
+    with torch.no_grad():
+        return pytree.tree_leaves(model(**inputs))
+
+
+def assert_same(outputs: Any, expected: list[Any]) -> None:
+    found = pytree.tree_leaves(outputs)
+    assert len(found) == len(expected)
+    for value, wanted in zip(found, expected, strict=True):
+        if isinstance(wanted, torch.Tensor):
+            torch.testing.assert_close(value, wanted, rtol=0, atol=1e-5)
+        else:
+            assert value == wanted
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_equal_to_eager_in_the_accelerators_budget(name: str, cache: Path) -> None:
+    model, inputs = zoo.make(name)
+    expected = eager(model, inputs)
+    with pytest.raises(gascompile.InfeasiblePlanError) as error:
+        gascompile.compile(model, 0, example_inputs=inputs, machine=MACHINE, cache_dir=cache)
+    smallest = error.value.required_bytes
+    full = gascompile.plan(
+        model, example_inputs=inputs, machine=MACHINE, cache_dir=cache
+    ).peak_bytes["gpu"]
+    assert smallest < full
+    for budget in (full, smallest):
+        with gascompile.compile(
+            model, budget, example_inputs=inputs, machine=MACHINE, cache_dir=cache
+        ) as compiled:
+            for _ in range(2):
+                assert_same(compiled(**inputs), expected)
+                report = compiled.last_run
+                assert report is not None
+                assert 0 < report.peak_bytes["gpu"] <= budget
+            moved = {link: count for link, count in report.link_bytes.items() if count}
+            planned = {link: count for link, count in compiled.plan.link_bytes.items() if count}
+            assert moved == planned
+            assert bool(moved) == (budget == smallest)
