@@ -34,7 +34,7 @@ def only_from(tier: str, machine: Machine = FAST) -> Machine:
 
 
 def watched(seed: int) -> WatchedDevice:
-    disorder = Disorder(seed=seed, longest_delay_s=3e-4)
+    disorder = Disorder(seed=seed, longest_delay_s=1e-4)
     return WatchedDevice(EmulatedDevice(FAST, disorder=disorder, late=True))
 
 
@@ -75,7 +75,7 @@ def test_weights_of_either_home_arrive(tmp_path: Path, tier: str, overlap: bool,
 
 @pytest.mark.parametrize("seed", range(20))
 def test_fifty_disturbed_runs_of_each_of_twenty_plans(tmp_path: Path, seed: int) -> None:
-    toy = mlp(tmp_path, layers=3, width=WIDTH)
+    toy = mlp(tmp_path, layers=2, width=WIDTH)
     residents = frozenset(name for i, name in enumerate(toy.weights) if (i + seed) % 5 == 0)
     plan = make_plan(toy.workload, residents=residents, seed=seed, machine=FAST)
     generator = torch.Generator().manual_seed(seed)
