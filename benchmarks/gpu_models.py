@@ -54,10 +54,13 @@ def empty_llama(shape: dict[str, int]) -> nn.Module:
     options: dict[str, Any] = dict(shape)
     config = LlamaConfig(**options, tie_word_embeddings=False)
     with torch.device("meta"):
-        model = LlamaForCausalLM(config).to(torch.bfloat16)
+        model: Any = LlamaForCausalLM(config)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(torch.bfloat16)
     # The only buffers of the model; they are computed from the configuration, not loaded.
     model.model.rotary_emb = LlamaRotaryEmbedding(config)
-    return model.eval()
+    made: nn.Module = model.eval()
+    return made
 
 
 def random_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

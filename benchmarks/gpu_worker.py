@@ -57,7 +57,7 @@ def run_gascompile(options: argparse.Namespace) -> dict[str, Any]:
             )
             compile_s = time.perf_counter() - start
             _reset_peak()
-            row = _timed(lambda c=compiled, i=ids: c(input_ids=i, use_cache=False), options, batch)
+            row = _timed(_step(compiled, ids), options, batch)
             row |= {"budget": budget, "compile_s": compile_s, **_planned(compiled)}
             compiled.close()
             rows.append(row)
@@ -116,8 +116,13 @@ def _calls(
     rows = []
     for batch in options.batches:
         ids = _inputs(options, batch).to(device)
-        rows.append(_timed(lambda i=ids: model(input_ids=i, use_cache=False), options, batch))
+        rows.append(_timed(_step(model, ids), options, batch))
     return rows
+
+
+def _step(model: Callable[..., Any], ids: torch.Tensor) -> Callable[[], Any]:
+    """Return a call without arguments that computes the next token's logits."""
+    return lambda: model(input_ids=ids, use_cache=False)
 
 
 def _timed(call: Callable[[], Any], options: argparse.Namespace, batch: int) -> dict[str, Any]:

@@ -71,7 +71,10 @@ def test_limits_by_hand() -> None:
 
 def test_failures_and_broken_budgets_are_told() -> None:
     ours = row(1, 0.1, budget="60B", keeps_budget=False)
-    jobs = [{"contender": "gascompile", "rows": [ours]}, {"contender": "accelerate", "failed": "x"}]
+    jobs: list[dict[str, Any]] = [
+        {"contender": "gascompile", "rows": [ours]},
+        {"contender": "accelerate", "failed": "x"},
+    ]
     result = {"link": {"failed": "y"}, "sections": {"memory": {"contenders": jobs}}}
     assert gpu.failures(result) == [
         "link: y",
