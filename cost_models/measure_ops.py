@@ -104,7 +104,7 @@ class _Call:
                     return None
                 call._large[source] = torch.empty(shape, dtype=value.dtype, device="meta")
             else:
-                if value.untyped_storage().nbytes() > _MOST_BYTES:
+                if _storage_elements(value) * value.element_size() > _MOST_BYTES:
                     return None
                 call._inputs[source] = _made_up(value)
         return call
@@ -150,9 +150,19 @@ def _is_large_weight(node: fx.Node, program: Program) -> bool:
     return program.bound[name].size_bytes >= _LARGE_BYTES
 
 
+def _storage_elements(value: torch.Tensor) -> int:
+    """Return how many elements reach from the storage's start to the end of ``value``, whose sizes are known.
+
+    The storage itself may be that of a longer, dynamic tensor and have no number.
+    """
+    if not value.numel():
+        return 0
+    last = sum((size - 1) * step for size, step in zip(value.shape, value.stride(), strict=True))
+    return int(last) + 1
+
+
 def _made_up(value: torch.Tensor) -> torch.Tensor:
     """Return a tensor with the shape and strides of ``value``: ones, zeros where they may be indices."""
-    storage_elements = value.untyped_storage().nbytes() // value.element_size()
     is_index = not (value.dtype.is_floating_point or value.dtype.is_complex)
-    flat = torch.full((storage_elements,), 0 if is_index else 1, dtype=value.dtype)
-    return flat.as_strided(value.shape, value.stride(), value.storage_offset())
+    flat = torch.full((_storage_elements(value),), 0 if is_index else 1, dtype=value.dtype)
+    return flat.as_strided(value.shape, value.stride())

@@ -307,7 +307,7 @@ def test_run_needs_inputs(toy: str) -> None:
     assert code == 1
     assert "--inputs" in message
     code, message = _failure("run", "cli_toy_model:make", "-m", "h100-gen5")
-    assert (code, "cannot execute" in message) == (1, True)
+    assert (code, "h100-gen5" in message) == (1, True)
     assert _failure("run", "cli_toy_model:make", "--any-machine")[0] == 2
 
 

@@ -55,6 +55,7 @@ def test_equal_to_eager_in_the_accelerators_budget(name: str, cache: Path) -> No
                 report = compiled.last_run
                 assert report is not None
                 assert 0 < report.peak_bytes["gpu"] <= budget
+            assert report is not None
             moved = {link: count for link, count in report.link_bytes.items() if count}
             planned = {link: count for link, count in compiled.plan.link_bytes.items() if count}
             assert moved == planned
