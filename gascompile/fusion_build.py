@@ -16,7 +16,7 @@ from gascompile.errors import GASCompileError
 from gascompile.fusion_codegen import HEADER
 
 _TIMEOUT_S = 300.0
-_CODE_VERSION = "1"
+_CODE_VERSION = "2"
 """Raised where sources or calls change in meaning, so that older kernels are not taken for today's."""
 
 

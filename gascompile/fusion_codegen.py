@@ -8,6 +8,7 @@ and launches, which the runtime carries out without Inductor.
 from __future__ import annotations
 
 import ast
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,12 +25,12 @@ from gascompile.runtime.fused import one_by_one
 HEADER = "#include <torch/csrc/inductor/cpp_prefix.h>"
 _OPTIONS = {
     "cpp.vec_isa_ok": True,  # found by the processor's flags; trying each with the compiler takes seconds
-    "cpp.dynamic_threads": True,
-    "cpp.min_chunk_size": 8192,  # [Empirical] below, waking a thread costs more than it does
     "force_pointwise_cat": True,
     "cpp_wrapper": False,
     "size_asserts": False,
 }
+_MIN_PARALLEL_ELEMENTS = 1 << 17
+"""Smaller kernels run on one thread: waking others, and waiting for them where a machine is busy, costs more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +83,9 @@ def _generated_module(
     from torch.fx.experimental.proxy_tensor import make_fx
 
     mode = FakeTensorMode()
+    is_small = all(math.prod(of.shape) < _MIN_PARALLEL_ELEMENTS for of in (*inputs, *outputs))
+    # Not bound to a number of threads: the runtime's may be another.
+    threads = {"cpp.threads": 1 if is_small else -1, "cpp.dynamic_threads": not is_small}
     try:
         with mode, torch.no_grad():
             fakes = [
@@ -90,7 +94,12 @@ def _generated_module(
             ]
             traced = make_fx(function, decomposition_table=select_decomp_table())(*fakes)
             _keep_strides(traced.graph, outputs)
-        with torch.no_grad(), V.set_fake_mode(mode), DebugContext(), config.patch(_OPTIONS):
+        with (
+            torch.no_grad(),
+            V.set_fake_mode(mode),
+            DebugContext(),
+            config.patch({**_OPTIONS, **threads}),
+        ):
             graph = GraphLowering(traced, example_inputs=fakes, shape_env=None)
             with V.set_graph_handler(graph):
                 graph.run(*fakes)
