@@ -1,8 +1,9 @@
 """Times a program's own ops on this processor, at their own shapes: what no roofline knows of a kernel.
 
-An op is called as the runtime calls it, on made-up values. Its weights lie in memory that no cache holds,
-a different place at each call, since a plan's weights come from memory; its other inputs are warm, since the
-op before has just written them. Equal ops of a model, such as those of its layers, are timed once.
+An op is called as the runtime calls it, on made-up values: first in the program's order, then what that did
+not reach alone. Its weights lie in memory that no cache holds, a different place at each call, since a plan's
+weights come from memory; its other inputs are warm, since the op before has just written them. Equal ops of a
+model, such as those of its layers, share one time.
 """
 
 from __future__ import annotations
@@ -15,7 +16,13 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from gascompile.cost_models.measure_compute import Weights, typical
+from gascompile.cost_models.measure_compute import Weights
+from gascompile.cost_models.rehearse import (
+    made_up,
+    mean_undisturbed,
+    rehearse,
+    storage_elements,
+)
 from gascompile.program import Program
 
 _LARGE_BYTES = 1 << 20
@@ -55,19 +62,29 @@ def measure_ops(
 ) -> Mapping[str, float]:
     """Return the seconds of one call by signature, of as many of ``nodes`` as ``limit_s`` allows, in their order.
 
-    Ops that refuse made-up values are left out. The state of torch's random numbers is kept.
+    Half of the time goes to runs of the whole program, which may find others than ``nodes`` too. Ops that
+    refuse made-up values are left out. The state of torch's random numbers is kept.
     """
+    if limit_s <= 0:
+        return {}
     found: dict[str, float] = {}
-    stop = time.perf_counter() + limit_s
-    weights: Weights | None = None
+    start = time.perf_counter()
     with torch.no_grad(), torch.random.fork_rng(devices=()):
+        weights = Weights()
+        whole = rehearse(
+            program,
+            lambda node: signature(node, program),
+            lambda node: _is_large_weight(node, program),
+            weights,
+            limit_s=limit_s / 2,
+        )
+        found.update(whole)
         for node in nodes:
             name = signature(node, program)
             if name is None or name in found:
                 continue
-            if time.perf_counter() > stop:
+            if time.perf_counter() > start + limit_s:
                 break
-            weights = weights or Weights()
             call = _Call.of(node, program, weights)
             if call is None:
                 continue
@@ -104,9 +121,9 @@ class _Call:
                     return None
                 call._large[source] = torch.empty(shape, dtype=value.dtype, device="meta")
             else:
-                if _storage_elements(value) * value.element_size() > _MOST_BYTES:
+                if storage_elements(value) * value.element_size() > _MOST_BYTES:
                     return None
-                call._inputs[source] = _made_up(value)
+                call._inputs[source] = made_up(value)
         return call
 
     def _shape_of_weight(self, node: fx.Node, value: torch.Tensor) -> tuple[int, ...] | None:
@@ -131,7 +148,7 @@ class _Call:
         stop = time.perf_counter() + _CALLS_LIMIT_S
         while len(times_s) < 3 or (len(times_s) < _NUM_CALLS and time.perf_counter() < stop):
             times_s.append(self._call(len(times_s) + 1))
-        return typical(times_s) * self.scale
+        return mean_undisturbed(times_s) * self.scale
 
     def _call(self, number: int) -> float:
         values: dict[fx.Node, torch.Tensor] = dict(self._inputs)
@@ -148,21 +165,3 @@ def _is_large_weight(node: fx.Node, program: Program) -> bool:
     if name is None or name in program.states:
         return False
     return program.bound[name].size_bytes >= _LARGE_BYTES
-
-
-def _storage_elements(value: torch.Tensor) -> int:
-    """Return how many elements reach from the storage's start to the end of ``value``, whose sizes are known.
-
-    The storage itself may be that of a longer, dynamic tensor and have no number.
-    """
-    if not value.numel():
-        return 0
-    last = sum((size - 1) * step for size, step in zip(value.shape, value.stride(), strict=True))
-    return int(last) + 1
-
-
-def _made_up(value: torch.Tensor) -> torch.Tensor:
-    """Return a tensor with the shape and strides of ``value``: ones, zeros where they may be indices."""
-    is_index = not (value.dtype.is_floating_point or value.dtype.is_complex)
-    flat = torch.full((_storage_elements(value),), 0 if is_index else 1, dtype=value.dtype)
-    return flat.as_strided(value.shape, value.stride())

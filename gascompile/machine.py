@@ -137,7 +137,7 @@ def remembered_path(cache_dir: Path) -> Path:
 
 def op_times_path(cache_dir: Path) -> Path:
     """Return the file for what ops take on this machine; it goes with the machine's numbers."""
-    return remembered_path(cache_dir).with_suffix(".ops.json")
+    return remembered_path(made_folder(cache_dir)).with_suffix(".ops.json")
 
 
 def _with_memory_limit(machine: Machine) -> Machine:

@@ -10,7 +10,10 @@ import contextlib
 import ctypes
 import mmap
 import threading
+from collections.abc import Iterator
 
+_turn = threading.Lock()
+"""Of the threads that take pages and of whoever measures the processor."""
 _MADV_POPULATE_WRITE = 23
 """Linux 5.14: take all pages of a range now. Python has no name for it."""
 _STEP_BYTES = 2 << 20
@@ -25,6 +28,13 @@ def map_anonymous(size_bytes: int) -> mmap.mmap:
         with contextlib.suppress(OSError):
             memory.madvise(mmap.MADV_HUGEPAGE)
     return memory
+
+
+@contextlib.contextmanager
+def no_pages_taken() -> Iterator[None]:
+    """Let no thread of this process take memory early meanwhile: it would use up a processor."""
+    with _turn:
+        yield
 
 
 class EarlyMemory:
@@ -65,9 +75,10 @@ class EarlyMemory:
                 length = min(_STEP_BYTES, self._size_bytes - offset)
                 place = ctypes.c_void_p(start + offset)
                 # Older kernels refuse it; then the pages are taken when they are first written, as usual.
-                if self._stop.is_set() or libc.madvise(
-                    place, ctypes.c_size_t(length), _MADV_POPULATE_WRITE
-                ):
-                    break
+                with _turn:
+                    if self._stop.is_set() or libc.madvise(
+                        place, ctypes.c_size_t(length), _MADV_POPULATE_WRITE
+                    ):
+                        break
         finally:
             del anchor  # an exported buffer cannot be resized

@@ -123,6 +123,8 @@ def test_a_move_ends_a_run() -> None:
 class Mixed(nn.Module):
     """Element-wise ops around one op that must stay eager."""
 
+    count: torch.Tensor
+
     def __init__(self, name: str) -> None:
         super().__init__()
         self.name = name
@@ -184,7 +186,7 @@ def test_a_run_that_would_need_more_memory_is_cut() -> None:
             self.linear = nn.Linear(WIDTH, 4 * WIDTH)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            wide = self.linear(x).view(4, WIDTH)
+            wide: torch.Tensor = self.linear(x).view(4, WIDTH)
             return (wide * 2).sum(0).repeat(8)
 
     module, plan = planned(Narrow(), torch.randn(WIDTH))
