@@ -24,7 +24,7 @@ from gascompile.passes.interval_search import Search
 from gascompile.passes.interval_strategies import STRATEGIES
 from gascompile.planning import plan
 
-LAYERED = {"layered-3x": 3.0, "layered-8x": 8.0}
+LAYERED = {"layered-3x": 3.0, "layered-5x": 5.0, "layered-8x": 8.0}
 """Traces of 2,001 ops and 6,003 tensors, with their need of memory in GPU memories."""
 _LAYERS = 667
 _GPU_BYTES = 40 << 30
