@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -25,7 +26,7 @@ from gascompile.passes.insert import insert
 from gascompile.passes.to_device import to_device
 from gascompile.passes.verify import verify
 from gascompile.program import Dim, InputSpec, Program
-from gascompile.program_io import load_treespec
+from gascompile.program_io import load_treespec, needs_import
 from gascompile.progress import LoadingBar, task
 from gascompile.reports import RunReport
 from gascompile.runtime.early_memory import EarlyMemory
@@ -37,14 +38,12 @@ Args = tuple[Any, ...]
 Kwargs = Mapping[str, Any]
 
 
-@dataclass(slots=True)
+@dataclass
 class Unit:
     """One plan ready to be executed for one input signature."""
 
     bundle: Bundle
     graph_module: torch.fx.GraphModule
-    in_spec: pytree.TreeSpec
-    out_spec: pytree.TreeSpec
     last_run: RunReport | None = None
     early: EarlyMemory | None = None
     """Memory taken ahead for the first session."""
@@ -53,16 +52,24 @@ class Unit:
 
     @staticmethod
     def of(bundle: Bundle) -> Unit:
-        """Verify the plan, ask for its device, insert its moves, and read the call's structure."""
+        """Verify the plan, ask for its device, and insert its moves."""
         verify(bundle.plan)
         admit_plan(bundle.plan)
         program = to_device(bundle.program, device_of(bundle.plan.machine))
-        return Unit(
-            bundle=bundle,
-            graph_module=insert(program, bundle.plan),
-            in_spec=load_treespec(bundle.program.in_spec),
-            out_spec=load_treespec(bundle.program.out_spec),
-        )
+        unit = Unit(bundle=bundle, graph_module=insert(program, bundle.plan))
+        if not needs_import(bundle.program.in_spec + bundle.program.out_spec):
+            _ = unit.in_spec, unit.out_spec
+        return unit
+
+    @cached_property
+    def in_spec(self) -> pytree.TreeSpec:
+        """The structure of a call. Read when needed: its types may come from a library that is slow to import."""
+        return load_treespec(self.bundle.program.in_spec)
+
+    @cached_property
+    def out_spec(self) -> pytree.TreeSpec:
+        """The structure of what a call returns."""
+        return load_treespec(self.bundle.program.out_spec)
 
 
 def open_session(
@@ -123,11 +130,12 @@ class CompiledModel:
         leaves, spec = pytree.tree_flatten((bound_args, bound_kwargs))
         with self._turn:
             unit = self._unit_for(leaves, spec, bound_args, bound_kwargs)
+            out_spec = unit.out_spec
             self._last = unit
             executor = self._activate(unit)
             outputs = executor.run(*leaves)
             unit.last_run = executor.last_run
-        return pytree.tree_unflatten(outputs, unit.out_spec)
+        return pytree.tree_unflatten(outputs, out_spec)
 
     @property
     def plan(self) -> Plan:
@@ -162,8 +170,17 @@ class CompiledModel:
 
     @property
     def states(self) -> Mapping[str, torch.Tensor]:
-        """Buffers that calls mutate, by their name in the model. Writing to one changes the next call."""
-        return self._current().bundle.held
+        """Buffers that calls mutate, by their name in the model. Writing to one changes the next call.
+
+        A device mutates copies of them: the model's own follow when this is read, at ``save`` and at ``close``.
+        """
+        with self._turn:
+            self._pull_states()
+            return self._current().bundle.held
+
+    def _pull_states(self) -> None:
+        if self._session is not None:
+            self._session.pull_states()
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write a bundle: plan, program, current states; weights by reference and content hash.
@@ -173,6 +190,8 @@ class CompiledModel:
         Raises:
             StorageError: the folder cannot be written, or a weight file has changed.
         """
+        with self._turn:
+            self._pull_states()
         bundle = self._current().bundle
         stamps = bundle.weights.stamps
         for stamp in stamps:

@@ -6,7 +6,7 @@ call nothing else.
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import keyword
 import math
 import operator
@@ -54,7 +54,7 @@ _FUNCTIONS |= {"math.ceil": math.ceil, "math.floor": math.floor, "math.trunc": m
 _FUNCTIONS |= {str(op): op for op in (wire_ops.LINEAR, wire_ops.DECODE)}
 _FUNCTION_NAMES = {function: name for name, function in _FUNCTIONS.items()}
 _LIBRARIES = ("transformers",)
-"""Installed libraries that a program may need imported, for their ops and output types."""
+"""Installed libraries that a program may need imported: for their ops at once, for their types when called."""
 
 
 def program_to_json(program: Program) -> dict[str, Any]:
@@ -130,7 +130,15 @@ def program_from_json(data: Any, *, where: str = "$") -> Program:
 
 
 def load_treespec(text: str) -> pytree.TreeSpec:
-    """Return the pytree that ``text`` describes; raises ``FormatError`` for a type unknown in this process."""
+    """Return the pytree that ``text`` describes, with the libraries of its types imported.
+
+    Raises:
+        FormatError: a type of it is unknown here.
+    """
+    if _libraries_of(text):
+        from gascompile.integrations.huggingface import register_types
+
+        register_types(text)
     try:
         return pytree.treespec_loads(text)
     except (NotImplementedError, ValueError, KeyError, TypeError) as error:
@@ -140,21 +148,35 @@ def load_treespec(text: str) -> pytree.TreeSpec:
         ) from error
 
 
+def needs_import(text: str) -> bool:
+    """Return whether ``load_treespec`` would import a library."""
+    return any(library not in sys.modules for library in _libraries_of(text))
+
+
+def _libraries_of(text: str) -> list[str]:
+    return [library for library in _LIBRARIES if f'"{library}.' in text]
+
+
 def _import_libraries(data: Mapping[str, Any]) -> None:
+    """Import what registers the program's ops; what defines its types is only looked for, as it takes seconds.
+
+    Raises:
+        FormatError: a library is not installed.
+    """
     targets = {node.get("target", "") for node in data["nodes"]}
     text = data["in_spec"] + data["out_spec"]
     for library in _LIBRARIES:
-        if f'"{library}.' in text or any(t.startswith(f"{library}.") for t in targets):
-            if library not in sys.modules:
-                try:
-                    importlib.import_module(library)
-                except ImportError as error:
-                    raise FormatError(
-                        f"this program needs the library '{library}' ({error}); install it and try again"
-                    ) from error
-            from gascompile.integrations.huggingface import register_for_program
+        has_ops = any(t.startswith(f"{library}.") for t in targets)
+        if not has_ops and library not in _libraries_of(text):
+            continue
+        if library not in sys.modules and importlib.util.find_spec(library) is None:
+            raise FormatError(
+                f"this program needs the library '{library}'; install it and try again"
+            )
+        if has_ops:
+            from gascompile.integrations.huggingface import register_ops
 
-            register_for_program(text, targets)
+            register_ops(targets)
 
 
 def _target_name(node: torch.fx.Node) -> str:

@@ -48,10 +48,8 @@ def insert(program: Program, plan: Plan) -> fx.GraphModule:
     for step in plan.steps:
         rewrite.apply(step)
     rewrite.finish()
-    module = fx.GraphModule(program.graph_module, graph)
-    module.graph.lint()
-    module.recompile()
-    return module
+    graph.lint()
+    return fx.GraphModule(program.graph_module, graph)
 
 
 def _check_ops(nodes: list[fx.Node], plan: Plan) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import importlib
 import re
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.fx._pytree import register_pytree_flatten_spec
 from torch.utils import _pytree as pytree
 
 from gascompile.errors import CheckpointError, FormatError
@@ -27,9 +29,8 @@ def register_pytrees() -> None:
     if "transformers" not in sys.modules:
         return
     from transformers.cache_utils import EncoderDecoderCache
-    from transformers.integrations.executorch import register_dynamic_cache_export_support
 
-    register_dynamic_cache_export_support()
+    _register_dynamic_cache()
     if EncoderDecoderCache not in pytree.SUPPORTED_NODES:
         pytree.register_pytree_node(
             EncoderDecoderCache,
@@ -39,16 +40,68 @@ def register_pytrees() -> None:
         )
 
 
-def register_for_program(specs: str, targets: Collection[str]) -> None:
-    """Import the parts of transformers whose types or ops a saved program names."""
-    register_pytrees()
+def _register_dynamic_cache() -> None:
+    from transformers.cache_utils import DynamicCache
+
+    if DynamicCache in pytree.SUPPORTED_NODES:
+        return
+    if "transformers.modeling_utils" in sys.modules:
+        from transformers.integrations.executorch import register_dynamic_cache_export_support
+
+        register_dynamic_cache_export_support()
+        return
+    # The library's own way imports all of its models' machinery, which takes seconds that a process
+    # without a model of it has no use for. Contexts are those of the library, as bundles hold them.
+    pytree.register_pytree_node(
+        DynamicCache,
+        _parts_of_cache,
+        _cache_of_parts,
+        serialized_type_name="transformers.cache_utils.DynamicCache",
+        flatten_with_keys_fn=lambda cache: _with_keys(*_parts_of_cache(cache)),
+    )
+    register_pytree_flatten_spec(DynamicCache, lambda cache, _: _parts_of_cache(cache)[0])
+
+
+def _parts_of_cache(cache: Any) -> tuple[list[Any], Any]:
+    held = [layer for layer in cache.layers if layer.keys is not None]
+    windows = [getattr(layer, "sliding_window", None) for layer in cache.layers]
+    parts = [[layer.keys for layer in held], [layer.values for layer in held]]
+    return parts, [["key_cache", "value_cache"], windows]
+
+
+def _with_keys(parts: list[Any], context: Any) -> tuple[list[tuple[pytree.KeyEntry, Any]], Any]:
+    names = (pytree.MappingKey(name) for name in context[0])
+    return list(zip(names, parts, strict=True)), context
+
+
+def _cache_of_parts(parts: Iterable[Any], context: Any) -> Any:
+    from transformers.cache_utils import DynamicCache
+
+    names, windows = context
+    found = dict(zip(names, parts, strict=True))
+    sizes = (None if window is None else torch.tensor([window]) for window in windows)
+    return DynamicCache(zip_longest(found["key_cache"], found["value_cache"], sizes))
+
+
+def register_types(specs: str) -> None:
+    """Import the parts of transformers that define the types that a saved program takes or returns.
+
+    Raises:
+        FormatError: transformers, or a part of it, is missing.
+    """
     for module in sorted(set(_TYPE_NAME.findall(specs))):
         try:
             importlib.import_module(module)
         except ImportError as error:
             raise FormatError(
-                f"this program returns a type of '{module}', which this transformers lacks"
+                f"this program takes or returns a type of '{module}', which cannot be imported ({error}); install "
+                "the version of transformers that it was captured with"
             ) from error
+    register_pytrees()
+
+
+def register_ops(targets: Collection[str]) -> None:
+    """Import the parts of transformers that register the ops of a saved program."""
     if any(target.startswith("transformers.grouped_mm") for target in targets):
         importlib.import_module("transformers.integrations.moe")
 
