@@ -21,7 +21,13 @@ from gascompile.bundle import Bundle
 from gascompile.cost_models.op_time import op_time_s
 from gascompile.cost_models.replay import replay_plan
 from gascompile.errors import FormatError, StorageError, UnsupportedOpError
-from gascompile.fusion_build import KernelBuildError, build, built_for
+from gascompile.fusion_build import (
+    KernelBuildError,
+    NoCompilerError,
+    build,
+    built_for,
+    has_compiler,
+)
 from gascompile.ir import Plan
 from gascompile.kernels import FusedReport, Fusion, Kernel, KernelFiles, KernelLibrary, Segment
 from gascompile.passes.segments import layout, segments
@@ -56,37 +62,55 @@ def fuse(bundle: Bundle, graph_module: fx.GraphModule, *, cache_dir: Path, runs:
     found = _worthwhile(graph_module, plan)
     if not found:
         return _unfused(bundle, "no consecutive ops gain from being one kernel")
-    known = kernel_store.find({s.key for s in found}, target, cache_dir)
+    libraries = _kept_libraries({s.key for s in found}, target, cache_dir)
+    known = _kernels(libraries)
     missing = {s.key: s for s in found if s.key not in known}
     gain_s = _gain_s(found, graph_module, plan)
     cost_s = COMPILE_BASE_S + COMPILE_EACH_S * len(missing)
     made: KernelFiles | None = None
     start_s = time.perf_counter()
-    reason = ""
+    reason, lacks_compiler = "", False
     if missing and (math.isinf(runs) or gain_s * runs >= cost_s):
-        made, reason = _compiled(missing, graph_module, target, cache_dir)
+        try:
+            made, reason = _compiled(missing, graph_module, target, cache_dir)
+        except KernelBuildError as error:
+            _log.warning("ops are not fused: %s", error)
+            reason, lacks_compiler = str(error), isinstance(error, NoCompilerError)
     elif missing:
         reason = (
             f"fusing would save {gain_s * 1e6:.0f} us of a run and take about {cost_s:.0f} s to compile, "
             f"which {runs:.0f} runs do not pay; raise fuse_runs"
         )
     compile_s = time.perf_counter() - start_s if made is not None else 0.0
-    libraries = _libraries(known.values(), made, cache_dir)
+    if made is not None:
+        libraries[made.digest] = made
     kernels = _kernels(libraries)
     kept = tuple(s for s in found if s.key in kernels and _fits(kernels[s.key][1], s))
     if not kept:
-        return _unfused(bundle, reason or "no kernel fits into the memory of its ops")
+        reason = reason or "no kernel fits into the memory of its ops"
+        return _unfused(bundle, reason, lacks_compiler=lacks_compiler)
     fusion = Fusion(
         segments=kept,
         gain_s=_gain_s(kept, graph_module, plan),
         compile_s=compile_s,
+        lacks_compiler=lacks_compiler,
     )
     used = {kernels[s.key][0] for s in kept}
     return replace(bundle, fusion=fusion, kernels={d: libraries[d] for d in sorted(used)})
 
 
-def _unfused(bundle: Bundle, reason: str) -> Bundle:
-    return replace(bundle, fusion=Fusion(reason=reason), kernels={})
+def _unfused(bundle: Bundle, reason: str, *, lacks_compiler: bool = False) -> Bundle:
+    return replace(bundle, fusion=Fusion(reason=reason, lacks_compiler=lacks_compiler), kernels={})
+
+
+def outdated(bundle: Bundle, *, cache_dir: Path) -> str:
+    """Return why ops of a kept plan should be fused again; empty where they are as they would be today."""
+    fusion = bundle.fusion
+    if fusion is None:
+        return ""
+    if fusion.lacks_compiler and has_compiler():
+        return "there was no C++ compiler when it was made"
+    return _refusal(bundle, cache_dir, trust=False) if fusion.segments else ""
 
 
 # ------------------------------------------------------------ what to fuse
@@ -150,7 +174,13 @@ def _compiled(
     target: Mapping[str, str],
     cache_dir: Path,
 ) -> tuple[KernelFiles | None, str]:
-    """Return the library of the missing kernels; or none, and why."""
+    """Return the library of the missing kernels; or none, and why.
+
+    Raises:
+        KernelBuildError: the compiler is missing or failed.
+    """
+    if not has_compiler():
+        raise NoCompilerError
     from gascompile.fusion_codegen import generate
 
     nodes = {node.name: node for node in graph_module.graph.nodes}
@@ -171,11 +201,7 @@ def _compiled(
                 sources += generated.sources
         if not kernels:
             return None, reason
-        try:
-            code = build(sources)
-        except KernelBuildError as error:
-            _log.warning("ops are not fused: %s", error)
-            return None, str(error)
+        code = build(sources)
     library = KernelLibrary(built_for=dict(target), kernels=kernels)
     files = KernelFiles(record=serial.dumps(library).encode(), code=code)
     try:
@@ -186,15 +212,13 @@ def _compiled(
     return files, ""
 
 
-def _libraries(
-    known: Iterable[str], made: KernelFiles | None, cache_dir: Path
+def _kept_libraries(
+    keys: Iterable[str], target: Mapping[str, str], cache_dir: Path
 ) -> dict[str, KernelFiles]:
-    """Return the libraries by their digest: those that are there, and the one just made."""
-    found = {digest: kernel_store.read(digest, cache_dir) for digest in set(known)}
-    libraries = {digest: files for digest, files in found.items() if files is not None}
-    if made is not None:
-        libraries[made.digest] = made
-    return libraries
+    """Return, by their digest, the undamaged libraries of the store that hold kernels of ``keys``."""
+    digests = set(kernel_store.find(keys, target, cache_dir).values())
+    found = {digest: kernel_store.read(digest, cache_dir) for digest in sorted(digests)}
+    return {digest: files for digest, files in found.items() if files is not None}
 
 
 def _kernels(libraries: Mapping[str, KernelFiles]) -> dict[str, tuple[str, Kernel]]:

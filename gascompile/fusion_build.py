@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import shlex
 import shutil
 import subprocess
@@ -22,6 +23,22 @@ _CODE_VERSION = "2"
 
 class KernelBuildError(GASCompileError):
     """Kernels could not be compiled: there is no C++ compiler, or it failed."""
+
+
+class NoCompilerError(KernelBuildError):
+    """There is no C++ compiler."""
+
+    def __init__(self) -> None:
+        super().__init__(f"there is no C++ compiler '{_compiler()}'; install g++, or set CXX")
+
+
+def has_compiler() -> bool:
+    """Return whether the C++ compiler that ``build`` would call is there."""
+    return shutil.which(_compiler()) is not None
+
+
+def _compiler() -> str:
+    return os.environ.get("CXX", "g++")
 
 
 def built_for() -> dict[str, str]:
@@ -46,7 +63,8 @@ def build(sources: Sequence[str]) -> bytes:
     """Return the shared library of C++ sources: one compilation, as most of it is reading headers.
 
     Raises:
-        KernelBuildError: there is no compiler, or it failed.
+        NoCompilerError: there is no compiler.
+        KernelBuildError: it failed.
     """
     from torch._inductor import config
     from torch._inductor.cpp_builder import CppBuilder, CppTorchOptions
@@ -57,7 +75,7 @@ def build(sources: Sequence[str]) -> bytes:
         source = Path(folder) / "kernels.cpp"
         source.write_text("\n".join((HEADER, *sources)), encoding="utf-8")
         try:
-            with config.patch({"cpp.vec_isa_ok": True}):
+            with config.patch({"cpp.vec_isa_ok": True, "cpp.cxx": (_compiler(),)}):
                 options = CppTorchOptions(
                     vec_isa=pick_vec_isa(), warning_all=False, extra_flags=["-w"]
                 )
@@ -68,14 +86,12 @@ def build(sources: Sequence[str]) -> bytes:
                     output_dir=folder,
                 ).get_command_line()
         except InvalidCxxCompiler as error:
-            raise KernelBuildError("there is no C++ compiler; install g++, or set CXX") from error
+            raise NoCompilerError from error
         _run(shlex.split(command), folder)
         return (Path(folder) / "kernels.so").read_bytes()
 
 
 def _run(command: list[str], folder: str) -> None:
-    if shutil.which(command[0]) is None:
-        raise KernelBuildError(f"there is no C++ compiler '{command[0]}'; install g++, or set CXX")
     try:
         done = subprocess.run(
             command, cwd=folder, capture_output=True, text=True, check=False, timeout=_TIMEOUT_S

@@ -96,6 +96,8 @@ class Fusion:
     """What making the kernels took; 0 where all of them were there."""
     reason: str = ""
     """Why nothing is fused; empty where something is."""
+    lacks_compiler: bool = False
+    """More would be fused, but there was no C++ compiler: a plan that is kept is made again where there is one."""
 
 
 @dataclass(frozen=True)

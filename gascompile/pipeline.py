@@ -25,7 +25,7 @@ from gascompile.errors import FormatError, PlanVerificationError
 from gascompile.fingerprint import module_fingerprint, versions
 from gascompile.forms_choice import choose_forms, stored_dtypes
 from gascompile.fusion import fuse as fuse_ops
-from gascompile.fusion import load_kernels
+from gascompile.fusion import load_kernels, outdated
 from gascompile.integrations.huggingface import is_transformers_model, register_pytrees
 from gascompile.ir import Budget, Machine, Plan, Workload
 from gascompile.machine import resolve_machine
@@ -101,7 +101,9 @@ class Job:
         prints = self.fingerprint(args, kwargs, checkpoint)
         folder = plan_cache.folder_of(self.config.cache_dir, prints)
         cached = plan_cache.read(folder, prints)
-        if cached is not None:
+        if cached is not None and (reason := outdated(cached, cache_dir=self.config.cache_dir)):
+            _log.info("the cached plan %s is made again: %s", folder, reason)
+        elif cached is not None:
             try:
                 return self._with_kernels(Unit.of(self._with_weights(cached, checkpoint)))
             except (PlanVerificationError, FormatError) as error:
