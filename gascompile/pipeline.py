@@ -21,6 +21,7 @@ from gascompile.capture import capture
 from gascompile.checkpoint import Checkpoint, open_checkpoint
 from gascompile.compiled import CompiledModel, Unit
 from gascompile.config import CompileConfig
+from gascompile.device_budget import placed_bytes, plan_with_host
 from gascompile.errors import FormatError, PlanVerificationError
 from gascompile.fingerprint import module_fingerprint, versions
 from gascompile.forms_choice import choose_forms, stored_dtypes
@@ -244,18 +245,23 @@ class Job:
                 for name in annotation.unknown_ops
             )
             warnings += source_warnings(self.machine)
-            return make_plan(
-                workload,
-                self.machine,
-                self.budget,
-                fingerprint=prints,
-                time_limit_s=self.config.time_limit_s,
-                mip_gap=self.config.mip_gap,
-                strategy=self.config.strategy,
-                warnings=warnings,
-                reserved_bytes=self.reserved_bytes,
-                pinned=self.pinned,
-            )
+            inputs_bytes = placed_bytes(workload, self.machine)
+
+            def make(budget: Budget) -> Plan:
+                return make_plan(
+                    workload,
+                    self.machine,
+                    budget,
+                    fingerprint=prints,
+                    time_limit_s=self.config.time_limit_s,
+                    mip_gap=self.config.mip_gap,
+                    strategy=self.config.strategy,
+                    warnings=warnings,
+                    reserved_bytes=self.reserved_bytes + inputs_bytes,
+                    pinned=self.pinned,
+                )
+
+            return plan_with_host(make, workload, self.machine, self.budget)
 
     def retimed(self, program: Program, workload: Workload) -> Workload:
         """Return the workload with the seconds that this machine was measured to take for its ops."""

@@ -87,14 +87,13 @@ class Executor:
             values = list(schedule.slots)
             inputs_bytes = self._place(values, inputs)
             given = {
-                id(values[slot]): value
-                for (_, slot), value in zip(schedule.inputs, inputs, strict=True)
+                slot: value for (_, slot), value in zip(schedule.inputs, inputs, strict=True)
             }
             live = self.mover.live = LiveBytes(schedule.num_metered)
             self._interpret(values, live)
-            found = (values[slot] for slot in schedule.outputs)
             outputs = tuple(
-                given.get(id(x)) if id(x) in given else self.mover.own(x) for x in found
+                given[slot] if slot in given else self.mover.own(values[slot])
+                for slot in schedule.outputs
             )
             if self._measure:
                 # Compute alone: what the next run has asked for ahead stays on its way.
@@ -137,7 +136,7 @@ class Executor:
         tier = plan.machine.compute_tier
         stalls = tuple(mover.stalls)
         counted = session.device.peak_bytes()
-        planned = session.arena.size_bytes + session.state_bytes + live_bytes
+        planned = session.arena.size_bytes + session.kept.size_bytes + live_bytes
         peak_bytes = {tier: planned if counted is None else counted}
         if not session.device.is_host:
             peak_bytes["cpu"] = session.pinned_bytes

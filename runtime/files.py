@@ -9,7 +9,9 @@ import threading
 from collections.abc import Iterable
 
 from gascompile.errors import StorageError
-from gascompile.ir import FileStamp
+from gascompile.ir import FileStamp, IoSettings, WeightSource
+from gascompile.runtime.landing import Landing, plan_landing
+from gascompile.units import PAGE_BYTES
 
 _LOG = logging.getLogger(__name__)
 
@@ -77,15 +79,14 @@ class SourceFiles:
     def __getitem__(self, path: str) -> SourceFile:
         return self._files[path]
 
-    def is_direct(self, path: str) -> bool:
-        """Return whether the file is read with O_DIRECT."""
-        return self._files[path].is_direct
-
-    def refuse_direct(self, file: SourceFile, reason: str) -> None:
-        """Read ``file`` through the page cache from now on."""
-        # The descriptor stays open: another thread may be about to read from it.
-        file.is_direct = False
-        self._warn(file, f"the file system refuses direct reads: {reason}")
+    def landing(self, source: WeightSource, io: IoSettings) -> Landing:
+        """Return the reads that bring ``source``; logs what of it goes through the page cache."""
+        landing = plan_landing(source, chunk_bytes=io.chunk_bytes, is_direct=self.is_direct)
+        for piece in landing.pieces:
+            # The odd bytes where two extents meet are less than a page and cost nothing.
+            if not piece.direct and piece.size_bytes >= PAGE_BYTES and self.is_direct(piece.path):
+                self.expect_page_cache(piece.path, source.name)
+        return landing
 
     def expect_page_cache(self, path: str, tensor: str) -> None:
         """Warn that ``tensor`` cannot be read directly, for how it lies in its file."""

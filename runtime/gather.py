@@ -13,17 +13,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from gascompile.ir import Plan
+from gascompile.runtime.pinned import rows_bytes
 from gascompile.runtime.protocols import HostMemory, Ticket
 from gascompile.runtime.rows import check_rows, rows_landing
-from gascompile.units import MIB
 
 if TYPE_CHECKING:
     from gascompile.runtime.session import Session
 
 _ROWS_AT_ONCE = 1024
 """Rows that are asked for together: each is a read with its own description, and a prompt can have many."""
-_BUFFER_BYTES = 8 * MIB
-"""Pinned memory for rows at most, unless one row is larger."""
 
 
 class RowReader:
@@ -33,17 +31,12 @@ class RowReader:
         """Take the memory that rows pass through; raises ``DeviceError`` where it cannot be pinned."""
         self._session = session
         self._buffer: HostMemory | None = None
-        sizes = [
-            (name, size_bytes)
-            for op in plan.workload.ops
-            for name, size_bytes in op.gathers.items()
-            if name not in op.reads
-        ]
-        if sizes and not session.device.is_host:
-            sources = {name: session.source(name) for name, _ in sizes}
-            row_bytes = max(source.size_bytes // source.shape[0] for source in sources.values())
-            most_bytes = max(size_bytes for _, size_bytes in sizes)
-            self._buffer = session.row_buffer(max(row_bytes, min(most_bytes, _BUFFER_BYTES)))
+        ops = plan.workload.ops
+        names = {name for op in ops for name in op.gathers if name not in op.reads}
+        if names and not session.device.is_host:
+            sources = [session.source(name) for name in names]
+            row_bytes = max(source.size_bytes // source.shape[0] for source in sources)
+            self._buffer = session.row_buffer(rows_bytes(ops, row_bytes))
 
     def read(
         self, tensor: str, indices: torch.Tensor, *, key: int, wait: Callable[[Ticket], None]

@@ -185,7 +185,7 @@ class PlanMover:
 
     def own(self, value: object) -> object:
         """Return ``value``, copied where it is a tensor in the arena or in a state."""
-        if isinstance(value, torch.Tensor) and self._session.is_state(value):
+        if isinstance(value, torch.Tensor) and self._session.kept.contains(value):
             return self._copy(value)
         return self.out_of_arena(value)
 

@@ -175,6 +175,10 @@ class Device(Protocol):
         """Return ``value`` on the device: itself where it is there."""
         ...
 
+    def keep(self, value: torch.Tensor) -> torch.Tensor:
+        """Return a contiguous copy of ``value`` in the device's memory, beside the arena; itself on the host."""
+        ...
+
     def out_of_memory(self, what: str, error: BaseException) -> DeviceError:
         """Return what to raise where torch could not allocate ``what``."""
         ...

@@ -26,6 +26,7 @@ from gascompile.ir import (
     WeightSource,
 )
 from gascompile.runtime.arena import Arena
+from gascompile.runtime.device_states import DeviceStates
 from gascompile.runtime.devices import device_for
 from gascompile.runtime.devices.cpu import CpuDevice
 from gascompile.runtime.early_memory import EarlyMemory
@@ -33,20 +34,24 @@ from gascompile.runtime.engine import Engine
 from gascompile.runtime.files import SourceFiles
 from gascompile.runtime.heap_moves import HeapMoves
 from gascompile.runtime.host_weights import HostWeights
-from gascompile.runtime.landing import Landing, plan_landing
+from gascompile.runtime.landing import Landing
+from gascompile.runtime.pinned import pinned_bytes, require_budget
 from gascompile.runtime.protocols import Device, Event, HostMemory, Memory, Reader, Ticket, read_at
 from gascompile.runtime.residents import Progress, Residents, check_residents, resident_addresses
 from gascompile.runtime.rows import tile_source
 from gascompile.runtime.staging import Staging
 from gascompile.tiles import parse_tile
-from gascompile.units import PAGE_BYTES, SPILL_BUFFER_BYTES
+from gascompile.units import SPILL_BUFFER_BYTES
 
 
 class Session:
     """Memory, files and reading threads of a compiled model; close it, or use it in ``with``.
 
-    States are the caller's tensors and are mutated in place; everything else is owned.
+    States are the caller's tensors; a device mutates copies of them, see ``DeviceStates``. All else is owned.
     """
+
+    _rows: HostMemory | None = None
+    _user: object = None
 
     def __init__(
         self,
@@ -88,7 +93,6 @@ class Session:
         """
         io = io or IoSettings()
         self.device = device or CpuDevice()
-        self.states = dict(states or {})
         self.addresses = dict(residents)
         self.sources = dict(sources)
         self.link = link
@@ -97,11 +101,11 @@ class Session:
         self._files = SourceFiles(used, stamps)
         try:
             self.arena = self.device.arena(arena_bytes, early)
+            self.kept = self._keep(states or {})
             self._io = io
             self._landings: dict[str, Landing] = {}
             landings = {name: self.landing(name) for name in self.addresses}
             self._pinned: list[Memory] = []
-            self._rows: HostMemory | None = None
             self.engine = self._make_engine(reader)
         except BaseException:
             self.device.close()
@@ -114,6 +118,7 @@ class Session:
         self._shut_down = weakref.finalize(
             self,
             _shut_down,
+            self.kept,
             self._heaps,
             self.engine,
             self._files,
@@ -122,10 +127,8 @@ class Session:
             self._pinned,
         )
         self._lock = threading.Lock()
-        self._closed = False
         # Before the first run only resident weights are on their way: there is nothing to drain.
-        self._settled = True
-        self._user: object = None
+        self._closed, self._settled = False, True
         self._views: dict[tuple[str, int], torch.Tensor] = {}
         self._residents = Residents(
             self.engine,
@@ -155,6 +158,7 @@ class Session:
 
         The arguments are those of the constructor; ``device`` is by default the one of the plan's machine.
         """
+        require_budget(plan, pinned_bytes(plan))
         tier = plan.machine.compute_tier
         first_use: dict[str, int] = {}
         for i, op in enumerate(plan.workload.ops):
@@ -176,6 +180,12 @@ class Session:
             spill_folder=spill_folder,
             device=device or device_for(plan.machine),
         )
+
+    def _keep(self, states: Mapping[str, torch.Tensor]) -> DeviceStates:
+        try:
+            return DeviceStates(self.device, states)
+        except torch.OutOfMemoryError as error:
+            raise self.device.out_of_memory(f"{len(states)} states", error) from error
 
     def _make_engine(self, reader: Reader) -> Engine:
         """Return an engine that reads to the arena, through pinned memory where that is a device's."""
@@ -201,7 +211,7 @@ class Session:
     def landing(self, tensor: str) -> Landing:
         """Return the reads that bring a weight or a tile; made once."""
         if tensor not in self._landings:
-            self._landings[tensor] = _landing(self.source(tensor), self._io, self._files)
+            self._landings[tensor] = self._files.landing(self.source(tensor), self._io)
         return self._landings[tensor]
 
     def view(self, tensor: str, address: int) -> torch.Tensor:
@@ -239,7 +249,7 @@ class Session:
         """Read the weights whose home is the host's memory into pinned memory, those of other plans excepted.
 
         Raises:
-            DeviceError: so much memory cannot be pinned.
+            DeviceError: so much memory cannot be pinned, or it is more than the plan's budget for the host.
         """
         links: dict[str, tuple[str, int]] = {}
         for step in plan.steps:
@@ -248,6 +258,8 @@ class Session:
         if not self.device.is_host:
             landings = {name: self.landing(name) for name in links}
             self.host.add(landings, {name: op for name, (_, op) in links.items()})
+            require_budget(plan, self.pinned_bytes)
+            self.kept.note_written(plan)
 
     def submit(
         self, tensor: str, address: int, *, key: int, link: str, after: Event | None
@@ -274,8 +286,8 @@ class Session:
 
     def resident(self, tensor: str) -> torch.Tensor:
         """Return a state or the view of a resident weight, whether or not its bytes are there yet."""
-        if tensor in self.states:
-            return self.states[tensor]
+        if tensor in self.kept.tensors:
+            return self.kept.tensors[tensor]
         if tensor not in self.addresses:
             raise PlanMismatchError(
                 f"'{tensor}' is neither a resident weight nor a state of the session"
@@ -290,24 +302,15 @@ class Session:
         """Note that a resident weight has been awaited."""
         self._residents.settle(tensor)
 
-    def is_state(self, tensor: torch.Tensor) -> bool:
-        """Return whether the tensor shares its storage with a state."""
-        start: int = tensor.untyped_storage().data_ptr()
-        return any(start == t.untyped_storage().data_ptr() for t in self.states.values())
-
     @property
     def is_loaded(self) -> bool:
         """Whether every resident weight has been awaited."""
         return self._residents.complete
 
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of the storages of the states."""
-        storages = {
-            t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
-            for t in self.states.values()
-        }
-        return sum(storages.values())
+    def pull_states(self) -> None:
+        """Bring the caller's states up to date with what runs have made of them."""
+        with self._lock:
+            self.kept.pull()
 
     @contextmanager
     def run(self, user: object) -> Iterator[bool]:
@@ -322,6 +325,7 @@ class Session:
             if self._closed:
                 raise StorageError("the session is closed; compile or load the model again")
             self._files.check()
+            self.kept.push()
             warm = self._user is user
             restart = not warm and not self._settled
             self._user, self._settled = None, False
@@ -366,16 +370,8 @@ class Session:
         self.close()
 
 
-def _landing(source: WeightSource, io: IoSettings, files: SourceFiles) -> Landing:
-    landing = plan_landing(source, chunk_bytes=io.chunk_bytes, is_direct=files.is_direct)
-    for piece in landing.pieces:
-        # The odd bytes where two extents meet are less than a page and cost nothing.
-        if not piece.direct and piece.size_bytes >= PAGE_BYTES and files.is_direct(piece.path):
-            files.expect_page_cache(piece.path, source.name)
-    return landing
-
-
 def _shut_down(
+    kept: DeviceStates,
     heaps: list[HeapMoves],
     engine: Engine,
     files: SourceFiles,
@@ -388,7 +384,10 @@ def _shut_down(
     heaps.clear()
     engine.close()
     files.close()
-    device.close()
+    try:
+        kept.close()
+    finally:
+        device.close()
     for memory in (*memories, *pinned):
         memory.close()
     memories.clear()

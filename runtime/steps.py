@@ -234,7 +234,11 @@ class _Builder:
         """Before the first op that reads a resident weight, wait for it to be loaded."""
         for argument in node.all_input_nodes:
             name = argument.args[1] if argument.target is moves.resident else None
-            if not isinstance(name, str) or name in self._session.states or name in self._awaited:
+            if (
+                not isinstance(name, str)
+                or name in self._session.kept.tensors
+                or name in self._awaited
+            ):
                 continue
             self._awaited.add(name)
             call = partial(self._mover.resident_at, self._next_op, name)

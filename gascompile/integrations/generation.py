@@ -149,6 +149,7 @@ class Generator:
         """Forget the sequence; the next prompt is read from its first token."""
         with self._lock:
             self._held.clear()
+            # On a device that has copies of them, the next call takes this over.
             for tensor in self._step.cache_tensors():
                 tensor.zero_()
 

@@ -17,6 +17,7 @@ import torch
 
 from gascompile import serial
 from gascompile.compiled import Unit
+from gascompile.device_budget import placed_bytes
 from gascompile.errors import FormatError, InfeasiblePlanError, StorageError
 from gascompile.ir import TensorKind, Workload
 from gascompile.passes.annotate import annotate
@@ -146,11 +147,16 @@ def _split(decode: _Stage, prefill: _Stage) -> Split:
         {t.name: t.size_bytes for t in w.tensors if t.kind is TensorKind.STATE} for w in workloads
     ]
     union_bytes = sum((states[0] | states[1]).values())
-    needed_bytes = union_bytes + max(live.peak_bytes for live in lives)
+    # A job adds its own inputs.
+    own_bytes = [
+        live.peak_bytes + placed_bytes(workload, decode.machine)
+        for live, workload in zip(lives, workloads, strict=True)
+    ]
+    needed_bytes = union_bytes + max(own_bytes)
     return Split(
         prefill_tokens=prefill.tokens,
-        decode_reserved_bytes=needed_bytes - lives[0].state_bytes - lives[0].peak_bytes,
-        prefill_reserved_bytes=needed_bytes - lives[1].state_bytes - lives[1].peak_bytes,
+        decode_reserved_bytes=needed_bytes - lives[0].state_bytes - own_bytes[0],
+        prefill_reserved_bytes=needed_bytes - lives[1].state_bytes - own_bytes[1],
     )
 
 

@@ -57,6 +57,9 @@ class CpuDevice:
     def place(self, value: torch.Tensor) -> torch.Tensor:
         return value
 
+    def keep(self, value: torch.Tensor) -> torch.Tensor:
+        return value
+
     def out_of_memory(self, what: str, error: BaseException) -> DeviceError:
         return DeviceError(f"there is no memory for {what}: {error}", cause="device memory")
 

@@ -220,6 +220,10 @@ class CudaDevice:
     def place(self, value: torch.Tensor) -> torch.Tensor:
         return value.to(self.torch_device, non_blocking=True)
 
+    def keep(self, value: torch.Tensor) -> torch.Tensor:
+        # Blocks until it is there: whichever stream computes, it comes later.
+        return value.contiguous().to(self.torch_device, copy=True)
+
     def out_of_memory(self, what: str, error: BaseException) -> DeviceError:
         """Return what to raise where torch could not allocate ``what``."""
         found = device_memory(cuda=self._cuda)

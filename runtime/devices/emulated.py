@@ -196,7 +196,11 @@ class EmulatedDevice:
         return None
 
     def place(self, value: torch.Tensor) -> torch.Tensor:
-        return value
+        # What the host holds is not in the accelerator's memory: inputs take room there, as on a real one.
+        return value.clone()
+
+    def keep(self, value: torch.Tensor) -> torch.Tensor:
+        return value.clone(memory_format=torch.contiguous_format)
 
     def out_of_memory(self, what: str, error: BaseException) -> DeviceError:
         return DeviceError(f"there is no memory for {what}: {error}", cause="device memory")

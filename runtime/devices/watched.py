@@ -134,6 +134,9 @@ class WatchedDevice:
     def place(self, value: torch.Tensor) -> torch.Tensor:
         return self._inner.place(value)
 
+    def keep(self, value: torch.Tensor) -> torch.Tensor:
+        return self._inner.keep(value)
+
     def out_of_memory(self, what: str, error: BaseException) -> DeviceError:
         return self._inner.out_of_memory(what, error)
 

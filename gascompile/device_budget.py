@@ -1,0 +1,60 @@
+"""What a device's plan takes beside its own tensors: inputs in its memory, pinned memory on the host.
+
+Where the host computes, inputs are the caller's and files are read to where they are used: nothing is added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from gascompile.errors import Demand, InfeasiblePlanError
+from gascompile.ir import Budget, Machine, Plan, TensorKind, Workload
+from gascompile.runtime.pinned import HOST, passing_bytes, pinned_bytes
+
+_TRIES = 4
+"""Each leaves the host less; whole pages of divided weights are known only once they are divided."""
+
+
+def placed_bytes(workload: Workload, machine: Machine) -> int:
+    """Return the bytes that the inputs of a run take of the tier that computes, copied there from the host."""
+    if machine.compute_tier == HOST:
+        return 0
+    return sum(t.size_bytes for t in workload.tensors if t.kind is TensorKind.INPUT)
+
+
+def plan_with_host(
+    make: Callable[[Budget], Plan], workload: Workload, machine: Machine, budget: Budget
+) -> Plan:
+    """Return the plan that ``make`` finds for what ``budget`` leaves of the host's memory.
+
+    Raises:
+        InfeasiblePlanError: what bytes pass through on their way to the device is more than the host may give.
+    """
+    limits_bytes = budget.limits_bytes(machine)
+    if machine.compute_tier == HOST or HOST not in limits_bytes:
+        return make(budget)
+    needed_bytes = passing_bytes(workload.ops, machine.io)
+    taken_bytes = needed_bytes
+    for _ in range(_TRIES):
+        if taken_bytes > limits_bytes[HOST]:
+            break
+        left = replace(budget, cpu=limits_bytes[HOST] - taken_bytes)
+        plan = replace(make(left), budget_bytes=limits_bytes)
+        over_bytes = pinned_bytes(plan) - limits_bytes[HOST]
+        if over_bytes <= 0:
+            return plan
+        taken_bytes += over_bytes
+    raise InfeasiblePlanError(
+        required_bytes=max(needed_bytes, limits_bytes[HOST] + 1),
+        limit_bytes=limits_bytes[HOST],
+        tier=HOST,
+        op=workload.ops[0].name,
+        demands=(
+            Demand(
+                kind="reserved",
+                name=f"pinned memory for {machine.io.num_threads} reading threads",
+                size_bytes=needed_bytes,
+            ),
+        ),
+    )
