@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from gascompile.planning import simulate as simulate
     from gascompile.reports import RunReport as RunReport
     from gascompile.reports import Timeline as Timeline
+    from gascompile.training.compile_step import compile_step as compile_step
+    from gascompile.training.step import TrainingStep as TrainingStep
 
 _HOMES = {
     "compiled": ("CompiledModel",),
@@ -48,6 +50,8 @@ _HOMES = {
     "pipeline": ("compile",),
     "planning": ("plan", "simulate"),
     "reports": ("RunReport", "Timeline"),
+    "training.compile_step": ("compile_step",),
+    "training.step": ("TrainingStep",),
 }  # fmt: skip
 _MODULE_OF = {name: module for module, names in _HOMES.items() for name in names}
 

@@ -1,0 +1,78 @@
+"""``compile_step``: what users call to train under a budget."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from gascompile.config import CompileConfig
+from gascompile.errors import GASCompileError, UnsupportedOpError
+from gascompile.ir import Budget, Machine
+from gascompile.machine import resolve_machine
+from gascompile.runtime.engine import read_blocks
+from gascompile.training.joint import LossFunction
+from gascompile.training.step import TrainingStep
+
+
+def compile_step(
+    model: nn.Module,
+    loss_fn: LossFunction,
+    optimizer: torch.optim.Optimizer,
+    budget: Budget | int | str | None = None,
+    example_batch: Any = None,
+    *,
+    machine: Machine | str | os.PathLike[str] | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+    max_grad_norm: float | None = None,
+    time_limit_s: float = 20.0,
+    mip_gap: float = 0.01,
+) -> TrainingStep:
+    """Plan whole training steps of ``model`` for ``budget`` and return the step to call.
+
+    Args:
+        model: any module whose loss can be traced; its parameters are taken over until ``close``.
+        loss_fn: ``loss_fn(model, batch)`` returns a scalar tensor.
+        optimizer: ``torch.optim.AdamW``, ``Adam`` or ``SGD`` over the model's parameters. Its
+            ``param_groups`` are read at every step, so schedulers work as always.
+        budget: memory the step may take in the tier that computes (``"2GiB"``, bytes), or a ``Budget``.
+        example_batch: any pytree; planned for now. Without it, at the first call.
+        machine: ``None`` for this machine, measured once and remembered; or a preset's name or a file.
+        cache_dir: where the machine profile is kept and what leaves memory goes.
+        max_grad_norm: clip gradients by their global norm, as ``torch.nn.utils.clip_grad_norm_`` does.
+        time_limit_s: wall clock for the solver.
+        mip_gap: relative gap at which the solver may stop.
+
+    Raises:
+        CaptureError: the loss cannot be traced, is no scalar or depends on no parameter.
+        InfeasiblePlanError: the budget is too small; names the smallest feasible one.
+        UnsupportedOpError: an optimizer without a rule; names those that have one.
+        StorageError: a file cannot be written.
+    """
+    options: dict[str, Any] = {"cache_dir": Path(cache_dir)} if cache_dir is not None else {}
+    config = CompileConfig(time_limit_s=time_limit_s, mip_gap=mip_gap, **options)
+    resolved = resolve_machine(machine, cache_dir=config.cache_dir, read=read_blocks)
+    if resolved.compute_backend != "cpu":
+        raise UnsupportedOpError(
+            f"training runs on the CPU today, and '{resolved.name}' computes on {resolved.compute_tier}; "
+            "pass a machine whose tiers are cpu and nvme"
+        )
+    step = TrainingStep(
+        model,
+        loss_fn,
+        optimizer,
+        budget=Budget.of(budget, resolved),
+        machine=resolved,
+        config=config,
+        max_grad_norm=max_grad_norm,
+    )
+    if example_batch is not None:
+        try:
+            step.prepare(example_batch)
+        except GASCompileError:
+            step.close()
+            raise
+    return step

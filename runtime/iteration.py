@@ -1,0 +1,414 @@
+"""Executes a plan whose tensors live on the heap: activations that leave or are made again, states that stream.
+
+The steps of the plan are turned into calls once. Between two of them values are found by their node; a value
+is let go of after the last call that needs it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+
+from gascompile.errors import PlanMismatchError
+from gascompile.ir import (
+    Compute,
+    Offload,
+    Plan,
+    Recompute,
+    Release,
+    Reload,
+    Step,
+    Wait,
+)
+from gascompile.reports import RunReport, Stall
+from gascompile.runtime.meter import process_peak_bytes
+from gascompile.runtime.persistent import Persistent
+from gascompile.runtime.protocols import Ticket
+from gascompile.runtime.spill import Spill
+from gascompile.runtime.spill_slots import spill_slots
+
+_STALL_S = 1e-5
+"""Shorter waits are the cost of looking."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """One step with what may be let go of after it."""
+
+    step: Step
+    nodes: tuple[fx.Node, ...]
+    """What a ``Compute`` or ``Recompute`` runs: the op, and views of its result that are taken anew."""
+    frees: tuple[fx.Node, ...]
+    dies: tuple[str, ...]
+    """Tensors that nothing needs any more in this iteration."""
+
+
+class Iteration:
+    """A plan made executable on tensors that persist. Close it when it is not needed any more."""
+
+    def __init__(
+        self,
+        graph: fx.Graph,
+        plan: Plan,
+        persistent: Persistent,
+        bindings: Mapping[str, str],
+        inputs: Sequence[str],
+        *,
+        folder: Path,
+        buffers: memoryview,
+    ) -> None:
+        """Turn the steps into calls and take room for the activations that leave.
+
+        Args:
+            graph: ops of the plan in their order; its output is a flat tuple.
+            bindings: placeholder -> name in ``persistent``.
+            inputs: the other placeholders, in the order of ``run``.
+
+        Raises:
+            StorageError: the folder cannot be written to, or has too little space.
+            PlanMismatchError: the plan is of another graph.
+        """
+        self._plan = plan
+        self._persistent = persistent
+        self._nodes = [node for node in graph.nodes if node.op == "call_function"]
+        if [node.name for node in self._nodes] != [op.name for op in plan.ops]:
+            raise PlanMismatchError("the plan is of another program; plan again")
+        self._bound = {
+            node: bindings[node.name]
+            for node in graph.nodes
+            if node.op == "placeholder" and node.name in bindings
+        }
+        named = {node.name: node for node in graph.nodes if node.op == "placeholder"}
+        self._inputs = [named[name] for name in inputs]
+        (self._outputs,) = graph.output_node().args
+        self._owner = _owners(self._nodes, plan)
+        self._entries = _Lives(self._nodes, plan, self._outputs, self._owner).entries()
+        moved = [
+            step
+            for step in plan.steps
+            if isinstance(step, (Offload, Reload, Wait)) and step.tensor not in persistent.sizes
+        ]
+        self._spill = Spill(folder, spill_slots(moved), buffers)
+        self.away, self._up_front = _at_rest(plan, persistent.sizes)
+        self._changes = _changes(plan, persistent.sizes)
+        released = {step.tensor for step in plan.steps if isinstance(step, Release)}
+        self._dropped = released & set(persistent.sizes)
+        self._pending: dict[str, Ticket] | None = None
+        """Transfers that the last run has started for the next one; ``None`` before the first."""
+
+    def run(self, inputs: Sequence[Any]) -> tuple[tuple[Any, ...], RunReport]:
+        """Run one iteration and return its outputs and what it took.
+
+        Raises:
+            StorageError: a transfer failed. Values that an update has changed stay changed.
+        """
+        start_s = time.perf_counter()
+        pending, self._pending = self._pending, None
+        if pending is None:
+            self._persistent.write_out(self._dropped)
+            self._persistent.rest(self.away)
+        run = _Run(self, inputs, pending or {})
+        if pending is None:
+            run.start(self._up_front)
+        with torch.no_grad():
+            run.steps(self._entries)
+        self._pending = run.tickets
+        return run.outputs(self._outputs), run.report(time.perf_counter() - start_s)
+
+    def settle(self) -> None:
+        """Let no transfer be under way, so that something else may use the tensors; the next run starts afresh."""
+        pending, self._pending = self._pending, None
+        for ticket in (pending or {}).values():
+            ticket.wait()
+
+    def close(self) -> None:
+        """Give the file of the activations back; idempotent."""
+        self._spill.close()
+
+
+class _Run:
+    """The state of one iteration."""
+
+    def __init__(self, of: Iteration, inputs: Sequence[Any], tickets: dict[str, Ticket]) -> None:
+        self._of = of
+        self._persistent = of._persistent
+        self._values: dict[fx.Node, Any] = {
+            node: self._persistent.tensors[name] for node, name in of._bound.items()
+        }
+        self._values.update(zip(of._inputs, inputs, strict=True))
+        self.tickets = tickets
+        self._sizes: dict[str, int] = {}
+        self._stalls: list[Stall] = []
+        self._link_bytes: dict[str, int] = defaultdict(int)
+        self._live: dict[str, int] = {
+            name: size
+            for name, size in self._persistent.sizes.items()
+            if not self._persistent.is_away(name)
+        }
+        self._live_bytes = sum(self._live.values())
+        self._peak_bytes = self._live_bytes
+
+    def start(self, steps: Sequence[Offload | Reload]) -> None:
+        """Take the moves that an iteration before this one would have started."""
+        for step in steps:
+            self.move(step)
+        self._link_bytes.clear()
+
+    def steps(self, entries: Sequence[_Entry]) -> None:
+        """Take all steps in order."""
+        ops = self._of._plan.workload.ops
+        for entry in entries:
+            step = entry.step
+            if isinstance(step, (Compute, Recompute)):
+                again = isinstance(step, Recompute)
+                op = ops[step.source if isinstance(step, Recompute) else step.op]
+                self._compute(entry.nodes, op.name)
+                for name in op.writes:
+                    self._born(name)
+                self._peak_bytes = max(self._peak_bytes, self._live_bytes + op.workspace_bytes)
+                if not again:
+                    self._persistent.changed(self._of._changes[step.op])
+            else:
+                self.move(step)
+            for node in entry.frees:
+                self._values.pop(node, None)
+            for name in entry.dies:
+                self._live_bytes -= self._live.pop(name, 0)
+
+    def _compute(self, nodes: Sequence[fx.Node], name: str) -> None:
+        values = self._values
+        try:
+            for node in nodes:
+                args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
+                assert callable(node.target)
+                values[node] = node.target(*args, **kwargs)
+        except BaseException as error:
+            error.add_note(f"while running op '{name}' of '{self._of._plan.workload.name}'")
+            raise
+
+    def _storage(self, name: str) -> torch.UntypedStorage:
+        node, element = self._of._owner[name]
+        value = self._values[node]
+        tensor: torch.Tensor = value if element is None else value[element]
+        return tensor.untyped_storage()
+
+    def _born(self, name: str) -> None:
+        if name in self._persistent.sizes or name not in self._of._owner:
+            return
+        size_bytes = self._storage(name).nbytes()
+        self._live_bytes += size_bytes - self._live.get(name, 0)
+        self._live[name] = size_bytes
+
+    def move(self, step: Step) -> None:
+        """Take a step that is no op."""
+        match step:
+            case Offload(tensor=name, link=link):
+                self.tickets[name] = self._write(name)
+                self._link_bytes[link] += step.size_bytes
+            case Reload(tensor=name, link=link):
+                self.tickets[name] = self._read(name)
+                self._link_bytes[link] += step.size_bytes
+            case Wait(tensor=name):
+                self._wait(name, step.op)
+            case Release(tensor=name):
+                self._drop(name)
+            case _:
+                raise PlanMismatchError(f"a training plan holds {type(step).__name__}; plan again")
+
+    def _write(self, name: str) -> Ticket:
+        if name in self._persistent.sizes:
+            return self._persistent.write(name)
+        return self._of._spill.write(name, self._storage(name))
+
+    def _read(self, name: str) -> Ticket:
+        if name in self._persistent.sizes:
+            ticket = self._persistent.read(name)
+            size_bytes = self._persistent.sizes[name]
+        else:
+            storage, size_bytes = self._storage(name), self._sizes.pop(name)
+            storage.resize_(size_bytes)
+            ticket = self._of._spill.read(name, storage)
+        self._live[name] = size_bytes
+        self._live_bytes += size_bytes
+        self._peak_bytes = max(self._peak_bytes, self._live_bytes)
+        return ticket
+
+    def _wait(self, name: str, op: int) -> None:
+        ticket = self.tickets.pop(name, None)
+        if ticket is None:
+            return
+        start_s = time.perf_counter()
+        ticket.wait()
+        time_s = time.perf_counter() - start_s
+        if time_s > _STALL_S:
+            self._stalls.append(Stall(op=op, tensor=name, time_s=time_s))
+
+    def _drop(self, name: str) -> None:
+        if name in self._persistent.sizes:
+            self._persistent.drop(name)
+        else:
+            storage = self._storage(name)
+            self._sizes[name] = storage.nbytes()
+            storage.resize_(0)
+        self._live_bytes -= self._live.pop(name, 0)
+
+    def outputs(self, nodes: Any) -> tuple[Any, ...]:
+        """Return the values of the output."""
+        return tuple(self._values[node] for node in nodes)
+
+    def report(self, time_s: float) -> RunReport:
+        """Return what was measured."""
+        plan = self._of._plan
+        return RunReport(
+            seconds=time_s,
+            peak_bytes={plan.machine.compute_tier: self._peak_bytes},
+            link_bytes=dict(self._link_bytes),
+            stall_s=sum(stall.time_s for stall in self._stalls),
+            share_of_limit=min(plan.certificate.limit_s / time_s, 1.0),
+            paths=dict.fromkeys(self._link_bytes, self._persistent.path),
+            stalls=tuple(self._stalls),
+            process_peak_bytes=process_peak_bytes(),
+        )
+
+
+def _owners(nodes: Sequence[fx.Node], plan: Plan) -> dict[str, tuple[fx.Node, int | None]]:
+    """Return per tensor the op that creates it, and which element of its result it is."""
+    found: dict[str, tuple[fx.Node, int | None]] = {}
+    for node, op in zip(nodes, plan.workload.ops, strict=True):
+        own = f"%{node.name}"
+        for name in op.writes:
+            if name == own:
+                found[name] = (node, None)
+            elif name.startswith(f"{own}."):
+                found[name] = (node, int(name.removeprefix(f"{own}.")))
+    return found
+
+
+def _changes(plan: Plan, persistent: Mapping[str, int]) -> list[tuple[str, ...]]:
+    return [tuple(n for n in op.writes if n in persistent) for op in plan.workload.ops]
+
+
+class _Lives:
+    """When values end: after the last step that reads them, runs of recomputed ops and of their views included."""
+
+    def __init__(
+        self,
+        nodes: Sequence[fx.Node],
+        plan: Plan,
+        outputs: Any,
+        owner: Mapping[str, tuple[fx.Node, int | None]],
+    ) -> None:
+        self._nodes, self._plan, self._owner = nodes, plan, owner
+        self._outputs = set(outputs)
+        self._last: dict[fx.Node, int] = {}
+        self._last_of_tensor: dict[str, int] = {}
+
+    def entries(self) -> tuple[_Entry, ...]:
+        """Return the plan's steps with their ends."""
+        steps = self._plan.steps
+        runs: list[tuple[fx.Node, ...]] = [()] * len(steps)
+        for at in reversed(range(len(steps))):
+            step = steps[at]
+            match step:
+                case Compute(op=op):
+                    runs[at] = (self._nodes[op],)
+                    self._use(op, at)
+                case Recompute(source=source):
+                    runs[at] = (self._nodes[source], *self._views(source, at))
+                    self._use(source, at)
+                    for node in runs[at]:
+                        for read in node.all_input_nodes:
+                            self._last.setdefault(read, at)
+                case _:
+                    self._last_of_tensor.setdefault(step.tensor, at)
+                    if step.tensor in self._owner:
+                        self._last.setdefault(self._owner[step.tensor][0], at)
+        frees: dict[int, list[fx.Node]] = defaultdict(list)
+        for node, at in self._last.items():
+            if node not in self._outputs and node.op == "call_function":
+                frees[at].append(node)
+        dies: dict[int, list[str]] = defaultdict(list)
+        for name, at in self._last_of_tensor.items():
+            if name in self._owner and self._owner[name][0] not in self._outputs:
+                dies[at].append(name)
+        return tuple(
+            _Entry(step, runs[at], tuple(frees[at]), tuple(dies[at]))
+            for at, step in enumerate(steps)
+        )
+
+    def _use(self, op: int, at: int) -> None:
+        node = self._nodes[op]
+        self._last.setdefault(node, at)
+        for read in node.all_input_nodes:
+            self._last.setdefault(read, at)
+        spec = self._plan.workload.ops[op]
+        for name in (*spec.reads, *spec.writes):
+            self._last_of_tensor.setdefault(name, at)
+            if name in self._owner:
+                # A view may be read when the op's own result is not: its memory moves by the latter.
+                self._last.setdefault(self._owner[name][0], at)
+
+    def _views(self, source: int, at: int) -> tuple[fx.Node, ...]:
+        """Return the views of an op's result that exist before ``at`` and are read after it."""
+        ops = self._plan.workload.ops
+        made_before = {step.op for step in self._plan.steps[:at] if isinstance(step, Compute)}
+        derived = {self._nodes[source]}
+        found: list[int] = []
+        for number in range(source + 1, len(self._nodes)):
+            node = self._nodes[number]
+            if ops[number].writes or number not in made_before:
+                continue
+            if derived & set(node.all_input_nodes):
+                derived.add(node)
+                found.append(number)
+        wanted: set[fx.Node] = set()
+        for number in reversed(found):
+            node = self._nodes[number]
+            read_by_views = any(user in wanted for user in node.users)
+            if self._last.get(node, -1) > at or read_by_views:
+                wanted.add(node)
+        return tuple(self._nodes[number] for number in found if self._nodes[number] in wanted)
+
+
+def _at_rest(
+    plan: Plan, persistent: Mapping[str, int]
+) -> tuple[frozenset[str], tuple[Offload | Reload, ...]]:
+    """Return the tensors that are away before the first step, and moves that the last iteration has started.
+
+    A wait that stands before the move it is for belongs to the iteration before.
+    """
+    first: dict[str, Step] = {}
+    last: dict[str, Offload | Reload] = {}
+    used: set[str] = set()
+    for step in plan.steps:
+        if isinstance(step, Compute):
+            op = plan.workload.ops[step.op]
+            used.update((*op.reads, *op.writes))
+        elif isinstance(step, (Offload, Reload, Release, Wait)) and step.tensor in persistent:
+            if step.tensor not in used:
+                first.setdefault(step.tensor, step)
+            if isinstance(step, (Offload, Reload)):
+                last[step.tensor] = step
+    away: set[str] = set()
+    up_front: list[Offload | Reload] = []
+    for name, step in first.items():
+        if isinstance(step, Reload):
+            away.add(name)
+        elif isinstance(step, Wait) and name in last:
+            up_front.append(last[name])
+            if isinstance(last[name], Reload):
+                away.add(name)
+    site = plan.machine.compute_tier
+    idle = {
+        name
+        for name, tensor in plan.tensors.items()
+        if name in persistent and name not in used and tensor.home != site
+    }
+    return frozenset(away | idle), tuple(up_front)

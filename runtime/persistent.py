@@ -1,0 +1,118 @@
+"""Tensors that outlive iterations, each in memory, in a slot of a file, or both.
+
+A tensor's storage gives its memory back while it is away, so that views of it stay valid and follow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import torch
+
+from gascompile.errors import StorageError
+from gascompile.runtime.protocols import Ticket
+from gascompile.runtime.spill import Spill
+from gascompile.units import PAGE_BYTES, align_up
+
+
+class Persistent:
+    """Parameters, moments and buffers of one training run. Not for several threads at once."""
+
+    def __init__(
+        self, tensors: Mapping[str, torch.Tensor], folder: Path, buffers: memoryview
+    ) -> None:
+        """Take ``tensors`` over, as they are in memory, and room for all of them in a file.
+
+        Raises:
+            StorageError: the folder cannot be written to, or has too little space.
+        """
+        self.tensors = dict(tensors)
+        self.sizes = {name: tensor.untyped_storage().nbytes() for name, tensor in tensors.items()}
+        slots, offset = {}, 0
+        for name, size_bytes in self.sizes.items():
+            slots[name] = (offset, size_bytes)
+            offset += align_up(size_bytes, PAGE_BYTES)
+        self._spill = Spill(folder, slots, buffers)
+        self.path = self._spill.path
+        self._away: set[str] = set()
+        self._valid: set[str] = set()
+        """Whose slot holds the value of now."""
+
+    def is_away(self, name: str) -> bool:
+        """Return whether the tensor has no memory."""
+        return name in self._away
+
+    @property
+    def resident_bytes(self) -> int:
+        """What is in memory."""
+        return sum(size for name, size in self.sizes.items() if name not in self._away)
+
+    def changed(self, names: Iterable[str]) -> None:
+        """Take note that the values in memory are newer than the slots'."""
+        self._valid.difference_update(names)
+
+    def write(self, name: str) -> Ticket:
+        """Start copying a tensor to its slot; it must not change before the ticket is done."""
+        self._valid.add(name)
+        return self._spill.write(name, self.tensors[name].untyped_storage())
+
+    def drop(self, name: str) -> None:
+        """Give a tensor's memory back.
+
+        Raises:
+            StorageError: its slot does not hold its value.
+        """
+        if name not in self._valid:
+            raise StorageError(f"'{name}' would lose its value: it was not written before it left")
+        self.tensors[name].untyped_storage().resize_(0)
+        self._away.add(name)
+
+    def read(self, name: str) -> Ticket:
+        """Take memory for a tensor and start reading it."""
+        storage = self.tensors[name].untyped_storage()
+        storage.resize_(self.sizes[name])
+        self._away.discard(name)
+        return self._spill.read(name, storage)
+
+    def write_out(self, names: Iterable[str]) -> None:
+        """Bring the slots of tensors up to date; blocks."""
+        for name in sorted(names):
+            if name not in self._away and name not in self._valid:
+                self.write(name).wait()
+
+    def rest(self, away: Iterable[str]) -> None:
+        """Bring about that exactly ``away`` are out of memory; blocks."""
+        wanted = set(away)
+        for name in self.sizes:
+            if name in wanted and name not in self._away:
+                if name not in self._valid:
+                    self.write(name).wait()
+                self.drop(name)
+        for name in sorted(self._away - wanted):
+            self.read(name).wait()
+
+    def value(self, name: str) -> torch.Tensor:
+        """Return a copy of a tensor, wherever it is, and leave it there."""
+        if name not in self._away:
+            return self.tensors[name].detach().clone()
+        tensor = self.tensors[name]
+        storage = torch.UntypedStorage(self.sizes[name])
+        self._spill.read(name, storage).wait()
+        found = torch.empty(0, dtype=tensor.dtype)
+        return found.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+    def assign(self, name: str, value: torch.Tensor) -> None:
+        """Give a tensor a new value, wherever it is."""
+        away = name in self._away
+        if away:
+            self.read(name).wait()
+        self.tensors[name].copy_(value)
+        self.changed((name,))
+        if away:
+            self.write(name).wait()
+            self.drop(name)
+
+    def close(self) -> None:
+        """Give the file back; the tensors that are in memory stay there."""
+        self._spill.close()
