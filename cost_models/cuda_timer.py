@@ -28,9 +28,10 @@ _ROOMY_BYTES = 3 * GIB
 class CudaTimer:
     """A ``GpuTimer`` of the current CUDA device."""
 
-    def __init__(self, cuda: Any = torch.cuda) -> None:
-        """Take the memory; ``cuda`` is ``torch.cuda`` or what stands in for it."""
+    def __init__(self, cuda: Any = torch.cuda, *, device: str = "cuda") -> None:
+        """Take the memory; ``cuda`` is ``torch.cuda`` or what stands in for it, with ``device`` as its device."""
         self._cuda = cuda
+        self._on = device
         free_bytes, self.total_bytes = cuda.mem_get_info()
         self.width = _WIDE if free_bytes > _ROOMY_BYTES else _NARROW
         self.name = str(cuda.get_device_name(cuda.current_device()))
@@ -40,10 +41,10 @@ class CudaTimer:
         self._operands: dict[tuple[str, int], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
 
     def _pinned(self) -> torch.Tensor:
-        return torch.empty(_COPY_BYTES, dtype=torch.uint8, pin_memory=True)
+        return _pinned(_COPY_BYTES, self._on)
 
     def _empty(self, size_bytes: int) -> torch.Tensor:
-        return torch.empty(size_bytes, dtype=torch.uint8, device="cuda")
+        return torch.empty(size_bytes, dtype=torch.uint8, device=self._on)
 
     def _seconds(self, call: Callable[[], object]) -> float:
         self._cuda.synchronize()
@@ -80,7 +81,7 @@ class CudaTimer:
         if key not in self._operands:
             # One at a time: several would not fit into a small memory.
             self._operands.clear()
-            options = {"dtype": getattr(torch, dtype), "device": "cuda"}
+            options = {"dtype": getattr(torch, dtype), "device": self._on}
             self._operands[key] = (
                 torch.full((rows, self.width), 0.01, **options),
                 torch.full((self.width, self.width), 0.01, **options),
@@ -91,7 +92,7 @@ class CudaTimer:
 
     def calls_s(self, num_calls: int) -> float:
         """Add one to a tensor of one element again and again."""
-        one = torch.ones(1, device="cuda")
+        one = torch.ones(1, device=self._on)
         add = torch.ops.aten.add.Tensor
 
         def calls() -> None:
@@ -106,7 +107,8 @@ class CudaTimer:
         The libraries' workspace is taken at the first product of a thread and stream and never given back.
         """
         self._operands.clear()
-        torch._C._cuda_clearCublasWorkspaces()
+        if self._on != "cpu":
+            torch._C._cuda_clearCublasWorkspaces()
         self._cuda.synchronize()
         before = self._cuda.memory_allocated()
         self.product_s("float32", 16)
@@ -133,14 +135,14 @@ class CudaTimer:
 class StagedReader:
     """Reads a file into one pinned buffer while another is on its way to the device, as the runtime does."""
 
-    def __init__(self, read: Reader, size_bytes: int, cuda: Any = torch.cuda) -> None:
+    def __init__(
+        self, read: Reader, size_bytes: int, cuda: Any = torch.cuda, *, device: str = "cuda"
+    ) -> None:
         """Take two pinned buffers and one on the device of ``size_bytes`` each."""
         self._read = read
         self._cuda = cuda
-        self._slots = [
-            torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)
-        ]
-        self._target = torch.empty(size_bytes, dtype=torch.uint8, device="cuda")
+        self._slots = [_pinned(size_bytes, device) for _ in range(2)]
+        self._target = torch.empty(size_bytes, dtype=torch.uint8, device=device)
         self._stream = cuda.Stream()
         self._turn = 0
 
@@ -165,6 +167,11 @@ class _Staged:
     def __init__(self, time_s: float, path: str) -> None:
         self.time_s = time_s
         self.path = path
+
+
+def _pinned(size_bytes: int, device: str) -> torch.Tensor:
+    """Return host memory that ``device`` copies from without the processor; plain where it is the host."""
+    return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=device != "cpu")
 
 
 def rows_for(effort: str) -> Sequence[int]:

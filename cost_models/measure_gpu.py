@@ -7,6 +7,7 @@ typical of a few repetitions (``measure_compute.typical``). Whoever holds the st
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
@@ -203,6 +204,18 @@ def fastest(engines: Sequence[EngineFigures]) -> EngineFigures:
     return next((p for p in plain if p.bytes_per_s >= _AS_GOOD * best.bytes_per_s), best)
 
 
+def least_bytes(chosen: EngineFigures, engines: Sequence[EngineFigures]) -> int:
+    """Return the size from which ``chosen`` brings a tensor sooner than reads through RAM; 0 for every size.
+
+    A fast path may start slowly: below that size reads win, whatever the rates.
+    """
+    plain = next((figures for figures in engines if figures.io.engine == READS), None)
+    if plain is None or plain is chosen or chosen.latency_s <= plain.latency_s:
+        return 0
+    gained_s_per_byte = 1 / plain.bytes_per_s - 1 / chosen.bytes_per_s
+    return math.ceil((chosen.latency_s - plain.latency_s) / gained_s_per_byte)
+
+
 def named_with_gpu(host_name: str, gpu_name: str) -> str:
     """Return the name of a host together with its GPU."""
     return f"{host_name}, {gpu_name}"
@@ -232,7 +245,12 @@ def gpu_machine(
         pipes=(*host.pipes, *_pipes(host, gpu, chosen, measured)),
         rates=(*_rates(gpu, measured), *host.rates),
         memory=(_memory(gpu, measured), *host.memory),
-        io=replace(chosen.io, source=settings),
+        io=replace(
+            chosen.io,
+            source=settings,
+            path=chosen.path,
+            least_bytes=least_bytes(chosen, engines),
+        ),
         # What ops of the processor take from its readers says nothing about those of a GPU.
         interference=Interference(),
     )

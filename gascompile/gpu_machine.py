@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -13,13 +15,21 @@ from gascompile.cost_models.measure_disk import BUFFER_BYTES, Reader, probe_file
 from gascompile.cost_models.measure_gpu import (
     READS,
     EngineFigures,
+    GpuTimer,
     gpu_machine,
     measure_engine,
     measure_gpu,
 )
 from gascompile.errors import DeviceError
 from gascompile.ir import Machine
-from gascompile.runtime.probe import GpuFacts, device_fault, device_memory, look, storage_faults
+from gascompile.runtime.probe import (
+    DEVICE_MEMORY,
+    GpuFacts,
+    device_fault,
+    device_memory,
+    look,
+    storage_faults,
+)
 from gascompile.units import MIB, format_size
 
 _log = logging.getLogger(__name__)
@@ -50,40 +60,83 @@ def with_gpu(
     facts = look()
     if device_fault(facts) is not None:
         return host
-    from gascompile.cost_models.cuda_timer import CudaTimer, StagedReader, rows_for
+    from gascompile.cost_models.cuda_timer import CudaTimer
 
-    num_repeats = max(effort.num_calls, 5)
     try:
-        stage("GPU")
         with CudaTimer() as timer:
-            figures = measure_gpu(timer, rows=rows_for(effort.name), num_repeats=num_repeats)
-        stage("reads to the GPU")
-        readers: dict[str, Reader] = {READS: StagedReader(read, BUFFER_BYTES)}
-        readers |= _kvikio_reader(facts)
-        with probe_file(folder, most_bytes=effort.file_bytes) as file:
-            engines = [
-                measure_engine(name, file, reader, limit_s=effort.disk_limit_s)
-                for name, reader in readers.items()
-            ]
+            readers = gpu_readers(read, facts)
+            return measured(host, folder, effort, timer, readers, facts=facts, stage=stage)
     except torch.OutOfMemoryError as error:
         raise DeviceError(
             f"the GPU has too little free memory to be measured: {error}; stop what nvidia-smi lists",
-            cause="device memory",
+            cause=DEVICE_MEMORY,
         ) from error
+
+
+def measured(
+    host: Machine,
+    folder: Path,
+    effort: Effort,
+    timer: GpuTimer,
+    readers: Mapping[str, Reader],
+    *,
+    facts: GpuFacts,
+    stage: Stage = lambda name: None,
+) -> Machine:
+    """Return ``host`` with the GPU behind ``timer``, and the fastest of ``readers`` to bring bytes to it.
+
+    Args:
+        host: the processor, its memory and its drive, measured.
+        folder: on the file system that counts; a temporary file is written there.
+        effort: how long to measure.
+        timer: of the GPU.
+        readers: what brings bytes of a file to it, by the name of the engine.
+        facts: for the log, where reads do not go straight to the GPU.
+        stage: told what is done next.
+    """
+    from gascompile.cost_models.cuda_timer import rows_for
+
+    stage("GPU")
+    num_repeats = max(effort.num_calls, 5)
+    figures = measure_gpu(timer, rows=rows_for(effort.name), num_repeats=num_repeats)
+    stage("reads to the GPU")
+    with probe_file(folder, most_bytes=effort.file_bytes) as file:
+        engines = [
+            measure_engine(name, file, reader, limit_s=effort.disk_limit_s)
+            for name, reader in readers.items()
+        ]
     _say_what_is_missing(facts, engines)
     return gpu_machine(host, figures, engines, effort=effort.name)
 
 
-def _kvikio_reader(facts: GpuFacts) -> dict[str, Reader]:
-    """Return the reader of KvikIO by its name; none where it is not installed or does not load."""
-    from gascompile.runtime.kvikio_engine import DeviceReader
+def gpu_readers(
+    read: Reader, facts: GpuFacts, *, cuda: Any = torch.cuda, device: str = "cuda"
+) -> dict[str, Reader]:
+    """Return what can bring bytes of a file to the GPU, as the runtime would, by the name of the engine.
 
-    target = torch.empty(BUFFER_BYTES, dtype=torch.uint8, device="cuda")
+    KvikIO reads to the device where GPUDirect Storage is active, else into pinned memory that is copied from
+    while the next part is read. It is left out, with a warning, where it is not installed or does not load.
+
+    Args:
+        read: aligned reads into memory of the host.
+        facts: about this machine.
+        cuda: ``torch.cuda``, or what stands in for it.
+        device: its device.
+    """
+    from gascompile.cost_models.cuda_timer import StagedReader
+    from gascompile.runtime.kvikio_path import TimedReader
+
+    def staged(reader: Reader) -> Reader:
+        return StagedReader(reader, BUFFER_BYTES, cuda, device=device)
+
+    readers: dict[str, Reader] = {READS: staged(read)}
     try:
-        return {_KVIKIO: DeviceReader(target, facts)}
+        target = torch.empty(BUFFER_BYTES, dtype=torch.uint8, device=device)
+        kvikio = TimedReader(target, facts)
     except DeviceError as error:
         _log.warning("%s", error)
-        return {}
+        return readers
+    return {**readers, _KVIKIO: kvikio if kvikio.path.is_direct else staged(kvikio)}
 
 
 def _say_what_is_missing(facts: GpuFacts, engines: list[EngineFigures]) -> None:
@@ -97,12 +150,12 @@ def _say_what_is_missing(facts: GpuFacts, engines: list[EngineFigures]) -> None:
         )
 
 
-def with_free_memory(machine: Machine) -> Machine:
+def with_free_memory(machine: Machine, *, cuda: Any = torch.cuda) -> Machine:
     """Give the GPU's tier what is free of it now: a plan without a budget must not count on the rest."""
     tier = machine.tiers.get("gpu")
     if tier is None:
         return machine
-    found = device_memory()
+    found = device_memory(cuda=cuda)
     usable_bytes = (found.free_bytes + found.own_bytes) // _STEP_BYTES * _STEP_BYTES
     if usable_bytes >= tier.size_bytes:
         return machine

@@ -188,6 +188,10 @@ class IoSettings:
     source: str = ""
     engine: str = "reads"
     """What brings bytes from the drive to a GPU: ``reads`` through pinned buffers, or ``kvikio``."""
+    path: str = ""
+    """How they came when that was measured, in the engine's words."""
+    least_bytes: int = 0
+    """Smaller tensors come by ``reads`` even where the engine is another."""
 
     @property
     def staging_bytes(self) -> int:

@@ -1,100 +1,71 @@
-"""Reads from drives into a device's memory with KvikIO; the only file that imports it.
+"""Reads from drives by KvikIO: straight into a device's memory, or into pinned memory where that cannot be.
 
-KvikIO falls back from GPUDirect Storage to reads through RAM without a word: its own compatibility mode where
-it finds no cuFile or no /run/udev, cuFile's where the kernel module or the file system cannot do it. Which of
-them is on is asked for, logged where it is not the direct path, and part of every report.
-
-One pool of KvikIO's threads serves all files, so that several drives read at once. Its reads are not ordered by
-any stream: a thread of the engine waits for the event that frees a reservation before it starts to fill it.
+Its reads are not ordered by any stream: a thread of the engine waits for the event that frees a reservation
+before it starts to fill it. As many chunks are under way at once as the engine has a share of KvikIO's pool, so
+that the engines of several drives do not queue behind each other there.
 """
 
 from __future__ import annotations
 
 import contextlib
 import heapq
-import importlib
 import itertools
 import logging
 import threading
-import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from gascompile.errors import DeviceError, StorageError
+from gascompile.errors import StorageError
 from gascompile.ir import IoSettings
+from gascompile.runtime.devices.watched import WatchedEvent
+from gascompile.runtime.engine import InPlace
+from gascompile.runtime.kvikio_path import POSIX, PathTaken, buffer_of, import_kvikio, path_taken
 from gascompile.runtime.landing import Landing, Piece
-from gascompile.runtime.probe import GpuFacts, look, storage_faults
+from gascompile.runtime.probe import GpuFacts, look
+from gascompile.runtime.races import Races, host_thread
 
 if TYPE_CHECKING:
-    from gascompile.runtime.protocols import Event, Memory
+    from gascompile.runtime.protocols import Event, Memory, Receive
 
 _log = logging.getLogger(__name__)
-
-GPU_DIRECT = "GPUDirect Storage"
-CUFILE_COMPAT = "cuFile's compatibility mode"
-KVIKIO_COMPAT = "KvikIO's compatibility mode"
 
 _NUM_REQUESTS = 4
 """Tensors under way at once: each waits for its chunks, so that those of the next are queued meanwhile."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PathTaken:
-    """How KvikIO's reads reach the device."""
+class _Delivery(Protocol):
+    """A ``Delivery`` whose room may be a device's."""
 
-    name: str
-    reason: str = ""
-    """Why it is not the direct one."""
+    def room(self, piece: Piece) -> AbstractContextManager[memoryview | torch.Tensor]: ...
 
-    @property
-    def is_direct(self) -> bool:
-        """Whether reads go from the drive to the device without a stop in RAM."""
-        return self.name == GPU_DIRECT
-
-    def __str__(self) -> str:
-        return f"{self.name} ({self.reason})" if self.reason else self.name
+    def end(self) -> Event | None: ...
 
 
-def import_kvikio() -> Any:
-    """Return the module; raises ``DeviceError`` where it is not installed or does not load."""
-    try:
-        kvikio = importlib.import_module("kvikio")
-        for part in ("defaults", "cufile_driver"):
-            importlib.import_module(f"kvikio.{part}")
-    except ImportError as error:
-        raise DeviceError(
-            f"KvikIO cannot be used: {error}. Install it with pip install 'gascompile[gpu]', or measure this machine "
-            "again so that its plans read without it: gascompile calibrate",
-            cause="no kvikio",
-        ) from error
-    return kvikio
+class _Straight:
+    """A delivery into a reservation itself: there is nothing left to do once a chunk is read."""
 
+    def __init__(self, target: torch.Tensor, landing: Landing, races: Races | None) -> None:
+        self._target = target
+        self._name = landing.name
+        self._races = races
 
-def path_taken(kvikio: Any, facts: GpuFacts) -> PathTaken:
-    """Return the path that ``kvikio`` takes on a machine with ``facts``."""
-    missing = "; ".join(fault.detail for fault in storage_faults(facts))
-    if _is_compat(kvikio):
-        return PathTaken(
-            name=KVIKIO_COMPAT, reason=missing or "KVIKIO_COMPAT_MODE, or no libcufile"
-        )
-    try:
-        available = bool(kvikio.cufile_driver.get("is_gds_available"))
-    except RuntimeError as error:
-        return PathTaken(name=CUFILE_COMPAT, reason=f"cuFile's driver does not answer: {error}")
-    if not available or not facts.nvidia_fs:
-        return PathTaken(
-            name=CUFILE_COMPAT, reason=missing or "cuFile says that GDS is not available"
-        )
-    return PathTaken(name=GPU_DIRECT)
+    @contextmanager
+    def room(self, piece: Piece) -> Iterator[torch.Tensor]:
+        part = self._target[piece.position : piece.position + piece.needed_bytes]
+        if self._races is not None:
+            what = "a read to the device"
+            self._races.access(host_thread(), part, writes=True, name=self._name, what=what)
+        yield part
 
-
-def _is_compat(kvikio: Any) -> bool:
-    """Return whether KvikIO reads by POSIX calls; ``AUTO`` is what it has found out to prefer."""
-    mode = getattr(kvikio.defaults.get("compat_mode"), "name", "AUTO")
-    return mode == "ON" or (mode != "OFF" and bool(kvikio.defaults.is_compat_mode_preferred()))
+    def end(self) -> Event | None:
+        """Return nothing to wait for; on a watched device, what the reading thread knows."""
+        if self._races is None:
+            return None
+        return WatchedEvent(None, self._races.mark(host_thread()), self._races)
 
 
 class _Files:
@@ -123,23 +94,23 @@ class _Files:
 
 
 class _Request:
-    """A tensor under way; a ``Ticket`` whose bytes are in place once it is done."""
-
-    event: Event | None = None
+    """A tensor under way; a ``Ticket``."""
 
     def __init__(
         self,
         landing: Landing,
-        target: torch.Tensor,
+        delivery: _Delivery,
         link: str,
+        *,
         after: Event | None,
         on_done: Callable[[], None] | None,
     ) -> None:
         self.landing = landing
-        self.target = target
+        self.delivery = delivery
         self.link = link
         self.after = after
         self.on_done = on_done
+        self.event: Event | None = None
         self.error: BaseException | None = None
         self.ended = threading.Event()
 
@@ -165,6 +136,45 @@ class _Request:
             raise self.error
 
 
+class _Flight:
+    """A chunk under way, with its room in memory and its part of the window."""
+
+    def __init__(
+        self, request: _Request, piece: Piece, files: _Files, task_bytes: int, window: Any
+    ) -> None:
+        """Start to read; the caller has acquired ``window``, which is released when this is over."""
+        self._piece = piece
+        self._name = request.landing.name
+        with ExitStack() as stack:
+            stack.callback(window.release)
+            into = stack.enter_context(request.delivery.room(piece))
+            try:
+                buffer = buffer_of(into[: piece.needed_bytes])
+                self._future = files.read(buffer, piece, task_bytes)
+            except (RuntimeError, OSError, ValueError) as error:
+                raise _read_error(piece, self._name, error) from error
+            self._stack = stack.pop_all()
+
+    def land(self) -> None:
+        """Wait for the chunk and deliver it; raises ``StorageError``, and then delivers nothing."""
+        piece = self._piece
+        with self._stack:
+            try:
+                count = self._future.get()
+            except (RuntimeError, OSError) as error:
+                raise _read_error(piece, self._name, error) from error
+            if count < piece.needed_bytes:
+                raise StorageError(
+                    f"{piece.path} ends too early: '{self._name}' needs {piece.needed_bytes} bytes at "
+                    f"offset {piece.offset}, the file has {count} of them; the file is truncated, fetch it again"
+                )
+
+    def abandon(self) -> None:
+        """Wait until nothing writes any more, whatever became of the chunk."""
+        with contextlib.suppress(StorageError):
+            self.land()
+
+
 class KvikioEngine:
     """A ``TransferEngine`` from files into the memory of a device."""
 
@@ -175,32 +185,41 @@ class KvikioEngine:
         *,
         kvikio: Any = None,
         facts: GpuFacts | None = None,
+        receive: Receive | None = None,
+        races: Races | None = None,
+        num_engines: int = 1,
     ) -> None:
         """Set up KvikIO's pool and find out which path it takes.
 
         Args:
             arena: where tensors go.
-            io: threads of the pool, and the size of its tasks.
+            io: threads of the pool that are this engine's, and the size of its tasks.
             kvikio: the module; imported by default.
             facts: about this machine; looked at by default.
+            receive: takes chunks in memory of the host, where they cannot go to the arena straight.
+            races: who watches the accesses to the arena.
+            num_engines: how many engines like this one share the pool.
 
         Raises:
             DeviceError: KvikIO is not installed.
         """
         module = kvikio if kvikio is not None else import_kvikio()
-        self.path = path_taken(module, facts or look())
-        if not self.path.is_direct:
-            _log.warning("reads to the GPU go through RAM, which is slower: %s", self.path)
-        module.defaults.set({"num_threads": max(1, io.num_threads), "task_size": io.chunk_bytes})
+        self.path: PathTaken = path_taken(module, facts or look())
+        num_threads = max(1, io.num_threads)
+        settings = {"num_threads": num_threads * num_engines, "task_size": io.chunk_bytes}
+        module.defaults.set(settings)
         self._arena = arena
-        self._files = _Files(module)
+        self._receive = receive
+        self._races = races
         self._task_bytes = io.chunk_bytes
+        self._files = _Files(module)
+        self._window = threading.Semaphore(num_threads)
         self._lock = threading.Condition()
         self._heap: list[tuple[int, int, _Request]] = []
         self._order = itertools.count()
         self._in_flight = 0
         self._closed = False
-        self._links: set[str] = set()
+        self._paths: dict[str, set[str]] = {}
         self._threads = [
             threading.Thread(target=self._serve, name=f"gascompile-kvikio-{i}", daemon=True)
             for i in range(_NUM_REQUESTS)
@@ -212,7 +231,7 @@ class KvikioEngine:
     def paths(self) -> Mapping[str, str]:
         """The path really taken so far, per link."""
         with self._lock:
-            return {link: str(self.path) for link in sorted(self._links)}
+            return {link: " + ".join(sorted(taken)) for link, taken in self._paths.items()}
 
     def submit(
         self,
@@ -226,12 +245,11 @@ class KvikioEngine:
         after: Event | None = None,
     ) -> _Request:
         """Queue a tensor for the reservation at ``address``; see ``TransferEngine.submit``."""
-        stop = address + landing.shift_bytes + landing.size_bytes
-        if memory is None:
-            target = self._arena.bytes(address, stop)
-        else:
-            target = torch.frombuffer(memory, dtype=torch.uint8)[address:stop]
-        request = _Request(landing, target, link, after, on_done)
+        straight = memory is None and self._receive is None
+        # Copies out of memory of the host wait for the reservation; the reads into it need not.
+        wait_for = after if straight else None
+        delivery = self._delivery(landing, address, link, memory, after)
+        request = _Request(landing, delivery, link, after=wait_for, on_done=on_done)
         with self._lock:
             if self._closed:
                 raise StorageError("the engine is closed; open a new session")
@@ -239,15 +257,32 @@ class KvikioEngine:
                 request.ended.set()
                 return request
             heapq.heappush(self._heap, (key, next(self._order), request))
+            name = POSIX if memory is not None else str(self.path)
+            self._paths.setdefault(link, set()).add(name)
             self._lock.notify_all()
         return request
+
+    def _delivery(
+        self,
+        landing: Landing,
+        address: int,
+        link: str,
+        memory: memoryview | None,
+        after: Event | None,
+    ) -> _Delivery:
+        if memory is not None:
+            return InPlace(memory, address)
+        if self._receive is not None:
+            return self._receive(landing, address, link, after)
+        stop = address + landing.shift_bytes + landing.size_bytes
+        return _Straight(self._arena.bytes(address, stop), landing, self._races)
 
     def drain(self) -> None:
         """Cancel what is queued and block until no read is under way."""
         with self._lock:
             for _, _, request in self._heap:
                 request.error = StorageError(
-                    f"the transfer of '{request.landing.name}' was cancelled"
+                    f"the read of '{request.landing.name}' was cancelled: its run or its session has ended"
                 )
                 request.ended.set()
             self._heap.clear()
@@ -267,18 +302,19 @@ class KvikioEngine:
     def _serve(self) -> None:
         while (request := self._take()) is not None:
             try:
-                if request.after is not None:
-                    request.after.wait()
                 self._read(request)
+                request.event = request.delivery.end()
                 if request.on_done is not None:
                     request.on_done()
             # Whatever a read raises, an interrupt included, is the waiter's: a dead thread would hang it.
             except BaseException as raised:  # noqa: BLE001
                 request.error = raised
+            request.ended.set()
+            # A request may hold memory of the caller's, which must not live until the next one comes.
+            del request
             with self._lock:
                 self._in_flight -= 1
                 self._lock.notify_all()
-            request.ended.set()
 
     def _take(self) -> _Request | None:
         """Return the most urgent request that may start, else the most urgent; ``None`` at the end."""
@@ -292,81 +328,31 @@ class KvikioEngine:
             self._heap.remove(entry)
             heapq.heapify(self._heap)
             self._in_flight += 1
-            self._links.add(entry[2].link)
             return entry[2]
 
     def _read(self, request: _Request) -> None:
-        """Read all pieces of a tensor at once and wait for every one, also when one of them fails."""
-        failure: StorageError | None = None
-        started = []
-        for piece in request.landing.pieces:
-            into = request.target[piece.position : piece.position + piece.needed_bytes]
-            try:
-                started.append((piece, self._files.read(into, piece, self._task_bytes)))
-            except (RuntimeError, OSError, ValueError) as error:
-                failure = _read_error(piece, request.landing.name, error)
-                break
-        for piece, future in started:
-            try:
-                count = future.get()
-            except (RuntimeError, OSError) as error:
-                failure = failure or _read_error(piece, request.landing.name, error)
-                continue
-            if count < piece.needed_bytes and failure is None:
-                failure = StorageError(
-                    f"{piece.path} ends too early: '{request.landing.name}' needs {piece.needed_bytes} bytes at "
-                    f"offset {piece.offset}, the file has {count} of them; the file is truncated, fetch it again"
-                )
-        if failure is not None:
-            raise failure
+        """Read all pieces of a tensor and wait for every one, also when one of them fails."""
+        if request.after is not None:
+            request.after.wait()
+        flights: deque[_Flight] = deque()
+        try:
+            for piece in request.landing.pieces:
+                # Whoever has chunks under way never blocks for more: it would keep others from theirs.
+                while not self._window.acquire(blocking=not flights):
+                    flights.popleft().land()
+                flights.append(self._start(request, piece))
+            while flights:
+                flights.popleft().land()
+        finally:
+            for flight in flights:
+                flight.abandon()
+
+    def _start(self, request: _Request, piece: Piece) -> _Flight:
+        return _Flight(request, piece, self._files, self._task_bytes, self._window)
 
 
 def _read_error(piece: Piece, name: str, error: Exception) -> StorageError:
-    failure = StorageError(
+    return StorageError(
         f"reading {piece.needed_bytes} bytes at offset {piece.offset} of {piece.path} for '{name}' with KvikIO "
         f"failed: {error}; check the drive and the file, then run again"
     )
-    failure.__cause__ = error
-    return failure
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceRead:
-    """What reading a part of a file to the device cost."""
-
-    time_s: float
-    path: str
-
-
-class DeviceReader:
-    """Reads parts of files into one buffer on the device and times them: what a measurement asks for."""
-
-    def __init__(
-        self, target: torch.Tensor, facts: GpuFacts | None = None, *, kvikio: Any = None
-    ) -> None:
-        """Find out which path is taken; raises ``DeviceError`` where KvikIO is not installed."""
-        self._target = target
-        self._kvikio = kvikio if kvikio is not None else import_kvikio()
-        self.path = path_taken(self._kvikio, facts or look())
-        self._set: IoSettings | None = None
-
-    def __call__(
-        self, path: str, *, offset: int, size_bytes: int, into: memoryview, io: IoSettings
-    ) -> DeviceRead:
-        """Read ``size_bytes`` at ``offset``; ``into``, which is in RAM, is left alone."""
-        del into
-        if io != self._set:
-            settings = {"num_threads": io.num_threads, "task_size": io.chunk_bytes}
-            self._kvikio.defaults.set(settings)
-            self._set = io
-        with self._kvikio.CuFile(path, "r") as handle:
-            start = time.perf_counter()
-            count = handle.pread(
-                self._target[:size_bytes], size_bytes, offset, io.chunk_bytes
-            ).get()
-            time_s = time.perf_counter() - start
-        if count != size_bytes:
-            raise StorageError(
-                f"KvikIO read {count} of {size_bytes} bytes at offset {offset} of {path}; check the drive"
-            )
-        return DeviceRead(time_s=time_s, path=str(self.path))

@@ -28,6 +28,7 @@ HIDDEN = "hidden"
 DRIVER_REFUSED = "driver refused"
 DEVICE_MEMORY = "device memory"
 PINNED_MEMORY = "pinned memory"
+NO_KVIKIO = "no kvikio"
 """The causes of a ``DeviceError``; ``Fault.cause`` has those of slow paths as well."""
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -167,7 +168,7 @@ def storage_faults(facts: GpuFacts) -> tuple[Fault, ...]:
     if not facts.kvikio:
         faults.append(
             Fault(
-                cause="no kvikio",
+                cause=NO_KVIKIO,
                 detail="KvikIO is not installed",
                 remedy="pip install 'gascompile[gpu]' on a machine with a GPU",
             )

@@ -30,16 +30,24 @@ from gascompile.runtime.device_states import DeviceStates
 from gascompile.runtime.devices import device_for
 from gascompile.runtime.devices.cpu import CpuDevice
 from gascompile.runtime.early_memory import EarlyMemory
-from gascompile.runtime.engine import Engine
 from gascompile.runtime.files import SourceFiles
 from gascompile.runtime.heap_moves import HeapMoves
 from gascompile.runtime.host_weights import HostWeights
 from gascompile.runtime.landing import Landing
 from gascompile.runtime.pinned import pinned_bytes, require_budget
-from gascompile.runtime.protocols import Device, Event, HostMemory, Memory, Reader, Ticket, read_at
+from gascompile.runtime.protocols import (
+    Device,
+    Event,
+    HostMemory,
+    Memory,
+    Reader,
+    Ticket,
+    TransferEngine,
+    read_at,
+)
+from gascompile.runtime.reading import open_engine
 from gascompile.runtime.residents import Progress, Residents, check_residents, resident_addresses
 from gascompile.runtime.rows import tile_source
-from gascompile.runtime.staging import Staging
 from gascompile.tiles import parse_tile
 from gascompile.units import SPILL_BUFFER_BYTES
 
@@ -106,7 +114,9 @@ class Session:
             self._landings: dict[str, Landing] = {}
             landings = {name: self.landing(name) for name in self.addresses}
             self._pinned: list[Memory] = []
-            self.engine = self._make_engine(reader)
+            self.engine = open_engine(
+                self.device, self.arena, self._files, io, reader=reader, pinned=self._pinned
+            )
         except BaseException:
             self.device.close()
             self._files.close()
@@ -186,14 +196,6 @@ class Session:
             return DeviceStates(self.device, states)
         except torch.OutOfMemoryError as error:
             raise self.device.out_of_memory(f"{len(states)} states", error) from error
-
-    def _make_engine(self, reader: Reader) -> Engine:
-        """Return an engine that reads to the arena, through pinned memory where that is a device's."""
-        if self.device.is_host and isinstance(self.arena, Arena):
-            return Engine(self._files, self.arena.memory, self._io, reader=reader)
-        staging = Staging(self.device, self.arena, self._io)
-        self._pinned.append(staging.memory)
-        return Engine(self._files, staging.delivery, self._io, reader=reader)
 
     def source(self, tensor: str) -> WeightSource:
         """Return where a weight, or a tile of one, lies.
@@ -373,7 +375,7 @@ class Session:
 def _shut_down(
     kept: DeviceStates,
     heaps: list[HeapMoves],
-    engine: Engine,
+    engine: TransferEngine,
     files: SourceFiles,
     device: Device,
     memories: list[Memory],

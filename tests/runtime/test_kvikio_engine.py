@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 import threading
-from dataclasses import dataclass, field, replace
-from enum import Enum
+import time
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import pytest
 import torch
@@ -15,94 +14,21 @@ import torch
 from gascompile.errors import DeviceError, StorageError
 from gascompile.ir import Extent, IoSettings, WeightSource
 from gascompile.runtime.arena import Arena
-from gascompile.runtime.kvikio_engine import (
+from gascompile.runtime.kvikio_engine import KvikioEngine
+from gascompile.runtime.kvikio_path import (
     CUFILE_COMPAT,
     GPU_DIRECT,
     KVIKIO_COMPAT,
-    DeviceReader,
-    KvikioEngine,
+    POSIX,
+    TimedReader,
     path_taken,
 )
 from gascompile.runtime.landing import Landing, plan_landing
+from tests.runtime.fake_kvikio import CompatMode, Kvikio
 from tests.runtime.test_probe import HEALTHY
 
 PAGE = 4096
 IO = IoSettings(num_threads=3, chunk_bytes=2 * PAGE, engine="kvikio")
-
-
-class CompatMode(Enum):
-    OFF = 0
-    ON = 1
-    AUTO = 2
-
-
-@dataclass
-class Future:
-    count: int = 0
-    error: Exception | None = None
-
-    def get(self) -> int:
-        if self.error is not None:
-            raise self.error
-        return self.count
-
-
-@dataclass
-class Kvikio:
-    """The parts of the module that the engine uses; it is its own ``defaults`` and ``cufile_driver``."""
-
-    compat: CompatMode = CompatMode.AUTO
-    prefers_compat: bool = False
-    gds: bool = True
-    fails_at: int = -1
-    opened: list[str] = field(default_factory=list)
-    closed: list[str] = field(default_factory=list)
-    settings: dict[str, int] = field(default_factory=dict)
-    reads: list[tuple[str, int, int]] = field(default_factory=list)
-
-    @property
-    def defaults(self) -> Kvikio:
-        return self
-
-    cufile_driver = defaults
-
-    def get(self, name: str) -> Any:
-        return {"compat_mode": self.compat, "is_gds_available": self.gds}[name]
-
-    def set(self, settings: dict[str, int]) -> None:
-        self.settings.update(settings)
-
-    def is_compat_mode_preferred(self) -> bool:
-        return self.prefers_compat
-
-    def CuFile(self, path: str, flags: str) -> Handle:  # noqa: N802 - the module's name
-        assert flags == "r"
-        self.opened.append(path)
-        return Handle(self, path)
-
-
-class Handle:
-    def __init__(self, module: Kvikio, path: str) -> None:
-        self._module, self._path = module, path
-
-    def pread(self, into: torch.Tensor, size: int, offset: int, task_size: int) -> Future:
-        assert task_size == self._module.settings["task_size"]
-        self._module.reads.append((self._path, offset, size))
-        if offset == self._module.fails_at:
-            return Future(error=RuntimeError("cuFile error: 5"))
-        data = Path(self._path).read_bytes()[offset : offset + size]
-        if data:
-            into[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        return Future(count=len(data))
-
-    def close(self) -> None:
-        self._module.closed.append(self._path)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        self.close()
 
 
 class Gate:
@@ -220,15 +146,67 @@ def test_a_truncated_file_is_said(files: list[Path]) -> None:
     engine.close()
 
 
-def test_a_fallback_is_logged_and_part_of_the_report(
-    files: list[Path], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_fallback_is_part_of_the_report(files: list[Path]) -> None:
     facts = replace(HEALTHY, has_udev=False)
-    with caplog.at_level(logging.WARNING):
-        engine = KvikioEngine(Arena(PAGE), IO, kvikio=Kvikio(prefers_compat=True), facts=facts)
-    assert "/run/udev" in caplog.text
+    engine = KvikioEngine(Arena(PAGE), IO, kvikio=Kvikio(prefers_compat=True), facts=facts)
     engine.submit(landing(files[0], 0, 10), 0, key=0, link="nvme->gpu").wait()
     assert engine.paths["nvme->gpu"].startswith(KVIKIO_COMPAT)
+    assert "/run/udev" in engine.paths["nvme->gpu"]
+    engine.close()
+
+
+def test_memory_of_the_host_is_read_by_posix_calls_as_an_array(files: list[Path]) -> None:
+    module, memory = Kvikio(), bytearray(4 * PAGE)
+    engine = KvikioEngine(Arena(PAGE), IO, kvikio=module, facts=HEALTHY)
+    wanted = landing(files[0], PAGE, 3 * PAGE)
+    engine.submit(wanted, 0, key=0, link="nvme->cpu", memory=memoryview(memory)).wait()
+    assert bytes(memory[: 3 * PAGE]) == files[0].read_bytes()[PAGE : 4 * PAGE]
+    assert engine.paths == {"nvme->cpu": POSIX}
+    assert all(module.to_host)
+    engine.close()
+
+
+def test_no_more_chunks_are_under_way_than_the_share_of_the_pool(files: list[Path]) -> None:
+    module = Kvikio(before=lambda path, offset: time.sleep(0.001))
+    engine = KvikioEngine(Arena(64 * PAGE), IO, kvikio=module, facts=HEALTHY, num_engines=2)
+    tickets = [
+        engine.submit(landing(files[0], 0, 10 * PAGE), 10 * PAGE * i, key=i, link="nvme->gpu")
+        for i in range(6)
+    ]
+    for ticket in tickets:
+        ticket.wait()
+    assert module.settings["num_threads"] == 2 * IO.num_threads
+    assert 1 < module.most_under_way[str(files[0])] <= IO.num_threads
+    engine.close()
+
+
+def test_a_failing_chunk_waits_for_the_others(files: list[Path]) -> None:
+    slow, ended = 4 * PAGE, threading.Event()
+
+    def before(path: str, offset: int) -> None:
+        if offset == slow:
+            time.sleep(0.05)
+            ended.set()
+
+    module = Kvikio(fails_at=2 * PAGE, before=before, fault=OSError(5, "Input/output error"))
+    engine = KvikioEngine(Arena(64 * PAGE), IO, kvikio=module, facts=HEALTHY)
+    with pytest.raises(StorageError, match=r"Input/output error; check the drive"):
+        engine.submit(landing(files[0], 0, 6 * PAGE), 0, key=0, link="nvme->gpu").wait()
+    assert ended.is_set(), "nothing writes behind the waiter's back"
+    engine.close()
+
+
+def test_a_cancelled_read_is_an_error_of_its_own(files: list[Path]) -> None:
+    module, gate = Kvikio(), Gate()
+    engine = KvikioEngine(Arena(64 * PAGE), IO, kvikio=module, facts=HEALTHY)
+    wanted = landing(files[0], 0, PAGE)
+    held = [engine.submit(wanted, 0, key=0, link="nvme->gpu", after=gate) for _ in range(5)]
+    threading.Timer(0.05, gate.open).start()
+    engine.drain()
+    for ticket in held[:4]:
+        ticket.wait()
+    with pytest.raises(StorageError, match="'w' was cancelled"):
+        held[4].wait()
     engine.close()
 
 
@@ -242,13 +220,18 @@ def test_without_kvikio_there_is_a_cause(monkeypatch: pytest.MonkeyPatch) -> Non
     assert caught.value.cause == "no kvikio"
 
 
-def test_a_measurement_reads_to_the_device(files: list[Path]) -> None:
+def test_a_measurement_reads_where_the_runtime_does(files: list[Path]) -> None:
     target = torch.zeros(4 * PAGE, dtype=torch.uint8)
-    read = DeviceReader(target, HEALTHY, kvikio=Kvikio())
+    read = TimedReader(target, HEALTHY, kvikio=Kvikio())
     found = read(
         str(files[0]), offset=PAGE, size_bytes=2 * PAGE, into=memoryview(bytearray()), io=IO
     )
     assert found.path == GPU_DIRECT
     assert bytes(target[: 2 * PAGE].tolist()) == files[0].read_bytes()[PAGE : 3 * PAGE]
+    slow = TimedReader(target, replace(HEALTHY, has_udev=False), kvikio=Kvikio(prefers_compat=True))
+    memory = bytearray(2 * PAGE)
+    found = slow(str(files[1]), offset=PAGE, size_bytes=PAGE, into=memoryview(memory), io=IO)
+    assert found.path.startswith(KVIKIO_COMPAT)
+    assert bytes(memory[:PAGE]) == files[1].read_bytes()[PAGE : 2 * PAGE]
     with pytest.raises(StorageError, match="read 100 of 4096"):
         read(str(files[0]), offset=10 * PAGE, size_bytes=PAGE, into=memoryview(bytearray()), io=IO)
