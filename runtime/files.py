@@ -79,6 +79,21 @@ class SourceFiles:
     def __getitem__(self, path: str) -> SourceFile:
         return self._files[path]
 
+    @property
+    def devices(self) -> dict[str, int]:
+        """The number of the device that each file is on, by path."""
+        return {path: file.identity[0] for path, file in self._files.items()}
+
+    def is_direct(self, path: str) -> bool:
+        """Return whether the file is read with O_DIRECT."""
+        return self._files[path].is_direct
+
+    def refuse_direct(self, file: SourceFile, reason: str) -> None:
+        """Read ``file`` through the page cache from now on."""
+        # The descriptor stays open: another thread may be about to read from it.
+        file.is_direct = False
+        self._warn(file, f"the file system refuses direct reads: {reason}")
+
     def landing(self, source: WeightSource, io: IoSettings) -> Landing:
         """Return the reads that bring ``source``; logs what of it goes through the page cache."""
         landing = plan_landing(source, chunk_bytes=io.chunk_bytes, is_direct=self.is_direct)
