@@ -19,6 +19,7 @@ from gascompile.bundle import Bundle, Weights, content_stamp, require_unchanged,
 from gascompile.calls import bind_call
 from gascompile.config import default_cache_dir
 from gascompile.errors import PlanMismatchError
+from gascompile.form_report import FormatReport, MeasuredError, format_report, output_error
 from gascompile.fusion import LoadedFusion
 from gascompile.ir import Plan
 from gascompile.kernels import FusedReport
@@ -104,12 +105,14 @@ class CompiledModel:
         positional: tuple[str, ...],
         units: list[Unit],
         prepare: Callable[[Args, Kwargs], Unit] | None = None,
+        exact: Callable[[Args, Kwargs], Unit] | None = None,
         cache_dir: Path | None = None,
     ) -> None:
         self._turn = threading.RLock()
         self._positional = positional
         self._units = units
         self._prepare = prepare
+        self._exact = exact
         self._cache_dir = cache_dir or default_cache_dir()
         self._active: Unit | None = None
         self._session: Session | None = None
@@ -167,6 +170,52 @@ class CompiledModel:
         """How many ops of ``plan`` run as compiled kernels, or why none does; ``None`` for ``fuse="off"``."""
         fusion = self._current().fusion
         return fusion.report if fusion is not None else None
+
+    @property
+    def format_report(self) -> FormatReport:
+        """The form that every weight of ``plan`` moves in, its bytes, and what it lost.
+
+        Raises:
+            StorageError: a weight file cannot be read.
+        """
+        bundle = self._current().bundle
+        return format_report(bundle.program, bundle.weights)
+
+    def measure_error(self, *args: Any, **kwargs: Any) -> MeasuredError:
+        """Return how far the outputs are from those of the weights as stored, which run in the same budget.
+
+        The plan for those is made at the first call and kept in the cache. Buffers that calls change are
+        put back.
+
+        Raises:
+            PlanMismatchError: the model was loaded from a bundle, which knows the rounded weights only; or the
+                inputs are not as planned.
+            InfeasiblePlanError: the budget is too small for the weights as they are stored.
+            CheckpointError: the model wants another dtype than they are stored in.
+        """
+        if self._exact is None:
+            raise PlanMismatchError(
+                "a bundle holds the weights as they move and no others; measure the error where the model is compiled"
+            )
+        bound_args, bound_kwargs = bind_call(self._positional, args, kwargs)
+        leaves, spec = pytree.tree_flatten((bound_args, bound_kwargs))
+        with self._turn:
+            unit = self._unit_for(leaves, spec, bound_args, bound_kwargs)
+            self._last = unit
+            found = self._run_unchanged(unit, leaves)
+            exact = self._run_unchanged(self._exact(bound_args, bound_kwargs), leaves)
+        return output_error(found, exact)
+
+    def _run_unchanged(self, unit: Unit, leaves: list[Any]) -> Any:
+        """Run a plan once in a session of its own and put the buffers that this changes back."""
+        self._close_session()
+        before = {name: tensor.detach().clone() for name, tensor in unit.bundle.held.items()}
+        outputs = self._activate(unit).run(*leaves)
+        found = pytree.tree_map_only(torch.Tensor, torch.Tensor.clone, outputs)
+        self._close_session()
+        for name, tensor in unit.bundle.held.items():
+            tensor.detach().copy_(before[name])
+        return pytree.tree_unflatten(found, unit.out_spec)
 
     @property
     def states(self) -> Mapping[str, torch.Tensor]:

@@ -36,6 +36,7 @@ VERSION = 1
 """Of the packing: a file made by another one is made again."""
 _BLOCK_VALUES = 1 << 21
 _ERRORS = "gascompile.errors"
+_PACKING = "gascompile.packing"
 _NO_ERROR = f"{0.0:.6e}"
 
 
@@ -88,18 +89,20 @@ def converted(items: Mapping[str, Item], stamps: Sequence[FileStamp], store: Pat
     return open_checkpoint(target)
 
 
-def read_errors(path: Path) -> Mapping[str, float]:
-    """Return the error that converting made to each weight of a file that ``converted`` wrote.
+def conversion_errors(path: str | Path) -> Mapping[str, float]:
+    """Return the error that converting made to each weight of a file; nothing for files of another origin.
 
     Raises:
-        FormatError: the file has no such errors.
+        FormatError: the file is damaged.
         StorageError: it cannot be read.
     """
     try:
-        with path.open("rb") as stream:
+        with open(path, "rb") as stream:
             header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
-        errors = json.loads(header["__metadata__"][_ERRORS])
-        return {str(name): float(error) for name, error in errors.items()}
+        metadata = header.get("__metadata__", {})
+        if _PACKING not in metadata:
+            return {}
+        return {str(name): float(error) for name, error in json.loads(metadata[_ERRORS]).items()}
     except OSError as error:
         raise StorageError(f"cannot read {path}: {error.strerror or error}") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -168,7 +171,7 @@ def _itemsize(item: Item) -> int:
 def _header(items: Mapping[str, Item], order: Sequence[str], errors: Mapping[str, str]) -> bytes:
     """Return the head of the file; errors have a fixed width, so its length is known before they are."""
     entries: dict[str, object] = {
-        "__metadata__": {_ERRORS: json.dumps(errors), "gascompile.packing": str(VERSION)}
+        "__metadata__": {_ERRORS: json.dumps(errors), _PACKING: str(VERSION)}
     }
     position = 0
     for name in order:

@@ -2,7 +2,8 @@
 
 Without being asked a weight moves as it is stored where its values are all values of the dtype that is
 computed in, so that nothing is lost. Lossy forms are for the large matrices of linear layers and
-embeddings; all that is small or used in another way keeps what it has.
+embeddings; all that is small or used in another way keeps what it has. Tables that are only looked up in
+keep it in ``int8`` and ``int4``, too.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ _WIDER = {
 FLOATING = frozenset(("float64", "float32", "bfloat16", "float16"))
 _EMBEDDING = torch.ops.aten.embedding.default
 _LINEAR = torch.ops.aten.linear.default
+_Uses = set[object]
 _INT4_SHARE = 0.5
 """Of the largest layer's bytes: smaller ones stay ``int8`` in ``int4``. They are a small part of what moves, and
 attention, whose matrices they mostly are, passes errors on to every layer after it."""
@@ -64,15 +66,11 @@ def choose_forms(
     Args:
         program: as captured.
         stored: dtype of every weight in its file.
-        weights: ``None``, ``bf16``, ``int8`` or ``int4``.
+        weights: ``None``, ``bf16``, ``int8`` or ``int4``; ``form_trials`` tells which of them is fastest.
 
     Raises:
         UnsupportedOpError: ``weights`` asks for a form, and no weight of the program can have it.
     """
-    if weights == "auto":
-        raise UnsupportedOpError(
-            'weights="auto" is not there yet; name a form, or leave weights= out, which loses nothing'
-        )
     matrices = _matrices(program) if weights is not None else {}
     lossy = _lossy(program, matrices, weights) if weights is not None else {}
     if weights not in (None, "bf16") and not lossy:
@@ -104,17 +102,19 @@ def as_computed(program: Program, shapes: Mapping[str, tuple[int, ...]]) -> Prog
     return replace(program, bound=bound, forms={})
 
 
-def _lossy(program: Program, matrices: Mapping[str, bool], weights: str) -> dict[str, str]:
-    """Return the form of every large matrix; ``matrices`` says which ones only layers have as weights."""
+def _lossy(program: Program, matrices: Mapping[str, _Uses], weights: str) -> dict[str, str]:
+    """Return the form of every large matrix that may lose something; ``matrices`` says what reads each."""
     if weights == "bf16":
         return dict.fromkeys(matrices, "bfloat16")
+    # Of a table only the rows that are looked up move, and every layer passes their errors on.
+    matrices = {name: uses for name, uses in matrices.items() if uses != {_EMBEDDING}}
     if weights == "int8":
         return dict.fromkeys(matrices, "int8")
     heads = _vocabulary_rows(program)
     layers = {
         name: program.bound[name].size_bytes
-        for name, is_layer in matrices.items()
-        if is_layer and program.bound[name].shape[0] not in heads
+        for name, uses in matrices.items()
+        if uses == {_LINEAR} and program.bound[name].shape[0] not in heads
     }
     limit_bytes = _INT4_SHARE * max(layers.values(), default=0)
     return {
@@ -125,9 +125,9 @@ def _lossy(program: Program, matrices: Mapping[str, bool], weights: str) -> dict
     }
 
 
-def _matrices(program: Program) -> dict[str, bool]:
-    """Return the large matrices that linear layers and embeddings alone read; True for those of layers alone."""
-    found: dict[str, bool] = {}
+def _matrices(program: Program) -> dict[str, _Uses]:
+    """Return the large matrices that linear layers and embeddings alone read, each with which of them do."""
+    found: dict[str, _Uses] = {}
     for node in program.graph_module.graph.nodes:
         name = program.bindings.get(node.name) if node.op == "placeholder" else None
         if name is None or name in program.states or not node.users:
@@ -135,14 +135,14 @@ def _matrices(program: Program) -> dict[str, bool]:
         bound = program.bound[name]
         if len(bound.shape) != 2 or bound.size_bytes < LEAST_BYTES or bound.dtype not in FLOATING:
             continue
-        uses = {
+        uses: _Uses = {
             user.target
             for user in node.users
             if (user.target is _LINEAR and user.args[1] is node and user.args[0] is not node)
             or (user.target is _EMBEDDING and user.args[0] is node)
         }
         if uses and all(user.target in uses for user in node.users):
-            found[name] = uses == {_LINEAR}
+            found[name] = uses
     return found
 
 

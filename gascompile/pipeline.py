@@ -24,6 +24,7 @@ from gascompile.config import CompileConfig
 from gascompile.device_budget import placed_bytes, plan_with_host
 from gascompile.errors import FormatError, PlanVerificationError
 from gascompile.fingerprint import module_fingerprint, versions
+from gascompile.form_trials import fastest_form
 from gascompile.forms_choice import choose_forms, stored_dtypes
 from gascompile.fusion import fuse as fuse_ops
 from gascompile.fusion import load_kernels, outdated
@@ -87,6 +88,11 @@ class Job:
 
             checkpoint = apply_weight_names(self.model, checkpoint)
         return checkpoint
+
+    def without_loss(self) -> Job:
+        """Return the job of the same model, inputs and budget whose weights move as they are stored."""
+        exact = replace(self.config, weights=None, fuse="off")
+        return replace(self, config=exact, pinned=None, buffers={})
 
     def most_arena_bytes(self) -> int:
         """Return what the arena of any plan of this job takes at most."""
@@ -232,8 +238,17 @@ class Job:
             captured = capture(self.model, args, kwargs, dynamic_shapes=shapes)
         program = with_held_tensors(captured.program, self.model, captured.constants)
         stored = stored_dtypes(program, captured.canonical, self.open_checkpoint())
-        forms = choose_forms(program, stored, self.config.weights)
-        return replace(captured, program=change_forms(program, forms))
+
+        def formed(weights: str | None) -> Program:
+            return change_forms(program, choose_forms(program, stored, weights))
+
+        def predicted_s(candidate: Program) -> float:
+            plan = self.place(replace(captured, program=candidate), {})
+            return plan.certificate.predicted_s
+
+        if self.config.weights == "auto":
+            return replace(captured, program=fastest_form(formed, predicted_s))
+        return replace(captured, program=formed(self.config.weights))
 
     def place(self, captured: Capture, prints: Mapping[str, str]) -> Plan:
         """Annotate and plan a captured program."""
@@ -290,7 +305,7 @@ def make_job(
         raise TypeError(f"model is a torch.nn.Module, not {type(model).__name__}")
     with task("Measuring this machine" if machine is None else "Reading the machine"):
         resolved = resolve_machine(machine, cache_dir=config.cache_dir, read=read_blocks)
-    admit(resolved)
+    resolved = admit(resolved)
     admit_model(model, resolved)
     return Job(
         model=model,
@@ -335,8 +350,8 @@ def compile(  # noqa: A001 - the public name, as in torch.compile
         mip_gap: relative gap at which the solver may stop.
         strategy: force one candidate plan, such as ``"first_fit"``, for comparison.
         weights: ``None`` moves weights as they are stored, which loses nothing. ``"bf16"``, ``"int8"`` (one scale
-            per row) and ``"int4"`` (one per group of a row) move fewer bytes and lose precision; ``"auto"`` takes
-            whichever of them is fastest.
+            per row) and ``"int4"`` (one per group of a row) move fewer bytes and lose precision; ``"auto"`` plans
+            with each and takes the fastest, or what loses least of those within a hundredth of it.
         fuse: ``"auto"`` compiles the ops between two transfers where that pays, ``"off"`` never does.
         fuse_runs: compiling kernels may take as long as they are predicted to save in so many runs. Infinity
             fuses whatever gains anything.
@@ -368,7 +383,11 @@ def compile(  # noqa: A001 - the public name, as in torch.compile
     positional = positional_names(model)
     if example_inputs is None:
         return CompiledModel(
-            positional=positional, units=[], prepare=job.prepare, cache_dir=config.cache_dir
+            positional=positional,
+            units=[],
+            prepare=job.prepare,
+            exact=job.without_loss().prepare,
+            cache_dir=config.cache_dir,
         )
     args, kwargs = split_inputs(example_inputs)
     early = EarlyMemory(job.most_arena_bytes())
@@ -378,4 +397,9 @@ def compile(  # noqa: A001 - the public name, as in torch.compile
         early.discard()
         raise
     unit.early = early
-    return CompiledModel(positional=positional, units=[unit], cache_dir=config.cache_dir)
+    return CompiledModel(
+        positional=positional,
+        units=[unit],
+        exact=job.without_loss().prepare,
+        cache_dir=config.cache_dir,
+    )

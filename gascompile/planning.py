@@ -39,6 +39,7 @@ def plan(
     time_limit_s: float = 20.0,
     mip_gap: float = 0.01,
     strategy: str | None = None,
+    weights: str | None = None,
     batch: int = 1,
     tokens: int = 128,
 ) -> Plan:
@@ -55,19 +56,28 @@ def plan(
         time_limit_s: wall clock for the solver.
         mip_gap: relative gap at which the solver may stop.
         strategy: force one candidate plan.
+        weights: the form that weights move in, as ``compile`` takes it; for models.
         batch: rows of made-up inputs.
         tokens: tokens per row of made-up inputs.
 
     Raises:
         InfeasiblePlanError: the budget is too small; names the smallest feasible one.
+        UnsupportedOpError: no weight of the model can have the form that ``weights`` asks for.
+        ValueError: an option has no such value.
         FormatError: the source is none of the above or a damaged file, or the workload or the machine makes
             no sense; names the place.
     """
     options: dict[str, Any] = {"cache_dir": Path(cache_dir)} if cache_dir is not None else {}
-    config = CompileConfig(time_limit_s=time_limit_s, mip_gap=mip_gap, strategy=strategy, **options)
+    config = CompileConfig(
+        time_limit_s=time_limit_s, mip_gap=mip_gap, strategy=strategy, weights=weights, **options
+    )
     resolved = machine_of(machine, config.cache_dir)
     limits = Budget.of(budget, resolved)
     limits.limits_bytes(resolved)  # refuses what is no size, before anything is read or captured
+    if weights is not None and (isinstance(source, Workload) or is_workload_file(source)):
+        raise ValueError(
+            f"weights={weights!r} is for models: a workload says how many bytes move; leave weights= out"
+        )
     if isinstance(source, Workload):
         where = f"workload '{source.name}': $"
         check_workload(source, where=where)

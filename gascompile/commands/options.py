@@ -84,6 +84,14 @@ TimeLimit = Annotated[
     float,
     typer.Option("--time-limit", min=0.01, metavar="SECONDS", help="Wall clock for the solver."),
 ]
+WeightForm = Annotated[
+    str | None,
+    typer.Option(
+        "--weights",
+        metavar="FORM",
+        help="Form that weights move in: bf16, int8, int4 or auto; by default as they are stored.",
+    ),
+]
 Batch = Annotated[int, typer.Option("--batch", min=1, help="Rows of made-up inputs.")]
 Tokens = Annotated[int, typer.Option("--tokens", min=1, help="Tokens per row of made-up inputs.")]
 Output = Annotated[

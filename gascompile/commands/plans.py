@@ -50,6 +50,7 @@ def plan(
     tokens: opt.Tokens = 128,
     strategy: opt.Strategy = None,
     device_map: DeviceMapFile = None,
+    weights: opt.WeightForm = None,
     time_limit: opt.TimeLimit = 20.0,
     cache_dir: opt.CacheDir = None,
     json: opt.JsonFlag = False,
@@ -61,6 +62,10 @@ def plan(
     if device_map is not None and strategy is not None:
         raise typer.BadParameter(
             "--device-map and --strategy both say how to plan; give one of them"
+        )
+    if device_map is not None and weights is not None:
+        raise typer.BadParameter(
+            "--device-map moves weights as they are stored; leave out --weights"
         )
     limits, folder = (budget, cpu, nvme), opt.cache_dir_of(cache_dir)
     with reserved_stdout(json):
@@ -75,6 +80,7 @@ def plan(
                 strategy=strategy,
                 time_limit_s=time_limit,
                 cache_dir=folder,
+                weights=weights,
             )
         if output is not None:
             made.save(output)
@@ -113,6 +119,7 @@ def make_plan_of(
     strategy: str | None,
     time_limit_s: float,
     cache_dir: Path,
+    weights: str | None = None,
 ) -> Plan:
     """Plan a source as the command line names it; ``limits`` are those of the computing tier, CPU and NVMe."""
     from gascompile.planning import plan as plan_source
@@ -127,6 +134,7 @@ def make_plan_of(
             cache_dir=cache_dir,
             time_limit_s=time_limit_s,
             strategy=strategy,
+            weights=weights,
             batch=shape[0],
             tokens=shape[1],
         )

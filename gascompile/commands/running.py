@@ -14,12 +14,14 @@ from gascompile import serial
 from gascompile.commands import options as opt
 from gascompile.commands.output import emit, fields, note, reserved_stdout, warnings_block
 from gascompile.commands.summary import sizes
+from gascompile.config import WEIGHT_FORMS
 from gascompile.errors import CheckpointError
 from gascompile.units import format_size, format_time
 
 if TYPE_CHECKING:  # torch comes with these, which help and wrong usage need not wait for
     from gascompile.commands.eager import Difference
     from gascompile.compiled import CompiledModel
+    from gascompile.form_report import FormatReport, MeasuredError
     from gascompile.ir import Plan
     from gascompile.reports import RunReport
 
@@ -47,9 +49,20 @@ Check = Annotated[
     bool, typer.Option("--check", help="Compare with eager, where the model fits in memory.")
 ]
 
-Moved = Annotated[
-    Path | None,
-    typer.Option("--weights", metavar="DIR", help="Where the weight files of a bundle are now."),
+WeightsOption = Annotated[
+    str | None,
+    typer.Option(
+        "--weights",
+        metavar="FORM|DIR",
+        help="Form that weights move in: bf16, int8, int4 or auto. Of a bundle: the folder of its weight files "
+        "now (./int8 for one of such a name).",
+    ),
+]
+MeasureError = Annotated[
+    bool,
+    typer.Option(
+        "--measure-error", help="Compare with the weights as stored, run in the same budget."
+    ),
 ]
 AnyMachine = Annotated[
     bool, typer.Option("--any-machine", help="Run a bundle that was made on another machine.")
@@ -64,6 +77,8 @@ class _Job:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     seconds: list[float] = field(default_factory=list)
+    error: MeasuredError | None = None
+    formats: FormatReport | None = None
 
 
 def run(
@@ -80,7 +95,8 @@ def run(
     tokens: opt.Tokens = 128,
     strategy: opt.Strategy = None,
     time_limit: opt.TimeLimit = 20.0,
-    weights: Moved = None,
+    weights: WeightsOption = None,
+    measure_error: MeasureError = False,
     any_machine: AnyMachine = False,
     cache_dir: opt.CacheDir = None,
     json: opt.JsonFlag = False,
@@ -91,30 +107,51 @@ def run(
     """
     with reserved_stdout(json):
         if opt.is_bundle(Path(source)):
-            if check or any(given is not None for given in (budget, cpu, nvme, machine, strategy)):
+            if (
+                check
+                or measure_error
+                or any(given is not None for given in (budget, cpu, nvme, machine, strategy))
+            ):
                 raise typer.BadParameter(
                     f"{source} is a bundle: its plan is made, and it holds no eager model; leave out --budget, --cpu, "
-                    "--nvme, --machine, --strategy and --check, or name the source it was made from"
+                    "--nvme, --machine, --strategy, --check and --measure-error, or name the source it was made from"
                 )
             job, difference = _load(source, inputs, weights, any_machine=any_machine), None
             _repeat(job, repeat)
         else:
-            if weights is not None or any_machine:
-                raise typer.BadParameter(
-                    f"{source} is no bundle; --weights and --any-machine are for bundles"
-                )
+            _require_form(source, weights, any_machine=any_machine)
             options = {"machine": machine, "time_limit_s": time_limit, "strategy": strategy}
             job, difference = _compile(
                 source, (budget, cpu, nvme), inputs, (batch, tokens), opt.cache_dir_of(cache_dir),
-                options, repeat, check,
+                {**options, "weights": weights}, repeat, check,
             )  # fmt: skip
+        job.formats = job.compiled.format_report
         if save is not None:
             job.compiled.save(save)
+        report = job.compiled.last_run
+        if measure_error:
+            job.error = job.compiled.measure_error(*job.args, **job.kwargs)
         job.compiled.close()
-    _report(job, difference, save, json)
+    _report(job, report, difference, save, json)
 
 
-def _load(source: str, inputs: Path | None, weights: Path | None, *, any_machine: bool) -> _Job:
+def _require_form(source: str, weights: str | None, *, any_machine: bool) -> None:
+    """Refuse what is for bundles alone."""
+    if any_machine:
+        raise typer.BadParameter(f"{source} is no bundle; --any-machine is for bundles")
+    if weights is not None and weights not in WEIGHT_FORMS:
+        raise typer.BadParameter(
+            f"{source} is no bundle, so --weights is one of {', '.join(WEIGHT_FORMS)}, not {weights!r}; a folder "
+            "of moved weight files is for bundles"
+        )
+
+
+def _load(source: str, inputs: Path | None, weights: str | None, *, any_machine: bool) -> _Job:
+    if weights in WEIGHT_FORMS:
+        raise typer.BadParameter(
+            f"{source} is a bundle: the form of its weights is part of its plan; compile the source again with "
+            f"--weights {weights}, or write ./{weights} for a folder of that name"
+        )
     from gascompile.commands.eager import inputs_of_program, with_given_inputs
     from gascompile.loading import load
 
@@ -184,9 +221,16 @@ def _repeat(job: _Job, repeat: int) -> Any:
     return outputs
 
 
-def _report(job: _Job, difference: Difference | None, save: Path | None, as_json: bool) -> None:
-    plan, report = job.compiled.plan, job.compiled.last_run
+def _report(
+    job: _Job,
+    report: RunReport | None,
+    difference: Difference | None,
+    save: Path | None,
+    as_json: bool,
+) -> None:
+    plan = job.compiled.plan
     assert report is not None
+    assert job.formats is not None
     data = {
         "model": plan.workload.name,
         "run": serial.to_json(report),
@@ -195,12 +239,13 @@ def _report(job: _Job, difference: Difference | None, save: Path | None, as_json
         "predicted_s": plan.certificate.predicted_s,
         "limit_s": plan.certificate.limit_s,
         "warnings": list(plan.warnings),
+        "formats": serial.to_json(job.formats),
+        "error": serial.to_json(job.error) if job.error is not None else None,
         "check": serial.to_json(difference) if difference is not None else None,
         "bundle": str(save) if save is not None else None,
     }
-    parts: list[RenderableType] = [
-        fields(f"Run of {plan.workload.name}", _rows(plan, report, job.seconds))
-    ]
+    rows = [*_rows(plan, report, job.seconds), *_form_rows(job.formats, job.error)]
+    parts: list[RenderableType] = [fields(f"Run of {plan.workload.name}", rows)]
     if difference is not None:
         parts.append(note(difference.sentence()))
     if save is not None:
@@ -208,6 +253,17 @@ def _report(job: _Job, difference: Difference | None, save: Path | None, as_json
     emit(as_json, data, *parts, *warnings_block(plan.warnings))
     if difference is not None and not difference.ok:
         raise typer.Exit(1)
+
+
+def _form_rows(formats: FormatReport, error: MeasuredError | None) -> list[tuple[str, str]]:
+    rows = [("weights", sizes(formats.size_bytes))]
+    if formats.relative_error:
+        num_rounded = sum(weight.relative_error > 0 for weight in formats.weights)
+        text = f"at most {formats.relative_error:.2%} of a weight's norm, {num_rounded} weights"
+        rows.append(("rounded", text))
+    if error is not None:
+        rows.append(("outputs off by", f"{error.relative_error:.2%} of their norm"))
+    return rows
 
 
 def _rows(plan: Plan, report: RunReport, seconds: list[float]) -> list[tuple[str, str]]:
