@@ -28,6 +28,31 @@ _SHORTEST_STALL_S = 20e-6
 """Two events of the compute stream lie so far apart when nothing is between them, at most."""
 
 
+class CudaApi:
+    """All that this module asks of torch and CUDA; what stands in for it needs no GPU."""
+
+    runtime: Any = torch.cuda
+    """Streams, events, counts of memory, ``cudart``."""
+
+    def device(self, number: int | None) -> torch.device:
+        return torch.device("cuda", self.runtime.current_device() if number is None else number)
+
+    def empty(self, size_bytes: int, device: torch.device) -> torch.Tensor:
+        return torch.empty(size_bytes, dtype=torch.uint8, device=device)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Queue a copy on the current stream; the host side of it is pinned."""
+        target.copy_(source, non_blocking=True)
+
+    def place(self, value: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """Return an input on the device. Pinned ones are waited for: their owner may write to them next."""
+        return value.to(device, non_blocking=not value.is_pinned())
+
+    def keep(self, value: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """Return a copy that is there when this returns, for any stream."""
+        return value.contiguous().to(device, copy=True)
+
+
 class CudaMemory:
     """The arena: bytes of the device, with views into them."""
 
@@ -109,9 +134,10 @@ class CudaEvent:
 class CudaStream:
     """The copy stream of one link."""
 
-    def __init__(self, cuda: Any, device: torch.device) -> None:
-        self._cuda = cuda
-        self._stream = cuda.Stream(device=device)
+    def __init__(self, api: CudaApi, device: torch.device) -> None:
+        self._api = api
+        self._cuda = api.runtime
+        self._stream = self._cuda.Stream(device=device)
         # Reading threads share it: what a copy waits for, the copy and its event belong together.
         self._lock = threading.Lock()
 
@@ -128,7 +154,7 @@ class CudaStream:
             if after is not None:
                 assert isinstance(after, CudaEvent), "an event of this device"
                 after.hold_back(self._stream)
-            target.copy_(source, non_blocking=True)
+            self._api.copy(target, source)
             event = self._cuda.Event()
             event.record(self._stream)
             return CudaEvent(event)
@@ -145,11 +171,11 @@ class CudaDevice:
     races = None
     capacity_bytes = None
 
-    def __init__(self, index: int | None = None, *, cuda: Any = torch.cuda) -> None:
-        """Use a device; ``cuda`` is ``torch.cuda``, or what stands in for it where there is no GPU."""
-        self._cuda = cuda
-        number = cuda.current_device() if index is None else index
-        self.torch_device = torch.device("cuda", number)
+    def __init__(self, index: int | None = None, *, api: CudaApi | None = None) -> None:
+        """Use a device; ``api`` is what stands in for CUDA where there is no GPU."""
+        self._api = api or CudaApi()
+        self._cuda = self._api.runtime
+        self.torch_device = self._api.device(index)
         self._streams: dict[str, CudaStream] = {}
         self._lock = threading.Lock()
         self._compute: Any = None
@@ -161,7 +187,7 @@ class CudaDevice:
             early.discard()
         self._before_bytes = int(self._cuda.memory_allocated(self.torch_device))
         try:
-            memory = self._empty(size_bytes)
+            memory = self._api.empty(size_bytes, self.torch_device)
         except torch.OutOfMemoryError as error:
             found = device_memory(cuda=self._cuda)
             require_memory(found, size_bytes, device=str(self.torch_device))
@@ -170,16 +196,13 @@ class CudaDevice:
         self._cuda.synchronize(self.torch_device)
         return CudaMemory(memory)
 
-    def _empty(self, size_bytes: int) -> torch.Tensor:
-        return torch.empty(size_bytes, dtype=torch.uint8, device=self.torch_device)
-
     def pinned(self, size_bytes: int) -> PinnedMemory:
         return PinnedMemory(size_bytes, self._cuda)
 
     def stream(self, link: str) -> CudaStream:
         with self._lock:
             if link not in self._streams:
-                self._streams[link] = CudaStream(self._cuda, self.torch_device)
+                self._streams[link] = CudaStream(self._api, self.torch_device)
             return self._streams[link]
 
     def begin(self) -> None:
@@ -218,11 +241,10 @@ class CudaDevice:
         return max(most - self._before_bytes, 0)
 
     def place(self, value: torch.Tensor) -> torch.Tensor:
-        return value.to(self.torch_device, non_blocking=True)
+        return self._api.place(value, self.torch_device)
 
     def keep(self, value: torch.Tensor) -> torch.Tensor:
-        # Blocks until it is there: whichever stream computes, it comes later.
-        return value.contiguous().to(self.torch_device, copy=True)
+        return self._api.keep(value, self.torch_device)
 
     def out_of_memory(self, what: str, error: BaseException) -> DeviceError:
         """Return what to raise where torch could not allocate ``what``."""
