@@ -6,25 +6,33 @@ memory that nobody else holds; what is missing is said by its cause.
 
 from __future__ import annotations
 
+import logging
+
 import torch
 from torch import nn
 
 from gascompile.errors import UnsupportedOpError
 from gascompile.ir import Machine, Plan
+from gascompile.passes.recost import recost
+from gascompile.read_path import readable_here
+from gascompile.runtime.pinned import pinned_bytes
 from gascompile.runtime.probe import (
     DeviceMemory,
     GpuFacts,
     device_memory,
     look,
+    pinned_fault,
     require_device,
     require_memory,
 )
 
+_log = logging.getLogger(__name__)
+
 CUDA = "cuda"
 
 
-def admit(machine: Machine, *, facts: GpuFacts | None = None) -> None:
-    """Return if ``machine`` can compute here.
+def admit(machine: Machine, *, facts: GpuFacts | None = None) -> Machine:
+    """Return ``machine`` as it can compute here: with aligned reads where the path that it names is not here.
 
     Args:
         machine: whose backend is asked for.
@@ -34,7 +42,21 @@ def admit(machine: Machine, *, facts: GpuFacts | None = None) -> None:
         DeviceError: it computes on a GPU that cannot be used; its ``cause`` says why.
     """
     if machine.compute_backend == CUDA:
-        require_device(facts or look(), machine=machine.name)
+        facts = facts or look()
+        require_device(facts, machine=machine.name)
+    return readable_here(machine, facts=facts)
+
+
+def admit_saved(plan: Plan, *, facts: GpuFacts | None = None) -> Plan:
+    """Return a plan that was saved as it runs here: re-costed, with a warning, where reads take another path now.
+
+    Raises:
+        DeviceError: as ``admit`` does.
+    """
+    machine = admit(plan.machine, facts=facts)
+    if machine == plan.machine:
+        return plan
+    return recost(plan, machine, warning=machine.io.source)
 
 
 def admit_model(model: nn.Module, machine: Machine) -> None:
@@ -52,16 +74,22 @@ def admit_model(model: nn.Module, machine: Machine) -> None:
         )
 
 
-def admit_plan(plan: Plan, *, memory: DeviceMemory | None = None) -> None:
+def admit_plan(
+    plan: Plan, *, memory: DeviceMemory | None = None, facts: GpuFacts | None = None
+) -> None:
     """Return if what ``plan`` needs of a GPU's memory is there.
 
-    What torch holds in this process counts as free: a session that is closed gives it back.
+    What torch holds in this process counts as free: a session that is closed gives it back. A limit on locked
+    memory below what the plan pins is logged: whether it counts is the driver's to say.
 
     Raises:
         DeviceError: other processes hold too much of it.
     """
     if plan.machine.compute_backend != CUDA:
         return
+    limit = pinned_fault(facts or look(), pinned_bytes(plan))
+    if limit is not None:
+        _log.warning("%s: %s", limit.detail, limit.remedy)
     found = memory or device_memory()
     tier = plan.machine.compute_tier
     needed_bytes = plan.peak_bytes[tier] + plan.machine.library_bytes(tier)

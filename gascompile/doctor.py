@@ -9,41 +9,25 @@ import os
 import platform
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import StrEnum
-from importlib import metadata, util
+from importlib import metadata
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
 from gascompile.cost_models.host import free_bytes, has_direct_io, memory_limit
 from gascompile.cost_models.measure_disk import Reader
+from gascompile.doctor_gpu import gpu_findings
 from gascompile.errors import StorageError
-from gascompile.ir import Machine
+from gascompile.findings import Finding as Finding  # noqa: PLC0414 - re-exported
+from gascompile.findings import Status as Status  # noqa: PLC0414 - re-exported
+from gascompile.ir import IoSettings, Machine
 from gascompile.machine import remembered_machine, resolve_machine
+from gascompile.runtime.probe import GpuFacts
+from gascompile.runtime.probe import look as look_at_gpu
 from gascompile.units import GIB, PAGE_BYTES, format_size
 
-_NVIDIA_FS = Path("/proc/driver/nvidia-fs/stats")
 _LITTLE_SPACE_BYTES = 10 * GIB
-
-
-class Status(StrEnum):
-    """How a finding stands."""
-
-    OK = "ok"
-    WARN = "warn"
-    MISSING = "missing"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
-    """One thing that was looked at."""
-
-    name: str
-    status: Status
-    detail: str
-    remedy: str = ""
-    """What to do; empty when there is nothing to do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,17 +44,27 @@ class Report:
         return not any(f.status is Status.MISSING and f.name in _REQUIRED for f in self.findings)
 
 
-def examine(cache_dir: str | os.PathLike[str], *, measure_with: Reader | None = None) -> Report:
+def examine(
+    cache_dir: str | os.PathLike[str],
+    *,
+    measure_with: Reader | None = None,
+    facts: GpuFacts | None = None,
+    cuda: Any = torch.cuda,
+) -> Report:
     """Look at this machine; writes one page to ``cache_dir`` and to the working folder, and removes it.
 
     Args:
         cache_dir: the cache whose remembered machine is reported.
         measure_with: measure this machine with that reader when none is remembered (up to 4 s).
+        facts: about the GPU and its path to the drives; looked at by default.
+        cuda: ``torch.cuda``, or what stands in for it.
     """
     cache = Path(cache_dir)
+    remembered = remembered_machine(cache)
+    io = remembered.io if remembered is not None else IoSettings()
     looks: tuple[Callable[[], list[Finding]], ...] = (
         _versions,
-        _gpu,
+        lambda: gpu_findings(facts or look_at_gpu(cuda=cuda), io, cuda=cuda),
         _memory,
         lambda: _folder("cache folder", _nearest_folder(cache)),
         lambda: _folder("working folder", Path.cwd()),
@@ -112,21 +106,6 @@ def _versions() -> list[Finding]:
             detail=format_size(os.sysconf("SC_PAGE_SIZE")),
             remedy=f"plans align to {PAGE_BYTES} bytes; use a kernel with pages of that size",
         ),
-    ]
-
-
-def _gpu() -> list[Finding]:
-    if torch.cuda.is_available():
-        names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-        return [Finding(name="gpu", status=Status.OK, detail=", ".join(names))]
-    return [
-        Finding(
-            name="gpu",
-            status=Status.MISSING,
-            detail="torch sees no CUDA device; models run on the processor",
-            remedy="for a GPU, install its driver and a torch build for CUDA; plans for machines "
-            "with one can be made here: --machine h100-gen5",
-        )
     ]
 
 
@@ -237,31 +216,8 @@ def _solve_two_variables() -> float:
 
 
 def _optional_parts() -> list[Finding]:
-    parts = [
+    return [
         _package("transformers", "pip install 'gascompile[hf]' to plan Hugging Face models"),
         _package("accelerate", "pip install 'gascompile[hf]' to plan Hugging Face models"),
         _package("triton", "pip install 'gascompile[gpu]' on a machine with a GPU"),
     ]
-    return [*parts, _gpu_direct_storage()]
-
-
-def _gpu_direct_storage() -> Finding:
-    has_kvikio = util.find_spec("kvikio") is not None
-    if has_kvikio and _NVIDIA_FS.exists() and torch.cuda.is_available():
-        detail = "kvikio is installed and the nvidia-fs kernel module is loaded"
-        return Finding(name="GPUDirect Storage", status=Status.OK, detail=detail)
-    lacking = [
-        text
-        for text, there in (
-            ("a CUDA device", torch.cuda.is_available()),
-            ("kvikio", has_kvikio),
-            ("the nvidia-fs kernel module", _NVIDIA_FS.exists()),
-        )
-        if not there
-    ]
-    return Finding(
-        name="GPUDirect Storage",
-        status=Status.MISSING,
-        detail=f"not there: {', '.join(lacking)}",
-        remedy="without it, reads go through RAM; install 'gascompile[gpu]' and NVIDIA's GDS driver",
-    )

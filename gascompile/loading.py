@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from gascompile.admission import admit
+from gascompile.admission import admit_saved
 from gascompile.bundle import Bundle, Weights, content_stamp, read_bundle, relocate
 from gascompile.checkpoint import open_checkpoint
 from gascompile.compiled import CompiledModel, Unit
@@ -38,6 +38,8 @@ def load(
         trust_kernels: run the bundle's fused kernels although they were not compiled here. They are machine
             code: say so only if you trust who made the bundle. Without it such ops run one by one.
 
+    Where reads take another path here than the plan was made for, its predictions are made anew and it warns.
+
     Raises:
         DeviceError: the plan computes on a GPU that cannot be used here, or whose memory others hold.
         FormatError: the bundle is damaged or of another version of the format.
@@ -55,7 +57,7 @@ def load(
             f"the plan in {path} was made for the machine '{name}', this is '{here}'; compile again "
             "here, or pass any_machine=True to run it as it is"
         )
-    admit(bundle.plan.machine)
+    bundle = replace(bundle, plan=admit_saved(bundle.plan))
     weights = bundle.weights
     if checkpoint is not None:
         weights = _moved(weights, Path(checkpoint))

@@ -26,6 +26,7 @@ from gascompile.ir import Machine
 from gascompile.machine_files import load_machine, named_machine
 from gascompile.machine_files import preset as preset  # noqa: PLC0414 - re-exported
 from gascompile.machine_files import preset_names as preset_names  # noqa: PLC0414 - re-exported
+from gascompile.read_path import readable_here
 
 _log = logging.getLogger(__name__)
 
@@ -103,7 +104,8 @@ def measure_briefly(*, cache_dir: str | os.PathLike[str], read: Reader) -> Machi
 
 def _this_machine(cache_dir: Path, read: Reader) -> Machine:
     remembered = remembered_machine(made_folder(cache_dir))
-    return remembered or with_free_memory(measure_briefly(cache_dir=cache_dir, read=read))
+    found = remembered or with_free_memory(measure_briefly(cache_dir=cache_dir, read=read))
+    return readable_here(found)
 
 
 def made_folder(folder: Path) -> Path:

@@ -17,6 +17,8 @@ COMPUTING_TIERS = ("gpu", "cpu")
 BACKENDS = {"": COMPUTING_TIERS, "cpu": ("cpu",), "cuda": ("gpu",), "emulated": ("gpu",)}
 """Which tier may compute, by the backend that executes."""
 ENGINES = ("reads", "kvikio")
+RECOSTED = "re-costed"
+"""What the source of settings starts with that are not those the machine was measured with."""
 _RATE_RANGE = (1.0, 1e21)
 _MAX_FIXED_COST_S = 3600.0
 
@@ -37,7 +39,7 @@ def check_machine(machine: Machine, *, where: str = "$") -> None:
 
 
 def source_warnings(machine: Machine) -> tuple[str, ...]:
-    """Return a warning where rates of ``machine`` come from measurements and from datasheets.
+    """Return a warning where rates of ``machine`` come from measurements and from datasheets, or from neither.
 
     Capacities are left out: they are facts either way, while a measured rate next to a datasheet's peak
     lets a plan prefer what nobody measured.
@@ -49,14 +51,15 @@ def source_warnings(machine: Machine) -> tuple[str, ...]:
                 if item.source.startswith(kind):
                     found.append(f"{field}[{i}]")
     measured, datasheet = places["measured"], places["datasheet"]
+    recosted = (machine.io.source,) if machine.io.source.startswith(RECOSTED) else ()
     if not measured or not datasheet:
-        return ()
+        return recosted
     warning = (
         f"machine '{machine.name}' mixes measured rates ({_some(measured)}) with those of datasheets "
         f"({_some(datasheet)}), which real hardware does not reach: measure the rest as well, or take all "
         f"from datasheets"
     )
-    return (warning,)
+    return (warning, *recosted)
 
 
 def _some(names: list[str]) -> str:

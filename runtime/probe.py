@@ -28,7 +28,9 @@ HIDDEN = "hidden"
 DRIVER_REFUSED = "driver refused"
 DEVICE_MEMORY = "device memory"
 PINNED_MEMORY = "pinned memory"
+PINNED_LIMIT = "pinned limit"
 NO_KVIKIO = "no kvikio"
+NO_GDS = "no GDS"
 """The causes of a ``DeviceError``; ``Fault.cause`` has those of slow paths as well."""
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -190,6 +192,22 @@ def storage_faults(facts: GpuFacts) -> tuple[Fault, ...]:
             )
         )
     return tuple(faults)
+
+
+def pinned_fault(facts: GpuFacts, needed_bytes: int) -> Fault | None:
+    """Return what stands against ``needed_bytes`` of pinned memory: the limit of this process on locked memory.
+
+    Drivers differ in whether they heed it, so it is no reason yet to refuse a plan.
+    """
+    limit_bytes = facts.memlock_bytes
+    if limit_bytes is None or needed_bytes <= limit_bytes:
+        return None
+    return Fault(
+        cause=PINNED_LIMIT,
+        detail=f"this process may lock {format_size(limit_bytes)} of memory (ulimit -l), "
+        f"pinned buffers take {format_size(needed_bytes)}",
+        remedy="raise the limit: docker run --ulimit memlock=-1, or memlock in /etc/security/limits.conf",
+    )
 
 
 def device_memory(*, cuda: Any = torch.cuda) -> DeviceMemory:

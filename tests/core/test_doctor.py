@@ -8,7 +8,6 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
-import torch
 
 from gascompile import doctor, serial
 from gascompile.cost_models.host import MemoryLimit
@@ -111,15 +110,6 @@ def test_the_memory_limit_names_its_origin(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(doctor, "memory_limit", lambda: limit)
     detail = by_name(examine(tmp_path))["memory"].detail
     assert detail == "2.00 GiB, set by /sys/fs/cgroup/memory.max"
-
-
-def test_a_gpu_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index=0: "Some GPU")
-    found = by_name(examine(tmp_path))
-    assert found["gpu"].detail == "Some GPU"
-    assert "a CUDA device" not in found["GPUDirect Storage"].detail
 
 
 def test_a_remembered_machine_of_another_kind_is_listed(
