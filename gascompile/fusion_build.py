@@ -17,7 +17,7 @@ from gascompile.errors import GASCompileError
 from gascompile.fusion_codegen import HEADER
 
 _TIMEOUT_S = 300.0
-_CODE_VERSION = "2"
+_CODE_VERSION = "3"
 """Raised where sources or calls change in meaning, so that older kernels are not taken for today's."""
 
 

@@ -28,6 +28,7 @@ _OPTIONS = {
     "force_pointwise_cat": True,
     "cpp_wrapper": False,
     "size_asserts": False,
+    "emulate_precision_casts": True,  # reduced types are rounded after every op, as they are op by op
 }
 _MIN_PARALLEL_ELEMENTS = 1 << 17
 """Smaller kernels run on one thread: waking others, and waiting for them where a machine is busy, costs more."""
@@ -86,8 +87,9 @@ def _generated_module(
     is_small = all(math.prod(of.shape) < _MIN_PARALLEL_ELEMENTS for of in (*inputs, *outputs))
     # Not bound to a number of threads: the runtime's may be another.
     threads = {"cpp.threads": 1 if is_small else -1, "cpp.dynamic_threads": not is_small}
+    options = {**_OPTIONS, **threads}
     try:
-        with mode, torch.no_grad():
+        with mode, torch.no_grad(), config.patch(options):
             fakes = [
                 torch.empty_strided(i.shape, i.stride, dtype=getattr(torch, i.dtype))
                 for i in inputs
@@ -98,7 +100,7 @@ def _generated_module(
             torch.no_grad(),
             V.set_fake_mode(mode),
             DebugContext(),
-            config.patch({**_OPTIONS, **threads}),
+            config.patch(options),
         ):
             graph = GraphLowering(traced, example_inputs=fakes, shape_env=None)
             with V.set_graph_handler(graph):
@@ -179,7 +181,7 @@ class _Recorder:
         function: Any = names["call"]
         try:
             returned = list(function(inputs))
-        except (NameError, AttributeError, TypeError) as error:
+        except (NameError, AttributeError, TypeError, RuntimeError) as error:
             raise UnsupportedOpError(f"it calls more than its own loops: {error}") from error
         if not all(isinstance(value, _Memory) for value in returned):
             raise UnsupportedOpError("it returns something else than tensors")

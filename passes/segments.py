@@ -56,9 +56,12 @@ def segments(graph_module: fx.GraphModule, plan: Plan) -> tuple[Segment, ...]:
 
 
 def layout(node: fx.Node) -> Layout | None:
-    """Return the layout of the tensor that ``node`` was captured with; ``None`` for anything else."""
+    """Return the layout of the tensor that ``node`` was captured with; ``None`` for what no kernel takes."""
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+        return None
+    # Of a tensor without elements there is nothing to compute, and the captured strides may not be eager's.
+    if value.dtype not in _DTYPES or 0 in value.shape:
         return None
     if value.device.type not in ("cpu", "meta"):
         return None
@@ -153,11 +156,9 @@ class _Finder:
             or target.overloadpacket in _COMPOSITE
         ):
             return False
-        values = [a.meta.get("val") for a in node.all_input_nodes] + [node.meta["val"]]
-        dtypes = {v.dtype for v in values if isinstance(v, torch.Tensor)}
         if target.overloadpacket in _DIVISIONS and not node.meta["val"].dtype.is_floating_point:
             return False
-        return dtypes <= _DTYPES and all(layout(a) is not None for a in _read_nodes(node))
+        return all(layout(a) is not None for a in _read_nodes(node))
 
     def _segment(self, run: Sequence[fx.Node]) -> Segment | None:
         """Return the segment of a whole run; ``None`` where it needs too much memory or has too few ops."""
