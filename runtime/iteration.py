@@ -125,6 +125,7 @@ class Iteration:
     def settle(self) -> None:
         """Let no transfer be under way, so that something else may use the tensors; the next run starts afresh."""
         pending, self._pending = self._pending, None
+        self._spill.drain()
         for ticket in (pending or {}).values():
             ticket.wait()
 
@@ -411,4 +412,5 @@ def _at_rest(
         for name, tensor in plan.tensors.items()
         if name in persistent and name not in used and tensor.home != site
     }
-    return frozenset(away | idle), tuple(up_front)
+    outside = set(persistent) - set(plan.tensors)
+    return frozenset(away | idle | outside), tuple(up_front)

@@ -5,7 +5,7 @@ A tensor's storage gives its memory back while it is away, so that views of it s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -20,24 +20,37 @@ class Persistent:
     """Parameters, moments and buffers of one training run. Not for several threads at once."""
 
     def __init__(
-        self, tensors: Mapping[str, torch.Tensor], folder: Path, buffers: memoryview
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        zeros: Mapping[str, int],
+        folder: Path,
+        buffers: memoryview,
     ) -> None:
-        """Take ``tensors`` over, as they are in memory, and room for all of them in a file.
+        """Take ``tensors`` over, as they are in memory, and room for all in a file.
+
+        Args:
+            zeros: elements of float32 vectors that begin as zeros and away: they take no memory yet.
 
         Raises:
             StorageError: the folder cannot be written to, or has too little space.
         """
         self.tensors = dict(tensors)
         self.sizes = {name: tensor.untyped_storage().nbytes() for name, tensor in tensors.items()}
+        for name, count in zeros.items():
+            self.sizes[name] = count * torch.float32.itemsize
+            self.tensors[name] = torch.empty(count)
+            self.tensors[name].untyped_storage().resize_(0)
         slots, offset = {}, 0
         for name, size_bytes in self.sizes.items():
             slots[name] = (offset, size_bytes)
             offset += align_up(size_bytes, PAGE_BYTES)
         self._spill = Spill(folder, slots, buffers)
         self.path = self._spill.path
-        self._away: set[str] = set()
-        self._valid: set[str] = set()
+        # A file's space that was never written reads as zeros.
+        self._away: set[str] = set(zeros)
+        self._valid: set[str] = set(zeros)
         """Whose slot holds the value of now."""
+        self._writes: dict[str, Ticket] = {}
 
     def is_away(self, name: str) -> bool:
         """Return whether the tensor has no memory."""
@@ -55,7 +68,9 @@ class Persistent:
     def write(self, name: str) -> Ticket:
         """Start copying a tensor to its slot; it must not change before the ticket is done."""
         self._valid.add(name)
-        return self._spill.write(name, self.tensors[name].untyped_storage())
+        ticket = self._spill.write(name, self.tensors[name].untyped_storage())
+        self._writes[name] = ticket
+        return ticket
 
     def drop(self, name: str) -> None:
         """Give a tensor's memory back.
@@ -104,14 +119,42 @@ class Persistent:
 
     def assign(self, name: str, value: torch.Tensor) -> None:
         """Give a tensor a new value, wherever it is."""
+        self.fill(name, lambda tensor: tensor.copy_(value))
+
+    def fill(self, name: str, writer: Callable[[torch.Tensor], object]) -> None:
+        """Let ``writer`` write all of a tensor, which is in memory for that time; blocks."""
         away = name in self._away
+        tensor = self.tensors[name]
         if away:
-            self.read(name).wait()
-        self.tensors[name].copy_(value)
+            tensor.untyped_storage().resize_(self.sizes[name])
+            self._away.discard(name)
         self.changed((name,))
+        writer(tensor)
         if away:
             self.write(name).wait()
             self.drop(name)
+
+    def copy_to(self, name: str, target: int, offset: int) -> bool:
+        """Copy a tensor's bytes from its slot to an open file; False where only memory has its value.
+
+        Raises:
+            OSError: a file cannot be read or written.
+        """
+        if name not in self._valid:
+            return False
+        self._spill.copy_to(name, target, offset, self.sizes[name])
+        return True
+
+    def recover(self) -> None:
+        """After a failed transfer: let the others end, and fetch again what a slot has and memory may not.
+
+        Raises:
+            StorageError: the drive still fails.
+        """
+        self._spill.drain()
+        self._valid.difference_update(n for n, ticket in self._writes.items() if ticket.failed)
+        for name in sorted(self._valid - self._away):
+            self.read(name).wait()
 
     def close(self) -> None:
         """Give the file back; the tensors that are in memory stay there."""

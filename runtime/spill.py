@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 
 from gascompile.errors import StorageError
+from gascompile.runtime.copying import copy_range
 from gascompile.runtime.protocols import Event, Reader, Ticket, read_at
 from gascompile.units import PAGE_BYTES, align_up, format_size
 
@@ -84,6 +85,7 @@ class Spill:
         total = max(ends, default=0)
         self._reader, self._writer = reader, writer or os.pwrite
         self._file, self.path = _open(folder, total)
+        self._plain = -1
         self._closed = False
         self._queues: list[queue.SimpleQueue[_Move | None]] = []
         self._threads: list[threading.Thread] = []
@@ -111,6 +113,26 @@ class Spill:
         """Start filling a storage from its slot; it must have the size that was written."""
         return self._submit(1, name, storage)
 
+    def drain(self) -> None:
+        """Let what is under way end, whether it fails or not."""
+        empty = torch.UntypedStorage(0)
+        moves = [_Move(0, empty, "") for _ in self._queues]
+        for jobs, move in zip(self._queues, moves, strict=True):
+            jobs.put(move)
+        for move in moves:
+            move.ended.wait()
+
+    def copy_to(self, name: str, target: int, offset: int, size_bytes: int) -> None:
+        """Copy the first bytes of a slot to the open file ``target``, by the file system where it can.
+
+        Raises:
+            OSError: a file cannot be read or written.
+        """
+        if self._plain < 0:
+            # Direct I/O asks for alignment that the target does not have.
+            self._plain = os.open(f"/proc/self/fd/{self._file}", os.O_RDONLY | os.O_CLOEXEC)
+        copy_range(self._plain, self._slots[name][0], target, offset, size_bytes)
+
     def close(self) -> None:
         """Finish what is under way, stop the threads and give the file's space back; idempotent."""
         if self._closed:
@@ -121,6 +143,8 @@ class Spill:
         for thread in self._threads:
             thread.join()
         os.close(self._file)
+        if self._plain >= 0:
+            os.close(self._plain)
 
     def _submit(self, direction: int, name: str, storage: torch.UntypedStorage) -> _Move:
         slot, size_bytes = self._slots[name]

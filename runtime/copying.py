@@ -1,0 +1,53 @@
+"""Copies between open files that take no memory to speak of."""
+
+from __future__ import annotations
+
+import errno
+import os
+
+_CHUNK_BYTES = 1 << 20
+_REFUSALS = {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.EBADF}
+
+
+def copy_range(
+    source: int, source_offset: int, target: int, target_offset: int, size_bytes: int
+) -> None:
+    """Copy bytes inside the kernel, or through a small buffer where the file systems cannot do that.
+
+    Raises:
+        OSError: a file cannot be read or written, or the source ends too early.
+    """
+    done = 0
+    in_kernel = True
+    while done < size_bytes:
+        places = (source_offset + done, target_offset + done)
+        if in_kernel:
+            try:
+                copied = os.copy_file_range(source, target, size_bytes - done, *places)
+            except OSError as error:
+                if error.errno not in _REFUSALS:
+                    raise
+                in_kernel = False
+                continue
+        else:
+            part = os.pread(source, min(size_bytes - done, _CHUNK_BYTES), places[0])
+            copied = len(part)
+            write_all(target, part, places[1])
+        if copied <= 0:
+            raise OSError(errno.EIO, "the source ends before the tensor does")
+        done += copied
+
+
+def write_all(target: int, data: bytes | memoryview, offset: int) -> None:
+    """Write all of ``data``.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    view = memoryview(data)
+    done = 0
+    while done < len(view):
+        taken = os.pwrite(target, view[done:], offset + done)
+        if taken <= 0:
+            raise OSError(errno.EIO, "a write took no bytes")
+        done += taken
