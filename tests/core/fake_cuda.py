@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 GIB = 1 << 30
 
 
-@dataclass
+@dataclass(eq=False)
 class FakeStream:
     num_synchronized: int = 0
 
