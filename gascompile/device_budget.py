@@ -35,16 +35,16 @@ def plan_with_host(
     if machine.compute_tier == HOST or HOST not in limits_bytes:
         return make(budget)
     needed_bytes = passing_bytes(workload.ops, machine.io)
-    taken_bytes = needed_bytes
-    for _ in range(_TRIES):
-        if taken_bytes > limits_bytes[HOST]:
+    left_bytes = limits_bytes[HOST] - needed_bytes
+    for tries_left in reversed(range(_TRIES)):
+        if left_bytes < 0:
             break
-        left = replace(budget, cpu=limits_bytes[HOST] - taken_bytes)
-        plan = replace(make(left), budget_bytes=limits_bytes)
+        plan = replace(make(replace(budget, cpu=left_bytes)), budget_bytes=limits_bytes)
         over_bytes = pinned_bytes(plan) - limits_bytes[HOST]
         if over_bytes <= 0:
             return plan
-        taken_bytes += over_bytes
+        # The last try keeps no weight there at all.
+        left_bytes = max(left_bytes - over_bytes, 0) if tries_left > 1 else 0
     raise InfeasiblePlanError(
         required_bytes=max(needed_bytes, limits_bytes[HOST] + 1),
         limit_bytes=limits_bytes[HOST],

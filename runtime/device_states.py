@@ -12,8 +12,6 @@ from typing import Protocol
 
 import torch
 
-from gascompile.ir import Plan, TensorKind
-
 
 class Keeper(Protocol):
     """The part of a device that is needed here."""
@@ -39,18 +37,11 @@ class DeviceStates:
         """
         self._device = device
         self._held = dict(held)
-        self._written: set[str] = set()
         self._seen = {name: _version(tensor) for name, tensor in self._held.items()}
         self.tensors: Mapping[str, torch.Tensor] = (
             self._held if device.is_host else _copies(device, self._held)
         )
         """What ops read and write, by name."""
-
-    def note_written(self, plan: Plan) -> None:
-        """Take note of the states that ops of ``plan`` mutate; the others are never copied back."""
-        states = {t.name for t in plan.workload.tensors if t.kind is TensorKind.STATE}
-        for op in plan.workload.ops:
-            self._written.update(states.intersection(op.writes) & self._held.keys())
 
     def push(self) -> None:
         """Take over what the caller has written to their tensors since they were last alike."""
@@ -64,15 +55,17 @@ class DeviceStates:
 
     def pull(self) -> None:
         """Bring the caller's tensors up to date; blocks until the device has done all it was given."""
-        if self._device.is_host or not self._written or not self.tensors:
+        if self._device.is_host or not self.tensors:
             return
         # What the caller has written since is newer than what the device has.
         self.push()
         self._device.synchronize()
-        with torch.no_grad():
-            for name in sorted(self._written):
-                _distinct(self._held[name]).copy_(_distinct(self.tensors[name]))
-        self._seen = {name: _version(tensor) for name, tensor in self._held.items()}
+        for name, held in self._held.items():
+            # Ops may write without saying so, as batch_norm does; constants are never written to.
+            fresh, own = _distinct(self.tensors[name]).to(held.device), _distinct(held.detach())
+            if not torch.equal(_bytes(fresh), _bytes(own)):
+                own.copy_(fresh)
+            self._seen[name] = _version(held)
 
     def close(self) -> None:
         """Bring the caller's tensors up to date and give the device's memory back; idempotent."""
@@ -105,6 +98,10 @@ def _distinct(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
+
+
 def _version(tensor: torch.Tensor) -> int:
     """Return a number that grows with every write to the memory of ``tensor``; 0 where torch does not count."""
     return 0 if tensor.is_inference() else int(tensor._version)
@@ -129,9 +126,7 @@ def _copies(device: Keeper, held: Mapping[str, torch.Tensor]) -> dict[str, torch
             tensor = held[name]
             offset = tensor.storage_offset() - low // tensor.element_size()
             view = torch.empty(0, dtype=tensor.dtype, device=kept.device)
-            made[name] = view.set_(
-                kept.untyped_storage(), offset, tensor.shape, tensor.stride()
-            )
+            made[name] = view.set_(kept.untyped_storage(), offset, tensor.shape, tensor.stride())
     return made
 
 

@@ -261,7 +261,6 @@ class Session:
             landings = {name: self.landing(name) for name in links}
             self.host.add(landings, {name: op for name, (_, op) in links.items()})
             require_budget(plan, self.pinned_bytes)
-            self.kept.note_written(plan)
 
     def submit(
         self, tensor: str, address: int, *, key: int, link: str, after: Event | None

@@ -12,7 +12,9 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import gascompile
+from gascompile.device_budget import placed_bytes
 from gascompile.integrations.huggingface import register_pytrees
+from gascompile.runtime.pinned import pinned_bytes
 from tests import zoo
 
 MACHINE = "emulated"
@@ -42,9 +44,9 @@ def test_equal_to_eager_in_the_accelerators_budget(name: str, cache: Path) -> No
     with pytest.raises(gascompile.InfeasiblePlanError) as error:
         gascompile.compile(model, 0, example_inputs=inputs, machine=MACHINE, cache_dir=cache)
     smallest = error.value.required_bytes
-    full = gascompile.plan(
-        model, example_inputs=inputs, machine=MACHINE, cache_dir=cache
-    ).peak_bytes["gpu"]
+    whole = gascompile.plan(model, example_inputs=inputs, machine=MACHINE, cache_dir=cache)
+    # Inputs are copied to the accelerator, too.
+    full = whole.peak_bytes["gpu"] + placed_bytes(whole.workload, whole.machine)
     assert smallest < full
     for budget in (full, smallest):
         with gascompile.compile(
@@ -55,8 +57,35 @@ def test_equal_to_eager_in_the_accelerators_budget(name: str, cache: Path) -> No
                 report = compiled.last_run
                 assert report is not None
                 assert 0 < report.peak_bytes["gpu"] <= budget
+                assert report.peak_bytes["cpu"] == pinned_bytes(compiled.plan)
             assert report is not None
             moved = {link: count for link, count in report.link_bytes.items() if count}
             planned = {link: count for link, count in compiled.plan.link_bytes.items() if count}
             assert moved == planned
             assert bool(moved) == (budget == smallest)
+
+
+def test_the_hosts_budget_holds_what_bytes_pass_through(cache: Path) -> None:
+    model, inputs = zoo.make("tied")
+    options: dict[str, Any] = {
+        "example_inputs": inputs,
+        "machine": MACHINE,
+        "cache_dir": cache,
+    }
+    with pytest.raises(gascompile.InfeasiblePlanError, match="pinned memory for") as error:
+        gascompile.compile(model, gascompile.Budget(cpu=1), **options)
+    assert error.value.tier == "cpu"
+    passing = error.value.required_bytes
+    with pytest.raises(gascompile.InfeasiblePlanError) as least:
+        gascompile.compile(model, 0, **options)
+    homes = set()
+    for room in (0, 20_000, 1 << 20):
+        budget = gascompile.Budget(gpu=least.value.required_bytes, cpu=passing + room)
+        with gascompile.compile(model, budget, **options) as compiled:
+            assert compiled.plan.budget_bytes["cpu"] == passing + room
+            assert_same(compiled(**inputs), eager(model, inputs))
+            report = compiled.last_run
+            assert report is not None
+            assert passing <= report.peak_bytes["cpu"] <= passing + room
+            homes.add(report.peak_bytes["cpu"])
+    assert min(homes) == passing < max(homes)
