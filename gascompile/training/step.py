@@ -161,10 +161,9 @@ class TrainingStep:
         for name, tensor in tensors.items():
             own[name] = tensor.detach()
             tensor.data = torch.empty(0, dtype=tensor.dtype)
-        for name, tile in program.tiles.items():
-            own[name] = torch.zeros(tile.end - tile.begin, dtype=torch.float32)
         self._persistent = Persistent(
             own,
+            {name: tile.end - tile.begin for name, tile in program.tiles.items()},
             self._config.cache_dir / "training",
             memoryview(self._buffers)[: 2 * SPILL_BUFFER_BYTES],
         )
