@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 import gascompile
 from gascompile.machine import resolve_machine
 from gascompile.runtime.engine import read_blocks
+from tests.integration.fused_models import Gated
 from tests.integration.net import BUDGET, Build, Net
 
 
@@ -67,3 +68,22 @@ def build(checkpoint: Path, cache: Path, inputs: dict[str, torch.Tensor]) -> Bui
         )
 
     return compile_it
+
+
+@pytest.fixture(scope="session")
+def kernels(measured_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a cache folder that tests of fused ops share, so that each kernel is compiled once."""
+    folder = tmp_path_factory.mktemp("kernels")
+    shutil.copytree(measured_cache / "machine", folder / "machine")
+    return folder
+
+
+@pytest.fixture
+def gated() -> Gated:
+    torch.manual_seed(5)
+    return Gated().eval()
+
+
+@pytest.fixture
+def rows() -> dict[str, torch.Tensor]:
+    return {"x": torch.randn(3, 128, generator=torch.Generator().manual_seed(6))}

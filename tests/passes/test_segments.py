@@ -207,3 +207,19 @@ def test_dynamic_shapes_have_no_segments() -> None:
     workload = annotate(program, machine).workload
     plan = make_plan(workload, machine, Budget(), fingerprint={}, time_limit_s=5.0)
     assert segments(insert(program, plan), plan) == ()
+
+
+def test_tensors_without_elements_and_of_other_types_stay_out() -> None:
+    class Odd(nn.Module):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+            turned = torch.view_as_real(torch.complex(x, x * 2) * 2)
+            none = torch.tanh(x[:0] * 2) + 1
+            return torch.sin(turned * 2) + 1, none, torch.abs(x.to(torch.int8) * 2) + 1
+
+    module, plan = planned(Odd(), torch.randn(2, WIDTH))
+    values = {node.name: node.meta.get("val") for node in module.graph.nodes}
+    seen = [
+        values[name] for s in segments(module, plan) for name in (*s.ops, *s.inputs, *s.outputs)
+    ]
+    assert seen
+    assert all(v.numel() and v.dtype == torch.float32 for v in seen)
