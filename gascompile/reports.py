@@ -46,7 +46,7 @@ class RunReport:
     share_of_limit: float
     """``limit_s / seconds``: 1.0 is the physical limit of the plan's bytes and compute."""
     paths: Mapping[str, str]
-    """The I/O path really taken per link: ``O_DIRECT``, ``page cache`` or both."""
+    """The I/O path really taken per link: ``O_DIRECT``, ``page cache``, ``GPUDirect Storage``; + joins several."""
     stalls: tuple[Stall, ...] = ()
     process_peak_bytes: int = 0
     """The kernel's high-water mark of the whole process, interpreter and libraries included."""

@@ -208,6 +208,8 @@ class KvikioEngine:
         num_threads = max(1, io.num_threads)
         settings = {"num_threads": num_threads * num_engines, "task_size": io.chunk_bytes}
         module.defaults.set(settings)
+        # KvikIO reads smaller parts by POSIX calls whatever its mode, and says so nowhere.
+        self._threshold_bytes = int(module.defaults.get("gds_threshold"))
         self._arena = arena
         self._receive = receive
         self._races = races
@@ -257,10 +259,18 @@ class KvikioEngine:
                 request.ended.set()
                 return request
             heapq.heappush(self._heap, (key, next(self._order), request))
-            name = POSIX if memory is not None else str(self.path)
-            self._paths.setdefault(link, set()).add(name)
+            self._paths.setdefault(link, set()).update(self._names(landing, memory))
             self._lock.notify_all()
         return request
+
+    def _names(self, landing: Landing, memory: memoryview | None) -> set[str]:
+        """Return the paths that the parts of a tensor take."""
+        if memory is not None:
+            return {POSIX}
+        if not self.path.is_direct:
+            return {str(self.path)}
+        sizes = (piece.needed_bytes for piece in landing.pieces)
+        return {POSIX if size < self._threshold_bytes else str(self.path) for size in sizes}
 
     def _delivery(
         self,

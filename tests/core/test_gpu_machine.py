@@ -101,7 +101,7 @@ def test_sizes_by_the_lines_of_two_engines() -> None:
     size = least_bytes(direct, [reads, direct])
 
     def time_s(of: EngineFigures, size_bytes: float) -> float:
-        return of.latency_s + size_bytes / of.bytes_per_s
+        return float(of.latency_s + size_bytes / of.bytes_per_s)
 
     assert time_s(direct, size) <= time_s(reads, size)
     assert time_s(direct, size - 2) > time_s(reads, size - 2)

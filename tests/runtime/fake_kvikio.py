@@ -40,6 +40,7 @@ class Kvikio:
     compat: CompatMode = CompatMode.AUTO
     prefers_compat: bool = False
     gds: bool = True
+    gds_threshold: int = 0
     fails_at: int = -1
     """Offset of the read that fails."""
     fault: Exception = field(default_factory=lambda: RuntimeError("cuFile error: 5"))
@@ -65,7 +66,11 @@ class Kvikio:
     cufile_driver = defaults
 
     def get(self, name: str) -> Any:
-        return {"compat_mode": self.compat, "is_gds_available": self.gds}[name]
+        return {
+            "compat_mode": self.compat,
+            "is_gds_available": self.gds,
+            "gds_threshold": self.gds_threshold,
+        }[name]
 
     def set(self, settings: dict[str, int]) -> None:
         self.settings.update(settings)

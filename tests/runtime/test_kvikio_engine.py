@@ -166,6 +166,16 @@ def test_memory_of_the_host_is_read_by_posix_calls_as_an_array(files: list[Path]
     engine.close()
 
 
+def test_parts_below_its_own_threshold_are_reported_as_what_they_are(files: list[Path]) -> None:
+    engine = KvikioEngine(Arena(64 * PAGE), IO, kvikio=Kvikio(gds_threshold=PAGE), facts=HEALTHY)
+    engine.submit(landing(files[0], 0, 4 * PAGE), 0, key=0, link="whole").wait()
+    engine.submit(landing(files[0], 0, 2 * PAGE + 9), 0, key=0, link="mixed").wait()
+    engine.submit(landing(files[0], 0, 9), 0, key=0, link="small").wait()
+    engine.close()
+    both = f"{GPU_DIRECT} + {POSIX}"
+    assert engine.paths == {"whole": GPU_DIRECT, "mixed": both, "small": POSIX}
+
+
 def test_no_more_chunks_are_under_way_than_the_share_of_the_pool(files: list[Path]) -> None:
     module = Kvikio(before=lambda path, offset: time.sleep(0.001))
     engine = KvikioEngine(Arena(64 * PAGE), IO, kvikio=module, facts=HEALTHY, num_engines=2)

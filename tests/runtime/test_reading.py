@@ -9,20 +9,24 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from gascompile.errors import DeviceError, StorageError
+from gascompile.errors import DeviceError, RaceError, StorageError
 from gascompile.ir import Extent, IoSettings, Plan, WeightSource
+from gascompile.passes.insert import insert
 from gascompile.runtime import probe
 from gascompile.runtime.devices.emulated import EmulatedDevice
 from gascompile.runtime.devices.pacing import Disorder
 from gascompile.runtime.devices.watched import WatchedDevice
+from gascompile.runtime.executor import Executor
 from gascompile.runtime.files import SourceFiles
+from gascompile.runtime.kvikio_engine import KvikioEngine
 from gascompile.runtime.kvikio_path import GPU_DIRECT, KVIKIO_COMPAT
 from gascompile.runtime.landing import plan_landing
-from gascompile.runtime.protocols import Memory, Reader, TransferEngine, read_at
+from gascompile.runtime.protocols import Event, Memory, Reader, TransferEngine, read_at
 from gascompile.runtime.reading import open_engine
 from gascompile.runtime.routing import drive_of, share
 from tests.runtime.devices.machines import accelerator
@@ -111,12 +115,12 @@ def test_without_kvikio_the_plan_is_refused_and_nothing_is_kept(
 ) -> None:
     uninstall(monkeypatch)
     toy, plan = streamed(tmp_path)
-    threads = threading.active_count()
+    threads = set(threading.enumerate())
     descriptors = len(os.listdir("/proc/self/fd"))
     with pytest.raises(DeviceError, match=r"pip install 'gascompile\[gpu\]', or measure") as caught:
         toy.session(plan)
     assert caught.value.cause == probe.NO_KVIKIO
-    assert threading.active_count() == threads
+    assert set(threading.enumerate()) <= threads
     assert len(os.listdir("/proc/self/fd")) == descriptors
 
 
@@ -154,6 +158,38 @@ def test_reads_to_the_device_are_ordered_in_any_timing(
                 assert torch.equal(ours, eager)
     assert direct.reads
     assert device.races.num_checked > 20 * len(plan.steps) / 4
+
+
+class Hasty(WatchedDevice):
+    """A device whose compute never holds on anything."""
+
+    def hold(self, event: Event) -> None:
+        pass
+
+
+def run_watched(toy: Toy, plan: Plan, device: WatchedDevice) -> None:
+    with toy.session(plan, device=device) as session:
+        executor = Executor(session, insert(toy.program, plan), plan, paranoid=True, measure=False)
+        for _ in range(3):
+            executor.run(torch.randn(4, 32))
+
+
+def test_a_read_to_the_device_that_nothing_orders_is_a_race(
+    tmp_path: Path, direct: Kvikio, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    toy = mlp(tmp_path, layers=4, width=32)
+    plan = make_plan(toy.workload, seed=1, io=IO, machine=NVME)
+    run_watched(toy, plan, WatchedDevice(EmulatedDevice(NVME)))
+    with pytest.raises(RaceError, match="a read to the device"):
+        run_watched(toy, plan, Hasty(EmulatedDevice(NVME)))
+    real = KvikioEngine.submit
+
+    def at_once(engine: KvikioEngine, *args: Any, **options: Any) -> Any:
+        return real(engine, *args, **{**options, "after": None})
+
+    monkeypatch.setattr(KvikioEngine, "submit", at_once)
+    with pytest.raises(RaceError):
+        run_watched(toy, plan, WatchedDevice(EmulatedDevice(NVME)))
 
 
 # ---------------------------------------------------------------- a drive that fails
