@@ -171,3 +171,33 @@ class RaceError(DeviceError):
 
 def _rebuild_race(message: str, tensor: str, address: int) -> RaceError:
     return RaceError(message, tensor=tensor, address=address)
+
+
+class NanLossError(GASCompileError):
+    """A training step met a NaN.
+
+    Attributes:
+        step: number of the step, from one on.
+        op: the first op whose result has one, where that was looked for.
+    """
+
+    def __init__(self, *, step: int, op: str = "") -> None:
+        self.step = step
+        self.op = op
+        where = (
+            f"op '{op}' of step {step} made the first NaN"
+            if op
+            else f"the loss of step {step} is NaN, and nothing has been updated with it"
+        )
+        more = "" if op else "pass on_nan='locate' to learn which op makes it, "
+        super().__init__(
+            f"{where}; {more}look at this batch, the learning rate and max_grad_norm, or go on with on_nan='ignore'"
+        )
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickle by the keyword arguments, so that the error crosses process boundaries."""
+        return _rebuild_nan_loss, (self.step, self.op)
+
+
+def _rebuild_nan_loss(step: int, op: str) -> NanLossError:
+    return NanLossError(step=step, op=op)

@@ -14,7 +14,9 @@ from gascompile.errors import GASCompileError, UnsupportedOpError
 from gascompile.ir import Budget, Machine
 from gascompile.machine import resolve_machine
 from gascompile.runtime.engine import read_blocks
-from gascompile.training.joint import LossFunction
+from gascompile.training.joint import LossFunction, own_storages
+from gascompile.training.optimizers import require_rule
+from gascompile.training.settings import OnNan, Settings
 from gascompile.training.step import TrainingStep
 
 
@@ -28,6 +30,9 @@ def compile_step(
     machine: Machine | str | os.PathLike[str] | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
     max_grad_norm: float | None = None,
+    accumulate: int = 1,
+    on_nan: OnNan = "raise",
+    replan: bool = True,
     time_limit_s: float = 20.0,
     mip_gap: float = 0.01,
 ) -> TrainingStep:
@@ -43,15 +48,29 @@ def compile_step(
         machine: ``None`` for this machine, measured once and remembered; or a preset's name or a file.
         cache_dir: where the machine profile is kept and what leaves memory goes.
         max_grad_norm: clip gradients by their global norm, as ``torch.nn.utils.clip_grad_norm_`` does.
+        accumulate: batches per update. Gradients are summed as by repeated ``loss.backward()``, and every
+            ``accumulate``-th call updates; divide the loss in ``loss_fn`` where a mean is wanted.
+        on_nan: ``raise`` ends a step whose loss is NaN before anything has changed; ``locate`` looks at every
+            result and names the first op that makes a NaN, which takes time and memory beside the budget, and in
+            the backward pass may come after some updates; ``ignore`` goes on as eager does.
+        replan: plan for batches of a new kind when they come; refuse them otherwise. Tensors differ in kind by
+            dtype and shape, all else by value.
         time_limit_s: wall clock for the solver.
         mip_gap: relative gap at which the solver may stop.
 
     Raises:
-        CaptureError: the loss cannot be traced, is no scalar or depends on no parameter.
+        CaptureError: the loss cannot be traced, is no scalar or depends on no parameter; a parameter has no
+            values.
         InfeasiblePlanError: the budget is too small; names the smallest feasible one.
-        UnsupportedOpError: an optimizer without a rule; names those that have one.
+        UnsupportedOpError: an optimizer or an option without a rule; names those that have one. Parameters
+            that are not in float32 or not on the CPU.
+        NanLossError: at a call; see ``on_nan``.
         StorageError: a file cannot be written.
     """
+    settings = Settings(
+        max_grad_norm=max_grad_norm, accumulate=accumulate, on_nan=on_nan, replan=replan
+    )
+    require_rule(optimizer)
     options: dict[str, Any] = {"cache_dir": Path(cache_dir)} if cache_dir is not None else {}
     config = CompileConfig(time_limit_s=time_limit_s, mip_gap=mip_gap, **options)
     resolved = resolve_machine(machine, cache_dir=config.cache_dir, read=read_blocks)
@@ -60,6 +79,7 @@ def compile_step(
             f"training runs on the CPU today, and '{resolved.name}' computes on {resolved.compute_tier}; "
             "pass a machine whose tiers are cpu and nvme"
         )
+    own_storages(model)
     step = TrainingStep(
         model,
         loss_fn,
@@ -67,7 +87,7 @@ def compile_step(
         budget=Budget.of(budget, resolved),
         machine=resolved,
         config=config,
-        max_grad_norm=max_grad_norm,
+        settings=settings,
     )
     if example_batch is not None:
         try:

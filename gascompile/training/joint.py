@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import operator
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,9 +26,13 @@ from torch._functorch._aot_autograd.descriptors import (
     TangentAOTInput,
 )
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+)
 from torch.utils import _pytree as pytree
 
-from gascompile.errors import CaptureError
+from gascompile.errors import CaptureError, UnsupportedOpError
 
 LossFunction = Callable[[nn.Module, Any], torch.Tensor]
 _PREFIX = "model."
@@ -73,8 +79,8 @@ class _Loss(nn.Module):
             raise CaptureError(
                 "the loss does not depend on any parameter that requires a gradient; leave out no_grad() and detach()"
             )
-        found_loss: torch.Tensor = loss
-        return found_loss
+        # A loss that is a view, or a parameter itself, would come out as what it is a view of.
+        return loss.clone()
 
 
 def capture_joint(model: nn.Module, loss_fn: LossFunction, batch: Any) -> Joint:
@@ -95,12 +101,64 @@ def capture_joint(model: nn.Module, loss_fn: LossFunction, batch: Any) -> Joint:
         except Exception as error:  # whatever the model's own code raises
             if isinstance(error.__cause__, CaptureError):
                 raise error.__cause__ from error
-            raise CaptureError(
-                f"cannot trace the loss of {type(model).__name__}: {error}"
-            ) from error
+            raise CaptureError(_in_words(error, type(model).__name__)) from error
     graph_module = joint.graph_module
     assert isinstance(graph_module, fx.GraphModule)
     return _read(graph_module, model)
+
+
+def _in_words(error: Exception, model: str) -> str:
+    """Return what went wrong, where in the user's code, and the way out."""
+    reason = str(error).split("\n\n", maxsplit=1)[0] or type(error).__name__
+    if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
+        reason = (
+            f"it depends on values of tensors ({reason}), by .item(), by an if or a loop over them, or by a mask as "
+            "an index; write it with torch.where, so that the same ops run at every step"
+        )
+    return f"cannot trace the loss of {model}{_place(error)}: {reason}"
+
+
+def _place(error: BaseException) -> str:
+    """Return the innermost line of the traceback that is neither torch's nor ours."""
+    ours = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent))
+    lines = [
+        f" at {frame.filename}:{frame.lineno}"
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith((*ours, "<"))
+    ]
+    return lines[-1] if lines else ""
+
+
+def own_storages(model: nn.Module) -> None:
+    """Let every parameter and buffer have memory of its own, dense and from its beginning, as moves take it.
+
+    Raises:
+        CaptureError: a parameter has no values, or shares memory with another tensor.
+        UnsupportedOpError: a parameter is not on the CPU.
+    """
+    _, tensors = _named_tensors(model)
+    owners: dict[int, str] = {}
+    for name, tensor in tensors.items():
+        if tensor.is_meta:
+            raise CaptureError(
+                f"'{name}' is on the meta device and has no values; call model.to_empty(device='cpu') and load "
+                "a state_dict before compile_step"
+            )
+        if tensor.device.type != "cpu":
+            raise UnsupportedOpError(f"'{name}' is on {tensor.device}; move the model to the CPU")
+        storage = tensor.untyped_storage()
+        other = owners.setdefault(storage._cdata, name)
+        if other != name and isinstance(tensor, nn.Parameter):
+            raise CaptureError(
+                f"parameters '{other}' and '{name}' share memory; tie them by assigning the same nn.Parameter"
+            )
+        is_dense = tensor.is_contiguous() or tensor.permute(_by_stride(tensor)).is_contiguous()
+        if other != name or not is_dense or storage.nbytes() != tensor.nbytes:
+            tensor.data = tensor.detach().clone(memory_format=torch.contiguous_format)
+
+
+def _by_stride(tensor: torch.Tensor) -> list[int]:
+    return sorted(range(tensor.dim()), key=lambda d: -tensor.stride(d))
 
 
 def _read(graph_module: fx.GraphModule, model: nn.Module) -> Joint:
@@ -123,13 +181,15 @@ def _read(graph_module: fx.GraphModule, model: nn.Module) -> Joint:
                 raise CaptureError(f"the loss takes {other}, which has no place in a plan")
     _lift_constants(graph_module, bound, tensors)
     _drop_aliases(graph)
-    loss, gradients, mutations = _outputs(graph.output_node(), canonical)
+    loss, _, _ = _outputs(graph.output_node(), canonical)
     for tangent in tangents:
         with graph.inserting_after(loss):
             one = graph.call_function(torch.ops.aten.ones_like.default, (loss,))
         one.meta["val"] = loss.meta["val"]
         tangent.replace_all_uses_with(one)
         graph.erase_node(tangent)
+    # A tangent may have been a gradient itself.
+    loss, gradients, mutations = _outputs(graph.output_node(), canonical)
     graph.lint()
     return Joint(
         graph_module=graph_module,
@@ -179,8 +239,15 @@ def _outputs(
                 mutations[canonical[target.removeprefix(_PREFIX)]] = value
             case GradAOTOutput() | None:
                 pass  # of the batch: nobody asked for it
+            case InputMutationAOTOutput(mutated_input=ParamAOTInput(target=target)):
+                raise CaptureError(
+                    f"the model changes its parameter '{target.removeprefix(_PREFIX)}' in its forward pass; only the "
+                    "optimizer may change parameters, so make it a buffer or change it between steps"
+                )
+            case InputMutationAOTOutput():
+                raise CaptureError("the loss changes its batch in place; let it change a clone")
             case other:
-                raise CaptureError(f"the loss also changes {other}, which has no place in a plan")
+                raise CaptureError(f"the loss also returns {other}, which has no place in a plan")
     assert loss is not None, "what is traced returns its loss"
     return loss, gradients, mutations
 

@@ -14,6 +14,8 @@ from gascompile.training import update_ops
 
 _TILE_BYTES = 16 << 20
 """Of a moment: what the window that moments stream through is made of."""
+TOTAL = "gradient"
+"""Key of what gradients of several batches are added to."""
 _SUPPORTED = "torch.optim.AdamW, torch.optim.Adam and torch.optim.SGD"
 
 
@@ -43,6 +45,32 @@ class Slot:
     group: int
     tiles: tuple[tuple[Tile, ...], ...]
     """Per range of the parameter, one tile of each moment."""
+    ranges: tuple[tuple[int, int], ...]
+    """First element and the one after the last, in the parameter's order of memory."""
+
+    @property
+    def totals(self) -> tuple[Tile, ...]:
+        """Return what gradients of several batches are added to, a tile per range."""
+        return tuple(
+            Tile(parameter=self.name, key=TOTAL, begin=begin, end=end) for begin, end in self.ranges
+        )
+
+
+def require_rule(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse what has no update rule; ``foreach``, ``fused`` and ``capturable`` only choose torch's kernels.
+
+    Raises:
+        UnsupportedOpError: names the optimizers and the options that have one.
+    """
+    kind = type(optimizer)
+    if kind not in (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD):
+        raise UnsupportedOpError(f"no update rule for {kind.__name__}; use one of {_SUPPORTED}")
+    for group in optimizer.param_groups:
+        for option in ("amsgrad", "differentiable"):
+            if group.get(option):
+                raise UnsupportedOpError(
+                    f"{option}=True has no update rule; make the {kind.__name__} without it"
+                )
 
 
 class Rules:
@@ -62,16 +90,12 @@ class Rules:
             UnsupportedOpError: an optimizer or an option without a rule.
             ValueError: the optimizer holds parameters that are not the model's.
         """
-        kind = type(optimizer)
-        if kind not in (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD):
-            raise UnsupportedOpError(f"no update rule for {kind.__name__}; use one of {_SUPPORTED}")
+        require_rule(optimizer)
         self.optimizer = optimizer
-        self.is_adam = kind is not torch.optim.SGD
+        self.is_adam = type(optimizer) is not torch.optim.SGD
         self.slots: dict[str, Slot] = {}
         index = 0
         for number, group in enumerate(optimizer.param_groups):
-            if group.get("amsgrad"):
-                raise UnsupportedOpError("amsgrad has no update rule; set amsgrad=False")
             for parameter in group["params"]:
                 if id(parameter) not in names:
                     raise ValueError(
@@ -97,6 +121,7 @@ class Rules:
                 tuple(Tile(parameter=name, key=key, begin=begin, end=end) for key in keys)
                 for begin, end in ranges
             ),
+            ranges=tuple(ranges),
         )
 
     def keys(self, group: Mapping[str, Any]) -> tuple[str, ...]:
@@ -127,16 +152,20 @@ class Rules:
         """Add the updates of a parameter at the graph's place of insertion.
 
         Args:
-            nodes: the parameter, its gradient, and the hyperparameters of its group.
+            graph: of the step.
+            slot: of the parameter.
+            nodes: the parameter, its gradient, and the hyperparameters of its group; or, in place of the
+                gradient, that of each range.
+            tile_nodes: of moments, by name.
+            scale: what gradients are multiplied by.
         """
-        parameter, gradient, hyper = nodes
-        numel = parameter.meta["val"].numel()
+        parameter, *gradients, hyper = nodes
+        gradients *= len(slot.tiles) if len(gradients) == 1 else 1
+        group = self.optimizer.param_groups[slot.group]
         found = []
-        ranges = update_ops.tiles(numel, _TILE_BYTES // 4)
-        for (begin, end), tiles in zip(ranges, slot.tiles, strict=True):
+        for tiles, (begin, end), gradient in zip(slot.tiles, slot.ranges, gradients, strict=True):
             moments = [tile_nodes[tile.name] for tile in tiles]
             if self.is_adam:
-                group = self.optimizer.param_groups[slot.group]
                 decoupled = bool(group.get("decoupled_weight_decay", False))
                 args = (parameter, gradient, *moments, hyper, scale, begin, decoupled)
                 target = update_ops.adam

@@ -22,6 +22,7 @@ from gascompile.runtime.iteration import Iteration
 from gascompile.runtime.persistent import Persistent
 from gascompile.training.joint import LossFunction, capture_joint
 from gascompile.training.optimizers import Rules
+from gascompile.training.settings import Settings, require_known
 from gascompile.training.step_program import StepProgram, step_program
 from gascompile.training.step_workload import step_workload
 from gascompile.units import SPILL_BUFFER_BYTES
@@ -55,12 +56,13 @@ class TrainingStep:
         budget: Budget,
         machine: Machine,
         config: CompileConfig,
-        max_grad_norm: float | None,
+        settings: Settings,
     ) -> None:
         """Take the model over; see ``compile_step``."""
         self._model, self._loss_fn, self.optimizer = model, loss_fn, optimizer
         self._budget, self._machine, self._config = budget, machine, config
-        self._max_grad_norm = max_grad_norm
+        self._settings = settings
+        self._num_batches = 0
         self._units: dict[str, _Unit] = {}
         self._persistent: Persistent | None = None
         self._buffers = map_anonymous(_BUFFERS * SPILL_BUFFER_BYTES)
@@ -77,35 +79,46 @@ class TrainingStep:
             InfeasiblePlanError: the budget is too small for batches of this shape; names the smallest.
             StorageError: a transfer failed.
         """
-        unit = self.prepare(batch)
+        updates = self._settings.updates_at(self._num_batches)
+        unit = self._unit(batch, updates=updates)
         leaves = pytree.tree_leaves(batch)
         number = self.num_steps + 1
         hyper = [self._rules.hyper(group, number) for group in range(unit.program.num_groups)]
         for other in self._units.values():
             if other is not unit:
                 other.iteration.settle()
-        (loss,), self.last_run = unit.iteration.run([*leaves, *hyper])
-        self.num_steps = number
+        with self._settings.watch(number):
+            (loss,), self.last_run = unit.iteration.run([*leaves, *hyper])
+        self._num_batches += 1
         self.plan = unit.plan
-        # What schedulers look at to see that the optimizer has stepped before them.
-        self.optimizer._opt_called = True  # type: ignore[attr-defined]
+        if updates:
+            self.num_steps = number
+            # What schedulers look at to see that the optimizer has stepped before them.
+            self.optimizer._opt_called = True  # type: ignore[attr-defined]
         found: torch.Tensor = loss.detach()
         return found
 
-    def prepare(self, batch: Any) -> _Unit:
+    def prepare(self, batch: Any) -> None:
         """Plan for batches like this one, unless that has been done."""
+        for number in range(min(self._settings.accumulate, 2)):
+            self._unit(batch, updates=number == 0)
+
+    def _unit(self, batch: Any, *, updates: bool) -> _Unit:
         leaves, spec = pytree.tree_flatten(batch)
         kinds = [
             [str(x.dtype), list(x.shape)] if isinstance(x, torch.Tensor) else repr(x)
             for x in leaves
         ]
-        key = serial.digest([str(spec), kinds, self._model.training])
+        kind = serial.digest([str(spec), kinds, self._model.training])
+        key = f"{kind} {updates}"
         if key not in self._units:
-            self._units[key] = self._planned(batch)
+            others = sum(not other.startswith(kind) for other in self._units)
+            self._settings.require_replan(kinds, others)
+            self._units[key] = self._planned(batch, updates=updates)
             self.plan = self._units[key].plan
         return self._units[key]
 
-    def _planned(self, batch: Any) -> _Unit:
+    def _planned(self, batch: Any, *, updates: bool) -> _Unit:
         self._settle()
         with self._whole_model(), task(f"Capturing a step of {type(self._model).__name__}"):
             joint = capture_joint(self._model, self._loss_fn, batch)
@@ -113,7 +126,8 @@ class TrainingStep:
             self._rules = Rules(self.optimizer, names, list(joint.gradients))
             name = f"step of {type(self._model).__name__}"
             tensors = dict(joint.tensors)
-            program = step_program(joint, self._rules, name=name, max_grad_norm=self._max_grad_norm)
+            options = self._settings.program(updates=updates)
+            program = step_program(joint, self._rules, name=name, options=options)
         with task("Planning"):
             workload = step_workload(program, self._machine)
             plan = self._plan(workload)
@@ -155,6 +169,7 @@ class TrainingStep:
     def _own(self, program: StepProgram, tensors: Mapping[str, torch.Tensor]) -> Persistent:
         """Take parameters, buffers and moments over at the first plan."""
         if self._persistent is not None:
+            require_known({*tensors, *program.tiles}, self._persistent.sizes)
             return self._persistent
         self._tensors = dict(tensors)
         own: dict[str, torch.Tensor] = {}

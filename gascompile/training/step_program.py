@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from gascompile.errors import CaptureError
+from gascompile.passes.bound_aliases import bound_aliases
 from gascompile.program import BoundSpec, InputSpec, Program
 from gascompile.training import update_ops
 from gascompile.training.joint import Joint
@@ -23,32 +24,38 @@ RANDOM = "random numbers"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StepOptions:
+    """What a step does beside its updates."""
+
+    max_grad_norm: float | None = None
+    accumulates: bool = False
+    """Gradients are added to totals that persist, and updates take the totals."""
+    updates: bool = True
+    """False for a step that only adds to the totals."""
+    refuses_nan: bool = False
+    """A loss that is NaN ends the step before anything that persists has changed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepProgram:
     """A program whose single output is the loss."""
 
     program: Program
     tiles: Mapping[str, Tile]
-    """Moments by their name in the program."""
+    """Moments and totals by their name in the program."""
     num_groups: int
     """Hyperparameters come after the batch's leaves, a tensor per group."""
 
 
-def step_program(
-    joint: Joint, rules: Rules, *, name: str, max_grad_norm: float | None = None
-) -> StepProgram:
+def step_program(joint: Joint, rules: Rules, *, name: str, options: StepOptions) -> StepProgram:
     """Return the program of one step; ``joint`` is used up."""
     graph = joint.graph_module.graph
-    builder = _Builder(joint, rules)
+    builder = _Builder(joint, rules, options)
     builder.sum_parts()
+    builder.copy_what_is_bound()
+    builder.find_ends()
     builder.copy_back()
-    if max_grad_norm is None:
-        for slot in rules.slots.values():
-            builder.update(slot, after=builder.last_reader(slot.name), scale=None)
-    else:
-        scale = builder.clip(max_grad_norm)
-        last = scale
-        for slot in rules.slots.values():
-            last = builder.update(slot, after=last, scale=scale)
+    builder.take_gradients()
     output = graph.output_node()
     output.args = ((joint.loss,),)
     output.meta.pop("desc", None)
@@ -59,112 +66,176 @@ def step_program(
 
 
 class _Builder:
-    def __init__(self, joint: Joint, rules: Rules) -> None:
-        self._joint, self._rules = joint, rules
+    def __init__(self, joint: Joint, rules: Rules, options: StepOptions) -> None:
+        self._joint, self._rules, self._options = joint, rules, options
         self._graph = joint.graph_module.graph
-        nodes = {node.name: node for node in self._graph.nodes}
+        self._nodes = {node.name: node for node in self._graph.nodes}
         self._parameter: dict[str, fx.Node] = {}
         for placeholder, name in joint.bound.items():
-            self._parameter.setdefault(name, nodes[placeholder])
+            self._parameter.setdefault(name, self._nodes[placeholder])
         self._gradient: dict[str, fx.Node] = {}
-        first = next(iter(self._graph.nodes))
+        self._mutations = dict(joint.mutations)
+        self._ends: dict[str, fx.Node] = {}
+        self._check: fx.Node | None = None
         self._tiles: dict[str, Tile] = {}
         self._tile_nodes: dict[str, fx.Node] = {}
         self._hyper: list[fx.Node] = []
-        with self._graph.inserting_before(first):
-            for slot in rules.slots.values():
-                for tile in (tile for tiles in slot.tiles for tile in tiles):
-                    node = self._graph.placeholder(f"moment_{len(self._tiles)}")
-                    node.meta["val"] = (
-                        self._parameter[slot.name].meta["val"].new_empty((tile.end - tile.begin,))
-                    )
-                    self._tiles[tile.name] = tile
-                    self._tile_nodes[tile.name] = node
-            for number in range(len(rules.optimizer.param_groups)):
-                node = self._graph.placeholder(f"hyper_{number}")
-                node.meta["val"] = joint.loss.meta["val"].new_empty(
-                    (len(update_ops.ADAM if rules.is_adam else update_ops.SGD),),
-                    dtype=torch.float64,
+        with self._graph.inserting_before(next(iter(self._graph.nodes))):
+            self._add_placeholders()
+
+    def _add_placeholders(self) -> None:
+        """Add all that persists, whether this step touches it or not: memory is planned for all of it."""
+        for slot in self._rules.slots.values():
+            wanted = [tile for tiles in slot.tiles for tile in tiles]
+            if self._options.accumulates:
+                wanted += slot.totals
+            for tile in wanted:
+                node = self._graph.placeholder(f"moment_{len(self._tiles)}")
+                node.meta["val"] = (
+                    self._parameter[slot.name].meta["val"].new_empty((tile.end - tile.begin,))
                 )
-                self._hyper.append(node)
+                self._tiles[tile.name] = tile
+                self._tile_nodes[tile.name] = node
+        names = update_ops.ADAM if self._rules.is_adam else update_ops.SGD
+        for number in range(len(self._rules.optimizer.param_groups)):
+            node = self._graph.placeholder(f"hyper_{number}")
+            node.meta["val"] = self._joint.loss.meta["val"].new_empty(
+                (len(names),), dtype=torch.float64
+            )
+            self._hyper.append(node)
+
+    def _place(self) -> dict[fx.Node, int]:
+        return {node: number for number, node in enumerate(self._graph.nodes)}
 
     def sum_parts(self) -> None:
         """Add up the parts of the gradient of a parameter with several names."""
+        place = self._place()
         for name, parts in self._joint.gradients.items():
-            ordered = [node for node in self._graph.nodes if node in set(parts)]
-            total = ordered[0]
-            for part in ordered[1:]:
+            if len(set(parts)) != len(parts):
+                raise CaptureError(f"'{name}' gets the same gradient twice, which has no rule")
+            total, *rest = sorted(parts, key=place.__getitem__)
+            for part in rest:
                 with self._graph.inserting_after(part):
                     whole = self._graph.call_function(torch.ops.aten.add.Tensor, (total, part))
                 whole.meta["val"] = part.meta["val"]
                 total = whole
-            if len(parts) != len(ordered):
-                raise CaptureError(f"'{name}' gets the same gradient twice, which has no rule")
             self._gradient[name] = total
+
+    def copy_what_is_bound(self) -> None:
+        """Copy gradients and new values that are parameters or buffers, or views of some, before these change."""
+        owners = bound_aliases(self._graph, self._joint.bound)
+        *_, last = (node for node in self._graph.nodes if node.op == "placeholder")
+        for values in (self._gradient, self._mutations):
+            for name, value in values.items():
+                if owners.get(value):
+                    with self._graph.inserting_after(last if value.op == "placeholder" else value):
+                        copy = self._graph.call_function(torch.ops.aten.clone.default, (value,))
+                    copy.meta["val"] = value.meta["val"]
+                    values[name] = copy
+
+    def find_ends(self) -> None:
+        """Find the last node that reads each bound tensor, directly or through views, or makes its gradient."""
+        owners = bound_aliases(self._graph, self._joint.bound)
+        for node in self._graph.nodes:
+            if node.op == "call_function":
+                for read in node.all_input_nodes:
+                    self._ends.update(dict.fromkeys(owners[read], node))
+        for name, gradient in self._gradient.items():
+            self._ends[name] = self._later(self._ends.get(name, gradient), gradient)
+        if self._options.refuses_nan:
+            loss = self._joint.loss
+            with self._graph.inserting_after(loss):
+                self._check = self._graph.call_function(
+                    update_ops.refuse_nan, (loss, self._hyper[0])
+                )
+            self._check.meta["val"] = None
+
+    def _later(self, *nodes: fx.Node | None) -> fx.Node:
+        last, *rest = [node for node in nodes if node is not None]
+        for node in rest:
+            last = node if last < node else last
+        return last
 
     def copy_back(self) -> None:
         """Let buffers have their new values in place, after all that reads the old ones."""
-        for name, value in self._joint.mutations.items():
+        for name, value in self._mutations.items():
             buffer = self._parameter[name]
-            after = self._later(self.last_reader(name), value)
+            after = self._later(value, self._ends.get(name), self._check)
+            if after.op == "placeholder":
+                *_, after = (node for node in self._graph.nodes if node.op == "placeholder")
             with self._graph.inserting_after(after):
                 node = self._graph.call_function(torch.ops.aten.copy_.default, (buffer, value))
             node.meta["val"] = buffer.meta["val"]
 
-    def last_reader(self, name: str) -> fx.Node:
-        """Return the last node that reads a tensor, directly or through views, or makes its gradient."""
-        readers = {
-            node
-            for placeholder, bound in self._joint.bound.items()
-            if bound == name
-            for node in self._graph.nodes
-            if node.name == placeholder
-        }
-        last = self._gradient.get(name, self._parameter[name])
-        reached = set(readers)
-        for node in self._graph.nodes:
-            if reached & set(node.all_input_nodes):
-                if _is_view(node):
-                    reached.add(node)
-                last = self._later(last, node)
-        return last
+    def take_gradients(self) -> None:
+        """Add what becomes of gradients: sums, their norm, updates."""
+        options, slots = self._options, self._rules.slots.values()
+        clips = options.max_grad_norm is not None and options.updates
+        for slot in slots:
+            anchor = self._anchor(self._later(self._ends[slot.name], self._check))
+            with self._graph.inserting_before(anchor):
+                gradients = [self._gradient[slot.name]]
+                if options.accumulates:
+                    gradients = self._accumulate(slot)
+                if options.updates and not clips:
+                    self._update(slot, gradients, None)
+            self._graph.erase_node(anchor)
+        if clips:
+            assert options.max_grad_norm is not None
+            with self._graph.inserting_before(self._graph.output_node()):
+                scale = self._clip(options.max_grad_norm)
+                for slot in slots:
+                    self._update(slot, self._taken(slot), scale)
 
-    def _later(self, a: fx.Node, b: fx.Node) -> fx.Node:
-        later: fx.Node = b if a < b else a
-        return later
+    def _anchor(self, after: fx.Node) -> fx.Node:
+        with self._graph.inserting_after(after):
+            return self._graph.call_function(torch.ops.aten.detach.default, (after,))
 
-    def clip(self, limit: float) -> fx.Node:
-        """Add the norm of all gradients at the end; return what they are multiplied by."""
-        gradients = [self._gradient[name] for name in self._rules.slots]
+    def _taken(self, slot: Slot) -> list[fx.Node]:
+        """Return what is updated with: the gradient, or the totals of its ranges."""
+        if self._options.accumulates:
+            return [self._tile_nodes[tile.name] for tile in slot.totals]
+        return [self._gradient[slot.name]]
+
+    def _accumulate(self, slot: Slot) -> list[fx.Node]:
+        gradient = self._gradient[slot.name]
+        layout = self._parameter[slot.name].meta["val"]
+        totals = self._taken(slot)
+        for total, (begin, _) in zip(totals, slot.ranges, strict=True):
+            args = (total, gradient, list(layout.shape), list(layout.stride()), begin)
+            node = self._graph.call_function(update_ops.accumulate, args)
+            node.meta["val"] = None
+        return totals
+
+    def _clip(self, limit: float) -> fx.Node:
+        """Add the norm of all gradients; return what they are multiplied by."""
         val = self._joint.loss.meta["val"]
-        with self._graph.inserting_before(self._graph.output_node()):
-            norms = []
-            for gradient in gradients:
+        norms = []
+        for slot in self._rules.slots.values():
+            for gradient in self._taken(slot):
                 norm = self._graph.call_function(
                     torch.ops.aten.linalg_vector_norm.default, (gradient,)
                 )
                 norm.meta["val"] = val.new_empty(())
                 norms.append(norm)
-            scale = self._graph.call_function(update_ops.clip_scale, (norms, limit))
+        scale = self._graph.call_function(update_ops.clip_scale, (norms, limit))
         scale.meta["val"] = val.new_empty(())
         return scale
 
-    def update(self, slot: Slot, *, after: fx.Node, scale: fx.Node | None) -> fx.Node:
-        """Add the updates of a parameter after a node; return the last of them."""
-        nodes = (self._parameter[slot.name], self._gradient[slot.name], self._hyper[slot.group])
-        with self._graph.inserting_after(after):
-            anchor = self._graph.call_function(torch.ops.aten.detach.default, (nodes[1],))
-        with self._graph.inserting_before(anchor):
-            found = self._rules.insert(self._graph, slot, nodes, self._tile_nodes, scale)
-        self._graph.erase_node(anchor)
-        return found[-1]
+    def _update(self, slot: Slot, gradients: list[fx.Node], scale: fx.Node | None) -> None:
+        nodes = (self._parameter[slot.name], *gradients, self._hyper[slot.group])
+        self._rules.insert(self._graph, slot, nodes, self._tile_nodes, scale)
+        for total in gradients if self._options.accumulates else ():
+            zero = self._graph.call_function(torch.ops.aten.zero_.default, (total,))
+            zero.meta["val"] = total.meta["val"]
 
     def finish(self, name: str) -> StepProgram:
         joint, graph = self._joint, self._graph
         bindings = {**joint.bound, **{node.name: tile for tile, node in self._tile_nodes.items()}}
         nodes = {node.name: node for node in graph.nodes}
         bound = {bindings[p]: _bound(nodes[p]) for p in bindings}
-        states = {*self._tiles, *self._rules.slots, *joint.mutations}
+        changed = self._rules.slots if self._options.updates else ()
+        states = {*self._tiles, *changed, *joint.mutations}
         inputs = (*joint.inputs, *(node.name for node in self._hyper))
         program = Program(
             name=name,
@@ -177,12 +248,6 @@ class _Builder:
             out_spec="",
         )
         return StepProgram(program=program, tiles=self._tiles, num_groups=len(self._hyper))
-
-
-def _is_view(node: fx.Node) -> bool:
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return False
-    return any(value.alias_info is not None for value in node.target._schema.returns)
 
 
 def _bound(node: fx.Node) -> BoundSpec:
@@ -206,6 +271,7 @@ def _remove_unused(graph: fx.Graph) -> None:
             continue
         target = node.target
         mutable = isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
+        mutable = mutable or target is update_ops.refuse_nan
         if not mutable and not is_random(node):
             graph.erase_node(node)
 

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from torch import fx
+
 from gascompile.ir import Machine, TensorKind, TensorSpec, Workload
 from gascompile.passes.annotate import annotate
+from gascompile.training import update_ops
 from gascompile.training.step_program import RANDOM, StepProgram, is_random
+
+_SCALARS_BYTES = 512
+"""Results of one element, as the allocator rounds them up."""
 
 
 def step_workload(program: StepProgram, machine: Machine) -> Workload:
@@ -15,7 +21,12 @@ def step_workload(program: StepProgram, machine: Machine) -> Workload:
     nodes = {node.name: node for node in program.program.op_nodes()}
     drawing = {op.name for op in found.ops if is_random(nodes[op.name])}
     ops = tuple(
-        replace(op, writes=(*op.writes, RANDOM)) if op.name in drawing else op for op in found.ops
+        replace(
+            op,
+            writes=(*op.writes, RANDOM) if op.name in drawing else op.writes,
+            workspace_bytes=op.workspace_bytes + _own_bytes(nodes[op.name]),
+        )
+        for op in found.ops
     )
     # What the program changes is moved like a weight: the plan decides, not its kind.
     tensors = tuple(
@@ -27,3 +38,24 @@ def step_workload(program: StepProgram, machine: Machine) -> Workload:
     if drawing:
         tensors = (*tensors, TensorSpec(name=RANDOM, size_bytes=0, kind=TensorKind.INPUT))
     return replace(found, ops=ops, tensors=tensors)
+
+
+def _own_bytes(node: fx.Node) -> int:
+    """Return what an update op allocates inside, where fake tensors do not see it."""
+    values = [arg.meta["val"] if isinstance(arg, fx.Node) else arg for arg in node.args]
+    match node.target:
+        case update_ops.adam:
+            parameter, gradient, moment, _, _, scale, *_ = values
+            return update_ops.workspace_bytes(
+                parameter, gradient, moment.numel(), scaled=scale is not None
+            )
+        case update_ops.sgd:
+            parameter, gradient, *_, begin, end = values
+            return update_ops.workspace_bytes(parameter, gradient, end - begin, scaled=True)
+        case update_ops.accumulate:
+            total, gradient, shape, stride, _ = values
+            layout = gradient.new_empty_strided(shape, stride)
+            return update_ops.workspace_bytes(layout, gradient, total.numel(), scaled=False)
+        case update_ops.clip_scale:
+            return _SCALARS_BYTES + 8 * len(node.all_input_nodes)
+    return 0

@@ -1,19 +1,27 @@
 """Optimizer updates as ops, a range of a parameter at a time: torch's own fused kernels, in place.
 
 A moment is kept in tiles of its own, so that it can leave memory tile by tile while the parameter is in use.
-Hyperparameters come as a tensor, because a scheduler changes them between steps.
+Hyperparameters come as a tensor, because a scheduler changes them between steps. Where a gradient has to be
+copied first, that is done piece by piece, so that an update takes little memory beside its operands.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import torch
+
+from gascompile.errors import NanLossError
 
 ADAM = ("lr", "beta1", "beta2", "eps", "weight_decay", "maximize", "step")
 """Elements of the hyperparameters of ``adam``, float64."""
 SGD = ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize", "step")
 """Elements of those of ``sgd``; ``step`` counts from one."""
+_PIECE = 1 << 16
+"""Elements of a gradient that are copied at a time."""
+_ALIGNED = 1 << 10
+"""Ranges begin at multiples: kernels round a vector's elements otherwise than those left over."""
 
 _library = torch.library.Library("gascompile_updates", "DEF")
 _library.define(
@@ -24,7 +32,11 @@ _library.define(
     "sgd(Tensor(a!) parameter, Tensor gradient, Tensor(b!)? momentum, Tensor hyper, Tensor? scale, "
     "int begin, int end) -> ()"
 )
+_library.define(
+    "accumulate(Tensor(a!) total, Tensor gradient, int[] shape, int[] stride, int begin) -> ()"
+)
 _library.define("clip_scale(Tensor[] norms, float limit) -> Tensor")
+_library.define("refuse_nan(Tensor loss, Tensor hyper) -> ()")
 
 
 def _range(tensor: torch.Tensor, begin: int, end: int) -> torch.Tensor:
@@ -32,19 +44,58 @@ def _range(tensor: torch.Tensor, begin: int, end: int) -> torch.Tensor:
     return tensor.as_strided((end - begin,), (1,), tensor.storage_offset() + begin)
 
 
-def _gradient_range(
-    parameter: torch.Tensor, gradient: torch.Tensor, begin: int, end: int
-) -> torch.Tensor:
-    """Return the part of ``gradient`` for the elements of ``parameter`` in its order of memory."""
-    if gradient.stride() != parameter.stride():
-        if gradient.dim() == 2 and parameter.is_contiguous():
-            # A transposed product: only the rows that are needed are brought into order.
-            columns = parameter.shape[1]
-            first, last = begin // columns, -(-end // columns)
-            rows = gradient[first:last].contiguous().view(-1)
-            return rows[begin - first * columns : end - first * columns]
-        gradient = torch.empty_like(parameter).copy_(gradient)
-    return _range(gradient, begin, end)
+def _is_laid_out_as(gradient: torch.Tensor, parameter: torch.Tensor) -> bool:
+    return gradient.shape != parameter.shape or gradient.stride() == parameter.stride()
+
+
+def _part(
+    parameter: torch.Tensor, gradient: torch.Tensor, base: int, begin: int, end: int
+) -> tuple[torch.Tensor, bool]:
+    """Return the gradient of elements ``begin`` to ``end`` of ``parameter`` in memory, and whether it is a copy.
+
+    A gradient of another shape is that of the elements from ``base`` on alone, in their order.
+    """
+    if gradient.shape != parameter.shape:
+        return gradient[begin - base : end - base], False
+    if gradient.stride() == parameter.stride():
+        return _range(gradient, begin, end), False
+    # A transposed product, or another memory format: only the rows that are needed are brought into order.
+    order = sorted(range(parameter.dim()), key=lambda d: -parameter.stride(d))
+    ordered = gradient.permute(order)
+    columns = parameter.numel() // ordered.shape[0]
+    first, last = begin // columns, -(-end // columns)
+    found = ordered[first:last].contiguous()
+    is_copy = found.data_ptr() != ordered[first:last].data_ptr()
+    return found.view(-1)[begin - first * columns : end - first * columns], is_copy
+
+
+def _pieces(begin: int, end: int, *, whole: bool) -> Iterator[tuple[int, int]]:
+    size = max(end - begin, 1) if whole else _PIECE
+    for first in range(begin, end, size):
+        yield first, min(first + size, end)
+
+
+def workspace_bytes(
+    parameter: torch.Tensor, gradient: torch.Tensor, num_elements: int, *, scaled: bool
+) -> int:
+    """Return what the update of a range of ``num_elements`` allocates at most, from layouts alone.
+
+    Args:
+        parameter: has the layout of the parameter.
+        gradient: of its shape, or flat and of the range alone.
+        num_elements: of the range.
+        scaled: the gradient is multiplied, negated or added to before it is used.
+    """
+    piece = min(num_elements, _PIECE)
+    in_rows = gradient.shape == parameter.shape and parameter.dim() > 1
+    # What convolutions return need not lie in memory as a fake of it does.
+    if in_rows and (parameter.dim() > 2 or not _is_laid_out_as(gradient, parameter)):
+        # Rows that are needed in part, the largest dimension of memory being the first.
+        first = parameter.shape[max(range(parameter.dim()), key=parameter.stride)]
+        piece = min(piece + 2 * (parameter.numel() // max(first, 1)), parameter.numel())
+    elif not scaled and _is_laid_out_as(gradient, parameter):
+        return 0
+    return piece * parameter.element_size()
 
 
 def _adam(
@@ -58,26 +109,28 @@ def _adam(
     decoupled: bool,
 ) -> None:
     lr, beta1, beta2, eps, weight_decay, maximize, step = hyper.tolist()
-    end = begin + mean.numel()
-    part = _gradient_range(parameter, gradient, begin, end)
-    if scale is not None:
-        part = part * scale
     kernel = torch._fused_adamw_ if decoupled else torch._fused_adam_
-    kernel(
-        [_range(parameter, begin, end)],
-        [part],
-        [mean],
-        [square],
-        [],
-        [torch.tensor(step, dtype=torch.float32)],
-        lr=lr,
-        beta1=beta1,
-        beta2=beta2,
-        weight_decay=weight_decay,
-        eps=eps,
-        amsgrad=False,
-        maximize=bool(maximize),
-    )
+    count = torch.tensor(step, dtype=torch.float32)
+    whole = scale is None and _is_laid_out_as(gradient, parameter)
+    for first, last in _pieces(begin, begin + mean.numel(), whole=whole):
+        part, is_copy = _part(parameter, gradient, begin, first, last)
+        if scale is not None:
+            part = part.mul_(scale) if is_copy else part * scale
+        kernel(
+            [_range(parameter, first, last)],
+            [part],
+            [mean[first - begin : last - begin]],
+            [square[first - begin : last - begin]],
+            [],
+            [count],
+            lr=lr,
+            beta1=beta1,
+            beta2=beta2,
+            weight_decay=weight_decay,
+            eps=eps,
+            amsgrad=False,
+            maximize=bool(maximize),
+        )
 
 
 def _sgd(
@@ -90,21 +143,35 @@ def _sgd(
     end: int,
 ) -> None:
     lr, factor, dampening, weight_decay, nesterov, maximize, step = hyper.tolist()
-    part = _gradient_range(parameter, gradient, begin, end)
-    target = _range(parameter, begin, end)
-    if scale is not None:
-        part = part * scale
-    if maximize:
-        part = -part
-    if weight_decay:
-        part = part.add(target, alpha=weight_decay)
-    if momentum is not None:
-        if step == 1:
-            momentum.copy_(part)
-        else:
-            momentum.mul_(factor).add_(part, alpha=1 - dampening)
-        part = part.add(momentum, alpha=factor) if nesterov else momentum
-    target.add_(part, alpha=-lr)
+    for first, last in _pieces(begin, end, whole=False):
+        part, is_copy = _part(parameter, gradient, begin, first, last)
+        target = _range(parameter, first, last)
+        if scale is not None:
+            part, is_copy = part.mul_(scale) if is_copy else part * scale, True
+        if maximize:
+            part, is_copy = part.neg_() if is_copy else -part, True
+        if weight_decay:
+            part = (part.add_ if is_copy else part.add)(target, alpha=weight_decay)
+            is_copy = True
+        if momentum is not None:
+            kept = momentum[first - begin : last - begin]
+            if step == 1:
+                kept.copy_(part)
+            else:
+                kept.mul_(factor).add_(part, alpha=1 - dampening)
+            part = (part.add_ if is_copy else part.add)(kept, alpha=factor) if nesterov else kept
+        target.add_(part, alpha=-lr)
+
+
+def _accumulate(
+    total: torch.Tensor, gradient: torch.Tensor, shape: list[int], stride: list[int], begin: int
+) -> None:
+    # The parameter itself may be out of memory: its layout is all that counts.
+    parameter = torch.empty_strided(shape, stride, device="meta")
+    whole = _is_laid_out_as(gradient, parameter)
+    for first, last in _pieces(begin, begin + total.numel(), whole=whole):
+        part, _ = _part(parameter, gradient, begin, first, last)
+        total[first - begin : last - begin].add_(part)
 
 
 def _clip_scale(norms: list[torch.Tensor], limit: float) -> torch.Tensor:
@@ -113,23 +180,35 @@ def _clip_scale(norms: list[torch.Tensor], limit: float) -> torch.Tensor:
     return torch.clamp(limit / (total + 1e-6), max=1.0)
 
 
+def _refuse_nan(loss: torch.Tensor, hyper: torch.Tensor) -> None:
+    if math.isnan(loss.item()):
+        raise NanLossError(step=int(hyper[-1]))
+
+
 def _nothing(*args: object) -> None:
-    """Stand for an update where there are no values."""
+    """Stand for an op without a result where there are no values."""
 
 
-_library.impl("adam", _adam, "CPU")
-_library.impl("sgd", _sgd, "CPU")
+for _name, _implementation in (
+    ("adam", _adam),
+    ("sgd", _sgd),
+    ("accumulate", _accumulate),
+    ("refuse_nan", _refuse_nan),
+):
+    _library.impl(_name, _implementation, "CPU")
+    _library.impl(_name, _nothing, "Meta")
 _library.impl("clip_scale", _clip_scale, "CPU")
-_library.impl("adam", _nothing, "Meta")
-_library.impl("sgd", _nothing, "Meta")
 _library.impl("clip_scale", lambda norms, limit: norms[0].new_empty(()), "Meta")
 
 adam = torch.ops.gascompile_updates.adam.default
 sgd = torch.ops.gascompile_updates.sgd.default
+accumulate = torch.ops.gascompile_updates.accumulate.default
 clip_scale = torch.ops.gascompile_updates.clip_scale.default
+refuse_nan = torch.ops.gascompile_updates.refuse_nan.default
 
 
 def tiles(num_elements: int, most_elements: int) -> list[tuple[int, int]]:
-    """Return ranges of about equal size, at most ``most_elements`` each."""
+    """Return ranges of about equal size that begin at multiples of 1024, about ``most_elements`` at most."""
     count = max(1, math.ceil(num_elements / most_elements))
-    return [(num_elements * i // count, num_elements * (i + 1) // count) for i in range(count)]
+    ends = [num_elements * i // count // _ALIGNED * _ALIGNED for i in range(count)]
+    return list(zip(ends, [*ends[1:], num_elements], strict=True))

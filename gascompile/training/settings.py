@@ -1,0 +1,107 @@
+"""How a training step is to behave: what users choose beside model, loss, optimizer and budget."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gascompile.errors import CaptureError, NanLossError, PlanMismatchError
+from gascompile.training.step_program import StepOptions
+
+OnNan = Literal["raise", "locate", "ignore"]
+_ON_NAN = ("raise", "locate", "ignore")
+_UNWRITTEN = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided")
+"""Ops whose results hold whatever lay there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """See ``compile_step``."""
+
+    max_grad_norm: float | None = None
+    accumulate: int = 1
+    on_nan: OnNan = "raise"
+    replan: bool = True
+
+    def __post_init__(self) -> None:
+        """Check the values.
+
+        Raises:
+            ValueError: one cannot be.
+        """
+        if self.accumulate < 1:
+            raise ValueError(f"accumulate={self.accumulate}; it is a number of batches, from 1 on")
+        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
+            raise ValueError(f"max_grad_norm={self.max_grad_norm}; it has to be more than 0")
+        if self.on_nan not in _ON_NAN:
+            raise ValueError(f"on_nan={self.on_nan!r}; it is one of {', '.join(_ON_NAN)}")
+
+    def updates_at(self, num_batches: int) -> bool:
+        """Return whether the batch after ``num_batches`` others ends with an update."""
+        return (num_batches + 1) % self.accumulate == 0
+
+    def program(self, *, updates: bool) -> StepOptions:
+        """Return what a step does that ends with an update, or one that only adds up gradients."""
+        return StepOptions(
+            max_grad_norm=self.max_grad_norm,
+            accumulates=self.accumulate > 1,
+            updates=updates,
+            refuses_nan=self.on_nan != "ignore",
+        )
+
+    def watch(self, step: int) -> contextlib.AbstractContextManager[object]:
+        """Return a context for a run of the step: it finds the op that makes the first NaN, where asked to."""
+        return _FirstNan(step) if self.on_nan == "locate" else contextlib.nullcontext()
+
+    def require_replan(self, kinds: object, planned: int) -> None:
+        """Refuse a batch of another kind than the one planned for, unless every kind is planned for.
+
+        Raises:
+            PlanMismatchError: says which batch it is.
+        """
+        if planned and not self.replan:
+            raise PlanMismatchError(
+                f"the step is planned for other batches than {kinds}; pad batches to one shape, or pass replan=True"
+            )
+
+
+def require_known(names: Collection[str], known: Collection[str]) -> None:
+    """Refuse a step that needs tensors for which the first step of the run took no room.
+
+    Raises:
+        CaptureError: names one.
+    """
+    if missing := sorted(set(names) - set(known)):
+        raise CaptureError(
+            f"a step for this kind of batch needs '{missing[0]}', which the first step did not have; let all batches "
+            "train the same parameters and use the same constants"
+        )
+
+
+class _FirstNan(TorchDispatchMode):
+    """Looks at every result; takes memory beside the budget to do so."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        self._step = step
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket.__name__ in _UNWRITTEN:
+            return result
+        for value in pytree.tree_leaves(result):
+            if isinstance(value, torch.Tensor) and value.is_floating_point() and _has_nan(value):
+                raise NanLossError(step=self._step, op=str(func))
+        return result
+
+
+def _has_nan(value: torch.Tensor) -> bool:
+    return bool(value.numel()) and bool(torch.isnan(value).any())
