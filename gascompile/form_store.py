@@ -136,6 +136,8 @@ def _write(items: Mapping[str, Item], stamps: Sequence[FileStamp], target: Path)
             f"the converted weights need {format_size(needed_bytes)} in {target.parent}, "
             f"{format_size(free_bytes)} are free; free space or pass cache_dir= on another drive"
         )
+    for left in target.parent.glob(f".{target.name}.*"):
+        left.unlink(missing_ok=True)  # by a process that was killed: the lock is held here
     temporary = target.with_name(f".{target.name}.{os.getpid()}")
     errors = dict.fromkeys(order, _NO_ERROR)
     total_bytes = sum(item.source.size_bytes for item in items.values())

@@ -18,31 +18,9 @@ from gascompile.integrations.huggingface import register_pytrees
 from gascompile.wire_ops import decoded
 from tests import zoo
 from tests.allocator import peak_growth_bytes
+from tests.integration.lossy_net import Net, net
 
 MIB = 1 << 20
-
-
-class Net(nn.Module):
-    """An embedding, layers with and without bias, and a norm."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(3000, 512)
-        self.norm = nn.LayerNorm(512)
-        self.up = nn.Linear(512, 2048)
-        self.down = nn.Linear(2048, 512, bias=False)
-        self.head = nn.Linear(512, 3000)
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = self.embed(ids)
-        x = x + self.down(torch.relu(self.up(self.norm(x))))
-        found: torch.Tensor = self.head(x)
-        return found
-
-
-def net() -> tuple[Net, torch.Tensor]:
-    torch.manual_seed(0)
-    return Net().eval(), torch.randint(0, 3000, (2, 5))
 
 
 def outputs(model: nn.Module, *args: Any, **kwargs: Any) -> list[torch.Tensor]:

@@ -1,0 +1,243 @@
+"""What forms cost and lose as reported, the choice of the fastest, and both on the command line."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import gascompile
+from gascompile import serial
+from gascompile.errors import InfeasiblePlanError, UnsupportedOpError
+from gascompile.form_report import output_error
+from gascompile.form_trials import fastest_form
+from gascompile.ir import Forms
+from gascompile.program import Program
+from tests.core.command_line import failure, json_of, ok
+from tests.integration.lossy_net import net
+
+SOURCE = "tests.integration.lossy_net:source"
+MACHINE = "cpu-nvme"
+
+
+def test_the_report_names_every_weight_and_what_it_lost(cache: Path) -> None:
+    model, ids = net()
+    with gascompile.compile(
+        model, "12MiB", example_inputs=(ids,), cache_dir=cache, weights="int8", fuse="off"
+    ) as compiled:
+        report = compiled.format_report
+    found = {weight.name: weight for weight in report.weights}
+    assert found.keys() == set(dict(model.named_parameters()))
+    rounded = {name for name, weight in found.items() if weight.wire == "int8"}
+    # Of the embedding only a few rows move, so it keeps what it has.
+    assert rounded == {"up.weight", "down.weight", "head.weight"}
+    for name, weight in found.items():
+        values = model.get_parameter(name).detach()
+        if name not in rounded:
+            assert (weight.relative_error, weight.wire) == (0.0, "float32")
+            assert weight.size_bytes == values.nbytes
+            continue
+        assert (weight.stored, weight.compute) == ("float32", "float32")
+        steps = values.abs().amax(1, keepdim=True) / 127
+        lost = float(((values / steps).round() * steps - values).norm() / values.norm())
+        assert weight.relative_error == pytest.approx(lost, rel=1e-3)
+        # A byte a value, and a scale of a row, which is padded.
+        assert 0 < weight.size_bytes - values.numel() <= 16 * len(values)
+    assert report.relative_error == max(weight.relative_error for weight in report.weights)
+    assert sum(report.size_bytes.values()) == sum(w.size_bytes for w in report.weights)
+    assert serial.to_json(report)["size_bytes"]["int8"] == report.size_bytes["int8"]
+
+
+def test_the_measured_error_is_that_of_the_outputs(cache: Path) -> None:
+    model, ids = net()
+    with torch.no_grad():
+        exact = model(ids)
+    with gascompile.compile(
+        model, "12MiB", example_inputs=(ids,), cache_dir=cache, weights="int4", fuse="off"
+    ) as compiled:
+        before = compiled(ids)
+        error = compiled.measure_error(ids)
+        assert error.relative_error == pytest.approx(
+            float((before - exact).norm() / exact.norm()), rel=1e-3
+        )
+        assert list(error.outputs.values()) == [error.relative_error]
+        # The plan in use is the lossy one as before.
+        assert {w.wire for w in compiled.format_report.weights} >= {"int4", "float32"}
+        torch.testing.assert_close(compiled(ids), before, rtol=0, atol=0)
+
+
+def test_weights_as_stored_lose_nothing(cache: Path) -> None:
+    model, ids = net()
+    with gascompile.compile(
+        model, "12MiB", example_inputs=(ids,), cache_dir=cache, fuse="off"
+    ) as compiled:
+        assert compiled.measure_error(ids).relative_error == 0
+        assert compiled.format_report.relative_error == 0
+
+
+class Counting(nn.Module):
+    """Changes a buffer at every call."""
+
+    calls: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(256, 256)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls.add_(1)
+        found: torch.Tensor = self.layer(x) + self.calls
+        return found
+
+
+def test_measuring_leaves_the_buffers_of_the_model_alone(cache: Path) -> None:
+    torch.manual_seed(0)
+    model, x = Counting(), torch.randn(3, 256)
+    with gascompile.compile(
+        model, example_inputs=(x,), cache_dir=cache, weights="int8", fuse="off"
+    ) as compiled:
+        compiled(x)
+        expected = model.layer(x) + 2
+        error = compiled.measure_error(x)
+        assert 0 < error.relative_error < 0.02
+        assert float(compiled.states["calls"]) == 1
+        torch.testing.assert_close(compiled(x), expected, rtol=0, atol=0.05)
+
+
+def test_a_bundle_knows_its_errors_but_not_the_exact_weights(cache: Path, tmp_path: Path) -> None:
+    model, ids = net()
+    with gascompile.compile(
+        model, "12MiB", example_inputs=(ids,), cache_dir=cache, weights="int8", fuse="off"
+    ) as compiled:
+        report = compiled.format_report
+        compiled.save(tmp_path / "bundle")
+    with gascompile.load(tmp_path / "bundle") as loaded:
+        assert loaded.format_report == report
+        with pytest.raises(gascompile.PlanMismatchError, match="where the model is compiled"):
+            loaded.measure_error(ids)
+
+
+def test_errors_by_hand() -> None:
+    exact = {"a": torch.tensor([3.0, 4.0]), "b": torch.tensor([0.0, 12.0]), "n": torch.tensor(7)}
+    found = {**exact, "a": torch.tensor([3.0, 5.3]), "n": torch.tensor(8)}
+    error = output_error(found, exact)
+    assert error.outputs == {"['a']": pytest.approx(1.3 / 5), "['b']": 0.0}
+    assert error.relative_error == pytest.approx(0.1)
+    assert output_error(torch.ones(2), torch.zeros(2)).relative_error == float("inf")
+    assert output_error(torch.zeros(2), torch.zeros(2)).relative_error == 0
+
+
+# ------------------------------------------------------------ the fastest form
+
+
+def trial(times_s: dict[str | None, float | Exception]) -> str:
+    """Return the wire form that is chosen where forms take these seconds, or fail so."""
+    model, ids = net()
+    program = gascompile.compile(model, example_inputs=(ids,), fuse="off").program
+    wires = {None: "float32", "bf16": "bfloat16", "int8": "int8", "int4": "int4"}
+    by_wire = {wires[weights]: found for weights, found in times_s.items()}
+
+    def formed(weights: str | None) -> Program:
+        if weights not in times_s:
+            raise UnsupportedOpError("no such weights")
+        forms = Forms(stored="float32", wire=wires[weights], compute="float32")
+        return replace(program, forms={"w": forms})
+
+    def predicted_s(candidate: Program) -> float:
+        found = by_wire[candidate.forms["w"].wire]
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    return fastest_form(formed, predicted_s).forms["w"].wire
+
+
+def infeasible(required_bytes: int) -> InfeasiblePlanError:
+    return InfeasiblePlanError(required_bytes=required_bytes, limit_bytes=1, tier="cpu", op="op")
+
+
+@pytest.mark.parametrize(
+    ("times_s", "chosen"),
+    [
+        ({None: 4.0, "bf16": 2.0, "int8": 1.0, "int4": 1.5}, "int8"),
+        ({None: 1.005, "bf16": 1.0, "int8": 1.0, "int4": 1.0}, "float32"),
+        ({None: 2.0, "bf16": 1.005, "int8": 1.0, "int4": 1.2}, "bfloat16"),
+        ({None: 2.0, "int4": 1.0}, "int4"),
+        ({None: infeasible(9), "bf16": infeasible(5), "int8": 3.0, "int4": 2.9}, "int4"),
+    ],
+)
+def test_the_fastest_form_is_chosen_and_the_least_lossy_of_ties(
+    times_s: dict[str | None, float | Exception],
+    chosen: str,
+    cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("GASCOMPILE_CACHE_DIR", str(cache))
+    assert trial(times_s) == chosen
+
+
+def test_where_no_form_fits_the_least_demand_is_told(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GASCOMPILE_CACHE_DIR", str(cache))
+    with pytest.raises(InfeasiblePlanError) as caught:
+        trial({None: infeasible(9), "bf16": infeasible(5), "int8": infeasible(7)})
+    assert caught.value.required_bytes == 5
+
+
+@pytest.mark.parametrize("budget", ["9MiB", "64MiB"])
+def test_auto_is_the_best_of_the_plans_with_each_form(budget: str, cache: Path) -> None:
+    model, ids = net()
+    plans = {
+        weights: gascompile.plan(model, budget, MACHINE, (ids,), cache_dir=cache, weights=weights)
+        for weights in (None, "bf16", "int8", "int4", "auto")
+    }
+    times_s = {weights: plan.certificate.predicted_s for weights, plan in plans.items()}
+    auto_s = times_s.pop("auto")
+    assert auto_s <= 1.01 * min(times_s.values())
+    ties = [
+        weights for weights, time_s in times_s.items() if time_s <= 1.01 * min(times_s.values())
+    ]
+    assert auto_s == pytest.approx(times_s[ties[0]])
+    if budget == "9MiB":
+        assert times_s[None] > 1.5 * auto_s  # or this test would prove nothing
+
+
+# ------------------------------------------------------------ the command line
+
+
+def test_forms_on_the_command_line(cache: Path, tmp_path: Path) -> None:
+    shared = ("--budget", "12MiB", "--cache-dir", str(cache), "--weights")
+    bundle = tmp_path / "bundle"
+    data = json_of("run", SOURCE, *shared, "int8", "--measure-error", "--save", str(bundle))
+    wires = {weight["name"]: weight["wire"] for weight in data["formats"]["weights"]}
+    assert wires["up.weight"] == "int8"
+    assert 0 < data["error"]["relative_error"] < 0.03
+    assert "outputs off by" in ok("run", SOURCE, *shared, "int8", "--measure-error")
+    plain = json_of("run", SOURCE, *shared[:-1])
+    assert plain["error"] is None
+    assert plain["formats"]["relative_error"] == 0
+    assert failure("run", SOURCE, *shared, str(tmp_path))[0] == 2
+    code, message = failure("run", str(bundle), "--weights", "int8")
+    assert (code, "part of its plan" in message) == (2, True)
+    assert failure("run", str(bundle), "--measure-error")[0] == 2
+    assert "run" in json_of("run", str(bundle))
+
+
+def test_plan_takes_a_form(cache: Path, tmp_path: Path) -> None:
+    shared = ("-m", MACHINE, "--budget", "9MiB", "--cache-dir", str(cache))
+    moved = {
+        form: sum(json_of("plan", SOURCE, *shared, "--weights", form)["link_bytes"].values())
+        for form in ("bf16", "int8", "auto")
+    }
+    assert moved["int8"] < 0.6 * moved["bf16"]
+    assert moved["auto"] < moved["bf16"]
+    assert failure("plan", SOURCE, *shared, "--weights", "int3")[0] == 2
+    workload = tmp_path / "net.workload.json"
+    ok("annotate", SOURCE, "-m", MACHINE, "-o", str(workload))
+    code, message = failure("plan", str(workload), *shared, "--weights", "int8")
+    assert (code, "for models" in message) == (2, True)
