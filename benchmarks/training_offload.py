@@ -1,0 +1,244 @@
+"""Training GPT-2 small in less memory: GASCompile, recomputation, spilling and mapped optimizer states.
+
+``python -m benchmarks.training_offload`` runs every contender in a process of its own, one after the other,
+on the same batches, and compares seconds per step, peaks of anonymous memory and losses. GASCompile runs in a
+memory cgroup of its budget and what the interpreter and the libraries take. At most ten minutes; it writes
+``benchmarks/results/training_offload-<machine>-<date>.json``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from benchmarks.environment import describe_environment, result_path
+from benchmarks.limited import can_limit, run_limited
+from benchmarks.training_contenders import CONTENDERS, LEARNING_RATE, OURS, SHAPES
+from gascompile.commands.output import grid
+from gascompile.units import MIB, format_size, parse_size
+
+LIMIT_S = 600.0
+PROCESS_BYTES = 700 * MIB
+"""What the interpreter and the libraries may take beside the budget."""
+THREADS = 2
+TOLERANCE = 1e-4
+"""How far a loss may lie from eager's."""
+_SHORTEST_S = 10.0
+_UNLIMITED_BYTES = 1 << 40
+_KILLED = -9
+BUDGETS = {"gpt2": ("2.5GiB", "1.5GiB", "1.0GiB"), "toy": ("6MiB", "4MiB")}
+PEERS = ("deepspeed", "colossalai")
+"""Trainers that offload to drives; not measured, but it is told whether they are there."""
+
+
+def jobs_of(
+    shape: str, only: list[str] | None = None, budgets: list[str] | None = None
+) -> list[dict[str, Any]]:
+    """Return the contenders in the order in which they run: those that must not be missing come first."""
+    jobs: list[dict[str, Any]] = []
+    for name in CONTENDERS:
+        jobs += [
+            {"contender": name, "budget": budget}
+            for budget in (budgets or BUDGETS[shape] if name == OURS else (None,))
+            if only is None or name in only
+        ]
+    return jobs
+
+
+class Bench:
+    """Runs contenders, each in its own process, while there is time."""
+
+    def __init__(self, scratch: Path, options: argparse.Namespace, console: Console) -> None:
+        self._scratch = scratch
+        self._options = options
+        self._console = console
+        self._begin_s = time.monotonic()
+
+    def run(self, job: dict[str, Any]) -> dict[str, Any]:
+        """Return what the contender printed, or ``failed`` with the reason."""
+        left_s = self._options.limit_s - (time.monotonic() - self._begin_s)
+        if left_s < _SHORTEST_S:
+            return self._failed(job, f"left out: {self._options.limit_s:.0f} s were over")
+        limit_bytes = _UNLIMITED_BYTES
+        if job["budget"] is not None:
+            limit_bytes = parse_size(job["budget"]) + PROCESS_BYTES
+        with tempfile.TemporaryDirectory(dir=self._scratch) as folder:
+            try:
+                done = run_limited(self._command(job, folder), limit_bytes, timeout_s=left_s)
+            except subprocess.TimeoutExpired:
+                return self._failed(job, f"not finished after {left_s:.0f} s, all that remained")
+        if done.returncode == _KILLED and done.limited:
+            return self._failed(job, f"killed at its memory limit of {format_size(limit_bytes)}")
+        if done.returncode != 0:
+            lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+            return self._failed(job, lines[-1])
+        result: dict[str, Any] = {**job, **json.loads(done.stdout.strip().splitlines()[-1])}
+        limited = done.limited and limit_bytes != _UNLIMITED_BYTES
+        result["cgroup_bytes"] = limit_bytes if limited else None
+        self._console.print(
+            f"  {job['contender']:<13}{job['budget'] or '':>7}  {result['median_s']:8.3f} s per step  "
+            f"peak {format_size(result['step_peak_bytes'])}"
+        )
+        return result
+
+    def _command(self, job: dict[str, Any], folder: str) -> list[str]:
+        # The caches of plans and kernels live as long as this benchmark: nothing comes from an earlier one.
+        command = ["env", f"XDG_CACHE_HOME={self._scratch / 'cache'}", f"TMPDIR={folder}"]
+        command += [f"TORCHINDUCTOR_CACHE_DIR={self._scratch / 'inductor'}"]
+        command += [sys.executable, "-m", "benchmarks.training_worker", job["contender"]]
+        command += ["--shape", self._options.shape, "--scratch", folder]
+        command += ["--threads", str(THREADS)]
+        command += ["--steps", str(self._options.steps), "--warmup", str(self._options.warmup)]
+        if job["budget"] is not None:
+            command += ["--budget", job["budget"]]
+        return command
+
+    def _failed(self, job: dict[str, Any], reason: str) -> dict[str, Any]:
+        self._console.print(f"  {job['contender']:<13}{job['budget'] or '':>7}  failed: {reason}")
+        return {**job, "failed": reason}
+
+
+def compared(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the rows with what they are beside eager's: time, memory and the largest difference of losses.
+
+    Memory is what was added to the process since its libraries were loaded.
+    """
+    reference = next((row for row in rows if row["contender"] == "eager"), None)
+    if reference is None or "failed" in reference:
+        return rows
+    base_bytes = reference["step_peak_bytes"] - reference["baseline_bytes"]
+    return [
+        row
+        if "failed" in row
+        else {
+            **row,
+            "time_ratio": row["median_s"] / reference["median_s"],
+            "memory_ratio": (row["step_peak_bytes"] - row["baseline_bytes"]) / base_bytes,
+            "loss_difference": max(
+                abs(a - b) for a, b in zip(row["losses"], reference["losses"], strict=True)
+            ),
+        }
+        for row in rows
+    ]
+
+
+def peers() -> dict[str, str]:
+    """Return, for each peer, that it is not installed or which version is."""
+    found = {}
+    for name in PEERS:
+        try:
+            version = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "not installed"
+        else:
+            found[name] = f"{version} is installed; this benchmark does not run it"
+    return found
+
+
+def failures(rows: list[dict[str, Any]]) -> list[str]:
+    """Return what went wrong: contenders that failed, losses apart from eager's, budgets not kept."""
+    found = []
+    for row in rows:
+        name = " ".join(filter(None, (row["contender"], row["budget"])))
+        if "failed" in row:
+            found.append(f"{name}: {row['failed']}")
+            continue
+        difference = row.get("loss_difference", 0.0)
+        if not difference <= TOLERANCE:
+            found.append(f"{name}: a loss is {difference:.2g} from eager's, above {TOLERANCE}")
+        if row.get("measured_peak_bytes", 0) > row.get("budget_bytes", 0):
+            found.append(
+                f"{name}: took {row['measured_peak_bytes']} of {row['budget_bytes']} bytes"
+            )
+    return found
+
+
+def report(rows: list[dict[str, Any]], console: Console) -> None:
+    """Print the rows as a table; memory is anonymous, above what the libraries take."""
+    columns = ("budget", "step", "x eager", "memory", "x eager", "set-up", "loss off by")
+    cells = []
+    for row in rows:
+        name = [row["contender"], row["budget"] or ""]
+        if "failed" in row:
+            cells.append([*name, "failed", *[""] * 5])
+            continue
+        compared_to = [f"{row[key]:.2f}" for key in ("time_ratio", "memory_ratio") if key in row]
+        time_ratio, memory_ratio = compared_to or ("", "")
+        cells.append(
+            [
+                *name,
+                f"{row['median_s']:.2f} s",
+                time_ratio,
+                format_size(row["step_peak_bytes"] - row["baseline_bytes"]),
+                memory_ratio,
+                f"{row['setup_s'] + sum(row['warmup_s']):.1f} s",
+                f"{row['loss_difference']:.0e}" if "loss_difference" in row else "",
+            ]
+        )
+    title = "One training step, median; anonymous memory above the libraries'"
+    console.print(grid(title, [("contender", False), *((name, True) for name in columns)], cells))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the benchmark and write its result file; 1 where something failed."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--toy", action="store_true", help="a tiny model, to try the script")
+    parser.add_argument("--only", nargs="+", choices=sorted(CONTENDERS), help="some contenders")
+    parser.add_argument("--budgets", nargs="+", help="for GASCompile; 2.5GiB, 1.5GiB and 1.0GiB")
+    parser.add_argument("--steps", type=int, default=3, help="timed steps per contender")
+    parser.add_argument("--warmup", type=int, default=1, help="steps before them")
+    parser.add_argument("--limit-s", type=float, default=LIMIT_S, help="seconds for all of it")
+    parser.add_argument("--scratch", type=Path, help="folder for spilled files; temporary")
+    parser.add_argument("-o", "--output", type=Path, help="result file")
+    options = parser.parse_args(arguments)
+    if options.steps < 1 or options.warmup < 1:
+        parser.error("--steps and --warmup take 1 or more")
+    options.shape = "toy" if options.toy else "gpt2"
+    console = Console(stderr=True)
+    if not can_limit():
+        console.print("no memory cgroup can be made here (root is needed): running without limits")
+    jobs = jobs_of(options.shape, options.only, options.budgets)
+    load_before = os.getloadavg()[0]
+    with tempfile.TemporaryDirectory(prefix="gascompile-train-", dir=options.scratch) as folder:
+        bench = Bench(Path(folder), options, console)
+        rows = compared([bench.run(job) for job in jobs])
+    result = {
+        "benchmark": "training_offload",
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "environment": describe_environment(),
+        "load_before": load_before,
+        "model": SHAPES[options.shape],
+        "optimizer": f"AdamW, lr {LEARNING_RATE}",
+        "dtype": "float32",
+        "threads": THREADS,
+        "warmup": options.warmup,
+        "steps": options.steps,
+        "rows": rows,
+        "peers": peers(),
+    }
+    output = options.output or result_path("training_offload")
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    report(rows, console)
+    for name, text in peers().items():
+        console.print(f"{name}: {text}")
+    console.print(f"written: {output}")
+    problems = failures(rows)
+    for problem in problems:
+        console.print(problem)
+    return int(bool(problems))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
