@@ -86,6 +86,8 @@ def _problems(machine: Machine) -> Iterator[tuple[str, str]]:
     yield from _bad_links(machine)
     if machine.io.num_threads < 1 or machine.io.chunk_bytes < 1:
         yield ".io", "io needs at least one thread and a chunk of at least one byte"
+    if machine.io.least_bytes < 0:
+        yield ".io.least_bytes", f"the size is {machine.io.least_bytes}; give zero or more"
     if machine.io.engine not in ENGINES:
         known = ", ".join(ENGINES)
         yield ".io.engine", f"there is no engine '{machine.io.engine}'; choose one of {known}"

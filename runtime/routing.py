@@ -85,8 +85,8 @@ def by_size(least_bytes: int) -> Route:
 def share(io: IoSettings, num_drives: int) -> IoSettings:
     """Return the settings for the engine of one of several drives.
 
-    A staging buffer has two slots for each thread of ``io``. All drives together have at most as many
-    threads as there are slots, so that none of them can hold all and keep the others waiting.
+    A staging buffer has two slots for each thread of ``io``. Unless there are more drives than slots, all of
+    them together have at most as many threads, so that none can hold every slot and keep the others waiting.
     """
     if num_drives <= 1:
         return io

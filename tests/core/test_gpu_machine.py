@@ -14,7 +14,7 @@ from gascompile import gpu_machine
 from gascompile.cost_models.measure import SHORT
 from gascompile.cost_models.measure_disk import Reader
 from gascompile.cost_models.measure_gpu import EngineFigures, least_bytes
-from gascompile.errors import DeviceError
+from gascompile.errors import DeviceError, FormatError
 from gascompile.gpu_machine import gpu_readers, measured, with_gpu
 from gascompile.ir import IoSettings, Machine
 from gascompile.machine import preset
@@ -108,6 +108,12 @@ def test_sizes_by_the_lines_of_two_engines() -> None:
     assert least_bytes(figures("kvikio", 6e9, 1e-5), [reads]) == 0
     assert least_bytes(reads, [reads, direct]) == 0
     assert least_bytes(direct, [direct]) == 0
+
+
+def test_a_size_that_is_none_is_refused() -> None:
+    wrong = replace(HOST, io=replace(HOST.io, least_bytes=-1))
+    with pytest.raises(FormatError, match=r"\.io\.least_bytes.*give zero or more"):
+        check_machine(wrong)
 
 
 def host_read(

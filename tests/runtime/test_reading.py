@@ -142,7 +142,7 @@ def test_small_tensors_and_those_of_the_host_take_aligned_reads(
     assert not direct.reads
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_reads_to_the_device_are_ordered_in_any_timing(
     tmp_path: Path, seed: int, direct: Kvikio, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -226,7 +226,7 @@ def test_a_drive_that_fails_in_the_middle_of_a_run(
     failed = 0
     with toy.session(plan, reader=drive) as session:
         executor = toy.executor(session, plan)
-        for at in (1, 2, 5, 9, 14, 20, 33):
+        for at in (1, 2, 9, 33):
             drive.at = at
             for _ in range(4):
                 x = torch.randn(4, 96)
@@ -247,7 +247,7 @@ def test_a_drive_that_fails_in_the_middle_of_a_run(
             x = torch.randn(4, 96)
             for ours, eager in zip(executor.run(x), toy.eager(x), strict=True):
                 assert torch.equal(ours, eager)
-    assert failed == 7
+    assert failed == 4
 
 
 # ---------------------------------------------------------------- several drives
