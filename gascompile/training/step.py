@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import os
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -13,16 +16,18 @@ from torch.utils import _pytree as pytree
 
 from gascompile import serial
 from gascompile.config import CompileConfig
+from gascompile.errors import CheckpointError, StorageError
 from gascompile.ir import Budget, Machine, Plan, Workload
 from gascompile.passes.make_plan import make_plan
 from gascompile.progress import task
 from gascompile.reports import RunReport
 from gascompile.runtime.early_memory import map_anonymous
 from gascompile.runtime.iteration import Iteration
-from gascompile.runtime.persistent import Persistent
+from gascompile.training.checkpoints import CheckpointFolder
 from gascompile.training.joint import LossFunction, capture_joint
 from gascompile.training.optimizers import Rules
 from gascompile.training.settings import Settings, require_known
+from gascompile.training.states import States
 from gascompile.training.step_program import StepProgram, step_program
 from gascompile.training.step_workload import step_workload
 from gascompile.units import SPILL_BUFFER_BYTES
@@ -33,11 +38,12 @@ _BUFFERS = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Unit:
-    """The step for one kind of batch."""
+    """The step, or the evaluation, for one kind of batch."""
 
     program: StepProgram
     plan: Plan
     iteration: Iteration
+    trains: bool
 
 
 class TrainingStep:
@@ -62,13 +68,19 @@ class TrainingStep:
         self._model, self._loss_fn, self.optimizer = model, loss_fn, optimizer
         self._budget, self._machine, self._config = budget, machine, config
         self._settings = settings
-        self._num_batches = 0
         self._units: dict[str, _Unit] = {}
-        self._persistent: Persistent | None = None
+        self._states: States | None = None
         self._buffers = map_anonymous(_BUFFERS * SPILL_BUFFER_BYTES)
-        self.num_steps = 0
+        self._folders: dict[Path, CheckpointFolder] = {}
+        self._failure = ""
+        """What ended a step after which values may be half updated."""
         self.plan: Plan | None = None
         self.last_run: RunReport | None = None
+
+    @property
+    def num_steps(self) -> int:
+        """Updates made so far, with those that were taken over from the optimizer or a checkpoint."""
+        return self._states.num_steps if self._states else 0
 
     def __call__(self, batch: Any) -> torch.Tensor:
         """Run one step: forward, backward and update. Return the loss, a scalar without a graph.
@@ -77,72 +89,107 @@ class TrainingStep:
 
         Raises:
             InfeasiblePlanError: the budget is too small for batches of this shape; names the smallest.
-            StorageError: a transfer failed.
+            StorageError: a transfer failed, now or before; values may be half updated until ``load``.
         """
-        updates = self._settings.updates_at(self._num_batches)
-        unit = self._unit(batch, updates=updates)
-        leaves = pytree.tree_leaves(batch)
-        number = self.num_steps + 1
-        hyper = [self._rules.hyper(group, number) for group in range(unit.program.num_groups)]
-        for other in self._units.values():
-            if other is not unit:
-                other.iteration.settle()
-        with self._settings.watch(number):
-            (loss,), self.last_run = unit.iteration.run([*leaves, *hyper])
-        self._num_batches += 1
+        num_batches = self._states.num_batches if self._states else 0
+        updates = self._settings.updates_at(num_batches)
+        unit = self._unit(batch, trains=True, updates=updates)
+        loss = self._run(unit, batch)
+        states = self._open_states()
+        states.num_batches += 1
         self.plan = unit.plan
         if updates:
-            self.num_steps = number
+            states.stepped()
             # What schedulers look at to see that the optimizer has stepped before them.
             self.optimizer._opt_called = True  # type: ignore[attr-defined]
-        found: torch.Tensor = loss.detach()
-        return found
+        return loss
+
+    def eval(self, batch: Any) -> torch.Tensor:
+        """Return the loss in evaluation mode, without an update, under the same budget.
+
+        Modules behave as after ``model.eval()``: no dropout, normalisation by running statistics.
+
+        Raises:
+            InfeasiblePlanError: the budget is too small for batches of this shape; names the smallest.
+            StorageError: a transfer failed, now or before; values may be half updated until ``load``.
+        """
+        modes = {module: module.training for module in self._model.modules()}
+        self._model.eval()
+        try:
+            unit = self._unit(batch, trains=False)
+        finally:
+            for module, training in modes.items():
+                module.training = training
+        return self._run(unit, batch)
 
     def prepare(self, batch: Any) -> None:
         """Plan for batches like this one, unless that has been done."""
         for number in range(min(self._settings.accumulate, 2)):
-            self._unit(batch, updates=number == 0)
+            self._unit(batch, trains=True, updates=number == 0)
 
-    def _unit(self, batch: Any, *, updates: bool) -> _Unit:
+    def _unit(self, batch: Any, *, trains: bool, updates: bool = False) -> _Unit:
         leaves, spec = pytree.tree_flatten(batch)
         kinds = [
             [str(x.dtype), list(x.shape)] if isinstance(x, torch.Tensor) else repr(x)
             for x in leaves
         ]
-        kind = serial.digest([str(spec), kinds, self._model.training])
+        modes = [module.training for module in self._model.modules()]
+        kind = serial.digest([str(spec), kinds, modes, trains])
         key = f"{kind} {updates}"
         if key not in self._units:
-            others = sum(not other.startswith(kind) for other in self._units)
-            self._settings.require_replan(kinds, others)
-            self._units[key] = self._planned(batch, updates=updates)
+            others = [u for k, u in self._units.items() if u.trains and not k.startswith(kind)]
+            self._settings.require_replan(kinds, len(others) if trains else 0)
+            self._units[key] = self._planned(batch, trains=trains, updates=updates)
             self.plan = self._units[key].plan
         return self._units[key]
 
-    def _planned(self, batch: Any, *, updates: bool) -> _Unit:
-        self._settle()
-        with self._whole_model(), task(f"Capturing a step of {type(self._model).__name__}"):
+    def _run(self, unit: _Unit, batch: Any) -> torch.Tensor:
+        states = self._open_states()
+        groups = range(unit.program.num_groups)
+        hyper = [states.rules.hyper(group, states.number) for group in groups]
+        for other in self._units.values():
+            if other is not unit:
+                self._settle(other)
+        before = states.persistent.num_changes
+        try:
+            with self._settings.watch(states.number):
+                (loss,), self.last_run = unit.iteration.run([*pytree.tree_leaves(batch), *hyper])
+        except BaseException as error:
+            unchanged = states.persistent.num_changes == before
+            if unchanged and isinstance(error, Exception) and not isinstance(error, StorageError):
+                self._settle(unit)
+                states.persistent.recover()
+            else:
+                self._failure = f"{type(error).__name__}: {error}"
+            raise
+        found: torch.Tensor = loss.detach()
+        return found
+
+    def _planned(self, batch: Any, *, trains: bool, updates: bool) -> _Unit:
+        self._settle_all()
+        model = type(self._model).__name__
+        name = f"step of {model}" if trains else f"evaluation of {model}"
+        with _Shapes(self._states), task(f"Capturing a {name}"):
             joint = capture_joint(self._model, self._loss_fn, batch)
             names = {id(tensor): name for name, tensor in joint.tensors.items()}
-            self._rules = Rules(self.optimizer, names, list(joint.gradients))
-            name = f"step of {type(self._model).__name__}"
+            rules = Rules(self.optimizer, names, list(joint.gradients))
             tensors = dict(joint.tensors)
-            options = self._settings.program(updates=updates)
-            program = step_program(joint, self._rules, name=name, options=options)
+            options = self._settings.program(trains=trains, updates=updates)
+            program = step_program(joint, rules, name=name, options=options)
         with task("Planning"):
-            workload = step_workload(program, self._machine)
-            plan = self._plan(workload)
-        persistent = self._own(program, tensors)
+            plan = self._plan(step_workload(program, self._machine))
+        states = self._own(rules, program, tensors)
         half = 2 * SPILL_BUFFER_BYTES
         iteration = Iteration(
             program.program.graph_module.graph,
             plan,
-            persistent,
+            states.persistent,
             program.program.bindings,
             [spec.name for spec in program.program.inputs],
             folder=self._config.cache_dir / "training",
             buffers=memoryview(self._buffers)[half:],
         )
-        return _Unit(program=program, plan=plan, iteration=iteration)
+        return _Unit(program=program, plan=plan, iteration=iteration, trains=trains)
 
     def _plan(self, workload: Workload) -> Plan:
         prints = {
@@ -162,73 +209,154 @@ class TrainingStep:
             move_all=True,
         )
 
-    def _whole_model(self) -> Any:
-        """Return a context in which the model's parameters have their shapes again."""
-        return _Shapes(self._persistent, self._tensors if self._persistent else {})
-
-    def _own(self, program: StepProgram, tensors: Mapping[str, torch.Tensor]) -> Persistent:
+    def _own(
+        self, rules: Rules, program: StepProgram, tensors: Mapping[str, torch.Tensor]
+    ) -> States:
         """Take parameters, buffers and moments over at the first plan."""
-        if self._persistent is not None:
-            require_known({*tensors, *program.tiles}, self._persistent.sizes)
-            return self._persistent
-        self._tensors = dict(tensors)
-        own: dict[str, torch.Tensor] = {}
-        for name, tensor in tensors.items():
-            own[name] = tensor.detach()
-            tensor.data = torch.empty(0, dtype=tensor.dtype)
-        self._persistent = Persistent(
-            own,
-            {name: tile.end - tile.begin for name, tile in program.tiles.items()},
-            self._config.cache_dir / "training",
-            memoryview(self._buffers)[: 2 * SPILL_BUFFER_BYTES],
-        )
-        return self._persistent
+        if self._states is None:
+            self._states = States(
+                self._model,
+                rules,
+                tensors,
+                tiles=list(program.tiles.values()),
+                folder=self._config.cache_dir / "training",
+                buffers=memoryview(self._buffers)[: 2 * SPILL_BUFFER_BYTES],
+            )
+            return self._states
+        require_known({*tensors, *program.tiles}, self._states.persistent.sizes)
+        self._states.require_same(tensors)
+        return self._states
 
-    def _settle(self) -> None:
-        for unit in self._units.values():
+    def _open_states(self) -> States:
+        if self._states is None:
+            raise ValueError(
+                "nothing has been planned yet; pass example_batch, or call prepare(batch) first"
+            )
+        if self._failure:
+            raise StorageError(
+                f"a step has failed ({self._failure}), and parameters may be half updated; "
+                "restore the last checkpoint with load(folder) or load_state_dict(state)"
+            )
+        return self._states
+
+    def _settle(self, unit: _Unit) -> None:
+        try:
             unit.iteration.settle()
+        except StorageError as error:
+            self._failure = str(error)
+            raise
+
+    def _settle_all(self) -> None:
+        for unit in self._units.values():
+            self._settle(unit)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return copies of the model's and the optimizer's states, in torch's own formats."""
-        self._settle()
-        assert self._persistent is not None
-        found = {name: self._persistent.value(name) for name in self._tensors}
-        model = {}
-        for name, tensor in self._named():
-            model[name] = found[name] if name in found else tensor.detach().clone()
-        return {"model": model, "optimizer": self._optimizer_state()}
+        """Return copies in memory of ``model.state_dict()`` and ``optimizer.state_dict()``, by these words.
 
-    def _named(self) -> list[tuple[str, torch.Tensor]]:
-        names = self._model.state_dict(keep_vars=True)
-        return list(names.items())
+        Raises:
+            StorageError: a value cannot be read.
+        """
+        if self._states is None:
+            return {"model": self._model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        states = self._open_states()
+        self._settle_all()
+        return states.state_dict()
 
-    def _optimizer_state(self) -> dict[str, Any]:
-        assert self._persistent is not None
-        found: dict[str, Any] = self.optimizer.state_dict()
-        state = {}
-        for slot in self._rules.slots.values() if self.num_steps else ():
-            shape = self._persistent.tensors[slot.name].shape
-            keys = self._rules.keys(self.optimizer.param_groups[slot.group])
-            entry: dict[str, Any] = {}
-            if self._rules.is_adam:
-                entry["step"] = torch.tensor(float(self.num_steps))
-            for number, key in enumerate(keys):
-                parts = [self._persistent.value(tiles[number].name) for tiles in slot.tiles]
-                entry[key] = torch.cat(parts).view(shape)
-            state[slot.index] = entry
-        return {**found, "state": state}
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over ``{"model": model.state_dict(), "optimizer": optimizer.state_dict()}``.
+
+        Raises:
+            CheckpointError: the state is of another model or optimizer; names the keys. Nothing has changed then.
+            StorageError: a value cannot be kept.
+        """
+        if self._states is None:
+            self._model.load_state_dict(state["model"])
+            self.optimizer.load_state_dict(state["optimizer"])
+            return
+        with self._restoring() as states:
+            states.load_state_dict(state)
+
+    def save(self, folder: str | os.PathLike[str], extra: Mapping[str, Any] | None = None) -> Path:
+        """Write a checkpoint in ``folder``, in place of the one before, and return where it lies.
+
+        Args:
+            folder: this run's own until ``close``.
+            extra: JSON values that ``load`` returns, such as ``scheduler.state_dict()``.
+
+        Raises:
+            StorageError: another job saves there, or it cannot be written; the checkpoint before stays valid.
+            ValueError: nothing has been planned yet, or ``extra`` is no JSON.
+        """
+        states = self._open_states()
+        self._settle_all()
+        changing = self._changing()
+        return self._checkpoints(folder).save(states, changing, extra or {})
+
+    def load(self, folder: str | os.PathLike[str]) -> dict[str, Any]:
+        """Restore all of the newest checkpoint, torch's random numbers included; return its ``extra``.
+
+        Raises:
+            CheckpointError: there is none, it is damaged, or it is of another run. Nothing has changed then.
+            StorageError: another job saves there, or a value cannot be kept.
+            ValueError: nothing has been planned yet.
+        """
+        with self._restoring() as states:
+            return self._checkpoints(folder).load(states, self._changing())
+
+    @contextlib.contextmanager
+    def _restoring(self) -> Iterator[States]:
+        """Make values whole again that a failed step has left half updated."""
+        failure, self._failure = self._failure, ""
+        states = self._open_states()
+        try:
+            with contextlib.suppress(*([StorageError] if failure else [])):
+                self._settle_all()
+            if failure:
+                self._failure = failure
+                states.persistent.recover()
+            yield states
+        except CheckpointError:
+            # Found before anything was changed.
+            self._failure = failure
+            raise
+        except BaseException as error:
+            self._failure = f"{type(error).__name__}: {error}"
+            raise
+        self._failure = ""
+
+    def _checkpoints(self, folder: str | os.PathLike[str]) -> CheckpointFolder:
+        path = Path(folder).resolve()
+        return self._folders.setdefault(path, CheckpointFolder(path))
+
+    def _changing(self) -> frozenset[str]:
+        units = [unit for unit in self._units.values() if unit.trains]
+        return frozenset().union(*(unit.program.program.states for unit in units))
 
     def close(self) -> None:
-        """Put the parameters back into the model and give memory and files back; idempotent."""
-        if self._persistent is None:
+        """Put parameters back into the model and its state into the optimizer; give memory and files back.
+
+        The optimizer's state stays out, with a warning, where memory is too small for it, and after a
+        failed step. Idempotent.
+
+        Raises:
+            StorageError: a value cannot be read.
+        """
+        for checkpoints in self._folders.values():
+            checkpoints.close()
+        states, self._states = self._states, None
+        if states is None:
             return
-        self._settle()
-        for name, tensor in self._tensors.items():
-            tensor.data = self._persistent.value(name)
-        for unit in self._units.values():
-            unit.iteration.close()
-        self._persistent.close()
-        self._persistent, self._units = None, {}
+        units, self._units = self._units, {}
+        try:
+            for unit in units.values():
+                unit.iteration.settle()
+            if self._failure:
+                states.persistent.recover()
+            states.give_back(moments=not self._failure)
+        finally:
+            for unit in units.values():
+                unit.iteration.close()
+            states.persistent.close()
 
     def __enter__(self) -> Self:
         return self
@@ -245,15 +373,15 @@ class TrainingStep:
 class _Shapes:
     """Gives emptied parameters their shapes back while something looks at them, without memory."""
 
-    def __init__(self, persistent: Persistent | None, tensors: Mapping[str, torch.Tensor]) -> None:
-        self._persistent, self._tensors = persistent, tensors
+    def __init__(self, states: States | None) -> None:
+        self._states = states
 
     def __enter__(self) -> None:
-        if self._persistent is not None:
-            for name, tensor in self._tensors.items():
-                tensor.data = self._persistent.tensors[name]
+        if self._states is not None:
+            for name, tensor in self._states.tensors.items():
+                tensor.data = self._states.persistent.tensors[name]
 
     def __exit__(self, *_: object) -> None:
-        if self._persistent is not None:
-            for tensor in self._tensors.values():
+        if self._states is not None:
+            for tensor in self._states.tensors.values():
                 tensor.data = torch.empty(0, dtype=tensor.dtype)

@@ -1,0 +1,314 @@
+"""States of a training run: where torch's formats and the tensors that persist meet.
+
+While a run is open it owns what torch keeps in the model and in ``optimizer.state``: parameters are empty
+tensors there and moments have no entry. ``give_back`` returns both.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from gascompile.errors import CaptureError, CheckpointError
+from gascompile.runtime.persistent import Persistent
+from gascompile.training.optimizers import TOTAL, Rules, Slot, Tile
+from gascompile.units import format_size
+
+CONSTANT = "constant:"
+"""What names of tensors begin with that are no parameters or buffers."""
+
+
+class States:
+    """Parameters, buffers, moments and the number of updates of one run."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        rules: Rules,
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        tiles: Iterable[Tile],
+        folder: Path,
+        buffers: memoryview,
+    ) -> None:
+        """Take over what is in the model and in the optimizer.
+
+        Args:
+            rules: of the optimizer; they know its parameters that are trained.
+            tensors: the model's own tensors by name, and constants of its code.
+            tiles: all that is kept per parameter.
+            folder: where what leaves memory goes.
+            buffers: memory for transfers.
+
+        Raises:
+            CheckpointError: the optimizer's parameters were not updated equally often.
+            StorageError: the folder cannot be written to, or has too little space.
+        """
+        self.model, self.rules, self.optimizer = model, rules, rules.optimizer
+        self.tensors = dict(tensors)
+        self.generation = 0
+        """Goes up when values come from elsewhere."""
+        entries = {
+            slot.index: self.optimizer.state.get(self.tensors[slot.name], {})
+            for slot in rules.slots.values()
+        }
+        count, self.has_momenta = self._counts(entries)
+        self.num_steps, self.num_batches = count, 0
+        own = {name: tensor.detach() for name, tensor in tensors.items()}
+        self.tiles: dict[tuple[str, str], list[Tile]] = {}
+        """In order, by parameter and key."""
+        for tile in tiles:
+            self.tiles.setdefault((tile.parameter, tile.key), []).append(tile)
+        zeros = {
+            tile.name: tile.end - tile.begin for tiles in self.tiles.values() for tile in tiles
+        }
+        self.persistent = Persistent(own, zeros, folder, buffers)
+        for slot in rules.slots.values():
+            entry = self.optimizer.state.pop(self.tensors[slot.name], {})
+            if entry:
+                self._assign_moments(slot, entry)
+        for tensor in self.tensors.values():
+            tensor.data = torch.empty(0, dtype=tensor.dtype)
+
+    @property
+    def number(self) -> int:
+        """Number of the next update as the update rules count; without momenta it is the first."""
+        return self.num_steps + 1 if self.rules.is_adam else 2 if self.has_momenta else 1
+
+    def stepped(self) -> None:
+        """Take note of an update."""
+        self.num_steps += 1
+        self.has_momenta = True
+
+    def require_same(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Refuse constants that are others than those of the first plan.
+
+        Raises:
+            CaptureError: names one.
+        """
+        for name, tensor in tensors.items():
+            if name.startswith(CONSTANT) and not torch.equal(self.persistent.value(name), tensor):
+                raise CaptureError(
+                    f"'{name}' has another value for this kind of batch than for the first; make it a buffer of "
+                    "the model, or compile another step for this kind of batch"
+                )
+
+    def names(self) -> dict[str, str]:
+        """Return which tensor each name of ``model.state_dict()`` stands for; untouched ones for none."""
+        by_id = {id(tensor): name for name, tensor in self.tensors.items()}
+        kept = self.model.state_dict(keep_vars=True)
+        return {name: by_id.get(id(tensor), "") for name, tensor in kept.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return copies in memory, in torch's own formats."""
+        found = {name: self.persistent.value(name) for name in self.tensors}
+        kept = self.model.state_dict()
+        model = {}
+        for name, own in self.names().items():
+            value = kept[name]
+            plain = value.clone() if isinstance(value, torch.Tensor) else value
+            model[name] = found[own] if own else plain
+        listed: dict[str, Any] = self.optimizer.state_dict()
+        state = {**listed["state"], **{i: entry for _, i, entry in self._entries()}}
+        return {"model": model, "optimizer": {**listed, "state": dict(sorted(state.items()))}}
+
+    def _entries(self) -> Iterable[tuple[Slot, int, dict[str, Any]]]:
+        """Yield what torch's optimizer would hold per trained parameter, after the first update."""
+        for slot in self.rules.slots.values() if self.has_momenta else ():
+            entry: dict[str, Any] = {}
+            if self.rules.is_adam:
+                entry["step"] = torch.tensor(float(self.num_steps))
+            for key in self._keys(slot):
+                entry[key] = self.kept(slot.name, key)
+            if entry:
+                yield slot, slot.index, entry
+
+    def _keys(self, slot: Slot) -> tuple[str, ...]:
+        return self.rules.keys(self.optimizer.param_groups[slot.group])
+
+    def kept(self, parameter: str, key: str) -> torch.Tensor:
+        """Return a copy of what is kept of a parameter, in its shape."""
+        like = self.persistent.tensors[parameter]
+        flat = torch.empty(like.numel())
+        for tile in self.tiles[parameter, key]:
+            flat[tile.begin : tile.end] = self.persistent.value(tile.name)
+        return flat.as_strided(like.shape, like.stride())
+
+    def keep(self, parameter: str, key: str, value: torch.Tensor) -> None:
+        """Replace what is kept of a parameter by a tensor of its shape."""
+        flat = _in_order_of(self.persistent.tensors[parameter], value)
+        for tile in self.tiles[parameter, key]:
+            self.persistent.assign(tile.name, flat[tile.begin : tile.end])
+
+    def load_state_dict(self, found: Mapping[str, Any]) -> None:
+        """Replace all values by those of ``model.state_dict()`` and ``optimizer.state_dict()``.
+
+        Raises:
+            CheckpointError: they are of another model or optimizer; nothing has changed then.
+        """
+        if set(found) != {"model", "optimizer"}:
+            raise CheckpointError(
+                f"a state has the keys 'model' and 'optimizer', this one {sorted(found)}; "
+                "pass {'model': model.state_dict(), 'optimizer': optimizer.state_dict()}"
+            )
+        model, state = found["model"], found["optimizer"]["state"]
+        self.check_model({name: tuple(value.shape) for name, value in _tensors(model).items()})
+        entries = {slot.index: state.get(slot.index, {}) for slot in self.rules.slots.values()}
+        count, has_momenta = self._counts(entries)
+        for slot in self.rules.slots.values():
+            self._check_moments(slot, entries[slot.index])
+        self.check_groups(found["optimizer"]["param_groups"])
+        self.generation += 1
+        self._load_groups(found["optimizer"])
+        kept = self.model.state_dict()
+        for name, own in self.names().items():
+            if own:
+                self.persistent.assign(own, model[name])
+            elif isinstance(kept[name], torch.Tensor):
+                kept[name].copy_(model[name])
+        for slot in self.rules.slots.values():
+            self._assign_moments(slot, entries[slot.index])
+        for parameter, key in self.tiles:
+            if key == TOTAL:
+                self.keep(parameter, key, torch.zeros(self.persistent.tensors[parameter].shape))
+        self.num_steps, self.has_momenta, self.num_batches = count, has_momenta, 0
+
+    def check_model(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Refuse the state of another model.
+
+        Raises:
+            CheckpointError: names the keys.
+        """
+        own = self.names()
+        kept = _tensors(self.model.state_dict())
+        persistent = self.persistent.tensors
+        wanted = {
+            name: tuple((persistent[own[name]] if own[name] else kept[name]).shape) for name in kept
+        }
+        missing, extra = sorted(set(wanted) - set(shapes)), sorted(set(shapes) - set(wanted))
+        other = [n for n in sorted(set(wanted) & set(shapes)) if wanted[n] != shapes[n]]
+        said = [f"lacks {_some(missing)}"] if missing else []
+        said += [f"has {_some(extra)} that the model does not"] if extra else []
+        said += [
+            f"has '{name}' as {list(shapes[name])} where the model's is {list(wanted[name])}"
+            for name in other[:3]
+        ]
+        if said:
+            raise CheckpointError(
+                f"the state is of another model than {type(self.model).__name__}: it {'; it '.join(said)}"
+            )
+
+    def check_groups(self, groups: list[dict[str, Any]]) -> None:
+        """Refuse ``param_groups`` of another optimizer.
+
+        Raises:
+            CheckpointError: names what is different.
+        """
+        listed = self.optimizer.state_dict()["param_groups"]
+        sizes = [len(group["params"]) for group in groups]
+        own = [len(group["params"]) for group in listed]
+        if sizes != own:
+            raise CheckpointError(
+                f"the optimizer's state has {sizes} parameters per group, this optimizer {own}; "
+                "make it over the same parameters in the same groups"
+            )
+        for number, (group, mine) in enumerate(zip(groups, listed, strict=True)):
+            lacking = sorted(set(mine) - set(group) - {"param_names", "initial_lr"})
+            if lacking or self.rules.keys(group) != self.rules.keys(mine):
+                raise CheckpointError(
+                    f"group {number} of the optimizer's state is of another kind of optimizer than "
+                    f"{type(self.optimizer).__name__}: {lacking or 'other moments'}"
+                )
+
+    def load_groups(self, groups: list[dict[str, Any]]) -> None:
+        """Replace the optimizer's hyperparameters by checked ones."""
+        self._load_groups({"param_groups": groups})
+
+    def _load_groups(self, found: Mapping[str, Any]) -> None:
+        # Moments stay out: torch would keep a copy of each in memory.
+        slots = {slot.index for slot in self.rules.slots.values()}
+        own: Mapping[Any, Any] = self.optimizer.state_dict()["state"]
+        rest = {key: value for key, value in found.get("state", own).items() if key not in slots}
+        self.optimizer.load_state_dict({**found, "state": rest})
+
+    def _check_moments(self, slot: Slot, entry: Mapping[str, Any]) -> None:
+        shape = tuple(self.persistent.tensors[slot.name].shape)
+        for key in self._keys(slot) if entry else ():
+            value = entry.get(key)
+            if not isinstance(value, torch.Tensor) or tuple(value.shape) != shape:
+                raise CheckpointError(
+                    f"the optimizer's state has no '{key}' of shape {list(shape)} for '{slot.name}'; "
+                    "it is of another model or optimizer"
+                )
+
+    def _assign_moments(self, slot: Slot, entry: Mapping[str, Any]) -> None:
+        shape = self.persistent.tensors[slot.name].shape
+        for key in self._keys(slot):
+            value = entry.get(key)
+            self.keep(slot.name, key, torch.zeros(shape) if value is None else value)
+
+    def _counts(self, entries: Mapping[int, Mapping[str, Any]]) -> tuple[int, bool]:
+        """Return how often all parameters were updated, and whether they have moments."""
+        if self.rules.is_adam:
+            found = {index: int(entry["step"]) if entry else 0 for index, entry in entries.items()}
+        else:
+            found = {i: int(e.get("momentum_buffer") is not None) for i, e in entries.items()}
+        counts = set(found.values()) or {0}
+        if len(counts) > 1:
+            low, high = min(found, key=found.__getitem__), max(found, key=found.__getitem__)
+            raise CheckpointError(
+                f"the optimizer has updated parameter {low} {found[low]} times and parameter {high} "
+                f"{found[high]} times, which has no rule; start with an optimizer of its own for new parameters"
+            )
+        (count,) = counts
+        return (count if self.rules.is_adam else 0), count > 0
+
+    def give_back(self, *, moments: bool) -> None:
+        """Fill the model again, and the optimizer where ``moments`` is true and memory allows it.
+
+        Raises:
+            StorageError: a value cannot be read.
+        """
+        for name, tensor in self.tensors.items():
+            tensor.data = self.persistent.value(name)
+        size_bytes = sum(
+            self.persistent.sizes[tile.name] for tiles in self.tiles.values() for tile in tiles
+        )
+        available = _available_bytes()
+        if moments and size_bytes > available:
+            warnings.warn(
+                f"the optimizer's state of {format_size(size_bytes)} does not fit the {format_size(available)} of "
+                "memory that is free, and stays out of the optimizer; use save before close to keep it",
+                stacklevel=3,
+            )
+        elif moments:
+            for slot, _, entry in list(self._entries()):
+                self.optimizer.state[self.tensors[slot.name]] = entry
+
+
+def _in_order_of(like: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Return the elements of ``value`` in the order in which ``like`` lies in memory."""
+    laid = value.detach().to(torch.float32)
+    if laid.stride() != like.stride():
+        laid = torch.empty_strided(like.shape, like.stride()).copy_(laid)
+    return laid.as_strided((like.numel(),), (1,))
+
+
+def _available_bytes() -> int:
+    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    (found,) = (int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+    return found << 10
+
+
+def _tensors(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(f"'{name}'" for name in names[:3]) + more

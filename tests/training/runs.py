@@ -1,0 +1,128 @@
+"""A small language model to train, a machine by hand, and the same run in plain torch."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from gascompile import TrainingStep, compile_step
+from gascompile.ir import ComputeRate, Link, Machine, MemoryRate, Tier
+
+BUDGET_BYTES = 5 << 20
+"""Four MiB of transfer buffers, and less than the states of ``TinyGPT``."""
+MACHINE = Machine(
+    name="by hand",
+    tiers={"cpu": Tier(size_bytes=1 << 34), "nvme": Tier(size_bytes=1 << 40)},
+    links=(
+        Link(source_tier="nvme", target_tier="cpu", bandwidth_bytes_per_s=3e9, latency_s=1e-4),
+        Link(source_tier="cpu", target_tier="nvme", bandwidth_bytes_per_s=3e9, latency_s=1e-4),
+    ),
+    rates=(ComputeRate(device="cpu", dtype="float32", flops_per_s=1e11),),
+    memory=(MemoryRate(device="cpu", bandwidth_bytes_per_s=2e10, op_overhead_s=4e-6),),
+)
+
+
+class Block(nn.Module):
+    """Attention over what came before, and a wide layer; dropout after both."""
+
+    def __init__(self, width: int, dropout: float) -> None:
+        super().__init__()
+        self.norm, self.other_norm = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.dropout = dropout
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(self.norm(x)).unflatten(2, (6, -1)).transpose(1, 2).chunk(3, 1)
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        mixed = self.out(mixed.transpose(1, 2).flatten(2))
+        x = x + functional.dropout(mixed, self.dropout, self.training)
+        wide = self.down(functional.gelu(self.up(self.other_norm(x))))
+        return x + functional.dropout(wide, self.dropout, self.training)
+
+
+class TinyGPT(nn.Module):
+    """Two blocks between tied embeddings, and a running mean that each training batch changes."""
+
+    def __init__(self, width: int = 64, dropout: float = 0.1) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(512, width)
+        self.blocks = nn.ModuleList(Block(width, dropout) for _ in range(2))
+        self.norm = nn.BatchNorm1d(width)
+        self.head = nn.Linear(width, 512, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        found: torch.Tensor = self.head(self.norm(x.flatten(0, 1)))
+        return found
+
+
+def loss_fn(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    """Return how badly the next tokens were guessed."""
+    return functional.cross_entropy(model(batch[:, :-1]), batch[:, 1:].flatten())
+
+
+def new_model(seed: int = 1, *, width: int = 64) -> TinyGPT:
+    """Return the model that a seed stands for."""
+    torch.manual_seed(seed)
+    return TinyGPT(width)
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    """Return an optimizer whose kernels are the ones of a compiled step."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return torch.optim.AdamW(trained, lr=3e-3, fused=True)
+
+
+def batches(count: int, *, rows: int = 4) -> list[torch.Tensor]:
+    """Return batches of tokens, the same at each call."""
+    generator = torch.Generator().manual_seed(9)
+    return [torch.randint(0, 512, (rows, 17), generator=generator) for _ in range(count)]
+
+
+def compiled(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    folder: Path,
+    *,
+    budget: int | str = BUDGET_BYTES,
+) -> TrainingStep:
+    """Return a step that is planned for ``batches``."""
+    return compile_step(
+        model,
+        loss_fn,
+        optimizer,
+        budget,
+        batches(1)[0],
+        machine=MACHINE,
+        cache_dir=folder / "cache",
+        time_limit_s=2,
+    )
+
+
+def plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> float:
+    """Take a step in plain torch and return its loss."""
+    optimizer.zero_grad()
+    loss = loss_fn(model, batch)
+    loss.backward()
+    optimizer.step()
+    return float(loss.detach())
+
+
+def plain_losses(count: int, *, seed: int = 5) -> list[float]:
+    """Return the losses of a run in plain torch that begins with ``torch.manual_seed(seed)``."""
+    model = new_model().train()
+    optimizer = adamw(model)
+    torch.manual_seed(seed)
+    return [plain_step(model, optimizer, batch) for batch in batches(count)]
+
+
+CRASH_RUNS = int(os.environ.get("GASCOMPILE_CRASH_RUNS", "8"))
+"""How often a run is killed."""
