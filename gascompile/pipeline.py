@@ -127,20 +127,15 @@ class Job:
         """Decide which ops of a new plan run as compiled kernels, and compile them."""
         if self.config.fuse == "off":
             return unit
-        unit.bundle = fuse_ops(
-            unit.bundle,
-            unit.graph_module,
-            cache_dir=self.config.cache_dir,
-            runs=self.config.fuse_runs,
-        )
+        folder, runs = self.config.cache_dir, self.config.fuse_runs
+        unit.bundle = fuse_ops(unit.bundle, unit.graph_module, cache_dir=folder, runs=runs)
         assert unit.bundle.fusion is not None, "fuse_ops says what is fused, or why nothing is"
         return self._with_kernels(unit, compile_s=unit.bundle.fusion.compile_s)
 
     def _with_kernels(self, unit: Unit, compile_s: float = 0.0) -> Unit:
         if unit.bundle.fusion is not None:
-            unit.fusion = load_kernels(
-                unit.bundle, cache_dir=self.config.cache_dir, compile_s=compile_s
-            )
+            folder = self.config.cache_dir
+            unit.fusion = load_kernels(unit.bundle, cache_dir=folder, compile_s=compile_s)
         return unit
 
     def fingerprint(

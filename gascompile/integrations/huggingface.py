@@ -77,8 +77,8 @@ def _with_keys(parts: list[Any], context: Any) -> tuple[list[tuple[pytree.KeyEnt
 def _cache_of_parts(parts: Iterable[Any], context: Any) -> Any:
     from transformers.cache_utils import DynamicCache
 
-    names, windows = context
-    found = dict(zip(names, parts, strict=True))
+    found: dict[str, list[torch.Tensor]] = dict(zip(context[0], parts, strict=True))
+    windows: list[int | None] = context[1]
     sizes = (None if window is None else torch.tensor([window]) for window in windows)
     return DynamicCache(zip_longest(found["key_cache"], found["value_cache"], sizes))
 
