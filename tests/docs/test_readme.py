@@ -69,7 +69,12 @@ def test_the_code_and_the_commands_run(
     monkeypatch.setenv("GASCOMPILE_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     namespace: dict[str, Any] = {}
-    for name in ("README.md", "docs/how-it-works.md", "docs/explaining-a-plan.md"):
+    for name in (
+        "README.md",
+        "docs/how-it-works.md",
+        "docs/explaining-a-plan.md",
+        "docs/weight-forms.md",
+    ):
         page = ROOT / name
         for block in blocks(page):
             _run(block, page, namespace)
