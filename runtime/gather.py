@@ -7,6 +7,7 @@ is known on the host only once compute has got there, so this blocks the host.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -63,6 +64,7 @@ class RowReader:
             size_bytes = landing.size_bytes
             memory = target.numpy().data if self._buffer is None else self._buffer.memory
             place = position if self._buffer is None else 0
+            since_s = time.perf_counter()
             wait(session.engine.submit(landing, place, key=key, link=link, memory=memory))
             if self._buffer is not None:
                 event = device.stream(link).copy(
@@ -70,6 +72,7 @@ class RowReader:
                     self._buffer.bytes(0, size_bytes),
                     name=tensor,
                     after=after,
+                    since_s=since_s,
                 )
                 # The next rows come through the same memory.
                 event.wait()

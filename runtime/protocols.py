@@ -52,6 +52,7 @@ class CopyStream(Protocol):
         name: str,
         after: Event | None = None,
         opens: bool = True,
+        since_s: float | None = None,
     ) -> Event:
         """Queue a copy of bytes and return the event of its end; returns at once.
 
@@ -63,6 +64,8 @@ class CopyStream(Protocol):
             name: of the tensor, for messages.
             after: the copy starts no earlier.
             opens: the copy is the first of its transfer, which pays the link's latency once.
+            since_s: when the transfer was asked for, on the clock of ``time.perf_counter``, if a read came
+                first: an emulated link has been at it since then.
         """
         ...
 

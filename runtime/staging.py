@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -87,6 +88,7 @@ class Staged:
         self._target = target
         self._stream = stream
         self._after = after
+        self._since_s = time.perf_counter()
         self._last: Event | None = None
         self._lock = threading.Lock()
 
@@ -118,5 +120,6 @@ class Staged:
                 name=landing.name,
                 after=self._after,
                 opens=opens,
+                since_s=self._since_s,
             )
             return self._last

@@ -149,6 +149,7 @@ class CudaStream:
         name: str,  # noqa: ARG002 - part of the protocol
         after: Event | None = None,
         opens: bool = True,  # noqa: ARG002 - the link has its own latency
+        since_s: float | None = None,  # noqa: ARG002 - and its own time
     ) -> CudaEvent:
         with self._lock, self._cuda.stream(self._stream):
             if after is not None:

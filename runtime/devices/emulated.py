@@ -83,9 +83,11 @@ class EmulatedStream:
         name: str,  # noqa: ARG002 - part of the protocol
         after: Event | None = None,
         opens: bool = True,
+        since_s: float | None = None,
     ) -> Event:
         assert target.nbytes == source.nbytes, "a copy is of one size"
-        copy = _Copy(target, source, after, opens, time.perf_counter())
+        ready_s = time.perf_counter() if since_s is None else since_s
+        copy = _Copy(target, source, after, opens, ready_s)
         with self._lock:
             self._last = copy
             self._queue.put(copy)

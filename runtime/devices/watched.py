@@ -49,6 +49,7 @@ class WatchedStream:
         name: str,
         after: Event | None = None,
         opens: bool = True,
+        since_s: float | None = None,
     ) -> Event:
         races, link = self._races, self._link
         if isinstance(after, WatchedEvent):
@@ -58,7 +59,9 @@ class WatchedStream:
         races.access(link, source, writes=False, name=name, what=what)
         races.access(link, target, writes=True, name=name, what=what)
         clock = races.mark(link)
-        inner = self._inner.copy(target, source, name=name, after=after, opens=opens)
+        inner = self._inner.copy(
+            target, source, name=name, after=after, opens=opens, since_s=since_s
+        )
         return WatchedEvent(inner, clock, races)
 
 

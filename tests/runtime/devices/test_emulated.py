@@ -180,11 +180,12 @@ class ForgetfulStream(WatchedStream):
         name: str,
         after: Event | None = None,
         opens: bool = True,
+        since_s: float | None = None,
     ) -> Event:
         assert after is not None or name.endswith("bias"), "only residents come unconditionally"
         if after is not None and self._device.forgets(self._name, target):
             after = None
-        return super().copy(target, source, name=name, after=after, opens=opens)
+        return super().copy(target, source, name=name, after=after, opens=opens, since_s=since_s)
 
 
 def run_twice(toy: Toy, plan: Plan, device: Forgetful) -> None:
