@@ -1,0 +1,81 @@
+"""Evaluation under the budget: eager's loss, and not a bit of the run changed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.training.runs import (
+    BUDGET_BYTES,
+    adamw,
+    batches,
+    compiled,
+    loss_fn,
+    new_model,
+    plain_losses,
+    plain_step,
+)
+
+
+def eager_loss(model: torch.nn.Module, batch: torch.Tensor) -> float:
+    """Return the loss in evaluation mode; leave the model in training mode."""
+    model.eval()
+    with torch.no_grad():
+        found = float(loss_fn(model, batch))
+    model.train()
+    return found
+
+
+@pytest.mark.parametrize("budget", [BUDGET_BYTES, "64MiB"])
+def test_evaluations_between_steps_equal_eager(budget: int | str, tmp_path: Path) -> None:
+    reference = new_model().train()
+    reference_optimizer = adamw(reference)
+    held_out = batches(4, rows=6)[3]
+    expected = []
+    torch.manual_seed(5)
+    for batch in batches(3):
+        expected += [plain_step(reference, reference_optimizer, batch)]
+        expected += [eager_loss(reference, held_out)]
+    model = new_model().train()
+    found = []
+    with compiled(model, adamw(model), tmp_path, budget=budget) as step:
+        torch.manual_seed(5)
+        for batch in batches(3):
+            found += [float(step(batch)), float(step.eval(held_out))]
+            assert step.last_run is not None
+            limit = 64 << 20 if isinstance(budget, str) else budget
+            assert step.last_run.peak_bytes["cpu"] <= limit - (4 << 20)
+        assert model.training
+        assert step.num_steps == 3
+    assert found == expected
+
+
+def test_an_evaluation_may_come_first_and_keeps_modes(tmp_path: Path) -> None:
+    model = new_model().train()
+    model.norm.eval()  # as for frozen statistics: modes are kept per module
+    reference = new_model().train()
+    with compiled(model, adamw(model), tmp_path, budget="64MiB") as step:
+        assert float(step.eval(batches(1)[0])) == eager_loss(reference, batches(1)[0])
+        assert model.training
+        assert not model.norm.training
+        assert model.blocks[0].training
+        model.norm.train()
+        torch.manual_seed(5)
+        assert [float(step(batch)) for batch in batches(2)] == plain_losses(2)
+
+
+def test_evaluating_leaves_the_run_as_it_was(tmp_path: Path) -> None:
+    model = new_model().train()
+    with compiled(model, adamw(model), tmp_path, budget="64MiB") as step:
+        torch.manual_seed(5)
+        losses = []
+        for batch in batches(3):
+            before = step.state_dict()
+            step.eval(batch)
+            after = step.state_dict()
+            for name, value in before["model"].items():
+                assert torch.equal(after["model"][name], value), name
+            losses.append(float(step(batch)))
+    assert losses == plain_losses(3)
