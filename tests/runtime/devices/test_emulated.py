@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from gascompile.errors import DeviceError, GASCompileError, RaceError
-from gascompile.ir import Machine, Plan, Prefetch, Wait
+from gascompile.errors import DeviceError, GASCompileError, RaceError, UnsupportedOpError
+from gascompile.ir import Machine, Offload, Plan, Prefetch, Wait
 from gascompile.passes.insert import insert
 from gascompile.runtime.devices import device_for
 from gascompile.runtime.devices.emulated import EmulatedDevice
@@ -19,6 +19,7 @@ from gascompile.runtime.devices.watched import WatchedDevice, WatchedEvent, Watc
 from gascompile.runtime.executor import Executor
 from gascompile.runtime.protocols import CopyStream, Event
 from gascompile.runtime.races import COMPUTE, Races, host_thread
+from gascompile.runtime.session import Session
 from gascompile.units import KIB, reserve_bytes
 from tests.runtime.devices.machines import accelerator
 from tests.runtime.toys import Toy, make_plan, mlp
@@ -320,3 +321,15 @@ class Gate:
 
     def wait(self) -> None:
         self.opened.wait()
+
+
+def test_a_plan_that_moves_activations_of_a_device_is_refused(tmp_path: Path) -> None:
+    toy = mlp(tmp_path, layers=2, width=WIDTH)
+    plan = make_plan(toy.workload, machine=FAST)
+    away = Offload(op=1, tensor=f"%{plan.ops[0].name}", link="gpu->cpu", size_bytes=512)
+    moving = dataclasses.replace(plan, steps=(*plan.steps, away))
+    with (
+        Session.for_plan(plan, sources=toy.sources, spill_folder=tmp_path) as session,
+        pytest.raises(UnsupportedOpError, match=r"activations of the device 'emulated'.*larger"),
+    ):
+        session.heap_moves(moving)
