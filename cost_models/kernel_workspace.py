@@ -63,6 +63,10 @@ def kernel_workspace_bytes(
     if func is wire_ops.DECODE:
         result = outputs[0]
         return decode_workspace_bytes(result.numel(), args[1], args[3], result.element_size())
+    if name == "aten::_scaled_dot_product_flash_attention_for_cpu_backward":
+        return size_bytes + _attention_backward_bytes(inputs)
+    if name == "aten::convolution_backward":
+        return size_bytes + _convolution_backward_bytes(args, outputs)
     if "convolution" in name:
         return size_bytes + _convolution_bytes(args, inputs, outputs)
     if name in _MATRIX_PRODUCTS:
@@ -119,6 +123,13 @@ def _attention_bytes(query: torch.Tensor, key: torch.Tensor) -> int:
     return 4 * elements * torch.get_num_threads()
 
 
+def _attention_backward_bytes(inputs: Sequence[torch.Tensor]) -> int:
+    """Return the scores and their gradients of one block per thread, and operands brought into order."""
+    query, key = inputs[1:3]
+    per_block = _attention_bytes(query, key)
+    return 2 * per_block + _nbytes([v for v in inputs if not v.is_contiguous()])
+
+
 def _convolution_bytes(
     args: Sequence[Any], inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
 ) -> int:
@@ -154,6 +165,14 @@ def _convolution_bytes(
         result_bytes, image_bytes = 2 * result_bytes, 3 * image_bytes
     weight_bytes = _blocked_weight_bytes(weight, groups, is_plain=is_plain)
     return image_bytes + weight_bytes + result_bytes + _thread_bytes(image, weight)
+
+
+def _convolution_backward_bytes(args: Sequence[Any], outputs: Sequence[torch.Tensor]) -> int:
+    """Return the copies of one gradient at a time, and the weights' of every thread before they are summed."""
+    gradient, image, weight = args[:3]
+    forward = (image, weight, None, *args[4:10])
+    once = _convolution_bytes(forward, (image, weight), (gradient,))
+    return 2 * once + (torch.get_num_threads() + 1) * _nbytes((weight,)) + _nbytes(outputs[2:])
 
 
 def _thread_bytes(image: torch.Tensor, weight: torch.Tensor) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import operator
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -91,20 +91,39 @@ def capture_joint(model: nn.Module, loss_fn: LossFunction, batch: Any) -> Joint:
     """
     leaves, spec = pytree.tree_flatten(batch)
     wrapped = _Loss(model, loss_fn, spec)
-    with contextlib.ExitStack() as stack:
+    try:
         try:
-            joint = aot_export_joint_with_descriptors(
-                stack, wrapped, tuple(leaves), decompositions={}
-            )
-        except CaptureError:
-            raise
-        except Exception as error:  # whatever the model's own code raises
-            if isinstance(error.__cause__, CaptureError):
-                raise error.__cause__ from error
-            raise CaptureError(_in_words(error, type(model).__name__)) from error
-    graph_module = joint.graph_module
-    assert isinstance(graph_module, fx.GraphModule)
+            graph_module = _traced(wrapped, leaves)
+        except DataDependentOutputException:
+            # Libraries look at values while nobody compiles them, for example whether a mask masks anything.
+            with _as_compiled():
+                graph_module = _traced(wrapped, leaves)
+    except CaptureError:
+        raise
+    except Exception as error:  # whatever the model's own code raises
+        if isinstance(error.__cause__, CaptureError):
+            raise error.__cause__ from error
+        raise CaptureError(_in_words(error, type(model).__name__)) from error
     return _read(graph_module, model)
+
+
+def _traced(wrapped: nn.Module, leaves: list[Any]) -> fx.GraphModule:
+    with contextlib.ExitStack() as stack:
+        joint = aot_export_joint_with_descriptors(stack, wrapped, tuple(leaves), decompositions={})
+        graph_module = joint.graph_module
+    assert isinstance(graph_module, fx.GraphModule)
+    return graph_module
+
+
+@contextlib.contextmanager
+def _as_compiled() -> Iterator[None]:
+    """Let model code see that it is being exported, as ``torch.compiler.is_exporting`` tells it."""
+    before = torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag
+    torch.compiler._is_compiling_flag = torch.compiler._is_exporting_flag = True
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag = before
 
 
 def _in_words(error: Exception, model: str) -> str:

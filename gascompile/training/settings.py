@@ -46,13 +46,14 @@ class Settings:
         """Return whether the batch after ``num_batches`` others ends with an update."""
         return (num_batches + 1) % self.accumulate == 0
 
-    def program(self, *, updates: bool) -> StepOptions:
-        """Return what a step does that ends with an update, or one that only adds up gradients."""
+    def program(self, *, updates: bool, trains: bool = True) -> StepOptions:
+        """Return what a step does that ends with an update, one that only adds up gradients, or an evaluation."""
         return StepOptions(
+            trains=trains,
             max_grad_norm=self.max_grad_norm,
             accumulates=self.accumulate > 1,
             updates=updates,
-            refuses_nan=self.on_nan != "ignore",
+            refuses_nan=trains and self.on_nan != "ignore",
         )
 
     def watch(self, step: int) -> contextlib.AbstractContextManager[object]:

@@ -27,6 +27,8 @@ RANDOM = "random numbers"
 class StepOptions:
     """What a step does beside its updates."""
 
+    trains: bool = True
+    """False for the loss alone."""
     max_grad_norm: float | None = None
     accumulates: bool = False
     """Gradients are added to totals that persist, and updates take the totals."""
@@ -55,7 +57,8 @@ def step_program(joint: Joint, rules: Rules, *, name: str, options: StepOptions)
     builder.copy_what_is_bound()
     builder.find_ends()
     builder.copy_back()
-    builder.take_gradients()
+    if options.trains:
+        builder.take_gradients()
     output = graph.output_node()
     output.args = ((joint.loss,),)
     output.meta.pop("desc", None)
@@ -234,7 +237,8 @@ class _Builder:
         bindings = {**joint.bound, **{node.name: tile for tile, node in self._tile_nodes.items()}}
         nodes = {node.name: node for node in graph.nodes}
         bound = {bindings[p]: _bound(nodes[p]) for p in bindings}
-        changed = self._rules.slots if self._options.updates else ()
+        options = self._options
+        changed = self._rules.slots if options.trains and options.updates else ()
         states = {*self._tiles, *changed, *joint.mutations}
         inputs = (*joint.inputs, *(node.name for node in self._hyper))
         program = Program(

@@ -29,14 +29,14 @@ def _next_token(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
 
 
 def gpt2() -> Case:
-    config = transformers.GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=100, n_positions=16)
+    config = transformers.GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=100, n_positions=16)
     return transformers.GPT2LMHeadModel(config), _next_token, _batches(lambda: _tokens(2, 16))
 
 
 def llama() -> Case:
     config = transformers.LlamaConfig(
         hidden_size=32,
-        num_hidden_layers=2,
+        num_hidden_layers=1,
         num_attention_heads=4,
         num_key_value_heads=2,
         intermediate_size=64,
@@ -48,7 +48,7 @@ def llama() -> Case:
 def bert() -> Case:
     config = transformers.BertConfig(
         hidden_size=32,
-        num_hidden_layers=2,
+        num_hidden_layers=1,
         num_attention_heads=2,
         intermediate_size=64,
         vocab_size=100,
@@ -70,7 +70,7 @@ def bert() -> Case:
 def vit() -> Case:
     config = transformers.ViTConfig(
         hidden_size=32,
-        num_hidden_layers=2,
+        num_hidden_layers=1,
         num_attention_heads=2,
         intermediate_size=64,
         image_size=16,
@@ -117,16 +117,12 @@ def test_bits_of_eager_in_every_budget(make: Callable[[], Case], tmp_path: Path)
     model, loss_fn, batches = make()
     trial = Trial(model.train(), loss_fn, batches, tmp_path, adamw)
     eager = trial.eager()
+    smallest = trial.smallest_budget()
     full = trial.planned()
     full.assert_equals(eager)
     assert full.plan is not None
-    smallest = trial.smallest_budget()
     peak_bytes = full.plan.peak_bytes["cpu"]
-    for budget in (
-        peak_bytes + TRANSFER_BYTES,
-        max(peak_bytes // 2 + TRANSFER_BYTES, smallest),
-        smallest,
-    ):
+    for budget in (max(peak_bytes // 2 + TRANSFER_BYTES, smallest), smallest):
         result = trial.planned(budget)
         result.assert_equals(eager)
         assert result.plan is not None
