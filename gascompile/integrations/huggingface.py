@@ -70,7 +70,7 @@ def _parts_of_cache(cache: Any) -> tuple[list[Any], Any]:
 
 
 def _with_keys(parts: list[Any], context: Any) -> tuple[list[tuple[pytree.KeyEntry, Any]], Any]:
-    names = (pytree.MappingKey(name) for name in context[0])
+    names: list[pytree.KeyEntry] = [pytree.MappingKey(name) for name in context[0]]
     return list(zip(names, parts, strict=True)), context
 
 
