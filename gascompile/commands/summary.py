@@ -36,11 +36,22 @@ def plan_parts(plan: Plan) -> list[RenderableType]:
         ("planned peak", sizes(plan.peak_bytes)),
         (f"resident in {site}", _count(resident)),
         ("streamed", _count(streamed)),
+        *_form_rows(plan),
         ("moved / iteration", sizes(plan.link_bytes)),
         *_certificate_rows(plan.certificate),
         ("strategy", plan.strategy),
     ]
     return [fields(f"Plan for {plan.workload.name}", rows)]
+
+
+def _form_rows(plan: Plan) -> list[tuple[str, str]]:
+    """Return the bytes of the weights that move in another form than they are computed in."""
+    size_bytes: dict[str, int] = {}
+    for tensor in plan.tensors.values():
+        if tensor.forms is not None:
+            wire = tensor.forms.wire
+            size_bytes[wire] = size_bytes.get(wire, 0) + tensor.size_bytes
+    return [("other forms", sizes(size_bytes))] if size_bytes else []
 
 
 def _count(weights: Sequence[TensorPlan]) -> str:

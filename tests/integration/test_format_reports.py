@@ -12,7 +12,7 @@ from torch import nn
 import gascompile
 from gascompile import serial
 from gascompile.errors import InfeasiblePlanError, UnsupportedOpError
-from gascompile.form_report import output_error
+from gascompile.form_report import FormatReport, output_error
 from gascompile.form_trials import fastest_form
 from gascompile.ir import Forms
 from gascompile.program import Program
@@ -48,7 +48,7 @@ def test_the_report_names_every_weight_and_what_it_lost(cache: Path) -> None:
         assert 0 < weight.size_bytes - values.numel() <= 16 * len(values)
     assert report.relative_error == max(weight.relative_error for weight in report.weights)
     assert sum(report.size_bytes.values()) == sum(w.size_bytes for w in report.weights)
-    assert serial.to_json(report)["size_bytes"]["int8"] == report.size_bytes["int8"]
+    assert serial.from_json(FormatReport, serial.to_json(report)) == report
 
 
 def test_the_measured_error_is_that_of_the_outputs(cache: Path) -> None:
@@ -236,6 +236,8 @@ def test_plan_takes_a_form(cache: Path, tmp_path: Path) -> None:
     }
     assert moved["int8"] < 0.6 * moved["bf16"]
     assert moved["auto"] < moved["bf16"]
+    assert "int8" in ok("plan", SOURCE, *shared, "--weights", "int8")
+    assert "int8" not in ok("plan", SOURCE, *shared)
     assert failure("plan", SOURCE, *shared, "--weights", "int3")[0] == 2
     workload = tmp_path / "net.workload.json"
     ok("annotate", SOURCE, "-m", MACHINE, "-o", str(workload))
