@@ -75,6 +75,11 @@ def new_model(seed: int = 1, *, width: int = 64) -> TinyGPT:
     return TinyGPT(width)
 
 
+def freeze(model: TinyGPT) -> None:
+    """Leave one matrix as it is, so that checkpoints have something to link."""
+    model.blocks[0].get_submodule("qkv").requires_grad_(False)
+
+
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
     """Return an optimizer whose kernels are the ones of a compiled step."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -118,10 +123,11 @@ def plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.
 
 def plain_losses(count: int, *, seed: int = 5) -> list[float]:
     """Return the losses of a run in plain torch that begins with ``torch.manual_seed(seed)``."""
-    model = new_model().train()
-    optimizer = adamw(model)
-    torch.manual_seed(seed)
-    return [plain_step(model, optimizer, batch) for batch in batches(count)]
+    with torch.random.fork_rng(devices=[]):
+        model = new_model().train()
+        optimizer = adamw(model)
+        torch.manual_seed(seed)
+        return [plain_step(model, optimizer, batch) for batch in batches(count)]
 
 
 CRASH_RUNS = int(os.environ.get("GASCOMPILE_CRASH_RUNS", "8"))

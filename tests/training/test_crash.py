@@ -1,0 +1,92 @@
+"""Runs killed at random moments go on from a whole checkpoint and reproduce the losses of one that was not."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+from tests.training.runs import CRASH_RUNS, adamw, batches, freeze, new_model, plain_step
+
+NUM_STEPS = 1000
+LANES = 2
+MOST_S = 1.2
+"""After being ready: a few dozen steps."""
+
+
+def start(folder: Path, root: Path, num_steps: int) -> subprocess.Popen[str]:
+    """Return a worker that has loaded what there is and is about to train."""
+    worker = subprocess.Popen(
+        [sys.executable, "-m", "tests.training.crash_worker", str(folder), str(num_steps)],
+        cwd=root,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert worker.stdout is not None
+    assert worker.stdout.readline() == "ready\n"
+    return worker
+
+
+def losses(folder: Path) -> list[tuple[int, float]]:
+    """Return what was logged, step by step; a kill may have cut the last line."""
+    if not (folder / "losses").is_file():
+        return []
+    lines = (folder / "losses").read_text().split("\n")[:-1]
+    return [(int(number), loss) for number, loss in map(json.loads, lines)]
+
+
+def killed_runs(folder: Path, root: Path, count: int, wanted: list[float]) -> int:
+    """Let ``count`` runs follow each other, each killed; return how many steps they logged."""
+    moments = random.Random(f"{folder.name} {count}")
+    seen: list[int] = []
+    whole_before = 0
+    for _ in range(count):
+        known = len(losses(folder))
+        worker = start(folder, root, len(wanted))
+        killer = threading.Timer(moments.uniform(0.0, MOST_S), worker.send_signal, [signal.SIGKILL])
+        with worker:
+            killer.start()
+            assert worker.stdout is not None
+            worker.stdout.read()
+        killer.join()
+        assert worker.returncode == -signal.SIGKILL
+        found = losses(folder)[known:]
+        for number, loss in found:
+            assert loss == wanted[number - 1]
+        if found and seen:
+            # The step after the last one that was logged, or that one again: its save was cut off.
+            assert found[0][0] in (seen[-1], seen[-1] + 1)
+            assert found[0][0] == whole_before + 1
+        whole = list(folder.glob("checkpoints/checkpoint-*"))
+        assert len(whole) <= 2
+        if whole:
+            whole_before = json.loads((max(whole) / "state.json").read_text())["step"]
+            assert (found[-1][0] if found else whole_before) - whole_before in (0, 1)
+        seen += [number for number, _ in found]
+    return len(seen)
+
+
+def test_killed_runs_resume_and_repeat_eagers_losses(tmp_path: Path, root: Path) -> None:
+    model = new_model().train()
+    freeze(model)
+    optimizer = adamw(model)
+    torch.manual_seed(5)
+    wanted = [plain_step(model, optimizer, batch) for batch in batches(NUM_STEPS)]
+    folders = [tmp_path / f"lane-{number}" for number in range(LANES)]
+    with ThreadPoolExecutor(LANES) as pool:
+        ends = [
+            pool.submit(killed_runs, folder, root, -(-CRASH_RUNS // LANES), wanted)
+            for folder in folders
+        ]
+        assert sum(end.result() for end in ends) > 0
+    for folder in folders:
+        assert list((folder / "cache" / "training").iterdir()) == []  # what had left memory is gone
