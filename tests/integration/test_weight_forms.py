@@ -15,7 +15,8 @@ import gascompile
 from gascompile.calls import bind_call
 from gascompile.form_store import conversion_errors
 from gascompile.integrations.huggingface import register_pytrees
-from gascompile.wire_ops import decoded
+from gascompile.quantize import pack
+from gascompile.wire_ops import LINEAR, decoded, linear_workspace_bytes
 from tests import zoo
 from tests.allocator import peak_growth_bytes
 from tests.integration.lossy_net import Net, net
@@ -88,7 +89,7 @@ def test_a_lossy_form_computes_what_its_weights_decode_to(
     model, ids = net()
     exact = outputs(model, ids)[0]
     with gascompile.compile(
-        model, budget, example_inputs=(ids,), cache_dir=cache, weights=form
+        model, budget, example_inputs=(ids,), cache_dir=cache, weights=form, fuse="off"
     ) as compiled:
         with_decoded_weights(model, compiled)
         expected = outputs(model, ids)[0]
@@ -107,6 +108,18 @@ def test_a_lossy_form_computes_what_its_weights_decode_to(
         assert {"bf16": "bfloat16"}.get(form, form) in wires
     limit = {"bf16": 0.01, "int8": 0.03, "int4": 0.3}[form]
     assert 0 < float((expected - exact).norm() / exact.norm()) < limit
+
+
+@pytest.mark.parametrize("form", ["bfloat16", "int8", "int4"])
+@pytest.mark.parametrize("rows", [1, 31, 32, 128])
+def test_a_wire_layer_multiplies_within_the_workspace_it_plans(form: str, rows: int) -> None:
+    torch.manual_seed(0)
+    packed, x = pack(torch.randn(3000, 1024), form, 32), torch.randn(rows, 1024)
+    found = []
+    allocated = peak_growth_bytes(lambda: found.append(LINEAR(x, packed, None, form, 32)))
+    expected = x.double() @ decoded(packed, form, 1024, 32, torch.float32).double().t()
+    torch.testing.assert_close(found[0].double(), expected, rtol=0, atol=1e-3)
+    assert allocated - found[0].nbytes <= linear_workspace_bytes(x, packed, form, 32)
 
 
 def test_a_form_is_written_once_and_says_what_it_lost(cache: Path) -> None:
