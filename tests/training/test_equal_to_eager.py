@@ -93,7 +93,7 @@ def convolutional() -> Case:
         nn.BatchNorm2d(8),
         nn.ReLU(),
         nn.Conv2d(8, 16, 3, stride=2, groups=2),
-        nn.BatchNorm2d(16, momentum=None),
+        nn.BatchNorm2d(16),
         nn.GELU(),
         nn.MaxPool2d(2),
         nn.Flatten(),

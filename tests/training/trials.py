@@ -53,7 +53,7 @@ class Trial:
         for number, batch in enumerate(self.batches):
             loss = self.loss_fn(model, batch)
             loss.backward()
-            losses.append(loss.detach())
+            losses.append(loss.detach().clone())
             if (number + 1) % every:
                 continue
             if limit is not None:
