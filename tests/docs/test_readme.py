@@ -74,6 +74,7 @@ def test_the_code_and_the_commands_run(
         "docs/how-it-works.md",
         "docs/explaining-a-plan.md",
         "docs/weight-forms.md",
+        "docs/training.md",
     ):
         page = ROOT / name
         for block in blocks(page):
