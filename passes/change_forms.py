@@ -39,7 +39,10 @@ def change_forms(program: Program, forms: Mapping[str, FormSpec]) -> Program:
         _check(program, name, spec)
         bound[name] = _wire_spec(program.bound[name], spec)
     graph = fx.Graph()
-    graph.output(graph.graph_copy(program.graph_module.graph, {}))
+    copies: dict[fx.Node, fx.Node] = {}
+    graph.output(graph.graph_copy(program.graph_module.graph, copies))
+    for node, copied in copies.items():
+        copied.name = node.name  # a copy gives inputs called like builtins another one
     for node in list(graph.nodes):
         bound_name = program.bindings.get(node.name, "") if node.op == "placeholder" else ""
         if bound_name in forms:

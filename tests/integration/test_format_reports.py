@@ -121,6 +121,15 @@ def test_a_bundle_knows_its_errors_but_not_the_exact_weights(cache: Path, tmp_pa
             loaded.measure_error(ids)
 
 
+def test_an_input_may_be_called_like_a_builtin(cache: Path) -> None:
+    torch.manual_seed(0)
+    layer, x = nn.Sequential(nn.Linear(256, 256)), torch.randn(2, 256)  # forward(input)
+    with gascompile.compile(
+        layer, example_inputs=(x,), cache_dir=cache, weights="int8", fuse="off"
+    ) as compiled:
+        torch.testing.assert_close(compiled(x), layer(x).detach(), rtol=0, atol=0.05)
+
+
 def test_errors_by_hand() -> None:
     exact = {"a": torch.tensor([3.0, 4.0]), "b": torch.tensor([0.0, 12.0]), "n": torch.tensor(7)}
     found = {**exact, "a": torch.tensor([3.0, 5.3]), "n": torch.tensor(8)}
