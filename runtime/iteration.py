@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,8 @@ from gascompile.ir import (
     Wait,
 )
 from gascompile.reports import RunReport, Stall
+from gascompile.runtime.heap_memory import HeapMemory, own_bytes
+from gascompile.runtime.lives import Entry, Lives, at_rest, changes, owners
 from gascompile.runtime.meter import process_peak_bytes
 from gascompile.runtime.persistent import Persistent
 from gascompile.runtime.protocols import Ticket
@@ -36,18 +37,6 @@ from gascompile.runtime.spill_slots import spill_slots
 
 _STALL_S = 1e-5
 """Shorter waits are the cost of looking."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    """One step with what may be let go of after it."""
-
-    step: Step
-    nodes: tuple[fx.Node, ...]
-    """What a ``Compute`` or ``Recompute`` runs: the op, and views of its result that are taken anew."""
-    frees: tuple[fx.Node, ...]
-    dies: tuple[str, ...]
-    """Tensors that nothing needs any more in this iteration."""
 
 
 class Iteration:
@@ -88,18 +77,22 @@ class Iteration:
         named = {node.name: node for node in graph.nodes if node.op == "placeholder"}
         self._inputs = [named[name] for name in inputs]
         (self._outputs,) = graph.output_node().args
-        self._owner = _owners(self._nodes, plan)
-        self._entries = _Lives(self._nodes, plan, self._outputs, self._owner).entries()
+        self._owner = owners(self._nodes, plan)
+        self._entries = Lives(self._nodes, plan, self._outputs, self._owner).entries()
         moved = [
             step
             for step in plan.steps
             if isinstance(step, (Offload, Reload, Wait)) and step.tensor not in persistent.sizes
         ]
         self._spill = Spill(folder, spill_slots(moved), buffers)
-        self.away, self._up_front = _at_rest(plan, persistent.sizes)
-        self._changes = _changes(plan, persistent.sizes)
+        self.away, self._up_front = at_rest(plan, persistent.sizes)
+        self._changes = changes(plan, persistent.sizes)
         released = {step.tensor for step in plan.steps if isinstance(step, Release)}
         self._dropped = released & set(persistent.sizes)
+        self.heap = HeapMemory()
+        self._budget_bytes = plan.budget_bytes[plan.machine.compute_tier]
+        self.new_bytes = _new_bytes(plan, persistent.sizes)
+        """What each op allocates."""
         self._pending: dict[str, Ticket] | None = None
         """Transfers that the last run has started for the next one; ``None`` before the first."""
 
@@ -114,6 +107,7 @@ class Iteration:
         if pending is None:
             self._persistent.write_out(self._dropped)
             self._persistent.rest(self.away)
+            self.heap.begin(own_bytes() - self._persistent.resident_bytes + self._budget_bytes)
         run = _Run(self, inputs, pending or {})
         if pending is None:
             run.start(self._up_front)
@@ -130,7 +124,8 @@ class Iteration:
             ticket.wait()
 
     def close(self) -> None:
-        """Give the file of the activations back; idempotent."""
+        """Give the file of the activations back, and the heap's holes; idempotent."""
+        self.heap.end()
         self._spill.close()
 
 
@@ -162,14 +157,16 @@ class _Run:
             self.move(step)
         self._link_bytes.clear()
 
-    def steps(self, entries: Sequence[_Entry]) -> None:
+    def steps(self, entries: Sequence[Entry]) -> None:
         """Take all steps in order."""
         ops = self._of._plan.workload.ops
         for entry in entries:
             step = entry.step
             if isinstance(step, (Compute, Recompute)):
                 again = isinstance(step, Recompute)
-                op = ops[step.source if isinstance(step, Recompute) else step.op]
+                number = step.source if isinstance(step, Recompute) else step.op
+                op = ops[number]
+                self._of.heap.make_room(self._of.new_bytes[number])
                 self._compute(entry.nodes, op.name)
                 for name in op.writes:
                     self._born(name)
@@ -214,6 +211,7 @@ class _Run:
                 self.tickets[name] = self._write(name)
                 self._link_bytes[link] += step.size_bytes
             case Reload(tensor=name, link=link):
+                self._of.heap.make_room(step.size_bytes)
                 self.tickets[name] = self._read(name)
                 self._link_bytes[link] += step.size_bytes
             case Wait(tensor=name):
@@ -279,138 +277,10 @@ class _Run:
         )
 
 
-def _owners(nodes: Sequence[fx.Node], plan: Plan) -> dict[str, tuple[fx.Node, int | None]]:
-    """Return per tensor the op that creates it, and which element of its result it is."""
-    found: dict[str, tuple[fx.Node, int | None]] = {}
-    for node, op in zip(nodes, plan.workload.ops, strict=True):
-        own = f"%{node.name}"
-        for name in op.writes:
-            if name == own:
-                found[name] = (node, None)
-            elif name.startswith(f"{own}."):
-                found[name] = (node, int(name.removeprefix(f"{own}.")))
-    return found
-
-
-def _changes(plan: Plan, persistent: Mapping[str, int]) -> list[tuple[str, ...]]:
-    return [tuple(n for n in op.writes if n in persistent) for op in plan.workload.ops]
-
-
-class _Lives:
-    """When values end: after the last step that reads them, runs of recomputed ops and of their views included."""
-
-    def __init__(
-        self,
-        nodes: Sequence[fx.Node],
-        plan: Plan,
-        outputs: Any,
-        owner: Mapping[str, tuple[fx.Node, int | None]],
-    ) -> None:
-        self._nodes, self._plan, self._owner = nodes, plan, owner
-        self._outputs = set(outputs)
-        self._last: dict[fx.Node, int] = {}
-        self._last_of_tensor: dict[str, int] = {}
-
-    def entries(self) -> tuple[_Entry, ...]:
-        """Return the plan's steps with their ends."""
-        steps = self._plan.steps
-        runs: list[tuple[fx.Node, ...]] = [()] * len(steps)
-        for at in reversed(range(len(steps))):
-            step = steps[at]
-            match step:
-                case Compute(op=op):
-                    runs[at] = (self._nodes[op],)
-                    self._use(op, at)
-                case Recompute(source=source):
-                    runs[at] = (self._nodes[source], *self._views(source, at))
-                    self._use(source, at)
-                    for node in runs[at]:
-                        for read in node.all_input_nodes:
-                            self._last.setdefault(read, at)
-                case _:
-                    self._last_of_tensor.setdefault(step.tensor, at)
-                    if step.tensor in self._owner:
-                        self._last.setdefault(self._owner[step.tensor][0], at)
-        frees: dict[int, list[fx.Node]] = defaultdict(list)
-        for node, at in self._last.items():
-            if node not in self._outputs and node.op == "call_function":
-                frees[at].append(node)
-        dies: dict[int, list[str]] = defaultdict(list)
-        for name, at in self._last_of_tensor.items():
-            if name in self._owner and self._owner[name][0] not in self._outputs:
-                dies[at].append(name)
-        return tuple(
-            _Entry(step, runs[at], tuple(frees[at]), tuple(dies[at]))
-            for at, step in enumerate(steps)
-        )
-
-    def _use(self, op: int, at: int) -> None:
-        node = self._nodes[op]
-        self._last.setdefault(node, at)
-        for read in node.all_input_nodes:
-            self._last.setdefault(read, at)
-        spec = self._plan.workload.ops[op]
-        for name in (*spec.reads, *spec.writes):
-            self._last_of_tensor.setdefault(name, at)
-            if name in self._owner:
-                # A view may be read when the op's own result is not: its memory moves by the latter.
-                self._last.setdefault(self._owner[name][0], at)
-
-    def _views(self, source: int, at: int) -> tuple[fx.Node, ...]:
-        """Return the views of an op's result that exist before ``at`` and are read after it."""
-        ops = self._plan.workload.ops
-        made_before = {step.op for step in self._plan.steps[:at] if isinstance(step, Compute)}
-        derived = {self._nodes[source]}
-        found: list[int] = []
-        for number in range(source + 1, len(self._nodes)):
-            node = self._nodes[number]
-            if ops[number].writes or number not in made_before:
-                continue
-            if derived & set(node.all_input_nodes):
-                derived.add(node)
-                found.append(number)
-        wanted: set[fx.Node] = set()
-        for number in reversed(found):
-            node = self._nodes[number]
-            read_by_views = any(user in wanted for user in node.users)
-            if self._last.get(node, -1) > at or read_by_views:
-                wanted.add(node)
-        return tuple(self._nodes[number] for number in found if self._nodes[number] in wanted)
-
-
-def _at_rest(
-    plan: Plan, persistent: Mapping[str, int]
-) -> tuple[frozenset[str], tuple[Offload | Reload, ...]]:
-    """Return the tensors that are away before the first step, and moves that the last iteration has started.
-
-    A wait that stands before the move it is for belongs to the iteration before.
-    """
-    first: dict[str, Step] = {}
-    last: dict[str, Offload | Reload] = {}
-    used: set[str] = set()
-    for step in plan.steps:
-        if isinstance(step, Compute):
-            op = plan.workload.ops[step.op]
-            used.update((*op.reads, *op.writes))
-        elif isinstance(step, (Offload, Reload, Release, Wait)) and step.tensor in persistent:
-            if step.tensor not in used:
-                first.setdefault(step.tensor, step)
-            if isinstance(step, (Offload, Reload)):
-                last[step.tensor] = step
-    away: set[str] = set()
-    up_front: list[Offload | Reload] = []
-    for name, step in first.items():
-        if isinstance(step, Reload):
-            away.add(name)
-        elif isinstance(step, Wait) and name in last:
-            up_front.append(last[name])
-            if isinstance(last[name], Reload):
-                away.add(name)
-    site = plan.machine.compute_tier
-    idle = {
-        name
-        for name, tensor in plan.tensors.items()
-        if name in persistent and name not in used and tensor.home != site
-    }
-    outside = set(persistent) - set(plan.tensors)
-    return frozenset(away | idle | outside), tuple(up_front)
+def _new_bytes(plan: Plan, persistent: Mapping[str, int]) -> list[int]:
+    """Return the bytes that each op allocates, workspace included."""
+    sizes = {tensor.name: tensor.size_bytes for tensor in plan.workload.tensors}
+    return [
+        sum(sizes[name] for name in op.writes if name not in persistent) + op.workspace_bytes
+        for op in plan.workload.ops
+    ]

@@ -1,0 +1,45 @@
+"""Freed memory is kept for the next op until the process would outgrow its limit."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+
+CODE = """
+    import torch
+    from gascompile.runtime.heap_memory import HeapMemory, own_bytes
+
+    MIB = 1 << 20
+
+    def holes():
+        # Every other block stays, so that no hole touches the top of the heap.
+        blocks = [torch.ones(MIB) for _ in range(64)]
+        return blocks[1::2]
+
+    heap = HeapMemory()
+    before = own_bytes()
+    heap.begin(before + 400 * MIB)
+    kept = holes()
+    with_holes = own_bytes() - before
+    heap.make_room(100 * MIB)
+    assert heap.num_trims == 0, heap.num_trims
+    assert own_bytes() - before == with_holes
+    heap.make_room(200 * MIB)
+    assert heap.num_trims == 1
+    tight = own_bytes() - before
+    assert all(float(block.sum()) == MIB for block in kept)
+    heap.end()
+    print(with_holes // MIB, tight // MIB)
+"""
+
+
+def test_holes_are_kept_within_the_limit_and_given_back_beyond_it() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(CODE)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    with_holes, tight = map(int, done.stdout.split())
+    # 64 blocks of 4 MiB were alive, 32 of them still are.
+    assert with_holes >= 250
+    assert 128 <= tight <= 140
