@@ -73,6 +73,13 @@ def kernel_workspace_bytes(
         return size_bytes + _product_bytes(*inputs[_MATRIX_PRODUCTS[name] :][:2])
     if name in ("aten::lstm", "aten::mkldnn_rnn_layer"):
         return size_bytes + _lstm_bytes(inputs, outputs)
+    if name == "aten::native_batch_norm_backward":
+        # [Empirical] a copy of the size of the image.
+        return size_bytes + _batch_norm_bytes(inputs[1]) + _nbytes(inputs[:1])
+    if name == "aten::native_group_norm_backward":
+        # Two sums per sample and channel.
+        per_channel = 8 * inputs[1].shape[0] * inputs[1].shape[1]
+        return size_bytes + per_channel + _nbytes([v for v in inputs if not v.is_contiguous()])
     if "batch_norm" in name:
         return size_bytes + _batch_norm_bytes(inputs[0])
     if "upsample" in name:
@@ -127,7 +134,9 @@ def _attention_backward_bytes(inputs: Sequence[torch.Tensor]) -> int:
     """Return the scores and their gradients of one block per thread, and operands brought into order."""
     query, key = inputs[1:3]
     per_block = _attention_bytes(query, key)
-    return 2 * per_block + _nbytes([v for v in inputs if not v.is_contiguous()])
+    # The gradient of the result is copied in any case. [Empirical]
+    copied = [v for v in inputs[1:] if not v.is_contiguous()]
+    return 2 * per_block + _nbytes((inputs[0], *copied))
 
 
 def _convolution_bytes(

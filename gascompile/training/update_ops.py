@@ -131,6 +131,7 @@ def _adam(
             amsgrad=False,
             maximize=bool(maximize),
         )
+        del part  # so that the next piece takes its memory
 
 
 def _sgd(
@@ -161,6 +162,7 @@ def _sgd(
                 kept.mul_(factor).add_(part, alpha=1 - dampening)
             part = (part.add_ if is_copy else part.add)(kept, alpha=factor) if nesterov else kept
         target.add_(part, alpha=-lr)
+        del part
 
 
 def _accumulate(
@@ -172,6 +174,7 @@ def _accumulate(
     for first, last in _pieces(begin, begin + total.numel(), whole=whole):
         part, _ = _part(parameter, gradient, begin, first, last)
         total[first - begin : last - begin].add_(part)
+        del part
 
 
 def _clip_scale(norms: list[torch.Tensor], limit: float) -> torch.Tensor:
