@@ -368,8 +368,10 @@ def test_a_run_resumes_between_the_batches_of_an_update(tmp_path: Path) -> None:
 def test_parameters_in_another_order_of_memory_come_back(tmp_path: Path) -> None:
     def start() -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(1)
-        model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3))
-        model = model.to(memory_format=torch.channels_last)
+        layers = [nn.Conv2d(3, 8, 3), nn.Conv2d(8, 4, 3)]
+        model = nn.Sequential(layers[0], nn.ReLU(), layers[1])
+        for weight in (layer.weight for layer in layers):
+            weight.data = weight.detach().contiguous(memory_format=torch.channels_last)
         return model, torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
 
     def square(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
