@@ -51,6 +51,8 @@ class Persistent:
         self._valid: set[str] = set(zeros)
         """Whose slot holds the value of now."""
         self._writes: dict[str, Ticket] = {}
+        self.num_changes = 0
+        """Grows whenever a value changes."""
 
     def is_away(self, name: str) -> bool:
         """Return whether the tensor has no memory."""
@@ -63,6 +65,8 @@ class Persistent:
 
     def changed(self, names: Iterable[str]) -> None:
         """Take note that the values in memory are newer than the slots'."""
+        names = tuple(names)
+        self.num_changes += len(names)
         self._valid.difference_update(names)
 
     def write(self, name: str) -> Ticket:
