@@ -177,7 +177,7 @@ def own_storages(model: nn.Module) -> None:
 
 
 def _by_stride(tensor: torch.Tensor) -> list[int]:
-    return sorted(range(tensor.dim()), key=lambda d: -tensor.stride(d))
+    return sorted(range(tensor.dim()), key=lambda d: -tensor.stride()[d])
 
 
 def _read(graph_module: fx.GraphModule, model: nn.Module) -> Joint:

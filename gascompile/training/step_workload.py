@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from torch import fx
 
@@ -42,7 +43,7 @@ def step_workload(program: StepProgram, machine: Machine) -> Workload:
 
 def _own_bytes(node: fx.Node) -> int:
     """Return what an update op allocates inside, where fake tensors do not see it."""
-    values = [arg.meta["val"] if isinstance(arg, fx.Node) else arg for arg in node.args]
+    values: list[Any] = [arg.meta["val"] if isinstance(arg, fx.Node) else arg for arg in node.args]
     match node.target:
         case update_ops.adam:
             parameter, gradient, moment, _, _, scale, *_ = values

@@ -60,7 +60,7 @@ def _part(
     if gradient.stride() == parameter.stride():
         return _range(gradient, begin, end), False
     # A transposed product, or another memory format: only the rows that are needed are brought into order.
-    order = sorted(range(parameter.dim()), key=lambda d: -parameter.stride(d))
+    order = sorted(range(parameter.dim()), key=lambda d: -parameter.stride()[d])
     ordered = gradient.permute(order)
     columns = parameter.numel() // ordered.shape[0]
     first, last = begin // columns, -(-end // columns)

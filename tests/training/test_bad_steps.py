@@ -47,7 +47,8 @@ def _compile(
 
 def _branch(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     out = model(batch)
-    return out.mean() if out.sum() > 0 else out.square().mean()
+    loss: torch.Tensor = out.mean() if out.sum() > 0 else out.square().mean()
+    return loss
 
 
 def _clamp(model: Any, batch: torch.Tensor) -> torch.Tensor:

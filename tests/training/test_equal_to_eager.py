@@ -75,9 +75,9 @@ def vit() -> Case:
         intermediate_size=64,
         image_size=16,
         patch_size=8,
-        num_labels=5,
         hidden_dropout_prob=0.1,
     )
+    config.num_labels = 5
 
     def loss_fn(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         loss: torch.Tensor = model(pixel_values=batch[0], labels=batch[1]).loss
@@ -128,5 +128,6 @@ def test_bits_of_eager_in_every_budget(make: Callable[[], Case], tmp_path: Path)
         assert result.plan is not None
         assert result.peak_bytes <= budget - TRANSFER_BYTES
         assert result.plan.peak_bytes["cpu"] <= budget
+    assert result.plan is not None
     kinds = {type(step) for step in result.plan.steps}
     assert kinds & {Reload, Recompute}, "the smallest budget holds all there is"

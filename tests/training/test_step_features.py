@@ -49,7 +49,8 @@ def _loss(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
     losses = functional.cross_entropy(
         logits.flatten(0, 1), batch["pair"][0].flatten(), reduction="none"
     )
-    return (losses * batch["mask"].flatten()).sum() / batch["count"]
+    loss: torch.Tensor = (losses * batch["mask"].flatten()).sum() / batch["count"]
+    return loss
 
 
 def _batches(number: int, rows: int = 4) -> list[dict[str, Any]]:
@@ -141,7 +142,7 @@ def test_clipping(optimizer: Optimizers, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("clip", [None, 0.3])
 def test_gradients_of_three_batches(clip: float | None, tmp_path: Path) -> None:
-    options = {"accumulate": 3} | ({"max_grad_norm": clip} if clip else {})
+    options: dict[str, Any] = {"accumulate": 3} | ({"max_grad_norm": clip} if clip else {})
     trial = _trial(tmp_path, **options)
     eager = trial.eager()
     for budget in (None, trial.smallest_budget()):
@@ -242,8 +243,7 @@ def test_buffers_that_swap_their_values(tmp_path: Path) -> None:
         def __init__(self) -> None:
             super().__init__()
             self.weight = nn.Parameter(torch.randn(6))
-            self.register_buffer("a", torch.randn(6))
-            self.register_buffer("b", torch.randn(6))
+            self.a, self.b = (nn.Buffer(torch.randn(6)) for _ in range(2))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             loss = (self.weight * self.a.clone() * x).square().sum()
@@ -266,7 +266,8 @@ def test_memory_formats_and_shared_storages(tmp_path: Path) -> None:
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             y = self.conv(x).mean((2, 3))
-            return ((y @ self.part) + (y @ self.turned)).square().mean()
+            loss: torch.Tensor = ((y @ self.part) + (y @ self.turned)).square().mean()
+            return loss
 
     model = Odd()
     trial = Trial(model, lambda m, b: m(b), [torch.randn(2, 4, 6, 6) for _ in range(3)], tmp_path)

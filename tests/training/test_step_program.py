@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -97,8 +98,7 @@ def test_the_graph_is_not_read_once_per_parameter() -> None:
 
     visited = 0
     graph = torch.fx.Graph
-    iterate = graph.nodes.fget
-    assert iterate is not None
+    iterate = vars(graph)["nodes"].fget
 
     def counted(self: torch.fx.Graph) -> Any:
         nonlocal visited
@@ -150,10 +150,11 @@ def test_updates_allocate_what_is_planned(
 
 def test_layouts_do_not_matter_to_updates() -> None:
     hyper = torch.tensor([0.1, 0.9, 0.99, 1e-8, 0.1, 0.0, 1.0]).double()
-    for strange in (
+    layouts: list[Callable[[torch.Tensor], torch.Tensor]] = [
         lambda v: v.permute(3, 2, 0, 1).contiguous().permute(2, 3, 1, 0),
         lambda v: v.contiguous(memory_format=torch.channels_last),
-    ):
+    ]
+    for strange in layouts:
         start, gradient = torch.randn(6, 5, 4, 3), torch.randn(6, 5, 4, 3)
         found = []
         for parameter, slope in (
