@@ -89,7 +89,7 @@ def capture_joint(model: nn.Module, loss_fn: LossFunction, batch: Any) -> Joint:
     Raises:
         CaptureError: the loss is no scalar, depends on no parameter, or cannot be traced.
     """
-    leaves, spec = pytree.tree_flatten(batch)
+    leaves, spec = batch_leaves(batch), pytree.tree_structure(batch)
     wrapped = _Loss(model, loss_fn, spec)
     try:
         try:
@@ -105,6 +105,11 @@ def capture_joint(model: nn.Module, loss_fn: LossFunction, batch: Any) -> Joint:
             raise error.__cause__ from error
         raise CaptureError(_in_words(error, type(model).__name__)) from error
     return _read(graph_module, model)
+
+
+def batch_leaves(batch: Any) -> list[Any]:
+    """Return a batch's leaves, its tensors contiguous, as steps are planned for them."""
+    return [x.contiguous() if isinstance(x, torch.Tensor) else x for x in pytree.tree_leaves(batch)]
 
 
 def _traced(wrapped: nn.Module, leaves: list[Any]) -> fx.GraphModule:
@@ -200,6 +205,11 @@ def _read(graph_module: fx.GraphModule, model: nn.Module) -> Joint:
                 raise CaptureError(f"the loss takes {other}, which has no place in a plan")
     _lift_constants(graph_module, bound, tensors)
     _drop_aliases(graph)
+    for node in graph.nodes:
+        if "_sparse_" in str(node.target):
+            raise CaptureError(
+                "a gradient is sparse, which has no place in a plan; pass sparse=False"
+            )
     loss, _, _ = _outputs(graph.output_node(), canonical)
     for tangent in tangents:
         with graph.inserting_after(loss):

@@ -24,7 +24,7 @@ from gascompile.reports import RunReport
 from gascompile.runtime.early_memory import map_anonymous
 from gascompile.runtime.iteration import Iteration
 from gascompile.training.checkpoints import CheckpointFolder
-from gascompile.training.joint import LossFunction, capture_joint
+from gascompile.training.joint import LossFunction, batch_leaves, capture_joint
 from gascompile.training.optimizers import Rules
 from gascompile.training.settings import Settings, require_known
 from gascompile.training.states import States
@@ -153,7 +153,7 @@ class TrainingStep:
         before = states.persistent.num_changes
         try:
             with self._settings.watch(states.number):
-                (loss,), self.last_run = unit.iteration.run([*pytree.tree_leaves(batch), *hyper])
+                (loss,), self.last_run = unit.iteration.run([*batch_leaves(batch), *hyper])
         except BaseException as error:
             unchanged = states.persistent.num_changes == before
             if unchanged and isinstance(error, Exception) and not isinstance(error, StorageError):
