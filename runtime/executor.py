@@ -86,9 +86,7 @@ class Executor:
             self.mover.begin(warm=warm)
             values = list(schedule.slots)
             inputs_bytes = self._place(values, inputs)
-            given = {
-                slot: value for (_, slot), value in zip(schedule.inputs, inputs, strict=True)
-            }
+            given = {slot: value for (_, slot), value in zip(schedule.inputs, inputs, strict=True)}
             live = self.mover.live = LiveBytes(schedule.num_metered)
             self._interpret(values, live)
             outputs = tuple(
