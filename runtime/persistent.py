@@ -121,6 +121,12 @@ class Persistent:
         found = torch.empty(0, dtype=tensor.dtype)
         return found.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
 
+    def taken(self, name: str) -> torch.Tensor:
+        """Return a tensor in memory, for somebody else to own once this is closed."""
+        if name in self._away:
+            self.read(name).wait()
+        return self.tensors[name]
+
     def assign(self, name: str, value: torch.Tensor) -> None:
         """Give a tensor a new value, wherever it is."""
         self.fill(name, lambda tensor: tensor.copy_(value))

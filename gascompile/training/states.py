@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from gascompile.cost_models.host import memory_limit
 from gascompile.errors import CaptureError, CheckpointError
+from gascompile.runtime.heap_memory import own_bytes
 from gascompile.runtime.persistent import Persistent
 from gascompile.training.optimizers import TOTAL, Rules, Slot, Tile
 from gascompile.units import format_size
@@ -275,7 +277,7 @@ class States:
             StorageError: a value cannot be read.
         """
         for name, tensor in self.tensors.items():
-            tensor.data = self.persistent.value(name)
+            tensor.data = self.persistent.taken(name)
         size_bytes = sum(
             self.persistent.sizes[tile.name] for tiles in self.tiles.values() for tile in tiles
         )
@@ -300,9 +302,10 @@ def _in_order_of(like: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 
 def _available_bytes() -> int:
+    """Return what this process may still take, control groups included."""
     lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     (found,) = (int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
-    return found << 10
+    return min(found << 10, memory_limit().size_bytes - own_bytes())
 
 
 def _tensors(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:

@@ -350,6 +350,8 @@ class TrainingStep:
         try:
             for unit in units.values():
                 unit.iteration.settle()
+                # What activations took is free again before values come back.
+                unit.iteration.close()
             if self._failure:
                 states.persistent.recover()
             states.give_back(moments=not self._failure)
