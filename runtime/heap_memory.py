@@ -46,12 +46,17 @@ class HeapMemory:
             self._library.malloc_trim(ctypes.c_size_t(0))
             self.num_trims += 1
 
+    def give_back(self) -> None:
+        """Give all that is free to the kernel."""
+        if self._library is not None:
+            self._library.malloc_trim(ctypes.c_size_t(0))
+
     def end(self) -> None:
         """Return to glibc's defaults, and what is free to the kernel."""
         if self._library is not None:
             self._library.mallopt(_M_MMAP_MAX, _MMAPS)
             self._library.mallopt(_M_TRIM_THRESHOLD, _TRIM_BYTES)
-            self._library.malloc_trim(ctypes.c_size_t(0))
+        self.give_back()
 
 
 def own_bytes() -> int:

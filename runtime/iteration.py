@@ -89,6 +89,7 @@ class Iteration:
         self._changes = changes(plan, persistent.sizes)
         released = {step.tensor for step in plan.steps if isinstance(step, Release)}
         self._dropped = released & set(persistent.sizes)
+        self.sizes = {tensor.name: tensor.size_bytes for tensor in plan.workload.tensors}
         self.heap = HeapMemory()
         self._budget_bytes = plan.budget_bytes[plan.machine.compute_tier]
         self.new_bytes = _new_bytes(plan, persistent.sizes)
@@ -107,11 +108,13 @@ class Iteration:
         if pending is None:
             self._persistent.write_out(self._dropped)
             self._persistent.rest(self.away)
+            self.heap.give_back()
             self.heap.begin(own_bytes() - self._persistent.resident_bytes + self._budget_bytes)
         run = _Run(self, inputs, pending or {})
         if pending is None:
             run.start(self._up_front)
-        with torch.no_grad():
+        # The graph has the casts of an autocast in it; updates are to have none.
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):
             run.steps(self._entries)
         self._pending = run.tickets
         return run.outputs(self._outputs), run.report(time.perf_counter() - start_s)
@@ -200,7 +203,15 @@ class _Run:
     def _born(self, name: str) -> None:
         if name in self._persistent.sizes or name not in self._of._owner:
             return
-        size_bytes = self._storage(name).nbytes()
+        node, element = self._of._owner[name]
+        value = self._values[node] if element is None else self._values[node][element]
+        if value is None:
+            return
+        size_bytes = value.untyped_storage().nbytes()
+        if element is None and value.nbytes <= self._of.sizes[name] < size_bytes:
+            # Some reductions return one element of all they have computed.
+            self._values[node] = value.clone()
+            size_bytes = self._values[node].untyped_storage().nbytes()
         self._live_bytes += size_bytes - self._live.get(name, 0)
         self._live[name] = size_bytes
 

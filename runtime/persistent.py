@@ -38,7 +38,7 @@ class Persistent:
         self.sizes = {name: tensor.untyped_storage().nbytes() for name, tensor in tensors.items()}
         for name, count in zeros.items():
             self.sizes[name] = count * torch.float32.itemsize
-            self.tensors[name] = torch.empty(count)
+            self.tensors[name] = torch.empty(count, dtype=torch.float32)
             self.tensors[name].untyped_storage().resize_(0)
         slots, offset = {}, 0
         for name, size_bytes in self.sizes.items():

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from gascompile.config import CompileConfig
-from gascompile.errors import GASCompileError, UnsupportedOpError
+from gascompile.errors import UnsupportedOpError
 from gascompile.ir import Budget, Machine
 from gascompile.machine import resolve_machine
 from gascompile.runtime.engine import read_blocks
@@ -92,7 +92,7 @@ def compile_step(
     if example_batch is not None:
         try:
             step.prepare(example_batch)
-        except GASCompileError:
+        except BaseException:
             step.close()
             raise
     return step

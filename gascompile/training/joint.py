@@ -88,7 +88,9 @@ def capture_joint(model: nn.Module, loss_fn: LossFunction, batch: Any) -> Joint:
 
     Raises:
         CaptureError: the loss is no scalar, depends on no parameter, or cannot be traced.
+        UnsupportedOpError: the model has hooks or dropout that no trace shows.
     """
+    _refuse_untraceable(model)
     leaves, spec = batch_leaves(batch), pytree.tree_structure(batch)
     wrapped = _Loss(model, loss_fn, spec)
     try:
@@ -107,6 +109,21 @@ def capture_joint(model: nn.Module, loss_fn: LossFunction, batch: Any) -> Joint:
     return _read(graph_module, model)
 
 
+def _refuse_untraceable(model: nn.Module) -> None:
+    """Refuse what a trace would leave out without a word."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.RNNBase) and module.training and module.dropout:
+            raise UnsupportedOpError(
+                f"dropout between the layers of '{name or type(module).__name__}' cannot be traced; set its dropout "
+                "to 0 and put nn.Dropout between layers of their own"
+            )
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise UnsupportedOpError(
+                f"'{name}' has a gradient hook, which a planned step does not call; remove it, or clip by max_grad_norm"
+            )
+
+
 def batch_leaves(batch: Any) -> list[Any]:
     """Return a batch's leaves, its tensors contiguous, as steps are planned for them."""
     return [x.contiguous() if isinstance(x, torch.Tensor) else x for x in pytree.tree_leaves(batch)]
@@ -114,6 +131,10 @@ def batch_leaves(batch: Any) -> list[Any]:
 
 def _traced(wrapped: nn.Module, leaves: list[Any]) -> fx.GraphModule:
     with contextlib.ExitStack() as stack:
+        if any(isinstance(module, nn.LSTM) for module in wrapped.modules()):
+            # The fused kernel hands its backward pass a workspace that no trace has.
+            stack.callback(torch._C._set_mkldnn_enabled, torch._C._get_mkldnn_enabled())
+            torch._C._set_mkldnn_enabled(False)
         joint = aot_export_joint_with_descriptors(stack, wrapped, tuple(leaves), decompositions={})
         graph_module = joint.graph_module
     assert isinstance(graph_module, fx.GraphModule)

@@ -65,12 +65,28 @@ def require_rule(optimizer: torch.optim.Optimizer) -> None:
     kind = type(optimizer)
     if kind not in (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD):
         raise UnsupportedOpError(f"no update rule for {kind.__name__}; use one of {_SUPPORTED}")
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        raise UnsupportedOpError(
+            f"the {kind.__name__} has step hooks, which a planned step does not call; remove them"
+        )
     for group in optimizer.param_groups:
         for option in ("amsgrad", "differentiable"):
             if group.get(option):
                 raise UnsupportedOpError(
                     f"{option}=True has no update rule; make the {kind.__name__} without it"
                 )
+
+
+def structure(optimizer: torch.optim.Optimizer) -> list[list[object]]:
+    """Return what plans are made for: per group its parameters and which moments they have."""
+    return [
+        [
+            [id(parameter) for parameter in group["params"]],
+            bool(group.get("momentum", True)),
+            bool(group.get("decoupled_weight_decay", False)),
+        ]
+        for group in optimizer.param_groups
+    ]
 
 
 class Rules:

@@ -293,6 +293,23 @@ class States:
                 self.optimizer.state[self.tensors[slot.name]] = entry
 
 
+class Shapes:
+    """Gives emptied parameters their shapes back while something looks at them, without memory."""
+
+    def __init__(self, states: States | None) -> None:
+        self._states = states
+
+    def __enter__(self) -> None:
+        if self._states is not None:
+            for name, tensor in self._states.tensors.items():
+                tensor.data = self._states.persistent.tensors[name]
+
+    def __exit__(self, *_: object) -> None:
+        if self._states is not None:
+            for tensor in self._states.tensors.values():
+                tensor.data = torch.empty(0, dtype=tensor.dtype)
+
+
 def _in_order_of(like: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """Return the elements of ``value`` in the order in which ``like`` lies in memory."""
     laid = value.detach().to(torch.float32)

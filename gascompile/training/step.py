@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from gascompile import serial
 from gascompile.config import CompileConfig
-from gascompile.errors import CheckpointError, StorageError
+from gascompile.errors import CheckpointError, StorageError, UnsupportedOpError
 from gascompile.ir import Budget, Machine, Plan, Workload
 from gascompile.passes.make_plan import make_plan
 from gascompile.progress import task
@@ -25,13 +26,15 @@ from gascompile.runtime.early_memory import map_anonymous
 from gascompile.runtime.iteration import Iteration
 from gascompile.training.checkpoints import CheckpointFolder
 from gascompile.training.joint import LossFunction, batch_leaves, capture_joint
-from gascompile.training.optimizers import Rules
+from gascompile.training.optimizers import Rules, structure
 from gascompile.training.settings import Settings, require_known
-from gascompile.training.states import States
+from gascompile.training.states import Shapes, States
 from gascompile.training.step_program import StepProgram, step_program
 from gascompile.training.step_workload import step_workload
 from gascompile.units import SPILL_BUFFER_BYTES
 
+_OPEN: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Models whose values a step has."""
 _BUFFERS = 4
 """Parts of the transfer buffers: out and in, of what persists and of activations."""
 
@@ -128,13 +131,16 @@ class TrainingStep:
             self._unit(batch, trains=True, updates=number == 0)
 
     def _unit(self, batch: Any, *, trains: bool, updates: bool = False) -> _Unit:
+        self._require_unchanged()
         leaves, spec = pytree.tree_flatten(batch)
         kinds = [
             [str(x.dtype), list(x.shape)] if isinstance(x, torch.Tensor) else repr(x)
             for x in leaves
         ]
         modes = [module.training for module in self._model.modules()]
-        kind = serial.digest([str(spec), kinds, modes, trains])
+        frozen = [not parameter.requires_grad for parameter in self._model.parameters()]
+        autocast = [torch.is_autocast_enabled("cpu"), str(torch.get_autocast_dtype("cpu"))]
+        kind = serial.digest([str(spec), kinds, modes, frozen, autocast, trains])
         key = f"{kind} {updates}"
         if key not in self._units:
             others = [u for k, u in self._units.items() if u.trains and not k.startswith(kind)]
@@ -142,6 +148,20 @@ class TrainingStep:
             self._units[key] = self._planned(batch, trains=trains, updates=updates)
             self.plan = self._units[key].plan
         return self._units[key]
+
+    def _require_unchanged(self) -> None:
+        """Refuse a model that another step has taken over, and groups other than those planned for."""
+        if self._states is None:
+            if self._model in _OPEN:
+                raise ValueError(
+                    "the model belongs to another training step that is open; close that one first"
+                )
+            self._structure = structure(self.optimizer)
+        elif structure(self.optimizer) != self._structure:
+            raise UnsupportedOpError(
+                "the optimizer's groups have other parameters, or momentum where there was none, than the step was "
+                "planned for; close the step and compile a new one"
+            )
 
     def _run(self, unit: _Unit, batch: Any) -> torch.Tensor:
         states = self._open_states()
@@ -169,7 +189,7 @@ class TrainingStep:
         self._settle_all()
         model = type(self._model).__name__
         name = f"step of {model}" if trains else f"evaluation of {model}"
-        with _Shapes(self._states), task(f"Capturing a {name}"):
+        with Shapes(self._states), task(f"Capturing a {name}"):
             joint = capture_joint(self._model, self._loss_fn, batch)
             names = {id(tensor): name for name, tensor in joint.tensors.items()}
             rules = Rules(self.optimizer, names, list(joint.gradients))
@@ -222,6 +242,7 @@ class TrainingStep:
                 folder=self._config.cache_dir / "training",
                 buffers=memoryview(self._buffers)[: 2 * SPILL_BUFFER_BYTES],
             )
+            _OPEN.add(self._model)
             return self._states
         require_known({*tensors, *program.tiles}, self._states.persistent.sizes)
         self._states.require_same(tensors)
@@ -329,8 +350,7 @@ class TrainingStep:
         return self._folders.setdefault(path, CheckpointFolder(path))
 
     def _changing(self) -> frozenset[str]:
-        units = [unit for unit in self._units.values() if unit.trains]
-        return frozenset().union(*(unit.program.program.states for unit in units))
+        return frozenset().union(*(unit.program.program.states for unit in self._units.values()))
 
     def close(self) -> None:
         """Put parameters back into the model and its state into the optimizer; give memory and files back.
@@ -346,6 +366,7 @@ class TrainingStep:
         states, self._states = self._states, None
         if states is None:
             return
+        _OPEN.discard(self._model)
         units, self._units = self._units, {}
         try:
             for unit in units.values():
@@ -370,20 +391,3 @@ class TrainingStep:
         trace: TracebackType | None,
     ) -> None:
         self.close()
-
-
-class _Shapes:
-    """Gives emptied parameters their shapes back while something looks at them, without memory."""
-
-    def __init__(self, states: States | None) -> None:
-        self._states = states
-
-    def __enter__(self) -> None:
-        if self._states is not None:
-            for name, tensor in self._states.tensors.items():
-                tensor.data = self._states.persistent.tensors[name]
-
-    def __exit__(self, *_: object) -> None:
-        if self._states is not None:
-            for tensor in self._states.tensors.values():
-                tensor.data = torch.empty(0, dtype=tensor.dtype)

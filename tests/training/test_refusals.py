@@ -1,0 +1,112 @@
+"""What a planned step would leave out or get wrong is refused by name, and what changes a plan makes a new one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import gascompile
+from gascompile.errors import UnsupportedOpError
+from gascompile.training.step import TrainingStep
+from tests.training.trials import MACHINE
+
+BATCH = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+Compiler = Callable[..., TrainingStep]
+
+
+def square(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    found = model(batch)
+    value: torch.Tensor = (found[0] if isinstance(found, tuple) else found).pow(2).mean()
+    return value
+
+
+@pytest.fixture
+def step_of(tmp_path: Path) -> Compiler:
+    def compiled(model: nn.Module, optimizer: torch.optim.Optimizer) -> TrainingStep:
+        return gascompile.compile_step(
+            model, square, optimizer, "64MiB", BATCH, machine=MACHINE, cache_dir=tmp_path
+        )
+
+    return compiled
+
+
+def linear() -> nn.Linear:
+    torch.manual_seed(1)
+    return nn.Linear(8, 8)
+
+
+def test_dropout_between_recurrent_layers_is_refused(step_of: Compiler) -> None:
+    model = nn.GRU(8, 8, num_layers=2, dropout=0.5).train()
+    with pytest.raises(UnsupportedOpError, match="dropout between the layers of 'GRU'"):
+        step_of(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert all(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_models_are_eager(
+    step_of: Compiler, kind: Callable[[int, int], nn.Module]
+) -> None:
+    torch.manual_seed(2)
+    model, plain = kind(8, 8).train(), kind(8, 8).train()
+    plain.load_state_dict(model.state_dict())
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    with step_of(model, torch.optim.SGD(model.parameters(), lr=0.1)) as step:
+        for _ in range(4):
+            optimizer.zero_grad()
+            loss = square(plain, BATCH)
+            loss.backward()
+            optimizer.step()
+            torch.testing.assert_close(step(BATCH), loss.detach(), rtol=1e-6, atol=0)
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[name], value, rtol=1e-5, atol=1e-7)
+
+
+def test_hooks_are_refused(step_of: Compiler) -> None:
+    model = linear()
+    handle = model.weight.register_hook(lambda gradient: gradient * 0)
+    with pytest.raises(UnsupportedOpError, match="'weight' has a gradient hook"):
+        step_of(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    handle.remove()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.register_step_pre_hook(lambda *_: None)
+    with pytest.raises(UnsupportedOpError, match="step hooks"):
+        step_of(model, optimizer)
+
+
+def test_momentum_that_comes_later_is_refused(step_of: Compiler) -> None:
+    model = linear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with step_of(model, optimizer) as step:
+        step(BATCH)
+        optimizer.param_groups[0]["momentum"] = 0.9
+        with pytest.raises(UnsupportedOpError, match="groups"):
+            step(BATCH)
+        optimizer.param_groups[0]["momentum"] = 0.0
+        step(BATCH)
+
+
+def test_a_parameter_that_is_frozen_later_stays_what_it_is(step_of: Compiler) -> None:
+    model = linear()
+    with step_of(model, torch.optim.SGD(model.parameters(), lr=0.1)) as step:
+        step(BATCH)
+        before = step.state_dict()["model"]
+        model.bias.requires_grad_(False)
+        step(BATCH)
+        after = step.state_dict()["model"]
+    assert torch.equal(before["bias"], after["bias"])
+    assert not torch.equal(before["weight"], after["weight"])
+
+
+def test_a_second_step_over_an_open_model_is_refused(step_of: Compiler) -> None:
+    model = linear()
+    with step_of(model, torch.optim.SGD(model.parameters(), lr=0.1)) as step:
+        step(BATCH)
+        with pytest.raises(ValueError, match="belongs to another training step"):
+            step_of(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        step(BATCH)
+    with step_of(model, torch.optim.SGD(model.parameters(), lr=0.1)) as again:
+        again(BATCH)
