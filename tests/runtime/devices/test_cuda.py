@@ -52,7 +52,9 @@ def inputs() -> torch.Tensor:
 # ---------------------------------------------------------------- runs
 
 
-@pytest.mark.parametrize("tiers", [{"cpu"}, {"nvme"}, {"cpu", "nvme"}], ids=str)
+@pytest.mark.parametrize(
+    "tiers", [{"cpu"}, {"nvme"}, {"cpu", "nvme"}], ids=lambda tiers: "+".join(sorted(tiers))
+)
 @pytest.mark.parametrize("seed", range(4))
 def test_the_host_waits_for_nothing_in_the_steady_state(
     tmp_path: Path, tiers: set[str], seed: int
