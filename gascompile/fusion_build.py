@@ -91,6 +91,27 @@ def build(sources: Sequence[str]) -> bytes:
         return (Path(folder) / "kernels.so").read_bytes()
 
 
+def compile_library(source: str, *, libraries: Sequence[str]) -> bytes:
+    """Return the shared library of a C++ source that uses torch's headers and these of its libraries.
+
+    Raises:
+        NoCompilerError: there is no compiler.
+        KernelBuildError: it failed.
+    """
+    if not has_compiler():
+        raise NoCompilerError
+    torch_folder = Path(torch.__file__).parent
+    with tempfile.TemporaryDirectory(prefix="gascompile-library-") as folder:
+        path = Path(folder) / "library.cpp"
+        path.write_text(source, encoding="utf-8")
+        command = [_compiler(), "-O2", "-shared", "-fPIC", "-std=c++20"]
+        command += [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"]
+        command += [f"-I{torch_folder / 'include'}", str(path), f"-L{torch_folder / 'lib'}"]
+        command += [*(f"-l{name}" for name in libraries), "-o", "library.so"]
+        _run(command, folder)
+        return (Path(folder) / "library.so").read_bytes()
+
+
 def _run(command: list[str], folder: str) -> None:
     try:
         done = subprocess.run(

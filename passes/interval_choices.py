@@ -58,6 +58,17 @@ class Schedule:
     idle: set[int] = field(default_factory=set)
     """Intervals that left for no run at all."""
 
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes that all moves of an iteration carry."""
+        plan = self.layout
+        return sum(
+            plan.task.sizes[plan.intervals[number].tensor]
+            for boundary in self.boundaries
+            for kind, number in boundary
+            if kind in {Kind.STORE, Kind.LOAD}
+        )
+
     def moves(self) -> list[Move]:
         """Return all moves and runs in program order."""
         found: list[Move] = []

@@ -52,6 +52,12 @@ class IntervalProblem:
     repeatable: Mapping[int, int]
     """Activations that can be recomputed, with the op that writes them; it makes all its results anew."""
     writers: Mapping[int, tuple[int, ...]]
+    op_s_per_byte: float = 0.0
+    """Processors' time that moving a byte takes from ops."""
+
+    def iteration_s(self, seconds: float, *, ops_s: float, moved_bytes: int) -> float:
+        """Return the seconds of an iteration whose processors also have to move ``moved_bytes``."""
+        return max(seconds, ops_s + moved_bytes * self.op_s_per_byte)
 
     @property
     def compute_s(self) -> float:
@@ -86,6 +92,7 @@ def interval_problem(
     *,
     reserved_bytes: int = 0,
     recompute: bool = True,
+    op_s_per_byte: float = 0.0,
 ) -> IntervalProblem:
     """Number the tensors of ``workload`` and find the routes that ``machine`` offers.
 
@@ -93,6 +100,7 @@ def interval_problem(
         limits_bytes: budget per tier; a tier without one holds what the machine says.
         reserved_bytes: bytes of the compute tier that are not the plan's.
         recompute: whether ops may run again.
+        op_s_per_byte: processors' time that moving a byte takes from ops.
 
     Raises:
         UnsupportedOpError: an op has no time on the compute tier.
@@ -140,6 +148,7 @@ def interval_problem(
         recompute=recompute,
         repeatable=_repeatable(workload, persistent, number, writers, writes) if recompute else {},
         writers=writers,
+        op_s_per_byte=op_s_per_byte,
     )
 
 

@@ -4,9 +4,10 @@ Slots s: stretches of short runs, which may wait and recompute, in turn with sin
 route t: leave[j,t], remade[j], in [0, 1] together. Per slot and route: out, back (bytes moved), P (bytes still
 to be written out), G (bytes away), E (bytes that are back early), all >= 0; T[s] seconds.
 
-    minimise sum_s T[s], subject to
+    minimise sum_s T[s] + U, subject to
     T[s] >= compute + remaking;  = compute for a long run                             _add_times
     T[s] >= bytes over a link / its rate;  the same for pipes; sum T >= all transfers _add_times
+    sum T + U >= compute + remaking + what processors take to move bytes              _add_moving
     P[s] = P[s-1] + dirty intervals whose value is written by s - out[s]               _add_flows
     G[s] = G[s-1] + out[s] + clean intervals that begin in s - back[s]                 _add_flows
     E[s] = E[s-1] + back[s] - intervals that end in s                                  _add_flows
@@ -242,6 +243,7 @@ def _add_times(model: Model) -> None:
         spent = [(column, -seconds) for column, seconds in terms]
         program.add_row(0.0, INFINITY, [*((time, 1.0) for time in times), *spent])
     _add_remaking(model, times, compute)
+    _add_moving(model, times, sum(compute))
 
 
 def _add_preference(model: Model, compute: float) -> None:
@@ -278,3 +280,16 @@ def _add_remaking(model: Model, times: list[int], compute: list[float]) -> None:
         program.add_row(0.0, 0.0, [(done, 1.0), (spent, -1.0), *due.get(s, ()), *old])
         program.add_row(compute[s], INFINITY, [(times[s], 1.0), (spent, -1.0)])
         before = (pending, done)
+
+
+def _add_moving(model: Model, times: list[int], compute: float) -> None:
+    """Let the whole take as long as the processors need for ops, reruns and moves."""
+    program = model.program
+    rate = model.plan.task.op_s_per_byte * model.unit_bytes / model.unit_s
+    if not rate:
+        return
+    extra = program.add_variable(cost=1.0)
+    moved = [(column, -rate) for out, back, _ in model.flows.values() for column in (out, back)]
+    again = [(column, -seconds) for column, seconds, _, _ in model.reruns]
+    spent = [(time, 1.0) for time in times]
+    program.add_row(compute, INFINITY, [(extra, 1.0), *spent, *moved, *again])

@@ -139,6 +139,9 @@ class Search:
         program, waits = event_program(made)
         seconds, stalls = steady_iteration(program)
         blocked = tuple((waits[i], time_s) for i, time_s in stalls)
+        seconds = self.task.iteration_s(
+            seconds, ops_s=float(plan.clock[-1]), moved_bytes=made.moved_bytes
+        )
         return Found(strategy, seconds, made, selection, recomputed, blocked, lead_s)
 
 

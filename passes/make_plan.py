@@ -13,6 +13,7 @@ from gascompile.ir import Budget, Interference, Machine, OpSpec, Plan, TensorKin
 from gascompile.passes.assemble import assemble
 from gascompile.passes.certify import Proof, certify
 from gascompile.passes.draft import Draft, draft_intervals
+from gascompile.passes.interval_problem import PERSISTENT
 from gascompile.passes.least_time import least_time
 from gascompile.passes.linear_program import solver_name
 from gascompile.passes.plan_intervals import plan_intervals
@@ -95,7 +96,14 @@ def make_plan(
     limits_bytes = budget.limits_bytes(machine)
     if move_all:
         draft, proof = _best_of_all(
-            quick, calm, limits_bytes, stream_weights, left_s, mip_gap, reserved_bytes
+            quick,
+            calm,
+            limits_bytes,
+            stream_weights,
+            left_s,
+            mip_gap,
+            reserved_bytes,
+            op_s_per_byte=machine.interference.op_s_per_byte,
         )
     else:
         draft, proof = stream_weights()
@@ -156,17 +164,24 @@ def _as_disturbed(
 def _least_moved_bytes(
     workload: Workload, machine: Machine, limits_bytes: Mapping[str, int]
 ) -> int:
-    """Return the bytes of weights that an iteration moves at least: whole ones beyond what the tier holds."""
+    """Return the bytes that an iteration moves at least: what lasts and is used, beyond what the tier holds.
+
+    What changes in iterations that follow each other has to go back as well.
+    """
     if has_sites(workload.ops, machine):
         return 0
     in_rows = {name for op in workload.ops for name in op.gathers}
     read = {name for op in workload.ops for name in op.reads} - in_rows
-    weights_bytes = sum(
-        tensor.size_bytes
-        for tensor in workload.tensors
-        if tensor.kind is TensorKind.WEIGHT and tensor.name in read
+    written = {name for op in workload.ops if workload.repeats for name in op.writes}
+    lasting = [t for t in workload.tensors if t.kind in PERSISTENT]
+    return sum(
+        max(
+            0,
+            sum(t.size_bytes for t in lasting if t.name in used)
+            - limits_bytes[machine.compute_tier],
+        )
+        for used in (read, written)
     )
-    return max(0, weights_bytes - limits_bytes[machine.compute_tier])
 
 
 def _is_disturbed(machine: Machine) -> bool:
@@ -189,6 +204,8 @@ def _best_of_all(
     left_s: Callable[[], float],
     mip_gap: float,
     reserved_bytes: int,
+    *,
+    op_s_per_byte: float,
 ) -> tuple[Draft, Proof]:
     """Return the faster of a plan that moves weights and one that moves everything, and its proof."""
     best: Draft | None = None
@@ -212,19 +229,31 @@ def _best_of_all(
             reserved_bytes=reserved_bytes,
             time_limit_s=max(0.0, left_s()),
             mip_gap=mip_gap,
+            op_s_per_byte=op_s_per_byte,
         )
     except InfeasiblePlanError as error:
         if best is None:
             raise min((*refusals, error), key=lambda refusal: refusal.required_bytes) from None
         return best, proof
-    if best is None or found.seconds < best.seconds:
-        best = draft_intervals(workload, found)
+    moved = draft_intervals(workload, found)
+    if best is None or _felt_s(moved, machine, op_s_per_byte) < _felt_s(
+        best, machine, op_s_per_byte
+    ):
+        best = moved
     # Forms and sites are outside what bounds the intervals.
     if not any(op.splits or op.gathers for op in workload.ops) and not has_sites(
         workload.ops, machine
     ):
         proof = replace(proof, bound_s=found.bound_s)
     return best, replace(proof, timed_out=found.timed_out)
+
+
+def _felt_s(draft: Draft, machine: Machine, op_s_per_byte: float) -> float:
+    """Return the seconds of a draft in which the processors also have to move its bytes."""
+    ops = draft.workload.ops
+    ops_s = sum(ops[op].time_s[draft.op_sites[op]] for op in runs(draft.steps))
+    moved_bytes = sum(link_bytes(draft.steps, ops, machine).values())
+    return max(draft.seconds, ops_s + moved_bytes * op_s_per_byte)
 
 
 def _writes_weights(workload: Workload) -> bool:

@@ -81,6 +81,7 @@ def plan_intervals(
     time_limit_s: float,
     mip_gap: float = 0.01,
     recompute: bool = True,
+    op_s_per_byte: float = 0.0,
 ) -> IntervalPlan:
     """Return the fastest moves found that keep every tier's limit in program order.
 
@@ -92,6 +93,8 @@ def plan_intervals(
         time_limit_s: wall seconds for the search.
         mip_gap: relative gap to the bound at which the search may stop.
         recompute: whether ops may run again.
+        op_s_per_byte: processors' time that moving a byte takes from ops; the fastest plan is then one that
+            counts it, though its seconds do not.
 
     Raises:
         InfeasiblePlanError: nothing fits; names the smallest budget that does, and its op.
@@ -99,7 +102,12 @@ def plan_intervals(
         ValueError: an op names a tensor that the workload does not list.
     """
     task = interval_problem(
-        workload, machine, limits_bytes, reserved_bytes=reserved_bytes, recompute=recompute
+        workload,
+        machine,
+        limits_bytes,
+        reserved_bytes=reserved_bytes,
+        recompute=recompute,
+        op_s_per_byte=op_s_per_byte,
     )
     search = Search(task, time_limit_s=time_limit_s, mip_gap=mip_gap)
     search.bound_s = task.compute_s
@@ -107,7 +115,7 @@ def plan_intervals(
     starts = _starts(search.base, remakes)
     least = _begin(search, remakes, starts)
     exact = None
-    if not search.done:
+    if not search.done and (search.best is None or not op_s_per_byte):
         exact = interval_exact(
             task,
             search.best.seconds if search.best is not None else math.inf,
@@ -160,7 +168,7 @@ def _plan(search: Search, solver: str) -> IntervalPlan:
         homes=_homes(best),
         sites=(task.machine.compute_tier,) * len(task.reads),
         seconds=seconds,
-        bound_s=min(search.bound_s, seconds),
+        bound_s=min(search.bound_s, max(seconds, best.seconds)),
         timed_out=search.out_of_time and not search.within_gap,
         strategy=best.strategy,
         solver=solver,

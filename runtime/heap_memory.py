@@ -28,12 +28,13 @@ class HeapMemory:
         library = ctypes.CDLL(None)
         has_all = hasattr(library, "mallopt") and hasattr(library, "malloc_trim")
         self._library = library if has_all and _STATM.exists() else None
-        self._limit_bytes = 0
+        self.limit_bytes = 0
+        """What the process may hold of its own."""
         self.num_trims = 0
 
     def begin(self, limit_bytes: int) -> None:
         """Keep freed memory as long as the process holds no more than ``limit_bytes`` of its own."""
-        self._limit_bytes = limit_bytes
+        self.limit_bytes = limit_bytes
         if self._library is not None:
             self._library.mallopt(_M_MMAP_MAX, 0)
             self._library.mallopt(_M_TRIM_THRESHOLD, ctypes.c_int(-1))
@@ -42,7 +43,7 @@ class HeapMemory:
         """Give holes back if ``size_bytes`` more would pass the limit; too little to matter is not looked at."""
         if self._library is None or size_bytes < _LARGE_BYTES:
             return
-        if own_bytes() + size_bytes > self._limit_bytes:
+        if own_bytes() + size_bytes > self.limit_bytes:
             self._library.malloc_trim(ctypes.c_size_t(0))
             self.num_trims += 1
 

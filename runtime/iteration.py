@@ -6,6 +6,7 @@ is let go of after the last call that needs it.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -30,6 +31,7 @@ from gascompile.reports import RunReport, Stall
 from gascompile.runtime.heap_memory import HeapMemory, own_bytes
 from gascompile.runtime.lives import Entry, Lives, at_rest, changes, owners
 from gascompile.runtime.meter import process_peak_bytes
+from gascompile.runtime.pages import Pages
 from gascompile.runtime.persistent import Persistent
 from gascompile.runtime.protocols import Ticket
 from gascompile.runtime.spill import Spill
@@ -52,6 +54,7 @@ class Iteration:
         *,
         folder: Path,
         buffers: memoryview,
+        pages: Pages | None = None,
     ) -> None:
         """Turn the steps into calls and take room for the activations that leave.
 
@@ -59,6 +62,7 @@ class Iteration:
             graph: ops of the plan in their order; its output is a flat tuple.
             bindings: placeholder -> name in ``persistent``.
             inputs: the other placeholders, in the order of ``run``.
+            pages: where large results are to lie; else on the heap.
 
         Raises:
             StorageError: the folder cannot be written to, or has too little space.
@@ -84,7 +88,9 @@ class Iteration:
             for step in plan.steps
             if isinstance(step, (Offload, Reload, Wait)) and step.tensor not in persistent.sizes
         ]
-        self._spill = Spill(folder, spill_slots(moved), buffers)
+        self._pages = pages
+        capacity = pages.capacity if pages else None
+        self._spill = Spill(folder, spill_slots(moved), buffers, capacity=capacity)
         self.away, self._up_front = at_rest(plan, persistent.sizes)
         self._changes = changes(plan, persistent.sizes)
         released = {step.tensor for step in plan.steps if isinstance(step, Release)}
@@ -106,18 +112,35 @@ class Iteration:
         start_s = time.perf_counter()
         pending, self._pending = self._pending, None
         if pending is None:
-            self._persistent.write_out(self._dropped)
-            self._persistent.rest(self.away)
-            self.heap.give_back()
-            self.heap.begin(own_bytes() - self._persistent.resident_bytes + self._budget_bytes)
+            self._begin()
         run = _Run(self, inputs, pending or {})
-        if pending is None:
-            run.start(self._up_front)
         # The graph has the casts of an autocast in it; updates are to have none.
-        with torch.no_grad(), torch.autocast("cpu", enabled=False):
+        with self._page_memory(), torch.no_grad(), torch.autocast("cpu", enabled=False):
+            if pending is None:
+                run.start(self._up_front)
             run.steps(self._entries)
         self._pending = run.tickets
         return run.outputs(self._outputs), run.report(time.perf_counter() - start_s)
+
+    def _begin(self) -> None:
+        """Bring about what an iteration before the first one would have left."""
+        self._persistent.write_out(self._dropped)
+        with self._page_memory():
+            self._persistent.rest(self.away)
+        self.heap.give_back()
+        self.heap.begin(own_bytes() - self._persistent.resident_bytes + self._budget_bytes)
+
+    def make_room(self, size_bytes: int) -> None:
+        """Be about to take memory; pages need nothing to be done, as they have no holes."""
+        if self._pages is None:
+            self.heap.make_room(size_bytes)
+
+    def _page_memory(self) -> contextlib.AbstractContextManager[None]:
+        if self._pages is None:
+            return contextlib.nullcontext()
+        # What is not in blocks of pages was taken by now: small values, and the holes between them.
+        beside_bytes = own_bytes() - self._pages.resident_bytes
+        return self._pages.active(self.heap.limit_bytes - beside_bytes)
 
     def settle(self) -> None:
         """Let no transfer be under way, so that something else may use the tensors; the next run starts afresh."""
@@ -129,6 +152,8 @@ class Iteration:
     def close(self) -> None:
         """Give the file of the activations back, and the heap's holes; idempotent."""
         self.heap.end()
+        if self._pages is not None:
+            self._pages.trim()
         self._spill.close()
 
 
@@ -169,7 +194,7 @@ class _Run:
                 again = isinstance(step, Recompute)
                 number = step.source if isinstance(step, Recompute) else step.op
                 op = ops[number]
-                self._of.heap.make_room(self._of.new_bytes[number])
+                self._of.make_room(self._of.new_bytes[number])
                 self._compute(entry.nodes, op.name)
                 for name in op.writes:
                     self._born(name)
@@ -222,7 +247,7 @@ class _Run:
                 self.tickets[name] = self._write(name)
                 self._link_bytes[link] += step.size_bytes
             case Reload(tensor=name, link=link):
-                self._of.heap.make_room(step.size_bytes)
+                self._of.make_room(step.size_bytes)
                 self.tickets[name] = self._read(name)
                 self._link_bytes[link] += step.size_bytes
             case Wait(tensor=name):

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from gascompile.errors import StorageError
+from gascompile.runtime.pages import Pages
 from gascompile.runtime.protocols import Ticket
 from gascompile.runtime.spill import Spill
 from gascompile.units import PAGE_BYTES, align_up
@@ -25,11 +26,13 @@ class Persistent:
         zeros: Mapping[str, int],
         folder: Path,
         buffers: memoryview,
+        pages: Pages | None = None,
     ) -> None:
         """Take ``tensors`` over, as they are in memory, and room for all in a file.
 
         Args:
             zeros: elements of float32 vectors that begin as zeros and away: they take no memory yet.
+            pages: where their memory comes from once they have been away; else the heap.
 
         Raises:
             StorageError: the folder cannot be written to, or has too little space.
@@ -44,7 +47,10 @@ class Persistent:
         for name, size_bytes in self.sizes.items():
             slots[name] = (offset, size_bytes)
             offset += align_up(size_bytes, PAGE_BYTES)
-        self._spill = Spill(folder, slots, buffers)
+        if pages is not None:
+            for tensor in self.tensors.values():
+                pages.adopt(tensor.untyped_storage())
+        self._spill = Spill(folder, slots, buffers, capacity=pages.capacity if pages else None)
         self.path = self._spill.path
         # A file's space that was never written reads as zeros.
         self._away: set[str] = set(zeros)

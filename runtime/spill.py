@@ -1,8 +1,8 @@
 """Where activations go that leave memory for a while: an unnamed file with a slot per tensor.
 
-One thread writes and one reads, each through a page-aligned buffer of its own at the end of the arena,
-as an allocator's memory is not aligned for direct I/O. The file has no name: whatever ends the process
-gives its space back.
+One thread writes and one reads. Memory that consists of whole pages goes straight to the drive and comes
+straight from it; what an allocator has put elsewhere is not aligned for that and goes through a buffer. The
+file has no name: whatever ends the process gives its space back.
 """
 
 from __future__ import annotations
@@ -64,6 +64,7 @@ class Spill:
         slots: Mapping[str, tuple[int, int]],
         buffers: memoryview,
         *,
+        capacity: Callable[[int], int] | None = None,
         reader: Reader = read_at,
         writer: Writer | None = None,
     ) -> None:
@@ -74,6 +75,7 @@ class Spill:
             slots: offset and largest size of each tensor that will move; they may overlap where the
                 tensors are never out at the same time.
             buffers: page-aligned memory, half of it for each direction.
+            capacity: how many bytes a storage may use from its address on, if that is known.
             reader: the low-level read.
             writer: the low-level write.
 
@@ -83,6 +85,7 @@ class Spill:
         self._slots = dict(slots)
         ends = (offset + align_up(size_bytes, PAGE_BYTES) for offset, size_bytes in slots.values())
         total = max(ends, default=0)
+        self._capacity = capacity or (lambda address: 0)
         self._reader, self._writer = reader, writer or os.pwrite
         self._file, self.path = _open(folder, total)
         self._plain = -1
@@ -159,32 +162,52 @@ class Spill:
         return move
 
     def _write(self, move: _Move, buffer: memoryview) -> None:
+        pages = self._pages_of(move.storage)
+        if pages is not None:
+            self._write_all(pages, move.slot)
+            return
         source = _bytes_of(move.storage)
-        size_bytes = len(source)
-        for begin in range(0, size_bytes, len(buffer)):
+        for begin in range(0, len(source), len(buffer)):
             part = source[begin : begin + len(buffer)]
             buffer[: len(part)] = part
-            whole = buffer[: align_up(len(part), PAGE_BYTES)]
-            done = 0
-            while done < len(whole):
-                taken = self._writer(self._file, whole[done:], move.slot + begin + done)
-                if taken <= 0:
-                    raise OSError(errno.EIO, "a write took no bytes")
-                done += taken
+            self._write_all(buffer[: align_up(len(part), PAGE_BYTES)], move.slot + begin)
 
     def _read(self, move: _Move, buffer: memoryview) -> None:
+        pages = self._pages_of(move.storage)
         target = _bytes_of(move.storage)
-        size_bytes = len(target)
-        for begin in range(0, size_bytes, len(buffer)):
+        if pages is not None:
+            self._read_all(pages, len(target), move.slot)
+            return
+        for begin in range(0, len(target), len(buffer)):
             part = target[begin : begin + len(buffer)]
             whole = buffer[: align_up(len(part), PAGE_BYTES)]
-            done = 0
-            while done < len(part):
-                got = self._reader(self._file, whole[done:], move.slot + begin + done)
-                if got <= 0:
-                    raise OSError(errno.EIO, "the file ends before the tensor does")
-                done += got
+            self._read_all(whole, len(part), move.slot + begin)
             part[:] = buffer[: len(part)]
+
+    def _write_all(self, pages: memoryview, offset: int) -> None:
+        done = 0
+        while done < len(pages):
+            taken = self._writer(self._file, pages[done:], offset + done)
+            if taken <= 0:
+                raise OSError(errno.EIO, "a write took no bytes")
+            done += taken
+
+    def _read_all(self, pages: memoryview, size_bytes: int, offset: int) -> None:
+        """Read at least the first ``size_bytes`` of ``pages``."""
+        done = 0
+        while done < size_bytes:
+            got = self._reader(self._file, pages[done:], offset + done)
+            if got <= 0:
+                raise OSError(errno.EIO, "the file ends before the tensor does")
+            done += got
+
+    def _pages_of(self, storage: torch.UntypedStorage | None) -> memoryview | None:
+        """Return a storage's memory to the end of its last page if that is its own; else ``None``."""
+        assert storage is not None, "a move is served once"
+        address, size_bytes = storage.data_ptr(), align_up(storage.nbytes(), PAGE_BYTES)
+        if address % PAGE_BYTES or self._capacity(address) < size_bytes:
+            return None
+        return _memory(address, size_bytes)
 
 
 def _serve(
@@ -206,8 +229,11 @@ def _serve(
 
 def _bytes_of(storage: torch.UntypedStorage | None) -> memoryview:
     assert storage is not None, "a move is served once"
-    array = (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())
-    return memoryview(array).cast("B")
+    return _memory(storage.data_ptr(), storage.nbytes())
+
+
+def _memory(address: int, size_bytes: int) -> memoryview:
+    return memoryview((ctypes.c_char * size_bytes).from_address(address)).cast("B")
 
 
 def _open(folder: Path, size_bytes: int) -> tuple[int, str]:

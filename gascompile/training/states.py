@@ -17,6 +17,7 @@ from torch import nn
 from gascompile.cost_models.host import memory_limit
 from gascompile.errors import CaptureError, CheckpointError
 from gascompile.runtime.heap_memory import own_bytes
+from gascompile.runtime.pages import Pages
 from gascompile.runtime.persistent import Persistent
 from gascompile.training.optimizers import TOTAL, Rules, Slot, Tile
 from gascompile.units import format_size
@@ -37,6 +38,7 @@ class States:
         tiles: Iterable[Tile],
         folder: Path,
         buffers: memoryview,
+        pages: Pages | None,
     ) -> None:
         """Take over what is in the model and in the optimizer.
 
@@ -46,6 +48,7 @@ class States:
             tiles: all that is kept per parameter.
             folder: where what leaves memory goes.
             buffers: memory for transfers.
+            pages: what values lie in; the heap, if ``None``.
 
         Raises:
             CheckpointError: the optimizer's parameters were not updated equally often.
@@ -69,7 +72,7 @@ class States:
         zeros = {
             tile.name: tile.end - tile.begin for tiles in self.tiles.values() for tile in tiles
         }
-        self.persistent = Persistent(own, zeros, folder, buffers)
+        self.persistent = Persistent(own, zeros, folder, buffers, pages)
         for slot in rules.slots.values():
             entry = self.optimizer.state.pop(self.tensors[slot.name], {})
             if entry:

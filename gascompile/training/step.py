@@ -27,6 +27,7 @@ from gascompile.runtime.iteration import Iteration
 from gascompile.training.checkpoints import CheckpointFolder
 from gascompile.training.joint import LossFunction, batch_leaves, capture_joint
 from gascompile.training.optimizers import Rules, structure
+from gascompile.training.page_memory import page_memory
 from gascompile.training.settings import Settings, require_known
 from gascompile.training.states import Shapes, States
 from gascompile.training.step_program import StepProgram, step_program
@@ -74,6 +75,8 @@ class TrainingStep:
         self._units: dict[str, _Unit] = {}
         self._states: States | None = None
         self._buffers = map_anonymous(_BUFFERS * SPILL_BUFFER_BYTES)
+        limits = budget.limits_bytes(machine)
+        self._pages = page_memory(config.cache_dir, limits[machine.compute_tier])
         self._folders: dict[Path, CheckpointFolder] = {}
         self._failure = ""
         """What ended a step after which values may be half updated."""
@@ -208,6 +211,7 @@ class TrainingStep:
             [spec.name for spec in program.program.inputs],
             folder=self._config.cache_dir / "training",
             buffers=memoryview(self._buffers)[half:],
+            pages=self._pages,
         )
         return _Unit(program=program, plan=plan, iteration=iteration, trains=trains)
 
@@ -241,6 +245,7 @@ class TrainingStep:
                 tiles=list(program.tiles.values()),
                 folder=self._config.cache_dir / "training",
                 buffers=memoryview(self._buffers)[: 2 * SPILL_BUFFER_BYTES],
+                pages=self._pages,
             )
             _OPEN.add(self._model)
             return self._states
