@@ -56,6 +56,9 @@ class Lives:
         self._outputs = set(outputs)
         self._last: dict[fx.Node, int] = {}
         self._last_of_tensor: dict[str, int] = {}
+        self._number = {node: number for number, node in enumerate(nodes)}
+        self._at = {step.op: at for at, step in enumerate(plan.steps) if isinstance(step, Compute)}
+        """Where each op runs for the first time."""
 
     def entries(self) -> tuple[Entry, ...]:
         """Return the plan's steps with their ends."""
@@ -104,24 +107,25 @@ class Lives:
 
     def _views(self, source: int, at: int) -> tuple[fx.Node, ...]:
         """Return the views of an op's result that exist before ``at`` and are read after it."""
-        ops = self._plan.workload.ops
-        made_before = {step.op for step in self._plan.steps[:at] if isinstance(step, Compute)}
-        derived = {self._nodes[source]}
-        found: list[int] = []
-        for number in range(source + 1, len(self._nodes)):
-            node = self._nodes[number]
-            if ops[number].writes or number not in made_before:
-                continue
-            if derived & set(node.all_input_nodes):
-                derived.add(node)
-                found.append(number)
+        found: set[int] = set()
+        pending = [self._nodes[source]]
+        while pending:
+            for user in pending.pop().users:
+                number = self._number.get(user)
+                if number is None or number in found or self._at.get(number, at) >= at:
+                    continue
+                if not self._plan.workload.ops[number].writes:
+                    found.add(number)
+                    pending.append(user)
         wanted: set[fx.Node] = set()
-        for number in reversed(found):
+        for number in sorted(found, reverse=True):
             node = self._nodes[number]
             read_by_views = any(user in wanted for user in node.users)
             if self._last.get(node, -1) > at or read_by_views:
                 wanted.add(node)
-        return tuple(self._nodes[number] for number in found if self._nodes[number] in wanted)
+        return tuple(
+            self._nodes[number] for number in sorted(found) if self._nodes[number] in wanted
+        )
 
 
 def at_rest(
