@@ -93,9 +93,11 @@ def optimizer_of(model: nn.Module) -> torch.optim.AdamW:
     return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
 
 
-def _trainer(
+def trainer_of(
     loss_of: Callable[[torch.Tensor], torch.Tensor], optimizer: torch.optim.Optimizer
 ) -> Trainer:
+    """Return what trains in plain PyTorch."""
+
     def step(batch: torch.Tensor) -> torch.Tensor:
         optimizer.zero_grad(set_to_none=True)
         loss = loss_of(batch)
@@ -108,14 +110,18 @@ def _trainer(
 
 def eager(case: Case) -> Trainer:
     """Everything in memory, as PyTorch does it."""
-    return _trainer(lambda batch: loss_fn(case.model, batch), optimizer_of(case.model))
+    return trainer_of(lambda batch: loss_fn(case.model, batch), optimizer_of(case.model))
 
 
 def checkpointed(case: Case) -> Trainer:
     """``torch.utils.checkpoint`` around each block: activations of blocks are computed again."""
+    _recompute_blocks(case)
+    return eager(case)
+
+
+def _recompute_blocks(case: Case) -> None:
     model: Any = case.model
     model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
-    return eager(case)
 
 
 def _compiled(case: Case, share: float) -> Trainer:
@@ -123,7 +129,7 @@ def _compiled(case: Case, share: float) -> Trainer:
 
     functorch_config.activation_memory_budget = share
     loss_of = torch.compile(lambda batch: loss_fn(case.model, batch))
-    return _trainer(loss_of, optimizer_of(case.model))
+    return trainer_of(loss_of, optimizer_of(case.model))
 
 
 def compiled_half(case: Case) -> Trainer:
@@ -177,7 +183,7 @@ def spilled(case: Case) -> Trainer:
         with torch.autograd.graph.saved_tensors_hooks(spill.pack, spill.unpack):
             return loss_fn(case.model, batch)
 
-    plain = _trainer(loss_of, optimizer_of(case.model))
+    plain = trainer_of(loss_of, optimizer_of(case.model))
     return Trainer(step=plain.step, details=lambda: {"written_bytes": spill.written_bytes})
 
 
@@ -194,7 +200,13 @@ def mapped_states(case: Case) -> Trainer:
             )
             state[name] = mapped.view_as(parameter)
         optimizer.state[parameter] = state
-    return _trainer(lambda batch: loss_fn(case.model, batch), optimizer)
+    return trainer_of(lambda batch: loss_fn(case.model, batch), optimizer)
+
+
+def checkpointed_mapped(case: Case) -> Trainer:
+    """``torch.utils.checkpoint`` around each block, and AdamW over memory-mapped files."""
+    _recompute_blocks(case)
+    return mapped_states(case)
 
 
 def ours(case: Case) -> Trainer:
@@ -235,6 +247,7 @@ CONTENDERS: dict[str, Callable[[Case], Trainer]] = {
     "checkpoint": checkpointed,
     "spill": spilled,
     "mapped-adamw": mapped_states,
+    "checkpoint-mapped": checkpointed_mapped,
     "compile-0.5": compiled_half,
     "compile-0.0": compiled_none,
 }

@@ -1,16 +1,18 @@
-"""Training GPT-2 small in less memory: GASCompile, recomputation, spilling and mapped optimizer states.
+"""Training GPT-2 small in less memory: GASCompile, recomputation, spilling, mapped optimizer states and peers.
 
 ``python -m benchmarks.training_offload`` runs every contender in a process of its own, one after the other,
 on the same batches, and compares seconds per step, peaks of anonymous memory and losses. GASCompile runs in a
-memory cgroup of its budget and what the interpreter and the libraries take. At most ten minutes; it writes
+memory cgroup of its budget and what the interpreter and the libraries take. It writes
 ``benchmarks/results/training_offload-<machine>-<date>.json``.
+
+DeepSpeed and ColossalAI are run where they are installed, and told to be missing elsewhere. Both may be in an
+environment of their own that has torch and transformers as well: ``--peer-python PATH`` names its interpreter.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
-import importlib.metadata
 import json
 import os
 import subprocess
@@ -25,10 +27,11 @@ from rich.console import Console
 from benchmarks.environment import describe_environment, result_path
 from benchmarks.limited import can_limit, run_limited
 from benchmarks.training_contenders import CONTENDERS, LEARNING_RATE, OURS, SHAPES
+from benchmarks.training_peers import PACKAGES, versions
 from gascompile.commands.output import grid
 from gascompile.units import MIB, format_size, parse_size
 
-LIMIT_S = 600.0
+LIMIT_S = 1200.0
 PROCESS_BYTES = 700 * MIB
 """What the interpreter and the libraries may take beside the budget."""
 THREADS = 2
@@ -38,8 +41,8 @@ _SHORTEST_S = 10.0
 _UNLIMITED_BYTES = 1 << 40
 _KILLED = -9
 BUDGETS = {"gpt2": ("2.5GiB", "1.5GiB", "1.0GiB"), "toy": ("6MiB", "4MiB")}
-PEERS = ("deepspeed", "colossalai")
-"""Trainers that offload to drives; not measured, but it is told whether they are there."""
+EXTENSIONS = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "torch_extensions"
+"""Where what peers compile at their first use stays."""
 
 
 def jobs_of(
@@ -47,7 +50,7 @@ def jobs_of(
 ) -> list[dict[str, Any]]:
     """Return the contenders in the order in which they run: those that must not be missing come first."""
     jobs: list[dict[str, Any]] = []
-    for name in CONTENDERS:
+    for name in (*CONTENDERS, *PACKAGES):
         jobs += [
             {"contender": name, "budget": budget}
             for budget in (budgets or BUDGETS[shape] if name == OURS else (None,))
@@ -63,10 +66,15 @@ class Bench:
         self._scratch = scratch
         self._options = options
         self._console = console
+        self._peer_versions = versions(options.peer_python, sorted(set(PACKAGES.values())))
         self._begin_s = time.monotonic()
 
     def run(self, job: dict[str, Any]) -> dict[str, Any]:
-        """Return what the contender printed, or ``failed`` with the reason."""
+        """Return what the contender printed, or ``failed`` or ``skipped`` with the reason."""
+        package = PACKAGES.get(job["contender"], "")
+        if package and package not in self._peer_versions:
+            reason = f"{package} is not installed in {Path(self._options.peer_python).name}'s environment"
+            return self._left(job, "skipped", reason)
         left_s = self._options.limit_s - (time.monotonic() - self._begin_s)
         if left_s < _SHORTEST_S:
             return self._failed(job, f"left out: {self._options.limit_s:.0f} s were over")
@@ -86,8 +94,10 @@ class Bench:
         result: dict[str, Any] = {**job, **json.loads(done.stdout.strip().splitlines()[-1])}
         limited = done.limited and limit_bytes != _UNLIMITED_BYTES
         result["cgroup_bytes"] = limit_bytes if limited else None
+        if package:
+            result["version"] = self._peer_versions[package]
         self._console.print(
-            f"  {job['contender']:<13}{job['budget'] or '':>7}  {result['median_s']:8.3f} s per step  "
+            f"  {job['contender']:<18}{job['budget'] or '':>7}  {result['median_s']:8.3f} s per step  "
             f"peak {format_size(result['step_peak_bytes'])}"
         )
         return result
@@ -96,7 +106,9 @@ class Bench:
         # The caches of plans and kernels live as long as this benchmark: nothing comes from an earlier one.
         command = ["env", f"XDG_CACHE_HOME={self._scratch / 'cache'}", f"TMPDIR={folder}"]
         command += [f"TORCHINDUCTOR_CACHE_DIR={self._scratch / 'inductor'}"]
-        command += [sys.executable, "-m", "benchmarks.training_worker", job["contender"]]
+        command += [f"TORCH_EXTENSIONS_DIR={EXTENSIONS}"]
+        python = self._options.peer_python if job["contender"] in PACKAGES else sys.executable
+        command += [python, "-m", "benchmarks.training_worker", job["contender"]]
         command += ["--shape", self._options.shape, "--scratch", folder]
         command += ["--threads", str(THREADS)]
         command += ["--steps", str(self._options.steps), "--warmup", str(self._options.warmup)]
@@ -105,8 +117,11 @@ class Bench:
         return command
 
     def _failed(self, job: dict[str, Any], reason: str) -> dict[str, Any]:
-        self._console.print(f"  {job['contender']:<13}{job['budget'] or '':>7}  failed: {reason}")
-        return {**job, "failed": reason}
+        return self._left(job, "failed", reason)
+
+    def _left(self, job: dict[str, Any], how: str, reason: str) -> dict[str, Any]:
+        self._console.print(f"  {job['contender']:<18}{job['budget'] or '':>7}  {how}: {reason}")
+        return {**job, how: reason}
 
 
 def compared(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -115,12 +130,12 @@ def compared(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     Memory is what was added to the process since its libraries were loaded.
     """
     reference = next((row for row in rows if row["contender"] == "eager"), None)
-    if reference is None or "failed" in reference:
+    if reference is None or "median_s" not in reference:
         return rows
     base_bytes = reference["step_peak_bytes"] - reference["baseline_bytes"]
     return [
         row
-        if "failed" in row
+        if "median_s" not in row
         else {
             **row,
             "time_ratio": row["median_s"] / reference["median_s"],
@@ -131,19 +146,6 @@ def compared(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         }
         for row in rows
     ]
-
-
-def peers() -> dict[str, str]:
-    """Return, for each peer, that it is not installed or which version is."""
-    found = {}
-    for name in PEERS:
-        try:
-            version = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = "not installed"
-        else:
-            found[name] = f"{version} is installed; this benchmark does not run it"
-    return found
 
 
 def failures(rows: list[dict[str, Any]]) -> list[str]:
@@ -170,8 +172,8 @@ def report(rows: list[dict[str, Any]], console: Console) -> None:
     cells = []
     for row in rows:
         name = [row["contender"], row["budget"] or ""]
-        if "failed" in row:
-            cells.append([*name, "failed", *[""] * 5])
+        if "median_s" not in row:
+            cells.append([*name, "skipped" if "skipped" in row else "failed", *[""] * 5])
             continue
         compared_to = [f"{row[key]:.2f}" for key in ("time_ratio", "memory_ratio") if key in row]
         time_ratio, memory_ratio = compared_to or ("", "")
@@ -194,8 +196,11 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the benchmark and write its result file; 1 where something failed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--toy", action="store_true", help="a tiny model, to try the script")
-    parser.add_argument("--only", nargs="+", choices=sorted(CONTENDERS), help="some contenders")
+    parser.add_argument(
+        "--only", nargs="+", choices=sorted({*CONTENDERS, *PACKAGES}), help="some contenders"
+    )
     parser.add_argument("--budgets", nargs="+", help="for GASCompile; 2.5GiB, 1.5GiB and 1.0GiB")
+    parser.add_argument("--peer-python", default=sys.executable, help="interpreter of the peers")
     parser.add_argument("--steps", type=int, default=3, help="timed steps per contender")
     parser.add_argument("--warmup", type=int, default=1, help="steps before them")
     parser.add_argument("--limit-s", type=float, default=LIMIT_S, help="seconds for all of it")
@@ -225,14 +230,11 @@ def main(arguments: list[str] | None = None) -> int:
         "warmup": options.warmup,
         "steps": options.steps,
         "rows": rows,
-        "peers": peers(),
     }
     output = options.output or result_path("training_offload")
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     report(rows, console)
-    for name, text in peers().items():
-        console.print(f"{name}: {text}")
     console.print(f"written: {output}")
     problems = failures(rows)
     for problem in problems:

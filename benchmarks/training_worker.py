@@ -14,8 +14,10 @@ import transformers
 
 from benchmarks.anonymous import PeakSampler, anonymous_bytes
 from benchmarks.training_contenders import CONTENDERS, SHAPES, Case, batch_of, build_model
+from benchmarks.training_peers import PEERS
 
 transformers.utils.logging.disable_progress_bar()
+MAKERS = {**CONTENDERS, **PEERS}
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -32,7 +34,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             budget=options.budget,
         )
         model_s = time.perf_counter() - begin_s
-        trainer = CONTENDERS[options.contender](case)
+        trainer = MAKERS[options.contender](case)
         setup_s = time.perf_counter() - begin_s - model_s
         setup_peak_bytes = sampler.take_peak_bytes()
         times_s, losses, peaks_bytes = [], [], []
@@ -62,7 +64,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     """Run the contender named on the command line."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("contender", choices=sorted(CONTENDERS))
+    parser.add_argument("contender", choices=sorted(MAKERS))
     parser.add_argument("--shape", choices=sorted(SHAPES), required=True)
     parser.add_argument("--scratch", type=Path, required=True, help="an empty folder to fill")
     parser.add_argument("--budget", help="memory, for the contender that keeps one")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import mmap
+import sys
+import venv
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from benchmarks import training_contenders, training_offload
+from benchmarks import training_contenders, training_offload, training_peers
 from benchmarks.anonymous import PeakSampler, anonymous_bytes
 from benchmarks.training_contenders import Case, batch_of, build_model
 from gascompile.units import MIB
@@ -34,7 +36,7 @@ def losses_of(contender: str, folder: Path) -> tuple[list[float], dict[str, Any]
     return losses, trainer.details()
 
 
-@pytest.mark.parametrize("contender", ["checkpoint", "spill", "mapped-adamw"])
+@pytest.mark.parametrize("contender", ["checkpoint", "spill", "mapped-adamw", "checkpoint-mapped"])
 def test_contenders_train_as_eager_does(contender: str, tmp_path: Path) -> None:
     expected, _ = losses_of("eager", tmp_path)
     found, details = losses_of(contender, tmp_path)
@@ -43,7 +45,7 @@ def test_contenders_train_as_eager_does(contender: str, tmp_path: Path) -> None:
     if contender == "spill":
         assert details["written_bytes"] > 3 * 2 * 32 * 512 * 4, "logits of three steps at least"
         assert files == [], "what was read back is removed"
-    if contender == "mapped-adamw":
+    if "mapped" in contender:
         moments = [torch.from_file(str(p), size=p.stat().st_size // 4) for p in tmp_path.iterdir()]
         assert {name.split("-")[0] for name in files} == {"exp_avg", "exp_avg_sq"}
         assert any(moment.abs().sum() > 0 for moment in moments)
@@ -78,7 +80,6 @@ def test_a_toy_run_measures_contenders_side_by_side(tmp_path: Path) -> None:
     assert sum(ours["link_bytes"].values()) > 0
     for found in (eager, ours):
         assert 50 * MIB < found["baseline_bytes"] < found["step_peak_bytes"]
-    assert set(result["peers"]) == {"deepspeed", "colossalai"}
     assert [path.name for path in tmp_path.iterdir()] == ["training.json"]
 
 
@@ -89,6 +90,27 @@ def test_time_that_is_over_is_told(tmp_path: Path) -> None:
     assert json.loads(output.read_text())["rows"][0]["failed"] == "left out: 1 s were over"
 
 
+def test_peers_that_are_missing_are_skipped_by_name(tmp_path: Path) -> None:
+    output = tmp_path / "training.json"
+    python = bare_python(tmp_path)
+    assert training_peers.versions(python, ["pip", "deepspeed"]) == {}
+    assert set(training_peers.versions(sys.executable, ["torch", "none-such"])) == {"torch"}
+    command = ["--toy", "--only", *training_peers.PACKAGES, "--peer-python", python]
+    assert training_offload.main([*command, "-o", str(output)]) == 0
+    rows = json.loads(output.read_text())["rows"]
+    assert [row["contender"] for row in rows] == list(training_peers.PACKAGES)
+    for found in rows:
+        assert found["skipped"].startswith(
+            f"{training_peers.PACKAGES[found['contender']]} is not installed"
+        )
+
+
+def bare_python(folder: Path) -> str:
+    """Return an interpreter of an environment without packages."""
+    venv.create(folder / "bare", with_pip=False, symlinks=True)
+    return str(folder / "bare" / "bin" / "python")
+
+
 def test_every_contender_has_its_turn() -> None:
     jobs = training_offload.jobs_of("gpt2")
     assert [job["budget"] for job in jobs if job["contender"] == "gascompile"] == [
@@ -96,7 +118,9 @@ def test_every_contender_has_its_turn() -> None:
         "1.5GiB",
         "1.0GiB",
     ]
-    assert {job["contender"] for job in jobs} == set(training_contenders.CONTENDERS)
+    peers = training_peers.PACKAGES
+    assert {job["contender"] for job in jobs} == {*training_contenders.CONTENDERS, *peers}
+    assert set(peers) == set(training_peers.PEERS)
     assert jobs[0] == {"contender": "eager", "budget": None}
     ours = training_offload.jobs_of("gpt2", ["gascompile"], ["3GiB"])
     assert ours == [{"contender": "gascompile", "budget": "3GiB"}]

@@ -1,0 +1,214 @@
+"""The optimizer phase alone: all of AdamW's states on the drive, against what the drive gives for those bytes.
+
+    python -m benchmarks.optimizer_phase [--toy] [--budget 384MiB] [--rounds 5]
+
+A step whose program holds nothing but the updates of GPT-2 small runs in a budget far below its states, so that
+parameters and both moments are read, updated and written at every step: 12 bytes in and 12 out per parameter. In
+turns with it, one reading and one writing thread move blocks of the same sizes in a plain loop. The result is
+written to ``benchmarks/results/optimizer_phase-<machine>-<date>.json``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import mmap
+import os
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import nn
+
+import gascompile
+from benchmarks.environment import describe_environment, result_path
+from benchmarks.training_contenders import LEARNING_RATE, SHAPES, build_model
+from gascompile.commands.output import fields
+from gascompile.ir import Offload, Plan, Reload
+from gascompile.units import PAGE_BYTES, align_up, format_size, format_time
+
+THREADS = 2
+BUDGETS = {"gpt2": "384MiB", "toy": "5MiB"}
+ASKED_SHARE = 0.9
+
+
+class _GivenGradient(torch.autograd.Function):
+    """A loss that reads no parameter and whose gradient is there already."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(gradient)
+        ctx.shape = parameter.shape
+        return gradient.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        (gradient,) = ctx.saved_tensors
+        return gradient[: ctx.shape.numel()].view(ctx.shape), None
+
+
+def given_loss(model: nn.Module, gradient: torch.Tensor) -> torch.Tensor:
+    """Return zero; each parameter's gradient is the beginning of ``gradient``, so nothing is computed for it."""
+    parts = [_GivenGradient.apply(part, gradient) for part in model.parameters()]
+    return torch.stack(parts).sum()  # type: ignore[arg-type]
+
+
+def gradient_for(model: nn.Module) -> torch.Tensor:
+    """Return a vector as long as the largest parameter."""
+    random = torch.Generator().manual_seed(1)
+    return torch.randn(max(part.numel() for part in model.parameters()), generator=random) * 1e-3
+
+
+def blocks(plan: Plan) -> tuple[list[int], list[int]]:
+    """Return the bytes of each read and of each write of a steady step, in order."""
+    reads = [step.size_bytes for step in plan.steps if isinstance(step, Reload)]
+    writes = [step.size_bytes for step in plan.steps if isinstance(step, Offload)]
+    return reads, writes
+
+
+class PlainLoop:
+    """Reads and writes blocks of given sizes by direct I/O, both at once, and nothing else."""
+
+    def __init__(self, folder: Path, reads: Sequence[int], writes: Sequence[int]) -> None:
+        self._sizes = [[align_up(size, PAGE_BYTES) for size in sizes] for sizes in (reads, writes)]
+        self._buffers = [mmap.mmap(-1, max(sizes, default=PAGE_BYTES)) for sizes in self._sizes]
+        for buffer in self._buffers:
+            buffer.write(os.urandom(1 << 16) * (len(buffer) >> 16))
+        with tempfile.NamedTemporaryFile(dir=folder) as file:
+            self._begins = [0, sum(self._sizes[0])]
+            os.posix_fallocate(file.fileno(), 0, sum(map(sum, self._sizes)) or PAGE_BYTES)
+            self._file = os.open(file.name, os.O_RDWR | os.O_DIRECT)
+        # Space that was never written is not read from the drive.
+        self._move(0, os.pwrite)
+        self._move(1, os.pwrite)
+
+    def seconds(self) -> float:
+        """Return the seconds of all reads and all writes."""
+        threads = [
+            threading.Thread(target=self._move, args=(0, _pread)),
+            threading.Thread(target=self._move, args=(1, os.pwrite)),
+        ]
+        start_s = time.perf_counter()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return time.perf_counter() - start_s
+
+    def _move(self, side: int, call: Callable[[int, memoryview, int], int]) -> None:
+        offset, buffer = self._begins[side], memoryview(self._buffers[side])
+        for size in self._sizes[side]:
+            done = 0
+            while done < size:
+                done += call(self._file, buffer[done:size], offset + done)
+            offset += size
+
+    def close(self) -> None:
+        """Give file and memory back."""
+        os.close(self._file)
+        for buffer in self._buffers:
+            buffer.close()
+
+
+def _pread(file: int, buffer: memoryview, offset: int) -> int:
+    return os.preadv(file, [buffer], offset)
+
+
+def measure(shape: str, budget: str, rounds: int, scratch: Path) -> dict[str, Any]:
+    """Return the seconds of steps and of plain loops, taken in turns, and what a step moved."""
+    model = build_model(shape)
+    num_elements = sum(part.numel() for part in model.parameters())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    gradient = gradient_for(model)
+    with gascompile.compile_step(
+        model, given_loss, optimizer, budget, gradient, cache_dir=scratch
+    ) as step:
+        step(gradient)
+        assert step.plan is not None
+        reads, writes = blocks(step.plan)
+        loop = PlainLoop(scratch, reads, writes)
+        steps_s, loops_s, stalls_s = [], [], []
+        for _ in range(rounds):
+            step(gradient)
+            assert step.last_run is not None
+            steps_s.append(step.last_run.seconds)
+            stalls_s.append(step.last_run.stall_s)
+            loops_s.append(loop.seconds())
+        loop.close()
+        run, plan = step.last_run, step.plan
+    return {
+        "num_elements": num_elements,
+        "state_bytes": 12 * num_elements,
+        "budget_bytes": dict(plan.budget_bytes)["cpu"],
+        "peak_bytes": dict(run.peak_bytes)["cpu"],
+        "read_bytes": sum(reads),
+        "written_bytes": sum(writes),
+        "num_blocks": len(reads) + len(writes),
+        "paths": dict(run.paths),
+        "predicted_s": plan.certificate.predicted_s,
+        "op_s": sum(op.time_s for op in plan.ops),
+        "steps_s": steps_s,
+        "stalls_s": stalls_s,
+        "loops_s": loops_s,
+        "share": statistics.median(loops_s) / statistics.median(steps_s),
+    }
+
+
+def rows(found: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return the figures for people."""
+    per_element = [found[key] / found["num_elements"] for key in ("read_bytes", "written_bytes")]
+    step_s, loop_s = (statistics.median(found[key]) for key in ("steps_s", "loops_s"))
+    moved = found["read_bytes"] + found["written_bytes"]
+    return [
+        ("states", f"{format_size(found['state_bytes'])} in {format_size(found['budget_bytes'])}"),
+        ("read and written", "{:.2f} and {:.2f} bytes per parameter".format(*per_element)),
+        ("updates", f"{format_time(step_s)}, {format_size(moved / step_s)}/s"),
+        ("waiting", format_time(statistics.median(found["stalls_s"]))),
+        ("plain loop", f"{format_time(loop_s)}, {format_size(moved / loop_s)}/s"),
+        ("share of the drive", f"{found['share']:.1%} ({ASKED_SHARE:.0%} is asked)"),
+    ]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the benchmark and write its result file; 1 where the share is below what is asked."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--toy", action="store_true", help="a tiny model, to try the script")
+    parser.add_argument("--budget", help="memory of a step (default: 384MiB)")
+    parser.add_argument("--rounds", type=int, default=5, help="steps and loops, in turns")
+    parser.add_argument("--scratch", type=Path, help="folder on the drive; temporary")
+    parser.add_argument("-o", "--output", type=Path, help="result file")
+    options = parser.parse_args(arguments)
+    if options.rounds < 1:
+        parser.error("--rounds takes 1 or more")
+    shape = "toy" if options.toy else "gpt2"
+    torch.set_num_threads(THREADS)
+    with tempfile.TemporaryDirectory(prefix="gascompile-phase-", dir=options.scratch) as folder:
+        budget = options.budget or BUDGETS[shape]
+        found = measure(shape, budget, options.rounds, Path(folder))
+    result = {
+        "benchmark": "optimizer_phase",
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "environment": describe_environment(),
+        "load": os.getloadavg()[0],
+        "model": SHAPES[shape],
+        "threads": THREADS,
+        **found,
+    }
+    output = options.output or result_path("optimizer_phase")
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    console = Console(stderr=True)
+    console.print(fields("AdamW with its states on the drive", rows(found)))
+    console.print(f"written: {output}")
+    return int(found["share"] < ASKED_SHARE)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
