@@ -173,6 +173,10 @@ def _rebuild_race(message: str, tensor: str, address: int) -> RaceError:
     return RaceError(message, tensor=tensor, address=address)
 
 
+class ClosedStepError(GASCompileError):
+    """A training step was used after ``close``."""
+
+
 class NanLossError(GASCompileError):
     """A training step met a NaN.
 

@@ -25,7 +25,7 @@ from gascompile import serial
 from gascompile.checkpoint import read_safetensors_header
 from gascompile.errors import CheckpointError, FormatError, StorageError
 from gascompile.runtime.copying import write_all
-from gascompile.training.states import CONSTANT, States
+from gascompile.training.states import States
 from gascompile.training.tensor_files import (
     Entry,
     check_tensors,
@@ -225,15 +225,18 @@ def _entries(
     kept, seen = states.model.state_dict(), set()
     for name, own in states.names().items():
         if own and own not in seen:
-            (trained if own in changing else frozen)[name] = made_of(persistent, own)
+            view = states.storages.views.get(own)
+            changes = own in changing if view is None else view.owner in changing
+            (trained if changes else frozen)[name] = (
+                made_of(persistent, own) if view is None else _of_view(states, own)
+            )
             seen.add(own)
         elif not own and isinstance(kept[name], torch.Tensor):
             trained[name] = of_tensor(kept[name])
-    # Constants are as the code made them.
-    for name in sorted(n for n in set(states.tensors) - seen if not n.startswith(CONSTANT)):
+    for name in sorted(set(states.tensors) - seen):
         optimizer[f"other:{name}"] = made_of(persistent, name)
     for (parameter, key), tiles in states.tiles.items():
-        like = persistent.tensors[parameter]
+        like = states.like(parameter)
         entry = joined(like.shape, [tile.name for tile in tiles])
         if not like.is_contiguous():
             entry = replace(
@@ -251,6 +254,16 @@ def _entries(
         assign=torch.set_rng_state,
     )
     return trained, frozen, optimizer
+
+
+def _of_view(states: States, name: str) -> Entry:
+    like = states.like(name)
+    return Entry(
+        dtype=like.dtype,
+        shape=tuple(like.shape),
+        made=partial(states.value, name),
+        assign=partial(states.assign, name),
+    )
 
 
 def _split(

@@ -14,7 +14,8 @@ from gascompile.errors import UnsupportedOpError
 from gascompile.ir import Budget, Machine
 from gascompile.machine import resolve_machine
 from gascompile.runtime.engine import read_blocks
-from gascompile.training.joint import LossFunction, own_storages
+from gascompile.training.file_values import FileValues
+from gascompile.training.joint import LossFunction
 from gascompile.training.optimizers import require_rule
 from gascompile.training.settings import OnNan, Settings
 from gascompile.training.step import TrainingStep
@@ -27,6 +28,7 @@ def compile_step(
     budget: Budget | int | str | None = None,
     example_batch: Any = None,
     *,
+    checkpoint: str | os.PathLike[str] | None = None,
     machine: Machine | str | os.PathLike[str] | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
     max_grad_norm: float | None = None,
@@ -45,6 +47,8 @@ def compile_step(
             ``param_groups`` are read at every step, so schedulers work as always.
         budget: memory the step may take in the tier that computes (``"2GiB"``, bytes), or a ``Budget``.
         example_batch: any pytree; planned for now. Without it, at the first call.
+        checkpoint: .safetensors file, sharded or Hugging Face directory that holds the model's weights; the model
+            may be on the meta device, and never stands whole in memory.
         machine: ``None`` for this machine, measured once and remembered; or a preset's name or a file.
         cache_dir: where the machine profile is kept and what leaves memory goes.
         max_grad_norm: clip gradients by their global norm, as ``torch.nn.utils.clip_grad_norm_`` does.
@@ -61,6 +65,8 @@ def compile_step(
     Raises:
         CaptureError: the loss cannot be traced, is no scalar or depends on no parameter; a parameter has no
             values.
+        CheckpointError: ``checkpoint`` cannot be read or is of another model; a buffer on the meta device is not
+            in it.
         InfeasiblePlanError: the budget is too small; names the smallest feasible one.
         UnsupportedOpError: an optimizer or an option without a rule; names those that have one. Parameters
             that are not in float32 or not on the CPU.
@@ -79,7 +85,6 @@ def compile_step(
             f"training runs on the CPU today, and '{resolved.name}' computes on {resolved.compute_tier}; "
             "pass a machine whose tiers are cpu and nvme"
         )
-    own_storages(model)
     step = TrainingStep(
         model,
         loss_fn,
@@ -88,6 +93,7 @@ def compile_step(
         machine=resolved,
         config=config,
         settings=settings,
+        values=FileValues(model, checkpoint) if checkpoint is not None else None,
     )
     if example_batch is not None:
         try:

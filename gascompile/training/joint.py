@@ -1,7 +1,7 @@
 """Joint graph: forward and backward of a loss as one straight line of ATen ops, the ones that eager runs.
 
 Traced by AOTAutograd over fake tensors: nothing is computed and no weight is copied. What the backward pass
-starts from, a one, becomes an op; tensors in plain attributes become inputs.
+starts from, a one, becomes an op; tensors from outside the model become inputs.
 """
 
 from __future__ import annotations
@@ -33,9 +33,12 @@ from torch._subclasses.fake_tensor import (
 from torch.utils import _pytree as pytree
 
 from gascompile.errors import CaptureError, UnsupportedOpError
+from gascompile.passes.bound_aliases import bound_aliases
+from gascompile.training.stand_ins import StandIns
+from gascompile.training.storages import Storages, View, named_tensors
 
 LossFunction = Callable[[nn.Module, Any], torch.Tensor]
-_PREFIX = "model."
+_PREFIX, _OUTSIDE = "model.", "outside_"
 _NO_OPS = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
 
 
@@ -45,68 +48,116 @@ class Joint:
 
     graph_module: fx.GraphModule
     bound: Mapping[str, str]
-    """Placeholder -> name of the parameter, buffer or constant; tied ones have the first name."""
+    """Placeholder -> name of the parameter or buffer; tied ones have the first name."""
     inputs: tuple[str, ...]
     """Placeholders of the batch's leaves, in their order."""
+    outside: Mapping[str, torch.Tensor]
+    """Placeholder -> a tensor that is neither the model's nor the batch's; read anew by every step."""
     loss: fx.Node
-    gradients: Mapping[str, tuple[fx.Node, ...]]
-    """Parameter -> its gradient, in parts where it is used under several names."""
+    gradients: Mapping[str, fx.Node]
+    """Parameter -> its gradient; several may have the same."""
     mutations: Mapping[str, fx.Node]
     """Buffer -> its value after the forward pass."""
     tensors: Mapping[str, torch.Tensor]
-    """What ``bound`` names: parameters and buffers of the model, constants of its code."""
+    """What ``bound`` names: parameters and buffers of the model."""
+    views: Mapping[str, fx.Node]
+    """Parameter that is a view of one of ``tensors`` -> the op that makes it."""
 
 
 class _Loss(nn.Module):
     """A loss over the flat leaves of a batch."""
 
-    def __init__(self, model: nn.Module, loss_fn: LossFunction, spec: pytree.TreeSpec) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: LossFunction,
+        spec: pytree.TreeSpec,
+        stand_ins: StandIns,
+        *,
+        trains: bool,
+    ) -> None:
         super().__init__()
         self.model = model
-        self._loss_fn = loss_fn
-        self._spec = spec
+        self._loss_fn, self._spec, self._trains = loss_fn, spec, trains
+        self._stand_ins = stand_ins
+        self.outside = list(stand_ins.outside)
+        for number, tensor in enumerate(self.outside):
+            self.register_buffer(f"{_OUTSIDE}{number}", tensor.detach())
 
     def forward(self, *leaves: Any) -> torch.Tensor:
-        loss: Any = self._loss_fn(self.model, pytree.tree_unflatten(leaves, self._spec))
-        if not isinstance(loss, torch.Tensor) or loss.dim() or not loss.is_floating_point():
+        batch = pytree.tree_unflatten(leaves, self._spec)
+        outside = {
+            id(real): self.get_buffer(f"{_OUTSIDE}{number}")
+            for number, real in enumerate(self.outside)
+        }
+        with self._stand_ins.active(outside):
+            loss: Any = self._loss_fn(self.model, batch)
+        scalar = isinstance(loss, torch.Tensor) and not loss.dim()
+        if not scalar or (self._trains and not loss.is_floating_point()):
             found = (
                 f"{tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
             )
             raise CaptureError(
                 f"loss_fn returned {found}; it has to return one floating-point scalar tensor, such as a mean"
             )
-        if not loss.requires_grad:
+        if self._trains and not loss.requires_grad:
             raise CaptureError(
                 "the loss does not depend on any parameter that requires a gradient; leave out no_grad() and detach()"
             )
         # A loss that is a view, or a parameter itself, would come out as what it is a view of.
-        return loss.clone()
+        found: torch.Tensor = loss.clone()
+        return found
 
 
-def capture_joint(model: nn.Module, loss_fn: LossFunction, batch: Any) -> Joint:
+def capture_joint(
+    model: nn.Module,
+    loss_fn: LossFunction,
+    batch: Any,
+    storages: Storages | None = None,
+    *,
+    trains: bool = True,
+) -> Joint:
     """Trace ``loss_fn(model, batch)`` and its gradients.
+
+    Args:
+        storages: of the model, where some of its tensors share memory.
+        trains: False for the value alone, which then may be any scalar and needs no gradient.
 
     Raises:
         CaptureError: the loss is no scalar, depends on no parameter, or cannot be traced.
         UnsupportedOpError: the model has hooks or dropout that no trace shows.
     """
     _refuse_untraceable(model)
-    leaves, spec = batch_leaves(batch), pytree.tree_structure(batch)
-    wrapped = _Loss(model, loss_fn, spec)
+    storages = storages or Storages(model)
+    leaves, spec = pytree.tree_flatten(batch)
+    stand_ins = StandIns(model, storages)
+    num_known = -1
+    while len(stand_ins.outside) > num_known:
+        if num_known > 0:
+            raise CaptureError(
+                f"loss_fn of {type(model).__name__} uses other tensors from outside the model at every call; pass "
+                "them in the batch"
+            )
+        num_known = len(stand_ins.outside)
+        wrapped = _Loss(model, loss_fn, spec, stand_ins, trains=trains)
+        graph_module = _captured(wrapped, leaves)
+    return _read(graph_module, wrapped, storages.views)
+
+
+def _captured(wrapped: _Loss, leaves: list[Any]) -> fx.GraphModule:
     try:
         try:
-            graph_module = _traced(wrapped, leaves)
+            return _traced(wrapped, leaves)
         except DataDependentOutputException:
             # Libraries look at values while nobody compiles them, for example whether a mask masks anything.
             with _as_compiled():
-                graph_module = _traced(wrapped, leaves)
-    except CaptureError:
+                return _traced(wrapped, leaves)
+    except (CaptureError, UnsupportedOpError):
         raise
     except Exception as error:  # whatever the model's own code raises
         if isinstance(error.__cause__, CaptureError):
             raise error.__cause__ from error
-        raise CaptureError(_in_words(error, type(model).__name__)) from error
-    return _read(graph_module, model)
+        raise CaptureError(_in_words(error, type(wrapped.model).__name__)) from error
 
 
 def _refuse_untraceable(model: nn.Module) -> None:
@@ -122,11 +173,6 @@ def _refuse_untraceable(model: nn.Module) -> None:
             raise UnsupportedOpError(
                 f"'{name}' has a gradient hook, which a planned step does not call; remove it, or clip by max_grad_norm"
             )
-
-
-def batch_leaves(batch: Any) -> list[Any]:
-    """Return a batch's leaves, its tensors contiguous, as steps are planned for them."""
-    return [x.contiguous() if isinstance(x, torch.Tensor) else x for x in pytree.tree_leaves(batch)]
 
 
 def _traced(wrapped: nn.Module, leaves: list[Any]) -> fx.GraphModule:
@@ -174,48 +220,19 @@ def _place(error: BaseException) -> str:
     return lines[-1] if lines else ""
 
 
-def own_storages(model: nn.Module) -> None:
-    """Let every parameter and buffer have memory of its own, dense and from its beginning, as moves take it.
-
-    Raises:
-        CaptureError: a parameter has no values, or shares memory with another tensor.
-        UnsupportedOpError: a parameter is not on the CPU.
-    """
-    _, tensors = _named_tensors(model)
-    owners: dict[int, str] = {}
-    for name, tensor in tensors.items():
-        if tensor.is_meta:
-            raise CaptureError(
-                f"'{name}' is on the meta device and has no values; call model.to_empty(device='cpu') and load "
-                "a state_dict before compile_step"
-            )
-        if tensor.device.type != "cpu":
-            raise UnsupportedOpError(f"'{name}' is on {tensor.device}; move the model to the CPU")
-        storage = tensor.untyped_storage()
-        other = owners.setdefault(storage._cdata, name)
-        if other != name and isinstance(tensor, nn.Parameter):
-            raise CaptureError(
-                f"parameters '{other}' and '{name}' share memory; tie them by assigning the same nn.Parameter"
-            )
-        is_dense = tensor.is_contiguous() or tensor.permute(_by_stride(tensor)).is_contiguous()
-        if other != name or not is_dense or storage.nbytes() != tensor.nbytes:
-            tensor.data = tensor.detach().clone(memory_format=torch.contiguous_format)
-
-
-def _by_stride(tensor: torch.Tensor) -> list[int]:
-    return sorted(range(tensor.dim()), key=lambda d: -tensor.stride()[d])
-
-
-def _read(graph_module: fx.GraphModule, model: nn.Module) -> Joint:
+def _read(graph_module: fx.GraphModule, wrapped: _Loss, views: Mapping[str, View]) -> Joint:
     graph = graph_module.graph
-    canonical, tensors = _named_tensors(model)
+    canonical, tensors = named_tensors(wrapped.model)
     bound: dict[str, str] = {}
     inputs: dict[int, str] = {}
+    outside: dict[str, torch.Tensor] = {}
     tangents: list[fx.Node] = []
     for node in graph.nodes:
         if node.op != "placeholder":
             continue
         match node.meta["desc"]:
+            case BufferAOTInput(target=target) if target.startswith(_OUTSIDE):
+                outside[node.name] = wrapped.outside[int(target.removeprefix(_OUTSIDE))]
             case ParamAOTInput(target=target) | BufferAOTInput(target=target):
                 bound[node.name] = canonical[target.removeprefix(_PREFIX)]
             case PlainAOTInput(idx=index):
@@ -224,8 +241,9 @@ def _read(graph_module: fx.GraphModule, model: nn.Module) -> Joint:
                 tangents.append(node)
             case other:
                 raise CaptureError(f"the loss takes {other}, which has no place in a plan")
-    _lift_constants(graph_module, bound, tensors)
+    _lift_constants(graph_module, outside)
     _drop_aliases(graph)
+    made = _make_views(graph, bound, views)
     for node in graph.nodes:
         if "_sparse_" in str(node.target):
             raise CaptureError(
@@ -240,38 +258,67 @@ def _read(graph_module: fx.GraphModule, model: nn.Module) -> Joint:
         graph.erase_node(tangent)
     # A tangent may have been a gradient itself.
     loss, gradients, mutations = _outputs(graph.output_node(), canonical)
+    for name in set(mutations).intersection(views[name].owner for name in made):
+        raise CaptureError(
+            f"the model changes '{name}' in its forward pass, of which parameters are views; only the optimizer may "
+            "change parameters"
+        )
     graph.lint()
     return Joint(
         graph_module=graph_module,
         bound=bound,
         inputs=tuple(inputs[i] for i in sorted(inputs)),
+        outside=outside,
         loss=loss,
         gradients=gradients,
         mutations=mutations,
         tensors={name: tensors[name] for name in dict.fromkeys(bound.values())},
+        views=made,
     )
 
 
-def _named_tensors(model: nn.Module) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
-    """Return the first name of the same tensor for every name, and the tensors by it."""
-    first: dict[int, str] = {}
-    canonical: dict[str, str] = {}
-    tensors: dict[str, torch.Tensor] = {}
-    for name, tensor in (
-        *model.named_parameters(remove_duplicate=False),
-        *model.named_buffers(remove_duplicate=False),
-    ):
-        canonical[name] = first.setdefault(id(tensor), name)
-        tensors.setdefault(canonical[name], tensor)
-    return canonical, tensors
+def _make_views(
+    graph: fx.Graph, bound: dict[str, str], views: Mapping[str, View]
+) -> dict[str, fx.Node]:
+    """Let placeholders of views be views of the placeholders of their owners, taken as late as can be."""
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    whole = {bound[node.name]: node for node in reversed(placeholders) if node.name in bound}
+    made: dict[str, fx.Node] = {}
+    for node in placeholders:
+        name = bound.get(node.name)
+        if name is not None and name in views:
+            del bound[node.name]
+            if isinstance(views[name].tensor, nn.Parameter):
+                layout = views[name].layout
+                args = (whole[views[name].owner], layout.size, layout.stride, layout.offset)
+                with graph.inserting_after(placeholders[-1]):
+                    made[name] = graph.call_function(torch.ops.aten.as_strided.default, args)
+                made[name].meta["val"] = node.meta["val"]
+                node.replace_all_uses_with(made[name])
+            graph.erase_node(node)
+        elif name is not None and node is not whole[name] and not node.users:
+            del bound[node.name]
+            graph.erase_node(node)
+    _sink_views(graph, bound)
+    return made
+
+
+def _sink_views(graph: fx.Graph, bound: Mapping[str, str]) -> None:
+    """Take views of parameters and buffers when they are first read, so that these need not be there before."""
+    owners = bound_aliases(graph, bound)
+    for node in reversed(list(graph.nodes)):
+        if node.op == "call_function" and owners[node] and node.users:
+            first = min(node.users)
+            if first.op == "call_function":
+                first.prepend(node)
 
 
 def _outputs(
     output: fx.Node, canonical: Mapping[str, str]
-) -> tuple[fx.Node, dict[str, tuple[fx.Node, ...]], dict[str, fx.Node]]:
+) -> tuple[fx.Node, dict[str, fx.Node], dict[str, fx.Node]]:
     """Return the loss, and what comes out for parameters and buffers by name."""
     loss: fx.Node | None = None
-    gradients: dict[str, tuple[fx.Node, ...]] = {}
+    gradients: dict[str, fx.Node] = {}
     mutations: dict[str, fx.Node] = {}
     (values,) = output.args
     assert isinstance(values, (tuple, list))
@@ -282,8 +329,13 @@ def _outputs(
                 loss = value
             case GradAOTOutput(grad_of=ParamAOTInput(target=target)):
                 if isinstance(value, fx.Node):
-                    name = canonical[target.removeprefix(_PREFIX)]
-                    gradients[name] = (*gradients.get(name, ()), value)
+                    gradients[canonical[target.removeprefix(_PREFIX)]] = value
+            case InputMutationAOTOutput(mutated_input=BufferAOTInput(target=target)) if (
+                target.startswith(_OUTSIDE)
+            ):
+                raise CaptureError(
+                    "loss_fn changes a tensor from outside the model in place; register it as a buffer of the model"
+                )
             case InputMutationAOTOutput(mutated_input=BufferAOTInput(target=target)):
                 assert isinstance(value, fx.Node)
                 mutations[canonical[target.removeprefix(_PREFIX)]] = value
@@ -302,10 +354,8 @@ def _outputs(
     return loss, gradients, mutations
 
 
-def _lift_constants(
-    graph_module: fx.GraphModule, bound: dict[str, str], tensors: dict[str, torch.Tensor]
-) -> None:
-    """Make tensors in attributes of the graph inputs of it."""
+def _lift_constants(graph_module: fx.GraphModule, outside: dict[str, torch.Tensor]) -> None:
+    """Make tensors in attributes of the graph, which the loss makes of numbers, inputs of it."""
     graph = graph_module.graph
     first = next(iter(graph.nodes))
     lifted: dict[str, fx.Node] = {}
@@ -315,12 +365,10 @@ def _lift_constants(
         target = str(node.target)
         if target not in lifted:
             value = operator.attrgetter(target)(graph_module)
-            name = f"constant:{target}"
             with graph.inserting_before(first):
                 lifted[target] = graph.placeholder(f"constant_{len(lifted)}")
             lifted[target].meta["val"] = node.meta.get("val", value)
-            bound[lifted[target].name] = name
-            tensors[name] = value.detach()
+            outside[lifted[target].name] = value.detach()
         node.replace_all_uses_with(lifted[target])
         graph.erase_node(node)
 

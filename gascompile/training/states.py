@@ -9,21 +9,21 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch
 from torch import nn
 
 from gascompile.cost_models.host import memory_limit
-from gascompile.errors import CaptureError, CheckpointError
+from gascompile.errors import CheckpointError
 from gascompile.runtime.heap_memory import own_bytes
 from gascompile.runtime.pages import Pages
 from gascompile.runtime.persistent import Persistent
+from gascompile.training.file_values import FileValues
 from gascompile.training.optimizers import TOTAL, Rules, Slot, Tile
+from gascompile.training.storages import Storages
 from gascompile.units import format_size
-
-CONSTANT = "constant:"
-"""What names of tensors begin with that are no parameters or buffers."""
 
 
 class States:
@@ -35,36 +35,43 @@ class States:
         rules: Rules,
         tensors: Mapping[str, torch.Tensor],
         *,
+        storages: Storages,
         tiles: Iterable[Tile],
         folder: Path,
         buffers: memoryview,
         pages: Pages | None,
+        values: FileValues | None = None,
     ) -> None:
         """Take over what is in the model and in the optimizer.
 
         Args:
             rules: of the optimizer; they know its parameters that are trained.
-            tensors: the model's own tensors by name, and constants of its code.
+            tensors: the model's own tensors by name, without those that are views of others.
+            storages: know the views.
             tiles: all that is kept per parameter.
             folder: where what leaves memory goes.
             buffers: memory for transfers.
             pages: what values lie in; the heap, if ``None``.
+            values: of tensors that have theirs in files.
 
         Raises:
-            CheckpointError: the optimizer's parameters were not updated equally often.
+            CheckpointError: the optimizer's parameters were not updated equally often; a file of ``values``
+                cannot be read.
             StorageError: the folder cannot be written to, or has too little space.
         """
         self.model, self.rules, self.optimizer = model, rules, rules.optimizer
-        self.tensors = dict(tensors)
+        self.values = values
+        self.tensors = {**(values.tensors if values else {}), **tensors}
+        self.storages = storages
         self.generation = 0
         """Goes up when values come from elsewhere."""
         entries = {
-            slot.index: self.optimizer.state.get(self.tensors[slot.name], {})
+            slot.index: self.optimizer.state.get(self._tensor(slot.name), {})
             for slot in rules.slots.values()
         }
         count, self.has_momenta = self._counts(entries)
         self.num_steps, self.num_batches = count, 0
-        own = {name: tensor.detach() for name, tensor in tensors.items()}
+        own = {name: tensor.detach() for name, tensor in self.tensors.items()}
         self.tiles: dict[tuple[str, str], list[Tile]] = {}
         """In order, by parameter and key."""
         for tile in tiles:
@@ -72,12 +79,15 @@ class States:
         zeros = {
             tile.name: tile.end - tile.begin for tiles in self.tiles.values() for tile in tiles
         }
-        self.persistent = Persistent(own, zeros, folder, buffers, pages)
+        unread = values.sources if values else ()
+        self.persistent = Persistent(own, zeros, folder, buffers, pages, unread=unread)
+        if values is not None:
+            values.fill(self.persistent)
         for slot in rules.slots.values():
-            entry = self.optimizer.state.pop(self.tensors[slot.name], {})
+            entry = self.optimizer.state.pop(self._tensor(slot.name), {})
             if entry:
                 self._assign_moments(slot, entry)
-        for tensor in self.tensors.values():
+        for tensor in (*self.tensors.values(), *(v.tensor for v in storages.views.values())):
             tensor.data = torch.empty(0, dtype=tensor.dtype)
 
     @property
@@ -90,28 +100,44 @@ class States:
         self.num_steps += 1
         self.has_momenta = True
 
-    def require_same(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Refuse constants that are others than those of the first plan.
+    def _tensor(self, name: str) -> torch.Tensor:
+        view = self.storages.views.get(name)
+        return self.tensors[name] if view is None else view.tensor
 
-        Raises:
-            CaptureError: names one.
-        """
-        for name, tensor in tensors.items():
-            if name.startswith(CONSTANT) and not torch.equal(self.persistent.value(name), tensor):
-                raise CaptureError(
-                    f"'{name}' has another value for this kind of batch than for the first; make it a buffer of "
-                    "the model, or compile another step for this kind of batch"
-                )
+    def like(self, name: str) -> torch.Tensor:
+        """Return a tensor that has a parameter's or buffer's layout alone."""
+        view = self.storages.views.get(name)
+        if view is None:
+            return self.persistent.tensors[name].to("meta")
+        layout, dtype = view.layout, view.tensor.dtype
+        return torch.empty_strided(layout.size, layout.stride, dtype=dtype, device="meta")
+
+    def value(self, name: str) -> torch.Tensor:
+        """Return a copy of a parameter or buffer."""
+        view = self.storages.views.get(name)
+        if view is None:
+            return self.persistent.value(name)
+        return view.layout.within(self.persistent.value(view.owner)).clone()
+
+    def assign(self, name: str, value: torch.Tensor) -> None:
+        """Give a parameter or buffer a new value."""
+        view = self.storages.views.get(name)
+        if view is None:
+            self.persistent.assign(name, value)
+        else:
+            layout = view.layout
+            self.persistent.fill(view.owner, lambda whole: layout.within(whole).copy_(value))
 
     def names(self) -> dict[str, str]:
         """Return which tensor each name of ``model.state_dict()`` stands for; untouched ones for none."""
         by_id = {id(tensor): name for name, tensor in self.tensors.items()}
+        by_id.update((id(view.tensor), name) for name, view in self.storages.views.items())
         kept = self.model.state_dict(keep_vars=True)
         return {name: by_id.get(id(tensor), "") for name, tensor in kept.items()}
 
     def state_dict(self) -> dict[str, Any]:
         """Return copies in memory, in torch's own formats."""
-        found = {name: self.persistent.value(name) for name in self.tensors}
+        found = {name: self.value(name) for name in (*self.tensors, *self.storages.views)}
         kept = self.model.state_dict()
         model = {}
         for name, own in self.names().items():
@@ -138,7 +164,7 @@ class States:
 
     def kept(self, parameter: str, key: str) -> torch.Tensor:
         """Return a copy of what is kept of a parameter, in its shape."""
-        like = self.persistent.tensors[parameter]
+        like = self.like(parameter)
         flat = torch.empty(like.numel())
         for tile in self.tiles[parameter, key]:
             flat[tile.begin : tile.end] = self.persistent.value(tile.name)
@@ -146,7 +172,7 @@ class States:
 
     def keep(self, parameter: str, key: str, value: torch.Tensor) -> None:
         """Replace what is kept of a parameter by a tensor of its shape."""
-        flat = _in_order_of(self.persistent.tensors[parameter], value)
+        flat = _in_order_of(self.like(parameter), value)
         for tile in self.tiles[parameter, key]:
             self.persistent.assign(tile.name, flat[tile.begin : tile.end])
 
@@ -173,14 +199,14 @@ class States:
         kept = self.model.state_dict()
         for name, own in self.names().items():
             if own:
-                self.persistent.assign(own, model[name])
+                self.assign(own, model[name])
             elif isinstance(kept[name], torch.Tensor):
                 kept[name].copy_(model[name])
         for slot in self.rules.slots.values():
             self._assign_moments(slot, entries[slot.index])
         for parameter, key in self.tiles:
             if key == TOTAL:
-                self.keep(parameter, key, torch.zeros(self.persistent.tensors[parameter].shape))
+                self.keep(parameter, key, torch.zeros(self.like(parameter).shape))
         self.num_steps, self.has_momenta, self.num_batches = count, has_momenta, 0
 
     def check_model(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -191,9 +217,8 @@ class States:
         """
         own = self.names()
         kept = _tensors(self.model.state_dict())
-        persistent = self.persistent.tensors
         wanted = {
-            name: tuple((persistent[own[name]] if own[name] else kept[name]).shape) for name in kept
+            name: tuple((self.like(own[name]) if own[name] else kept[name]).shape) for name in kept
         }
         missing, extra = sorted(set(wanted) - set(shapes)), sorted(set(shapes) - set(wanted))
         other = [n for n in sorted(set(wanted) & set(shapes)) if wanted[n] != shapes[n]]
@@ -242,7 +267,7 @@ class States:
         self.optimizer.load_state_dict({**found, "state": rest})
 
     def _check_moments(self, slot: Slot, entry: Mapping[str, Any]) -> None:
-        shape = tuple(self.persistent.tensors[slot.name].shape)
+        shape = tuple(self.like(slot.name).shape)
         for key in self._keys(slot) if entry else ():
             value = entry.get(key)
             if not isinstance(value, torch.Tensor) or tuple(value.shape) != shape:
@@ -252,7 +277,7 @@ class States:
                 )
 
     def _assign_moments(self, slot: Slot, entry: Mapping[str, Any]) -> None:
-        shape = self.persistent.tensors[slot.name].shape
+        shape = self.like(slot.name).shape
         for key in self._keys(slot):
             value = entry.get(key)
             self.keep(slot.name, key, torch.zeros(shape) if value is None else value)
@@ -279,8 +304,14 @@ class States:
         Raises:
             StorageError: a value cannot be read.
         """
+        if self.values is not None and self.values.stays_out(
+            self.tensors, self.persistent, _available_bytes()
+        ):
+            return
         for name, tensor in self.tensors.items():
             tensor.data = self.persistent.taken(name)
+        for view in self.storages.views.values():
+            view.tensor.data = view.layout.within(self.tensors[view.owner].detach())
         size_bytes = sum(
             self.persistent.sizes[tile.name] for tiles in self.tiles.values() for tile in tiles
         )
@@ -293,21 +324,28 @@ class States:
             )
         elif moments:
             for slot, _, entry in list(self._entries()):
-                self.optimizer.state[self.tensors[slot.name]] = entry
+                self.optimizer.state[self._tensor(slot.name)] = entry
 
 
 class Shapes:
     """Gives emptied parameters their shapes back while something looks at them, without memory."""
 
-    def __init__(self, states: States | None) -> None:
-        self._states = states
+    def __init__(self, states: States | None, storages: Storages) -> None:
+        self._states, self._apart = states, storages.apart()
 
     def __enter__(self) -> None:
         if self._states is not None:
             for name, tensor in self._states.tensors.items():
                 tensor.data = self._states.persistent.tensors[name]
+        self._apart.__enter__()
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._apart.__exit__(kind, error, trace)
         if self._states is not None:
             for tensor in self._states.tensors.values():
                 tensor.data = torch.empty(0, dtype=tensor.dtype)

@@ -15,23 +15,33 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from gascompile import serial
 from gascompile.config import CompileConfig
-from gascompile.errors import CheckpointError, StorageError, UnsupportedOpError
+from gascompile.errors import (
+    CheckpointError,
+    ClosedStepError,
+    StorageError,
+    UnsupportedOpError,
+)
 from gascompile.ir import Budget, Machine, Plan, Workload
-from gascompile.passes.make_plan import make_plan
+from gascompile.program import Program
 from gascompile.progress import task
 from gascompile.reports import RunReport
 from gascompile.runtime.early_memory import map_anonymous
 from gascompile.runtime.iteration import Iteration
+from gascompile.runtime.recording import Recording
 from gascompile.training.checkpoints import CheckpointFolder
-from gascompile.training.joint import LossFunction, batch_leaves, capture_joint
+from gascompile.training.file_values import FileValues
+from gascompile.training.joint import LossFunction, capture_joint
+from gascompile.training.kinds import kind_of, leaf_kinds
 from gascompile.training.optimizers import Rules, structure
 from gascompile.training.page_memory import page_memory
 from gascompile.training.settings import Settings, require_known
 from gascompile.training.states import Shapes, States
+from gascompile.training.step_costs import step_costs, with_costs
+from gascompile.training.step_plan import step_plan
 from gascompile.training.step_program import StepProgram, step_program
 from gascompile.training.step_workload import step_workload
+from gascompile.training.storages import Storages
 from gascompile.units import SPILL_BUFFER_BYTES
 
 _OPEN: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -67,13 +77,16 @@ class TrainingStep:
         machine: Machine,
         config: CompileConfig,
         settings: Settings,
+        values: FileValues | None = None,
     ) -> None:
         """Take the model over; see ``compile_step``."""
         self._model, self._loss_fn, self.optimizer = model, loss_fn, optimizer
         self._budget, self._machine, self._config = budget, machine, config
-        self._settings = settings
+        self._settings, self._values = settings, values
         self._units: dict[str, _Unit] = {}
         self._states: States | None = None
+        self._storages: Storages | None = None
+        self._closed = False
         self._buffers = map_anonymous(_BUFFERS * SPILL_BUFFER_BYTES)
         limits = budget.limits_bytes(machine)
         self._pages = page_memory(config.cache_dir, limits[machine.compute_tier])
@@ -82,6 +95,8 @@ class TrainingStep:
         """What ended a step after which values may be half updated."""
         self.plan: Plan | None = None
         self.last_run: RunReport | None = None
+        self.recording: Recording | None = None
+        """Where runs are written down while it is set; see ``timeline.record``."""
 
     @property
     def num_steps(self) -> int:
@@ -135,25 +150,21 @@ class TrainingStep:
 
     def _unit(self, batch: Any, *, trains: bool, updates: bool = False) -> _Unit:
         self._require_unchanged()
-        leaves, spec = pytree.tree_flatten(batch)
-        kinds = [
-            [str(x.dtype), list(x.shape)] if isinstance(x, torch.Tensor) else repr(x)
-            for x in leaves
-        ]
-        modes = [module.training for module in self._model.modules()]
-        frozen = [not parameter.requires_grad for parameter in self._model.parameters()]
-        autocast = [torch.is_autocast_enabled("cpu"), str(torch.get_autocast_dtype("cpu"))]
-        kind = serial.digest([str(spec), kinds, modes, frozen, autocast, trains])
+        kind = kind_of(self._model, batch, trains=trains)
         key = f"{kind} {updates}"
         if key not in self._units:
             others = [u for k, u in self._units.items() if u.trains and not k.startswith(kind)]
-            self._settings.require_replan(kinds, len(others) if trains else 0)
-            self._units[key] = self._planned(batch, trains=trains, updates=updates)
+            self._settings.require_replan(leaf_kinds(batch), len(others) if trains else 0)
+            try:
+                self._units[key] = self._planned(batch, trains=trains, updates=updates)
+            finally:
+                self._leave()
             self.plan = self._units[key].plan
         return self._units[key]
 
     def _require_unchanged(self) -> None:
         """Refuse a model that another step has taken over, and groups other than those planned for."""
+        self._require_open()
         if self._states is None:
             if self._model in _OPEN:
                 raise ValueError(
@@ -166,6 +177,22 @@ class TrainingStep:
                 "planned for; close the step and compile a new one"
             )
 
+    def _require_open(self) -> None:
+        if self._closed:
+            raise ClosedStepError(
+                "the step is closed and has given its values back; compile a new step with compile_step"
+            )
+
+    def _leave(self) -> None:
+        """Let the model be as it was, unless it has been taken over."""
+        if self._states is not None:
+            return
+        if self._storages is not None:
+            self._storages.restore()
+            self._storages = None
+        if self._values is not None:
+            self._values.leave()
+
     def _run(self, unit: _Unit, batch: Any) -> torch.Tensor:
         states = self._open_states()
         groups = range(unit.program.num_groups)
@@ -174,9 +201,10 @@ class TrainingStep:
             if other is not unit:
                 self._settle(other)
         before = states.persistent.num_changes
+        inputs = [*pytree.tree_leaves(batch), *unit.program.outside, *hyper]
         try:
             with self._settings.watch(states.number):
-                (loss,), self.last_run = unit.iteration.run([*batch_leaves(batch), *hyper])
+                (loss,), self.last_run = unit.iteration.run(inputs, self.recording)
         except BaseException as error:
             unchanged = states.persistent.num_changes == before
             if unchanged and isinstance(error, Exception) and not isinstance(error, StorageError):
@@ -192,15 +220,23 @@ class TrainingStep:
         self._settle_all()
         model = type(self._model).__name__
         name = f"step of {model}" if trains else f"evaluation of {model}"
-        with Shapes(self._states), task(f"Capturing a {name}"):
-            joint = capture_joint(self._model, self._loss_fn, batch)
+        if self._values is not None:
+            self._values.enter()
+        storages = self._storages = self._storages or Storages(self._model)
+        with Shapes(self._states, storages), task(f"Capturing a {name}"):
+            joint = capture_joint(self._model, self._loss_fn, batch, storages, trains=trains)
             names = {id(tensor): name for name, tensor in joint.tensors.items()}
+            names.update((id(view.tensor), name) for name, view in storages.views.items())
             rules = Rules(self.optimizer, names, list(joint.gradients))
             tensors = dict(joint.tensors)
             options = self._settings.program(trains=trains, updates=updates)
             program = step_program(joint, rules, name=name, options=options)
         with task("Planning"):
-            plan = self._plan(step_workload(program, self._machine))
+            workload = self._measured(program.program, step_workload(program, self._machine))
+            reserved = _BUFFERS * SPILL_BUFFER_BYTES
+            plan = step_plan(
+                workload, self._machine, self._budget, self._config, reserved_bytes=reserved
+            )
         states = self._own(rules, program, tensors)
         half = 2 * SPILL_BUFFER_BYTES
         iteration = Iteration(
@@ -215,45 +251,43 @@ class TrainingStep:
         )
         return _Unit(program=program, plan=plan, iteration=iteration, trains=trains)
 
-    def _plan(self, workload: Workload) -> Plan:
-        prints = {
-            "graph": serial.digest(workload),
-            "machine": serial.digest(self._machine),
-            "budget": serial.digest(self._budget.limits_bytes(self._machine)),
-            "options": serial.digest(self._config.fingerprint_fields()),
-        }
-        return make_plan(
+    def _measured(self, program: Program, workload: Workload) -> Workload:
+        """Return the workload with what this machine's ops were found to take."""
+        device = self._machine.compute_tier
+        costs = step_costs(
+            program,
             workload,
             self._machine,
-            self._budget,
-            fingerprint=prints,
-            time_limit_s=self._config.time_limit_s,
-            mip_gap=self._config.mip_gap,
-            reserved_bytes=_BUFFERS * SPILL_BUFFER_BYTES,
-            move_all=True,
+            cache_dir=self._config.cache_dir,
+            budget_bytes=self._budget.limits_bytes(self._machine)[device],
+            pages=self._pages,
         )
+        return with_costs(workload, costs, device=device)
 
     def _own(
         self, rules: Rules, program: StepProgram, tensors: Mapping[str, torch.Tensor]
     ) -> States:
         """Take parameters, buffers and moments over at the first plan."""
         if self._states is None:
+            assert self._storages is not None, "a capture has looked at them"
             self._states = States(
                 self._model,
                 rules,
                 tensors,
+                storages=self._storages,
                 tiles=list(program.tiles.values()),
                 folder=self._config.cache_dir / "training",
                 buffers=memoryview(self._buffers)[: 2 * SPILL_BUFFER_BYTES],
                 pages=self._pages,
+                values=self._values,
             )
             _OPEN.add(self._model)
             return self._states
         require_known({*tensors, *program.tiles}, self._states.persistent.sizes)
-        self._states.require_same(tensors)
         return self._states
 
     def _open_states(self) -> States:
+        self._require_open()
         if self._states is None:
             raise ValueError(
                 "nothing has been planned yet; pass example_batch, or call prepare(batch) first"
@@ -282,7 +316,8 @@ class TrainingStep:
         Raises:
             StorageError: a value cannot be read.
         """
-        if self._states is None:
+        self._require_open()
+        if self._states is None and self._values is None:
             return {"model": self._model.state_dict(), "optimizer": self.optimizer.state_dict()}
         states = self._open_states()
         self._settle_all()
@@ -295,7 +330,8 @@ class TrainingStep:
             CheckpointError: the state is of another model or optimizer; names the keys. Nothing has changed then.
             StorageError: a value cannot be kept.
         """
-        if self._states is None:
+        self._require_open()
+        if self._states is None and self._values is None:
             self._model.load_state_dict(state["model"])
             self.optimizer.load_state_dict(state["optimizer"])
             return
@@ -369,6 +405,7 @@ class TrainingStep:
         for checkpoints in self._folders.values():
             checkpoints.close()
         states, self._states = self._states, None
+        self._closed = True
         if states is None:
             return
         _OPEN.discard(self._model)
@@ -381,6 +418,7 @@ class TrainingStep:
             if self._failure:
                 states.persistent.recover()
             states.give_back(moments=not self._failure)
+            states.storages.restore()
         finally:
             for unit in units.values():
                 unit.iteration.close()

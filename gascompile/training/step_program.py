@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from gascompile.errors import CaptureError
 from gascompile.passes.bound_aliases import bound_aliases
 from gascompile.program import BoundSpec, InputSpec, Program
 from gascompile.training import update_ops
@@ -45,15 +44,16 @@ class StepProgram:
     program: Program
     tiles: Mapping[str, Tile]
     """Moments and totals by their name in the program."""
+    outside: tuple[torch.Tensor, ...]
+    """Inputs after the batch's leaves."""
     num_groups: int
-    """Hyperparameters come after the batch's leaves, a tensor per group."""
+    """Hyperparameters come after those, a tensor per group."""
 
 
 def step_program(joint: Joint, rules: Rules, *, name: str, options: StepOptions) -> StepProgram:
     """Return the program of one step; ``joint`` is used up."""
     graph = joint.graph_module.graph
     builder = _Builder(joint, rules, options)
-    builder.sum_parts()
     builder.copy_what_is_bound()
     builder.find_ends()
     builder.copy_back()
@@ -76,7 +76,8 @@ class _Builder:
         self._parameter: dict[str, fx.Node] = {}
         for placeholder, name in joint.bound.items():
             self._parameter.setdefault(name, self._nodes[placeholder])
-        self._gradient: dict[str, fx.Node] = {}
+        self._parameter.update(joint.views)
+        self._gradient = dict(joint.gradients)
         self._mutations = dict(joint.mutations)
         self._ends: dict[str, fx.Node] = {}
         self._check: fx.Node | None = None
@@ -110,20 +111,6 @@ class _Builder:
     def _place(self) -> dict[fx.Node, int]:
         return {node: number for number, node in enumerate(self._graph.nodes)}
 
-    def sum_parts(self) -> None:
-        """Add up the parts of the gradient of a parameter with several names."""
-        place = self._place()
-        for name, parts in self._joint.gradients.items():
-            if len(set(parts)) != len(parts):
-                raise CaptureError(f"'{name}' gets the same gradient twice, which has no rule")
-            total, *rest = sorted(parts, key=place.__getitem__)
-            for part in rest:
-                with self._graph.inserting_after(part):
-                    whole = self._graph.call_function(torch.ops.aten.add.Tensor, (total, part))
-                whole.meta["val"] = part.meta["val"]
-                total = whole
-            self._gradient[name] = total
-
     def copy_what_is_bound(self) -> None:
         """Copy gradients and new values that are parameters or buffers, or views of some, before these change."""
         owners = bound_aliases(self._graph, self._joint.bound)
@@ -136,6 +123,14 @@ class _Builder:
                     copy.meta["val"] = value.meta["val"]
                     values[name] = copy
 
+    def _owner(self, name: str) -> str:
+        """Return the bound tensor that has a parameter's memory."""
+        view = self._joint.views.get(name)
+        if view is None:
+            return name
+        (whole,) = view.all_input_nodes
+        return self._joint.bound[whole.name]
+
     def find_ends(self) -> None:
         """Find the last node that reads each bound tensor, directly or through views, or makes its gradient."""
         owners = bound_aliases(self._graph, self._joint.bound)
@@ -144,7 +139,8 @@ class _Builder:
                 for read in node.all_input_nodes:
                     self._ends.update(dict.fromkeys(owners[read], node))
         for name, gradient in self._gradient.items():
-            self._ends[name] = self._later(self._ends.get(name, gradient), gradient)
+            owner = self._owner(name)
+            self._ends[owner] = self._later(self._ends.get(owner, gradient), gradient)
         if self._options.refuses_nan:
             loss = self._joint.loss
             with self._graph.inserting_after(loss):
@@ -174,14 +170,18 @@ class _Builder:
         """Add what becomes of gradients: sums, their norm, updates."""
         options, slots = self._options, self._rules.slots.values()
         clips = options.max_grad_norm is not None and options.updates
+        sharing: dict[str, list[Slot]] = {}
         for slot in slots:
-            anchor = self._anchor(self._later(self._ends[slot.name], self._check))
+            sharing.setdefault(self._owner(slot.name), []).append(slot)
+        for owner, members in sharing.items():
+            anchor = self._anchor(self._later(self._ends[owner], self._check))
             with self._graph.inserting_before(anchor):
-                gradients = [self._gradient[slot.name]]
-                if options.accumulates:
-                    gradients = self._accumulate(slot)
-                if options.updates and not clips:
-                    self._update(slot, gradients, None)
+                for slot in members:
+                    gradients = [self._gradient[slot.name]]
+                    if options.accumulates:
+                        gradients = self._accumulate(slot)
+                    if options.updates and not clips:
+                        self._update(slot, gradients, None)
             self._graph.erase_node(anchor)
         if clips:
             assert options.max_grad_norm is not None
@@ -239,8 +239,8 @@ class _Builder:
         bound = {bindings[p]: _bound(nodes[p]) for p in bindings}
         options = self._options
         changed = self._rules.slots if options.trains and options.updates else ()
-        states = {*self._tiles, *changed, *joint.mutations}
-        inputs = (*joint.inputs, *(node.name for node in self._hyper))
+        states = {*self._tiles, *map(self._owner, changed), *joint.mutations}
+        inputs = (*joint.inputs, *joint.outside, *(node.name for node in self._hyper))
         program = Program(
             name=name,
             graph_module=joint.graph_module,
@@ -251,7 +251,12 @@ class _Builder:
             in_spec="",
             out_spec="",
         )
-        return StepProgram(program=program, tiles=self._tiles, num_groups=len(self._hyper))
+        return StepProgram(
+            program=program,
+            tiles=self._tiles,
+            outside=tuple(joint.outside.values()),
+            num_groups=len(self._hyper),
+        )
 
 
 def _bound(node: fx.Node) -> BoundSpec:
