@@ -5,7 +5,7 @@ A tensor's storage gives its memory back while it is away, so that views of it s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -27,12 +27,15 @@ class Persistent:
         folder: Path,
         buffers: memoryview,
         pages: Pages | None = None,
+        *,
+        unread: Collection[str] = (),
     ) -> None:
         """Take ``tensors`` over, as they are in memory, and room for all in a file.
 
         Args:
             zeros: elements of float32 vectors that begin as zeros and away: they take no memory yet.
             pages: where their memory comes from once they have been away; else the heap.
+            unread: those of ``tensors`` that have no values yet and begin away; ``put`` gives them some.
 
         Raises:
             StorageError: the folder cannot be written to, or has too little space.
@@ -42,6 +45,8 @@ class Persistent:
         for name, count in zeros.items():
             self.sizes[name] = count * torch.float32.itemsize
             self.tensors[name] = torch.empty(count, dtype=torch.float32)
+            self.tensors[name].untyped_storage().resize_(0)
+        for name in unread:
             self.tensors[name].untyped_storage().resize_(0)
         slots, offset = {}, 0
         for name, size_bytes in self.sizes.items():
@@ -53,7 +58,7 @@ class Persistent:
         self._spill = Spill(folder, slots, buffers, capacity=pages.capacity if pages else None)
         self.path = self._spill.path
         # A file's space that was never written reads as zeros.
-        self._away: set[str] = set(zeros)
+        self._away: set[str] = {*zeros, *unread}
         self._valid: set[str] = set(zeros)
         """Whose slot holds the value of now."""
         self._writes: dict[str, Ticket] = {}
@@ -149,6 +154,18 @@ class Persistent:
         if away:
             self.write(name).wait()
             self.drop(name)
+
+    def put(self, name: str, fill: Callable[[memoryview, int], None]) -> None:
+        """Give a tensor that is away its first value, without memory for all of it; nothing may be under way.
+
+        Args:
+            fill: writes a part of the tensor's bytes, in its order of memory and from an offset on.
+
+        Raises:
+            StorageError: the file cannot be written.
+        """
+        self._spill.put(name, fill, self.sizes[name])
+        self._valid.add(name)
 
     def copy_to(self, name: str, target: int, offset: int) -> bool:
         """Copy a tensor's bytes from its slot to an open file; False where only memory has its value.
