@@ -13,6 +13,7 @@ import os
 import queue
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,6 +41,9 @@ class _Move:
     ended: threading.Event = field(default_factory=threading.Event)
     event: Event | None = None
     """None: the bytes are in place once the move has ended."""
+    begun_s: float = 0.0
+    """By ``time.perf_counter``, like ``done_s``; zero before."""
+    done_s: float = 0.0
 
     @property
     def done(self) -> bool:
@@ -89,6 +93,7 @@ class Spill:
         self._reader, self._writer = reader, writer or os.pwrite
         self._file, self.path = _open(folder, total)
         self._plain = -1
+        self._buffers = buffers
         self._closed = False
         self._queues: list[queue.SimpleQueue[_Move | None]] = []
         self._threads: list[threading.Thread] = []
@@ -115,6 +120,26 @@ class Spill:
     def read(self, name: str, storage: torch.UntypedStorage) -> Ticket:
         """Start filling a storage from its slot; it must have the size that was written."""
         return self._submit(1, name, storage)
+
+    def put(self, name: str, fill: Callable[[memoryview, int], None], size_bytes: int) -> None:
+        """Fill a slot from elsewhere, a buffer at a time; blocks, and nothing else may be under way.
+
+        Args:
+            fill: writes a part of the tensor's bytes, from an offset on, into the memory that it is given.
+
+        Raises:
+            StorageError: the file cannot be written.
+        """
+        slot, _ = self._slots[name]
+        for begin in range(0, size_bytes, len(self._buffers)):
+            part = self._buffers[: min(len(self._buffers), size_bytes - begin)]
+            fill(part, begin)
+            try:
+                self._write_all(self._buffers[: align_up(len(part), PAGE_BYTES)], slot + begin)
+            except OSError as error:
+                raise StorageError(
+                    f"keeping '{name}' failed: {error.strerror}; check the disk of the cache folder"
+                ) from error
 
     def drain(self) -> None:
         """Let what is under way end, whether it fails or not."""
@@ -216,6 +241,7 @@ def _serve(
     buffer: memoryview,
 ) -> None:
     while (move := jobs.get()) is not None:
+        move.begun_s = time.perf_counter()
         try:
             work(move, buffer)
         except OSError as error:
@@ -224,6 +250,7 @@ def _serve(
             )
             move.error.__cause__ = error
         move.storage = None
+        move.done_s = time.perf_counter()
         move.ended.set()
 
 
