@@ -1,11 +1,14 @@
 """A trace as trace-event JSON, which ui.perfetto.dev and chrome://tracing open.
 
 The format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU. Devices, links
-and memory are three processes; each site and each link is a thread of its own, each tier a counter.
+and memory are three processes; each site and each link is a thread of its own, each tier a counter. Where
+several traces share a file, each of them is one process with all of this.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from gascompile.cost_models.trace import Trace, Transfer
@@ -14,7 +17,19 @@ from gascompile.reports import Stall
 from gascompile.units import MIB
 
 Event = dict[str, Any]
-_DEVICES, _LINKS, _MEMORY = 1, 2, 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Places:
+    """Where the events of a trace stand."""
+
+    devices: int
+    links: int
+    memory: int
+    """Processes."""
+    sites: dict[str, int]
+    link_threads: dict[str, int]
+    first_arrow: int = 0
 
 
 def perfetto(plan: Plan, trace: Trace) -> dict[str, Any]:
@@ -23,36 +38,71 @@ def perfetto(plan: Plan, trace: Trace) -> dict[str, Any]:
     Transfers that begin before the iteration or end after it are cut at its ends, where the
     iterations before and after it would go on.
     """
-    sites = list(dict.fromkeys([plan.machine.compute_tier, *(span.site for span in trace.ops)]))
-    links = list(dict.fromkeys([*trace.link_bytes, *(t.link for t in trace.transfers)]))
+    sites, links = _tracks(plan, trace)
+    places = _Places(
+        devices=1,
+        links=2,
+        memory=3,
+        sites=_numbered(sites),
+        link_threads=_numbered(links),
+    )
+    names = _names(1, "devices", places.sites) + _names(2, "links", places.link_threads)
+    events = [*names, *_names(3, "memory", {}), *_events(plan, trace, places)]
+    return _file(plan, events, {"machine": trace.machine, "seconds": trace.seconds})
+
+
+def perfetto_of_several(plan: Plan, traces: Mapping[str, Trace]) -> dict[str, Any]:
+    """Return several traces of an iteration of ``plan`` as one trace file: by name, a process each."""
     events: list[Event] = []
-    for process, (name, tracks) in enumerate(
-        (("devices", sites), ("links", links), ("memory", [])), start=1
-    ):
-        events += _names(process, name, tracks)
-    end_s = max([trace.seconds, *(span.ended_s for span in trace.ops)])
-    events += _devices(plan, trace, sites)
-    for number, transfer in enumerate(trace.transfers):
-        events += _transfer(plan, transfer, number, links.index(transfer.link) + 1, end_s)
-    events += _memory(trace)
+    for process, (name, trace) in enumerate(traces.items(), start=1):
+        sites, links = _tracks(plan, trace)
+        threads = _numbered([*sites, *links])
+        places = _Places(
+            devices=process,
+            links=process,
+            memory=process,
+            sites={site: threads[site] for site in sites},
+            link_threads={link: threads[link] for link in links},
+            first_arrow=process << 32,
+        )
+        events += _names(process, name, threads) + _events(plan, trace, places)
+    return _file(plan, events, {"seconds": {name: t.seconds for name, t in traces.items()}})
+
+
+def _file(plan: Plan, events: list[Event], said: dict[str, Any]) -> dict[str, Any]:
     return {
         "traceEvents": events,
         "displayTimeUnit": "ms",
-        "otherData": {
-            "model": plan.workload.name,
-            "machine": trace.machine,
-            "seconds": trace.seconds,
-        },
+        "otherData": {"model": plan.workload.name, **said},
     }
 
 
-def _names(process: int, name: str, tracks: list[str]) -> list[Event]:
+def _tracks(plan: Plan, trace: Trace) -> tuple[list[str], list[str]]:
+    """Return the sites and the links, in order."""
+    sites = dict.fromkeys([plan.machine.compute_tier, *(span.site for span in trace.ops)])
+    links = dict.fromkeys([*trace.link_bytes, *(t.link for t in trace.transfers)])
+    return list(sites), list(links)
+
+
+def _numbered(tracks: list[str]) -> dict[str, int]:
+    return {track: thread for thread, track in enumerate(tracks, start=1)}
+
+
+def _events(plan: Plan, trace: Trace, places: _Places) -> list[Event]:
+    end_s = max([trace.seconds, *(span.ended_s for span in trace.ops)])
+    events = _devices(plan, trace, places)
+    for number, transfer in enumerate(trace.transfers, start=places.first_arrow):
+        events += _transfer(plan, transfer, number, places, end_s)
+    return events + _memory(trace, places)
+
+
+def _names(process: int, name: str, tracks: dict[str, int]) -> list[Event]:
     """Return the metadata that names a process and its threads, in order."""
     events: list[Event] = [
         {"ph": "M", "pid": process, "name": "process_name", "args": {"name": name}},
         {"ph": "M", "pid": process, "name": "process_sort_index", "args": {"sort_index": process}},
     ]
-    for thread, track in enumerate(tracks, start=1):
+    for track, thread in tracks.items():
         place = {"ph": "M", "pid": process, "tid": thread}
         events.append({**place, "name": "thread_name", "args": {"name": track}})
         events.append({**place, "name": "thread_sort_index", "args": {"sort_index": thread}})
@@ -60,9 +110,9 @@ def _names(process: int, name: str, tracks: list[str]) -> list[Event]:
 
 
 def _slice(
-    process: int, thread: int, name: str, kind: str, span: tuple[float, float], args: Event
+    track: tuple[int, int], name: str, kind: str, span: tuple[float, float], args: Event
 ) -> Event:
-    begun_s, ended_s = span
+    (process, thread), (begun_s, ended_s) = track, span
     return {
         "ph": "X",
         "pid": process,
@@ -79,7 +129,7 @@ def _microseconds(time_s: float) -> float:
     return round(time_s * 1e6, 3)
 
 
-def _devices(plan: Plan, trace: Trace, sites: list[str]) -> list[Event]:
+def _devices(plan: Plan, trace: Trace, places: _Places) -> list[Event]:
     """Return the ops of each site, and the waits in front of them."""
     stalls: dict[int, list[Stall]] = {}
     for stall in trace.stalls:
@@ -87,30 +137,35 @@ def _devices(plan: Plan, trace: Trace, sites: list[str]) -> list[Event]:
     waits = {(t.tensor, t.wait_op): t for t in trace.transfers}
     events: list[Event] = []
     for span in trace.ops:
-        thread = sites.index(span.site) + 1
+        track = (places.devices, places.sites[span.site])
         due = [] if span.recomputed else stalls.pop(span.op, [])
-        events += [_stall(stall, waits.get((stall.tensor, stall.op)), thread) for stall in due]
+        events += [_stall(stall, waits.get((stall.tensor, stall.op)), track) for stall in due]
         op = plan.workload.ops[span.op]
         name, kind = (f"{op.name} (again)", "recompute") if span.recomputed else (op.name, "op")
         args = {"op": span.op, "reads": ", ".join(op.reads), "writes": ", ".join(op.writes)}
         times = (span.begun_s, span.ended_s)
-        events.append(_slice(_DEVICES, thread, name, kind, times, args))
+        events.append(_slice(track, name, kind, times, args))
     # What is left is waited for at the end.
     rest = [stall for due in stalls.values() for stall in due]
-    return events + [_stall(stall, waits.get((stall.tensor, stall.op)), 1) for stall in rest]
+    track = (places.devices, 1)
+    return events + [_stall(stall, waits.get((stall.tensor, stall.op)), track) for stall in rest]
 
 
-def _stall(stall: Stall, transfer: Transfer | None, thread: int) -> Event:
+def _stall(stall: Stall, transfer: Transfer | None, track: tuple[int, int]) -> Event:
     arrived_s = transfer.arrived_s if transfer is not None else 0.0
+    begun_s = arrived_s - stall.time_s
+    if transfer is not None and transfer.needed_s is not None:
+        # A measured wait also takes until the thread is awake again.
+        begun_s = max(begun_s, transfer.needed_s)
     args = {"tensor": stall.tensor, "link": stall.link, "cause": stall.cause}
     if stall.blocker:
         args["blocker"] = stall.blocker
-    times = (arrived_s - stall.time_s, arrived_s)
-    return _slice(_DEVICES, thread, f"wait for {stall.tensor}", "stall", times, args)
+    times = (begun_s, arrived_s)
+    return _slice(track, f"wait for {stall.tensor}", "stall", times, args)
 
 
 def _transfer(
-    plan: Plan, transfer: Transfer, number: int, thread: int, end_s: float
+    plan: Plan, transfer: Transfer, number: int, places: _Places, end_s: float
 ) -> list[Event]:
     """Return the part of a transfer that lies in the iteration, and an arrow to the op that needs it."""
     begun_s, arrived_s = max(0.0, transfer.begun_s), min(end_s, transfer.arrived_s)
@@ -121,19 +176,20 @@ def _transfer(
         args["needed by"] = plan.ops[transfer.wait_op].name
         args["slack_ms"] = round(transfer.slack_s * 1e3, 6)
     name = f"{transfer.kind} {transfer.tensor}"
-    events = [_slice(_LINKS, thread, name, transfer.kind, (begun_s, arrived_s), args)]
+    track = (places.links, places.link_threads[transfer.link])
+    events = [_slice(track, name, transfer.kind, (begun_s, arrived_s), args)]
     if transfer.needed_s is not None:
         flow = {"cat": "arrival", "name": "arrival", "id": number}
         needed = _microseconds(max(transfer.needed_s, transfer.arrived_s))
-        start = {"ph": "s", "pid": _LINKS, "tid": thread, "ts": _microseconds(begun_s)}
+        start = {"ph": "s", "pid": track[0], "tid": track[1], "ts": _microseconds(begun_s)}
         events += [
             {**flow, **start},
-            {**flow, "ph": "f", "bp": "e", "pid": _DEVICES, "tid": 1, "ts": needed},
+            {**flow, "ph": "f", "bp": "e", "pid": places.devices, "tid": 1, "ts": needed},
         ]
     return events
 
 
-def _memory(trace: Trace) -> list[Event]:
+def _memory(trace: Trace, places: _Places) -> list[Event]:
     """Return a counter per tier: one value for each use of its memory."""
     events: list[Event] = []
     for tier, curve in trace.memory.items():
@@ -142,7 +198,7 @@ def _memory(trace: Trace) -> list[Event]:
             events.append(
                 {
                     "ph": "C",
-                    "pid": _MEMORY,
+                    "pid": places.memory,
                     "name": f"{tier} (MiB)",
                     "ts": _microseconds(time_s),
                     "args": levels or {"used": 0},

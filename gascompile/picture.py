@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from gascompile.units import GIB, KIB, MIB, format_size, format_time
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import SubFigure
 
 # The palette of Okabe and Ito, which people with any kind of colour vision can tell apart.
 _BLUE, _SKY, _GREEN = "#0072B2", "#56B4E9", "#009E73"
@@ -46,6 +48,22 @@ def picture(plan: Plan, trace: Trace, path: str | Path) -> None:
         GASCompileError: matplotlib is not installed, or the file cannot be written.
         ValueError: the suffix names another format.
     """
+    _draw(plan, {_title(plan, trace): trace}, path)
+
+
+def picture_of_several(plan: Plan, traces: Mapping[str, Trace], path: str | Path) -> None:
+    """Draw traces of one plan below each other, on the same scale of time, each under its name.
+
+    Raises:
+        GASCompileError: matplotlib is not installed, or the file cannot be written.
+        ValueError: the suffix names another format, or there is no trace.
+    """
+    if not traces:
+        raise ValueError("there is no trace to draw; pass at least one")
+    _draw(plan, {f"{name}: {_title(plan, t)}": t for name, t in traces.items()}, path)
+
+
+def _draw(plan: Plan, traces: Mapping[str, Trace], path: str | Path) -> None:
     target = Path(path)
     if target.suffix.lower() not in _SUFFIXES:
         raise ValueError(f"a picture is a {' or '.join(_SUFFIXES)} file, not '{target.name}'")
@@ -56,23 +74,18 @@ def picture(plan: Plan, trace: Trace, path: str | Path) -> None:
         raise GASCompileError(
             "pictures need matplotlib; install it with: pip install 'gascompile[plot]'"
         ) from error
-    lanes = _lanes(plan, trace)
-    tiers = [tier for tier, curve in trace.memory.items() if curve.peak_bytes]
-    heights = [_LANE_INCHES * len(lanes), *(_curve_inches(trace, tier) for tier in tiers)]
-    height = sum(heights) + _FRAME_INCHES + 0.45 * len(tiers)
+    heights = [_heights(plan, trace) for trace in traces.values()]
+    frames = [sum(rows) + _FRAME_INCHES + 0.45 * (len(rows) - 1) for rows in heights]
+    end_s = max(map(_end_s, traces.values()))
     style: dict[Any, Any] = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
     # Text stays text in an SVG, and its ids do not change from one run to the next.
     style |= {"svg.fonttype": "none", "svg.hashsalt": "gascompile"}
     with rc_context(style):
-        figure = Figure(figsize=(_WIDTH_INCHES, height), layout="constrained")
-        axes = figure.subplots(len(heights), 1, sharex=True, height_ratios=heights, squeeze=False)
-        scale, unit = _time_scale(_end_s(trace))
-        _draw_lanes(axes[0][0], lanes, trace, scale)
-        for row, tier in zip(axes[1:], tiers, strict=True):
-            _draw_memory(row[0], tier, plan, trace, scale)
-        axes[-1][0].set_xlabel(f"time in one iteration ({unit})")
-        axes[-1][0].set_xlim(0, _end_s(trace) * scale or 1.0)
-        figure.suptitle(_title(plan, trace), x=0.01, ha="left", fontsize=11, fontweight="bold")
+        figure = Figure(figsize=(_WIDTH_INCHES, sum(frames)), layout="constrained")
+        panels = figure.subfigures(len(frames), 1, height_ratios=frames, squeeze=False)
+        for panel, rows, (title, trace) in zip(panels[:, 0], heights, traces.items(), strict=True):
+            _draw_panel(panel, plan, trace, rows, end_s)
+            panel.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
         try:
             metadata = {"Date": None} if target.suffix.lower() == ".svg" else {}
             figure.savefig(target, dpi=150, metadata=metadata)
@@ -80,6 +93,28 @@ def picture(plan: Plan, trace: Trace, path: str | Path) -> None:
             raise GASCompileError(
                 f"cannot write {target}: {error.strerror or error}; choose another folder"
             ) from error
+
+
+def _tiers(trace: Trace) -> list[str]:
+    return [tier for tier, curve in trace.memory.items() if curve.peak_bytes]
+
+
+def _heights(plan: Plan, trace: Trace) -> list[float]:
+    """Return the inches of the lanes and of each tier's memory."""
+    curves = (_curve_inches(trace, tier) for tier in _tiers(trace))
+    return [_LANE_INCHES * len(_lanes(plan, trace)), *curves]
+
+
+def _draw_panel(
+    panel: SubFigure, plan: Plan, trace: Trace, heights: list[float], end_s: float
+) -> None:
+    axes = panel.subplots(len(heights), 1, sharex=True, height_ratios=heights, squeeze=False)
+    scale, unit = _time_scale(end_s)
+    _draw_lanes(axes[0][0], _lanes(plan, trace), trace, scale)
+    for row, tier in zip(axes[1:], _tiers(trace), strict=True):
+        _draw_memory(row[0], tier, plan, trace, scale)
+    axes[-1][0].set_xlabel(f"time in one iteration ({unit})")
+    axes[-1][0].set_xlim(0, end_s * scale or 1.0)
 
 
 def _curve_inches(trace: Trace, tier: str) -> float:
@@ -140,11 +175,13 @@ def _lanes(plan: Plan, trace: Trace) -> list[tuple[str, list[_Span]]]:
 
 def _waiting(plan: Plan, trace: Trace) -> list[_Span]:
     """Return the waits; they fill the gaps in front of the ops."""
-    arrivals = {(t.tensor, t.wait_op): t.arrived_s for t in trace.transfers}
+    waited = {(t.tensor, t.wait_op): t for t in trace.transfers}
     spans: list[_Span] = []
     for stall in trace.stalls:
-        arrived_s = arrivals[stall.tensor, stall.op]
-        spans.append((arrived_s - stall.time_s, arrived_s, "waiting", stall.tensor))
+        transfer = waited[stall.tensor, stall.op]
+        # A measured wait also takes until the thread is awake again.
+        begun_s = max(transfer.arrived_s - stall.time_s, transfer.needed_s or 0.0)
+        spans.append((begun_s, transfer.arrived_s, "waiting", stall.tensor))
     return spans
 
 

@@ -11,7 +11,7 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
@@ -36,6 +36,9 @@ from gascompile.runtime.persistent import Persistent
 from gascompile.runtime.protocols import Ticket
 from gascompile.runtime.spill import Spill
 from gascompile.runtime.spill_slots import spill_slots
+
+if TYPE_CHECKING:
+    from gascompile.runtime.recording import Recording
 
 _STALL_S = 1e-5
 """Shorter waits are the cost of looking."""
@@ -103,8 +106,14 @@ class Iteration:
         self._pending: dict[str, Ticket] | None = None
         """Transfers that the last run has started for the next one; ``None`` before the first."""
 
-    def run(self, inputs: Sequence[Any]) -> tuple[tuple[Any, ...], RunReport]:
+    def run(
+        self, inputs: Sequence[Any], recording: Recording | None = None
+    ) -> tuple[tuple[Any, ...], RunReport]:
         """Run one iteration and return its outputs and what it took.
+
+        Args:
+            inputs: in the order of those that the iteration was made for.
+            recording: what is to know when each step ran.
 
         Raises:
             StorageError: a transfer failed. Values that an update has changed stay changed.
@@ -113,7 +122,8 @@ class Iteration:
         pending, self._pending = self._pending, None
         if pending is None:
             self._begin()
-        run = _Run(self, inputs, pending or {})
+        make = Run if recording is None else recording.run
+        run = make(self, inputs, pending or {})
         # The graph has the casts of an autocast in it; updates are to have none.
         with self._page_memory(), torch.no_grad(), torch.autocast("cpu", enabled=False):
             if pending is None:
@@ -157,7 +167,7 @@ class Iteration:
         self._spill.close()
 
 
-class _Run:
+class Run:
     """The state of one iteration."""
 
     def __init__(self, of: Iteration, inputs: Sequence[Any], tickets: dict[str, Ticket]) -> None:
@@ -176,8 +186,14 @@ class _Run:
             for name, size in self._persistent.sizes.items()
             if not self._persistent.is_away(name)
         }
-        self._live_bytes = sum(self._live.values())
-        self._peak_bytes = self._live_bytes
+        self.live_bytes = sum(self._live.values())
+        """What persists and activations, as far as they are in memory; no workspace."""
+        self.peak_bytes = self.live_bytes
+
+    def resident(self) -> frozenset[str]:
+        """Return what persists and has memory."""
+        persistent = self._persistent
+        return frozenset(name for name in persistent.sizes if not persistent.is_away(name))
 
     def start(self, steps: Sequence[Offload | Reload]) -> None:
         """Take the moves that an iteration before this one would have started."""
@@ -187,26 +203,28 @@ class _Run:
 
     def steps(self, entries: Sequence[Entry]) -> None:
         """Take all steps in order."""
-        ops = self._of._plan.workload.ops
         for entry in entries:
             step = entry.step
             if isinstance(step, (Compute, Recompute)):
-                again = isinstance(step, Recompute)
-                number = step.source if isinstance(step, Recompute) else step.op
-                op = ops[number]
-                self._of.make_room(self._of.new_bytes[number])
-                self._compute(entry.nodes, op.name)
-                for name in op.writes:
-                    self._born(name)
-                self._peak_bytes = max(self._peak_bytes, self._live_bytes + op.workspace_bytes)
-                if not again:
-                    self._persistent.changed(self._of._changes[step.op])
+                self.op(step, entry.nodes)
             else:
                 self.move(step)
             for node in entry.frees:
                 self._values.pop(node, None)
             for name in entry.dies:
-                self._live_bytes -= self._live.pop(name, 0)
+                self.live_bytes -= self._live.pop(name, 0)
+
+    def op(self, step: Compute | Recompute, nodes: Sequence[fx.Node]) -> None:
+        """Run an op, and what has to be taken anew of its result."""
+        number = step.source if isinstance(step, Recompute) else step.op
+        op = self._of._plan.workload.ops[number]
+        self._of.make_room(self._of.new_bytes[number])
+        self._compute(nodes, op.name)
+        for name in op.writes:
+            self._born(name)
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes + op.workspace_bytes)
+        if isinstance(step, Compute):
+            self._persistent.changed(self._of._changes[step.op])
 
     def _compute(self, nodes: Sequence[fx.Node], name: str) -> None:
         values = self._values
@@ -237,7 +255,7 @@ class _Run:
             # Some reductions return one element of all they have computed.
             self._values[node] = value.clone()
             size_bytes = self._values[node].untyped_storage().nbytes()
-        self._live_bytes += size_bytes - self._live.get(name, 0)
+        self.live_bytes += size_bytes - self._live.get(name, 0)
         self._live[name] = size_bytes
 
     def move(self, step: Step) -> None:
@@ -271,8 +289,8 @@ class _Run:
             storage.resize_(size_bytes)
             ticket = self._of._spill.read(name, storage)
         self._live[name] = size_bytes
-        self._live_bytes += size_bytes
-        self._peak_bytes = max(self._peak_bytes, self._live_bytes)
+        self.live_bytes += size_bytes
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
         return ticket
 
     def _wait(self, name: str, op: int) -> None:
@@ -292,7 +310,7 @@ class _Run:
             storage = self._storage(name)
             self._sizes[name] = storage.nbytes()
             storage.resize_(0)
-        self._live_bytes -= self._live.pop(name, 0)
+        self.live_bytes -= self._live.pop(name, 0)
 
     def outputs(self, nodes: Any) -> tuple[Any, ...]:
         """Return the values of the output."""
@@ -303,7 +321,7 @@ class _Run:
         plan = self._of._plan
         return RunReport(
             seconds=time_s,
-            peak_bytes={plan.machine.compute_tier: self._peak_bytes},
+            peak_bytes={plan.machine.compute_tier: self.peak_bytes},
             link_bytes=dict(self._link_bytes),
             stall_s=sum(stall.time_s for stall in self._stalls),
             share_of_limit=min(plan.certificate.limit_s / time_s, 1.0),
