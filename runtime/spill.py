@@ -44,9 +44,6 @@ class _Move:
     begun_s: float = 0.0
     """By ``time.perf_counter``, like ``done_s``; zero before."""
     done_s: float = 0.0
-    begun_s: float = 0.0
-    """By ``time.perf_counter``, like ``done_s``; zero before."""
-    done_s: float = 0.0
 
     @property
     def done(self) -> bool:

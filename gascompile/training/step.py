@@ -29,7 +29,6 @@ from gascompile.reports import RunReport
 from gascompile.runtime.early_memory import map_anonymous
 from gascompile.runtime.iteration import Iteration
 from gascompile.runtime.recording import Recording
-from gascompile.runtime.recording import Recording
 from gascompile.training.checkpoints import CheckpointFolder
 from gascompile.training.file_values import FileValues
 from gascompile.training.joint import LossFunction, capture_joint
@@ -96,8 +95,6 @@ class TrainingStep:
         """What ended a step after which values may be half updated."""
         self.plan: Plan | None = None
         self.last_run: RunReport | None = None
-        self.recording: Recording | None = None
-        """Where runs are written down while it is set; see ``timeline.record``."""
         self.recording: Recording | None = None
         """Where runs are written down while it is set; see ``timeline.record``."""
 
