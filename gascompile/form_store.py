@@ -25,14 +25,14 @@ from gascompile.bundle import require_unchanged
 from gascompile.checkpoint import Checkpoint, file_dtype, open_checkpoint
 from gascompile.errors import CheckpointError, FormatError, StorageError
 from gascompile.ir import FileStamp, WeightSource
-from gascompile.packing import DEFAULT_GROUP, FORMS
+from gascompile.packing import DEFAULT_GROUPS, FORMS
 from gascompile.progress import task
 from gascompile.quantize import pack, squared_error
 from gascompile.store import exclusive
 from gascompile.units import PAGE_BYTES, align_up, format_size
 from gascompile.wire_ops import wire_matrix
 
-VERSION = 1
+VERSION = 2
 """Of the packing: a file made by another one is made again."""
 _BLOCK_VALUES = 1 << 21
 _ERRORS = "gascompile.errors"
@@ -48,6 +48,11 @@ class Item:
     wire: str
 
     @property
+    def group(self) -> int:
+        """Columns that share a scale in a packed form; 0 in others."""
+        return DEFAULT_GROUPS.get(self.wire, 0)
+
+    @property
     def matrix(self) -> tuple[int, int]:
         """Rows and columns; only a packed form minds how a weight is shaped."""
         if self.wire in FORMS:
@@ -58,7 +63,7 @@ class Item:
     def wire_shape(self) -> tuple[str, tuple[int, ...]]:
         """Dtype and shape in the store."""
         if self.wire in FORMS:
-            return wire_matrix(self.wire, *self.matrix, DEFAULT_GROUP)
+            return wire_matrix(self.wire, *self.matrix, self.group)
         return self.wire, self.source.shape
 
     @property
@@ -116,7 +121,7 @@ def _key(items: Mapping[str, Item], stamps: Sequence[FileStamp]) -> str:
         [
             name,
             item.wire,
-            DEFAULT_GROUP,
+            item.group,
             item.source.dtype,
             list(item.source.shape),
             [[known[e.path], e.offset, e.size_bytes] for e in item.source.extents],
@@ -196,13 +201,13 @@ def _convert(item: Item, out: BinaryIO, advance: Callable[[int], None]) -> float
     wrong = total = 0.0
     for block in _blocks(item):
         try:
-            wire = pack(block, item.wire, DEFAULT_GROUP)
+            wire = pack(block, item.wire, item.group)
         except ValueError as error:
             raise CheckpointError(
                 f"'{item.source.name}' cannot move as {item.wire}: {error}; leave weights= out"
             ) from error
         out.write(wire.reshape(-1).view(torch.uint8).numpy().data)
-        more = squared_error(block, wire, item.wire, DEFAULT_GROUP)
+        more = squared_error(block, wire, item.wire, item.group)
         wrong, total = wrong + more[0], total + more[1]
         advance(block.numel() * block.element_size())
     return math.sqrt(wrong / total) if total else 0.0

@@ -15,7 +15,7 @@ import torch
 
 from gascompile.checkpoint import Checkpoint
 from gascompile.errors import UnsupportedOpError
-from gascompile.packing import DEFAULT_GROUP
+from gascompile.packing import DEFAULT_GROUPS
 from gascompile.program import BoundSpec, Program
 from gascompile.wire_ops import FormSpec
 
@@ -119,7 +119,8 @@ def _lossy(program: Program, matrices: Mapping[str, _Uses], weights: str) -> dic
     limit_bytes = _INT4_SHARE * max(layers.values(), default=0)
     return {
         name: "int4"
-        if layers.get(name, -1) >= limit_bytes and program.bound[name].shape[1] % DEFAULT_GROUP == 0
+        if layers.get(name, -1) >= limit_bytes
+        and program.bound[name].shape[1] % DEFAULT_GROUPS["int4"] == 0
         else "int8"
         for name in matrices
     }

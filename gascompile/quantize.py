@@ -10,6 +10,7 @@ from gascompile.packing import INT4_LARGEST, INT8_LARGEST, packed_parts
 from gascompile.wire_ops import decoded
 
 _SHRINK = (1.0, 0.9, 0.8)
+_SHRINK_INT8 = (1.0, 0.995, 0.985, 0.975, 0.96)
 """Shares of a group's range that are tried: cutting the farthest values off may make the others finer."""
 _FIT_TURNS = 2
 _LEAST_SCALE = 1e-7
@@ -21,8 +22,7 @@ _CHUNK_VALUES = 1 << 21
 def pack(weight: torch.Tensor, form: str, group: int) -> torch.Tensor:
     """Return ``weight``, ``[rows, columns]`` of any floating dtype, in its wire form.
 
-    ``int8``: the scale of a row makes its largest value 127. ``int4``: scale and minimum of a group are
-    searched for the least squared error.
+    Scales, and minima of ``int4``, are searched for the least squared error of each group.
 
     Raises:
         ValueError: a value is not finite, or out of the range of the form's float16 scales.
@@ -54,9 +54,7 @@ def _packed(rows: torch.Tensor, form: str, group: int) -> torch.Tensor:
     parts = packed_parts(form, columns, group)
     out = torch.zeros((num_rows, parts.row_bytes), dtype=torch.uint8)
     if form == "int8":
-        scales = rows.abs().amax(1, keepdim=True) / INT8_LARGEST
-        scales = torch.where(scales > 0, scales, torch.ones_like(scales))
-        values = (rows / scales).round_().clamp_(-INT8_LARGEST, INT8_LARGEST).to(torch.int8)
+        values, scales = _search_int8(rows, group)
         out[:, :columns] = values.view(torch.uint8)
         out[:, parts.scales_offset : parts.used_bytes] = scales.view(torch.uint8)
         return out
@@ -67,6 +65,27 @@ def _packed(rows: torch.Tensor, form: str, group: int) -> torch.Tensor:
     out[:, parts.scales_offset : parts.minima_offset] = scales.view(num_rows, -1).view(torch.uint8)
     out[:, parts.minima_offset : parts.used_bytes] = minima.view(num_rows, -1).view(torch.uint8)
     return out
+
+
+def _search_int8(rows: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the values of ``rows`` and the scales of their groups that leave the least squared error found."""
+    num_rows, columns = rows.shape
+    groups = torch.nn.functional.pad(rows, (0, -columns % group)).view(num_rows, -1, group)
+    largest = groups.abs().amax(2, keepdim=True) / INT8_LARGEST
+    best_error = torch.full_like(largest, torch.inf)
+    best_values, best_scales = torch.zeros_like(groups), torch.ones_like(largest)
+    for share in _SHRINK_INT8:
+        scales = (largest * share).to(torch.bfloat16).float()
+        # A subnormal scale could take its quotients out of every range.
+        scales = torch.where(scales < torch.finfo(torch.float32).tiny, 1.0, scales)
+        values = (groups / scales).round_().clamp_(-INT8_LARGEST, INT8_LARGEST)
+        error = (values * scales).sub_(groups).square_().sum(2, keepdim=True)
+        better = error < best_error
+        best_error = torch.where(better, error, best_error)
+        best_scales = torch.where(better, scales, best_scales)
+        torch.where(better, values, best_values, out=best_values)
+    values = best_values.view(num_rows, -1)[:, :columns].to(torch.int8)
+    return values.contiguous(), best_scales.view(num_rows, -1).to(torch.bfloat16)
 
 
 def _search(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

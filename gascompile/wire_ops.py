@@ -3,8 +3,8 @@
 A weight arrives in fewer bytes than it is computed in. ``wire_linear`` decodes it in blocks of rows into a
 scratch that stays in the caches and multiplies block by block, so no decoded weight is ever whole in memory.
 Wire forms are ``bfloat16`` and ``float16``, plain matrices, and the row-packed ``int8`` and ``int4`` of
-``packing``. What differs from row to row or from group to group alone is taken out of the product where it
-can be: ``int8`` scales the outputs, ``int4`` adds its minima by the sums of each group of inputs.
+``packing``. What differs from group to group alone is taken out of the product where it can be: ``int4`` adds
+its minima by the sums of each group of inputs.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Final
 
 import torch
 
-from gascompile.packing import DEFAULT_GROUP, FORMS, INT4_LARGEST, packed_parts, row_bytes
+from gascompile.packing import DEFAULT_GROUPS, FORMS, INT4_LARGEST, packed_parts, row_bytes
 
 PLAIN: Final = ("bfloat16", "float16", "float32")
 """Wire forms that are matrices of a dtype of torch's."""
@@ -32,8 +32,11 @@ class FormSpec:
 
     stored: str
     wire: str
-    group: int = DEFAULT_GROUP
-    """Columns that share a scale and a minimum in ``int4``."""
+
+    @property
+    def group(self) -> int:
+        """Columns that share a scale in a packed form; 0 in others."""
+        return DEFAULT_GROUPS.get(self.wire, 0)
 
 
 def wire_matrix(form: str, rows: int, columns: int, group: int) -> tuple[str, tuple[int, int]]:
@@ -53,9 +56,10 @@ def linear_into(
         x: ``[m, columns]``, in the dtype that is computed in.
         weight: the wire matrix of ``rows`` rows.
         form: its form.
-        group: columns per scale in ``int4``.
+        group: columns per scale in ``int8`` and ``int4``.
     """
     columns = x.shape[1]
+    _check_width(weight, form, columns, group)
     scratch = x.new_empty((_block_rows(x.shape[0], columns, weight.shape[0]), columns))
     if form == "int4" and x.dtype == torch.float32:
         _int4_into(out, x, weight, scratch, group)
@@ -63,15 +67,26 @@ def linear_into(
     for begin in range(0, weight.shape[0], scratch.shape[0]):
         rows = weight[begin : begin + scratch.shape[0]]
         block, part = scratch[: rows.shape[0]], out[:, begin : begin + rows.shape[0]]
-        if form == "int8":
-            block.copy_(rows[:, :columns].view(torch.int8))
-        elif form == "int4":
-            block.copy_(decoded(rows, form, columns, group, torch.float32))
-        else:
+        if form not in FORMS:
             block.copy_(rows)
+        elif form == "int8" and x.dtype == torch.float32:
+            _int8_into(block, rows, group)
+        else:
+            block.copy_(decoded(rows, form, columns, group, torch.float32))
         torch.mm(x, block.t(), out=part)
-        if form == "int8":
-            part.mul_(_scales(rows, form, columns, group).view(-1))
+
+
+def _int8_into(out: torch.Tensor, rows: torch.Tensor, group: int) -> None:
+    """Write the values of packed rows into ``out``, ``[..., columns]`` in float32."""
+    columns = out.shape[-1]
+    out.copy_(rows[..., :columns].view(torch.int8))
+    scales = _scales(rows, "int8", columns, group)
+    whole = columns // group
+    if whole:
+        groups = out[..., : whole * group].unflatten(-1, (whole, group))
+        groups.mul_(scales[..., :whole].unsqueeze(-1))
+    if columns % group:
+        out[..., whole * group :].mul_(scales[..., whole:])
 
 
 def _int4_into(
@@ -107,9 +122,11 @@ def decoded(
     """
     if form not in FORMS:
         return rows.to(dtype)
+    _check_width(rows, form, columns, group)
     if form == "int8":
-        values = rows[..., :columns].view(torch.int8).float()
-        return values.mul_(_scales(rows, form, columns, group)).to(dtype)
+        values = torch.empty((*rows.shape[:-1], columns), device=rows.device)
+        _int8_into(values, rows, group)
+        return values.to(dtype)
     num_groups = columns // group
     packed = rows[..., : columns // 2]
     values = torch.empty((*rows.shape[:-1], columns // 2, 2), device=rows.device)
@@ -121,10 +138,19 @@ def decoded(
     return values.view(*rows.shape[:-1], columns).to(dtype)
 
 
+def _check_width(rows: torch.Tensor, form: str, columns: int, group: int) -> None:
+    """Refuse rows of another layout: earlier versions kept one scale per row of ``int8``."""
+    if form in FORMS and rows.shape[-1] != row_bytes(form, columns, group):
+        raise ValueError(
+            f"{columns} columns as {form} in groups of {group} take {row_bytes(form, columns, group)} bytes a row, "
+            f"and these rows have {rows.shape[-1]}: they were packed by another version; compile the model again"
+        )
+
+
 def _scales(rows: torch.Tensor, form: str, columns: int, group: int) -> torch.Tensor:
     """Return the scales of packed rows in float32, ``[..., number of scales]``."""
     parts = packed_parts(form, columns, group)
-    dtype = torch.float32 if form == "int8" else torch.float16
+    dtype = torch.bfloat16 if form == "int8" else torch.float16
     return _field(rows, parts.scales_offset, parts.num_scales, dtype)
 
 
@@ -174,7 +200,7 @@ def linear_tile(
         begin: first output feature of the tile.
         features: output features of the layer.
         form: the weight's wire form.
-        group: columns per scale in ``int4``.
+        group: columns per scale in ``int8`` and ``int4``.
     """
     if out is None:
         out = x.new_empty((*x.shape[:-1], features))
@@ -232,16 +258,17 @@ def linear_workspace_bytes(x: torch.Tensor, weight: torch.Tensor, form: str, gro
     size_bytes = block * columns * itemsize + _FEW_BYTES
     if not x.is_contiguous():
         size_bytes += m * columns * itemsize
+    if form not in FORMS:
+        return size_bytes
+    num_scales = block * -(-columns // group)
+    if x.dtype != torch.float32:
+        decoding_bytes = decode_workspace_bytes(block * columns, form, group)
+        return size_bytes + decoding_bytes + 4 * block * columns
     if form == "int8":
-        size_bytes += 2 * 4 * block
-    elif form == "int4":
-        # Scales in float32, and minima in both dtypes.
-        fields_bytes = block * (columns // group) * (4 + 2 + 4)
-        if x.dtype == torch.float32:
-            size_bytes += block * columns // 2 + fields_bytes
-            size_bytes += m * columns * itemsize + m * (columns // group) * itemsize
-        else:
-            size_bytes += decode_workspace_bytes(block * columns, form, group) + 4 * block * columns
+        return size_bytes + num_scales * (2 + 4)
+    # Scales in float32, and minima in both dtypes.
+    size_bytes += num_scales * (4 + 2 + 4) + block * columns // 2
+    size_bytes += m * columns * itemsize + m * (columns // group) * itemsize
     return size_bytes
 
 
@@ -249,7 +276,7 @@ def decode_workspace_bytes(num_values: int, form: str, group: int, dtype_bytes: 
     """Return at least what decoding ``num_values`` allocates at once beside its result."""
     size_bytes = _FEW_BYTES
     if form == "int8":
-        size_bytes += 8 * num_values  # one scale per row, and rows may be short
+        size_bytes += 8 * num_values  # a scale per group, and rows may be short
     elif form == "int4":
         size_bytes += num_values // 2 + num_values // group * (2 + 4)
     if form in FORMS and dtype_bytes != 4:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from gascompile.packing import DEFAULT_GROUP
+from gascompile.packing import DEFAULT_GROUPS
 from gascompile.runtime.kernels import checks, reference
 
 MAX_ROWS = checks.MAX_ROWS
@@ -39,21 +39,20 @@ def cast_copy(source: torch.Tensor, out: torch.Tensor) -> None:
         reference.cast_copy(source, out)
 
 
-def unpack(
-    packed: torch.Tensor, out: torch.Tensor, *, form: str, group: int = DEFAULT_GROUP
-) -> None:
+def unpack(packed: torch.Tensor, out: torch.Tensor, *, form: str, group: int | None = None) -> None:
     """Write the values of a row-packed weight to ``out``.
 
     Args:
         packed: uint8 of ``[rows, row_bytes]`` as ``gascompile.packing`` lays rows out; rows may be further apart.
         out: contiguous ``[rows, columns]`` of bfloat16, float16 or float32 on the same device.
         form: ``int8`` or ``int4``.
-        group: columns that share a scale in ``int4``.
+        group: columns that share a scale; those of ``DEFAULT_GROUPS`` where missing.
 
     Raises:
         TypeError: a dtype that is none of these.
         ValueError: a form, group, shape, stride, alignment or device that does not fit.
     """
+    group = _group(form, group)
     checks.check_unpack(packed, out, form=form, group=group)
     if out.numel() == 0:
         return
@@ -71,7 +70,7 @@ def linear(
     bias: torch.Tensor | None = None,
     *,
     form: str | None = None,
-    group: int = DEFAULT_GROUP,
+    group: int | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return ``x @ W^T + bias`` for few rows of ``x``, reading a weight of another form once, as it lies.
@@ -83,7 +82,7 @@ def linear(
         weight: the packed weight, or ``[outputs, columns]`` of ``x.dtype`` where ``form`` is ``None``.
         bias: ``[outputs]``, any of the three dtypes.
         form: ``int8``, ``int4``, or ``None`` for a plain weight.
-        group: columns that share a scale in ``int4``.
+        group: columns that share a scale; those of ``DEFAULT_GROUPS`` where missing.
         out: contiguous ``[rows, outputs]`` to write to; made in ``x.dtype`` where missing.
 
     Raises:
@@ -92,6 +91,7 @@ def linear(
     """
     if out is None:
         out = x.new_empty((x.shape[0], weight.shape[0]))
+    group = _group(form, group)
     checks.check_linear(x, weight, bias, out, form=form, group=group)
     if out.numel() == 0:
         return out
@@ -102,3 +102,7 @@ def linear(
     else:
         reference.linear(x, weight, bias, out, form=form, group=group)
     return out
+
+
+def _group(form: str | None, group: int | None) -> int:
+    return DEFAULT_GROUPS.get(form or "", 0) if group is None else group

@@ -1,7 +1,7 @@
 """The Triton kernels that unpack int8 and int4 rows: the packed bytes are read once, in place.
 
-The values equal those of ``reference`` bit for bit. An int8 value times its scale is rounded once; of an int4
-value the product is exact in float32, so that a fused multiply-add rounds where the reference does.
+The values equal those of ``reference`` bit for bit: products of values and scales are exact in float32, so
+that a fused multiply-add rounds where the reference does.
 """
 
 from __future__ import annotations
@@ -19,29 +19,43 @@ _WIDEST = 1024
 
 
 @triton.jit
+def int8_tile(weight, start, in_rows, number, end, columns, scales_offset, group: tl.constexpr):
+    """Return bytes and scales of some groups of some rows, ``[rows, groups, group]`` and ``[rows, groups]``."""
+    column = (number * group)[:, None] + tl.arange(0, group)[None, :]
+    mask = in_rows[:, None, None] & (column < columns)[None, :, :]
+    values = weight.to(tl.pointer_type(tl.int8))
+    where = start[:, None, None] + column[None, :, :]
+    q = tl.load(values + where, mask=mask & (number < end)[None, :, None], other=0)
+    where = weight + start[:, None] + scales_offset + 2 * number[None, :]
+    inside = in_rows[:, None] & (number < end)[None, :]
+    scale = tl.load(where.to(tl.pointer_type(tl.bfloat16)), mask=inside, other=0.0)
+    return q.to(tl.float32), scale.to(tl.float32)
+
+
+@triton.jit
 def _unpack_int8(
     packed,
     out,
     rows,
     columns,
+    num_groups,
     row_stride,
     scales_offset,
+    group: tl.constexpr,
     block_rows: tl.constexpr,
-    block_columns: tl.constexpr,
+    block_groups: tl.constexpr,
 ) -> None:
-    num_blocks = tl.cdiv(columns, block_columns)
+    num_blocks = tl.cdiv(num_groups, block_groups)
     pid = tl.program_id(0).to(tl.int64)
     row = (pid // num_blocks) * block_rows + tl.arange(0, block_rows)
-    column = (pid % num_blocks) * block_columns + tl.arange(0, block_columns)
+    number = (pid % num_blocks) * block_groups + tl.arange(0, block_groups)
     in_rows = row < rows
-    inside = in_rows[:, None] & (column < columns)[None, :]
     start = row * row_stride
-    values = packed.to(tl.pointer_type(tl.int8))
-    q = tl.load(values + start[:, None] + column[None, :], mask=inside, other=0)
-    scale = (packed + start + scales_offset).to(tl.pointer_type(tl.float32))
-    result = q.to(tl.float32) * tl.load(scale, mask=in_rows, other=0.0)[:, None]
-    where = out + row[:, None] * columns + column[None, :]
-    tl.store(where, rounded(result, out.dtype.element_ty), mask=inside)
+    q, scale = int8_tile(packed, start, in_rows, number, num_groups, columns, scales_offset, group)
+    column = (number * group)[:, None] + tl.arange(0, group)[None, :]
+    inside = in_rows[:, None, None] & (column < columns)[None, :, :]
+    where = out + (row * columns)[:, None, None] + column[None, :, :]
+    tl.store(where, rounded(q * scale[:, :, None], out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -87,20 +101,17 @@ def unpack(packed: torch.Tensor, out: torch.Tensor, *, form: str, group: int) ->
     """Write the values of ``packed`` to ``out``; both as ``checks.check_unpack`` wants them, and not empty."""
     rows, columns = out.shape
     parts = packed_parts(form, columns, group)
-    if form == "int8":
-        block_columns = min(triton.next_power_of_2(columns), _WIDEST)
-    else:
-        block_columns = group * min(triton.next_power_of_2(parts.num_scales), _WIDEST // group)
+    block_columns = group * min(triton.next_power_of_2(parts.num_scales), _WIDEST // group)
     block_rows = min(triton.next_power_of_2(rows), max(1, _BLOCK // block_columns))
     grid = (triton.cdiv(rows, block_rows) * triton.cdiv(columns, block_columns),)
     stride, scales = packed.stride(0), parts.scales_offset
     with launch_device(out):
+        blocks = (group, block_rows, block_columns // group)
         if form == "int8":
             _unpack_int8[grid](
-                packed, out, rows, columns, stride, scales, block_rows, block_columns
+                packed, out, rows, columns, parts.num_scales, stride, scales, *blocks
             )
         else:
-            blocks = (group, block_rows, block_columns // group)
             _unpack_int4[grid](
                 packed, out, rows, parts.num_scales, stride, scales, parts.minima_offset, *blocks
             )

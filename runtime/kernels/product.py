@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from gascompile.packing import packed_parts
+from gascompile.runtime.kernels.dequantise import int8_tile
 from gascompile.runtime.kernels.launching import INTERPRETED, launch_device
 from gascompile.runtime.kernels.rounding import rounded
 from gascompile.runtime.kernels.tiling import PADDED_ROWS, Tiling, choose_tiling
@@ -47,9 +48,7 @@ def _one_row(
     outputs,
     columns,
     stride,
-    scales_offset,
     part: tl.constexpr,
-    packed: tl.constexpr,
     divided: tl.constexpr,
     block_outputs: tl.constexpr,
     block_columns: tl.constexpr,
@@ -57,7 +56,6 @@ def _one_row(
     output = tl.program_id(0) * block_outputs + tl.arange(0, block_outputs)
     in_outputs = output < outputs
     start = output.to(tl.int64) * stride
-    values = weight.to(tl.pointer_type(tl.int8)) if packed else weight
     sums = tl.zeros((block_outputs, block_columns), dtype=tl.float32)
     begin = tl.program_id(1) * part
     end = tl.minimum(begin + part, columns)
@@ -65,13 +63,44 @@ def _one_row(
         first = begin + step
         column = first + tl.arange(0, block_columns)
         mask = in_outputs[:, None] & (column < end)[None, :]
-        tile = tl.load(values + start[:, None] + column[None, :], mask=mask, other=0)
+        tile = tl.load(weight + start[:, None] + column[None, :], mask=mask, other=0)
         factor = tl.load(x + column, mask=column < end, other=0.0).to(tl.float32)
         sums += tile.to(tl.float32) * factor[None, :]
     total = tl.sum(sums, axis=1)
-    if packed:
-        scale = (weight + start + scales_offset).to(tl.pointer_type(tl.float32))
-        total *= tl.load(scale, mask=in_outputs, other=0.0)
+    _store(total, bias, out, 0, output, in_outputs, outputs, 1, divided)
+
+
+@triton.jit
+def _one_row_int8(
+    x,
+    weight,
+    bias,
+    out,
+    outputs,
+    columns,
+    num_groups,
+    stride,
+    scales_offset,
+    part: tl.constexpr,
+    group: tl.constexpr,
+    divided: tl.constexpr,
+    block_outputs: tl.constexpr,
+    block_groups: tl.constexpr,
+) -> None:
+    output = tl.program_id(0) * block_outputs + tl.arange(0, block_outputs)
+    in_outputs = output < outputs
+    start = output.to(tl.int64) * stride
+    sums = tl.zeros((block_outputs, block_groups, group), dtype=tl.float32)
+    begin = tl.program_id(1) * part
+    end = tl.minimum(begin + part, num_groups)
+    for step in range(0, part, block_groups):
+        number = begin + step + tl.arange(0, block_groups)
+        q, scale = int8_tile(weight, start, in_outputs, number, end, columns, scales_offset, group)
+        column = (number * group)[:, None] + tl.arange(0, group)[None, :]
+        mask = (number < end)[:, None] & (column < columns)
+        factor = tl.load(x + column, mask=mask, other=0.0).to(tl.float32)
+        sums += q * scale[:, :, None] * factor[None, :, :]
+    total = tl.sum(tl.sum(sums, axis=2), axis=1)
     _store(total, bias, out, 0, output, in_outputs, outputs, 1, divided)
 
 
@@ -149,9 +178,7 @@ def _few_rows(
     columns,
     x_stride,
     stride,
-    scales_offset,
     part: tl.constexpr,
-    packed: tl.constexpr,
     divided: tl.constexpr,
     operand: tl.constexpr,
     padded_rows: tl.constexpr,
@@ -161,7 +188,6 @@ def _few_rows(
     output = tl.program_id(0) * block_outputs + tl.arange(0, block_outputs)
     in_outputs = output < outputs
     start = output.to(tl.int64) * stride
-    values = weight.to(tl.pointer_type(tl.int8)) if packed else weight
     row = tl.arange(0, padded_rows)
     x_start = row.to(tl.int64) * x_stride
     sums = tl.zeros((block_outputs, padded_rows), dtype=tl.float32)
@@ -171,13 +197,57 @@ def _few_rows(
         first = begin + step
         column = first + tl.arange(0, block_columns)
         mask = in_outputs[:, None] & (column < end)[None, :]
-        tile = tl.load(values + start[:, None] + column[None, :], mask=mask, other=0)
+        tile = tl.load(weight + start[:, None] + column[None, :], mask=mask, other=0)
         mask = (row < rows)[None, :] & (column < end)[:, None]
         factor = tl.load(x + x_start[None, :] + column[:, None], mask=mask, other=0.0)
         sums = tl.dot(tile.to(operand), factor.to(operand), sums, input_precision="ieee")
-    if packed:
-        scale = (weight + start + scales_offset).to(tl.pointer_type(tl.float32))
-        sums *= tl.load(scale, mask=in_outputs, other=0.0)[:, None]
+    inside = in_outputs[:, None] & (row < rows)[None, :]
+    _store(sums, bias, out, row[None, :], output[:, None], inside, outputs, rows, divided)
+
+
+@triton.jit
+def _few_rows_int8(
+    x,
+    weight,
+    bias,
+    out,
+    outputs,
+    rows,
+    columns,
+    num_groups,
+    x_stride,
+    stride,
+    scales_offset,
+    part: tl.constexpr,
+    group: tl.constexpr,
+    divided: tl.constexpr,
+    operand: tl.constexpr,
+    padded_rows: tl.constexpr,
+    block_outputs: tl.constexpr,
+) -> None:
+    """Multiply bytes, which every operand holds exactly, group by group, and scale the sums."""
+    output = tl.program_id(0) * block_outputs + tl.arange(0, block_outputs)
+    in_outputs = output < outputs
+    start = output.to(tl.int64) * stride
+    values = weight.to(tl.pointer_type(tl.int8))
+    scales = (weight + start + scales_offset).to(tl.pointer_type(tl.bfloat16))
+    row = tl.arange(0, padded_rows)
+    x_start = row.to(tl.int64) * x_stride
+    sums = tl.zeros((block_outputs, padded_rows), dtype=tl.float32)
+    begin = tl.program_id(1) * part
+    end = tl.minimum(begin + part, num_groups)
+    for step in range(part):
+        number = begin + step
+        inside = in_outputs & (number < end)
+        column = number * group + tl.arange(0, group)
+        in_columns = (column < columns) & (number < end)
+        mask = in_outputs[:, None] & in_columns[None, :]
+        tile = tl.load(values + start[:, None] + column[None, :], mask=mask, other=0)
+        mask = (row < rows)[None, :] & in_columns[:, None]
+        factor = tl.load(x + x_start[None, :] + column[:, None], mask=mask, other=0.0)
+        found = tl.dot(tile.to(operand), factor.to(operand), input_precision="ieee")
+        scale = tl.load(scales + number, mask=inside, other=0.0).to(tl.float32)
+        sums += found * scale[:, None]
     inside = in_outputs[:, None] & (row < rows)[None, :]
     _store(sums, bias, out, row[None, :], output[:, None], inside, outputs, rows, divided)
 
@@ -289,18 +359,21 @@ def _kernel_and_arguments(
     arguments: dict[str, Any] = {
         "block_outputs": tiling.block_outputs,
         "stride": weight.stride(0),
-        "scales_offset": parts.scales_offset if parts is not None else 0,
     }
     if rows > 1:
         arguments |= {"rows": rows, "x_stride": x.stride(0), "padded_rows": PADDED_ROWS}
         # The interpreter keeps bfloat16 as bits, which it would multiply as integers.
         arguments["operand"] = tl.float32 if INTERPRETED else _TRITON_DTYPES[x.dtype]
+    if parts is None:
+        arguments |= {"columns": columns, "part": tiling.part_columns}
+        arguments["block_columns"] = tiling.block_columns
+        return (_one_row if rows == 1 else _few_rows), arguments
+    arguments |= {"scales_offset": parts.scales_offset, "num_groups": parts.num_scales}
+    arguments |= {"group": group, "part": tiling.part_columns // group}
+    if form == "int4" or rows == 1:
+        arguments["block_groups"] = tiling.block_columns // group
     if form == "int4":
-        assert parts is not None
-        arguments |= {"num_groups": parts.num_scales, "minima_offset": parts.minima_offset}
-        arguments |= {"group": group, "block_groups": tiling.block_columns // group}
-        arguments["part"] = tiling.part_columns // group
+        arguments["minima_offset"] = parts.minima_offset
         return (_one_row_int4 if rows == 1 else _few_rows_int4), arguments
-    arguments |= {"columns": columns, "packed": form is not None}
-    arguments |= {"block_columns": tiling.block_columns, "part": tiling.part_columns}
-    return (_one_row if rows == 1 else _few_rows), arguments
+    arguments["columns"] = columns
+    return (_one_row_int8 if rows == 1 else _few_rows_int8), arguments

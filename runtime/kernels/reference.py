@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import torch
 
-from gascompile.packing import DEFAULT_GROUP, INT4_LARGEST, INT8_LARGEST, Parts, packed_parts
+from gascompile.packing import DEFAULT_GROUPS, INT4_LARGEST, INT8_LARGEST, Parts, packed_parts
 
 _CHUNK_VALUES = 1 << 20
 """Values handled at a time, so that temporary copies stay small beside the weight."""
@@ -20,28 +20,34 @@ def cast_copy(source: torch.Tensor, out: torch.Tensor) -> None:
     out.copy_(source)
 
 
-def pack_int8(weight: torch.Tensor) -> torch.Tensor:
-    """Return a matrix as row-packed ``int8``, one scale per row, each value rounded to the nearest.
+def pack_int8(weight: torch.Tensor, group: int = DEFAULT_GROUPS["int8"]) -> torch.Tensor:
+    """Return a matrix as row-packed ``int8``: the scale of ``group`` columns takes the largest of them to 127.
+
+    Scales are rounded to bfloat16 first, and each value to the nearest that they can express.
 
     Raises:
         ValueError: not a matrix with columns, or a value that is not finite.
     """
-    parts = packed_parts("int8", _columns(weight))
+    columns = _columns(weight)
+    parts = packed_parts("int8", columns, group)
     packed = torch.zeros(weight.shape[0], parts.row_bytes, dtype=torch.uint8, device=weight.device)
     for rows in _chunks(weight.shape):
-        values = _finite(weight, rows)
-        scales = values.abs().amax(dim=1, keepdim=True) / INT8_LARGEST
+        values = torch.nn.functional.pad(_finite(weight, rows), (0, -columns % group))
+        values = values.unflatten(1, (parts.num_scales, group))
+        scales = (values.abs().amax(dim=2, keepdim=True) / INT8_LARGEST).to(torch.bfloat16)
         # Below the smallest normal number a quotient could leave the range of int8.
-        scales = torch.where(scales < torch.finfo(torch.float32).tiny, 0.0, scales)
-        divisor = torch.where(scales == 0, 1.0, scales)
+        scales.masked_fill_(scales < torch.finfo(torch.bfloat16).tiny, 0.0)
+        divisor = torch.where(scales == 0, 1.0, scales.float())
         q = (values / divisor).round_().clamp_(-INT8_LARGEST, INT8_LARGEST)
         q.masked_fill_(scales == 0, 0.0)
-        packed[rows, : parts.values_bytes] = q.to(torch.int8).view(torch.uint8)
-        packed[rows, parts.scales_offset : parts.used_bytes] = scales.view(torch.uint8)
+        q = q.flatten(1)[:, :columns].to(torch.int8).contiguous()
+        packed[rows, : parts.values_bytes] = q.view(torch.uint8)
+        found = scales.view(-1, parts.num_scales).view(torch.uint8)
+        packed[rows, parts.scales_offset : parts.used_bytes] = found
     return packed
 
 
-def pack_int4(weight: torch.Tensor, group: int = DEFAULT_GROUP) -> torch.Tensor:
+def pack_int4(weight: torch.Tensor, group: int = DEFAULT_GROUPS["int4"]) -> torch.Tensor:
     """Return a matrix as row-packed ``int4``, with a scale and a minimum per ``group`` columns of a row.
 
     Scale and minimum are rounded to float16 first, and each value to the nearest that these can express.
@@ -72,14 +78,12 @@ def pack_int4(weight: torch.Tensor, group: int = DEFAULT_GROUP) -> torch.Tensor:
     return packed
 
 
-def unpack(
-    packed: torch.Tensor, out: torch.Tensor, *, form: str, group: int = DEFAULT_GROUP
-) -> None:
+def unpack(packed: torch.Tensor, out: torch.Tensor, *, form: str, group: int) -> None:
     """Write the values of a row-packed weight to ``out`` ``[rows, columns]``, computed in float32."""
     parts = packed_parts(form, out.shape[1], group)
     for rows in _chunks(out.shape):
         if form == "int8":
-            out[rows] = _int8_values(packed[rows], parts)
+            out[rows] = _int8_values(packed[rows], parts, group)
         else:
             out[rows] = _int4_values(packed[rows], parts, group)
 
@@ -91,7 +95,7 @@ def linear(
     out: torch.Tensor,
     *,
     form: str | None,
-    group: int = DEFAULT_GROUP,
+    group: int,
 ) -> None:
     """Write ``x @ W^T + bias`` to ``out``, with the values of ``W`` and all sums in float32."""
     wide = x.float()
@@ -106,8 +110,9 @@ def linear(
         out[:, rows] = torch.nn.functional.linear(wide, values, added).to(out.dtype)
 
 
-def _int8_values(packed: torch.Tensor, parts: Parts) -> torch.Tensor:
-    scales = packed[:, parts.scales_offset : parts.used_bytes].view(torch.float32)
+def _int8_values(packed: torch.Tensor, parts: Parts, group: int) -> torch.Tensor:
+    scales = packed[:, parts.scales_offset : parts.used_bytes].view(torch.bfloat16).float()
+    scales = scales.repeat_interleave(group, dim=1)[:, : parts.values_bytes]
     return packed[:, : parts.values_bytes].view(torch.int8) * scales
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gascompile.packing import DEFAULT_GROUP
-
 PADDED_ROWS = 16
 """Rows that the tensor cores take at least; fewer are padded with zeros."""
 TARGET_PROGRAMS = 264
@@ -32,10 +30,10 @@ class Tiling:
 
 
 def choose_tiling(
-    rows: int, outputs: int, columns: int, *, form: str | None, group: int = DEFAULT_GROUP
+    rows: int, outputs: int, columns: int, *, form: str | None, group: int = 0
 ) -> Tiling:
-    """Return the tiling of ``x[rows, columns] @ W[outputs, columns]^T`` for a weight in ``form``."""
-    fewest = group if form == "int4" else _FEWEST_COLUMNS
+    """Return the tiling of ``x[rows, columns] @ W[outputs, columns]^T``; a packed ``form`` has a ``group``."""
+    fewest = _FEWEST_COLUMNS if form is None else group
     if rows == 1:
         # An int4 byte holds two columns, so that a row has to be twice as wide to fill the same loads.
         widest = 2048 if form == "int4" else 1024
@@ -43,7 +41,9 @@ def choose_tiling(
         block_outputs = _clamped(_ONE_ROW_TILE // block_columns, 4, 32)
         least = 1
     else:
-        block_columns = _clamped(columns, fewest, _FEW_ROWS_COLUMNS)
+        # Sums of an int8 weight are scaled group by group.
+        most = group if form == "int8" else _FEW_ROWS_COLUMNS
+        block_columns = _clamped(columns, fewest, most)
         block_outputs, least = 64, 16
     while block_outputs > least and _blocks(outputs, block_outputs) < TARGET_PROGRAMS:
         block_outputs //= 2

@@ -41,9 +41,11 @@ def test_the_report_names_every_weight_and_what_it_lost(cache: Path) -> None:
             assert weight.size_bytes == values.nbytes
             continue
         assert (weight.stored, weight.compute) == ("float32", "float32")
-        steps = values.abs().amax(1, keepdim=True) / 127
-        lost = float(((values / steps).round() * steps - values).norm() / values.norm())
-        assert weight.relative_error == pytest.approx(lost, rel=1e-3)
+        groups = values.view(len(values), -1, 64)
+        steps = groups.abs().amax(2, keepdim=True) / 127
+        lost = float(((groups / steps).round() * steps - groups).norm() / values.norm())
+        # Scales are searched, which can only win, and are rounded themselves.
+        assert 0.9 * lost < weight.relative_error < lost
         # A byte a value, and a scale of a row, which is padded.
         assert 0 < weight.size_bytes - values.numel() <= 16 * len(values)
     assert report.relative_error == max(weight.relative_error for weight in report.weights)

@@ -16,7 +16,7 @@ from gascompile.calls import bind_call
 from gascompile.form_store import conversion_errors
 from gascompile.integrations.huggingface import register_pytrees
 from gascompile.quantize import pack
-from gascompile.wire_ops import LINEAR, decoded, linear_workspace_bytes
+from gascompile.wire_ops import LINEAR, FormSpec, decoded, linear_workspace_bytes
 from tests import zoo
 from tests.allocator import peak_growth_bytes
 from tests.integration.lossy_net import Net, net
@@ -76,7 +76,13 @@ def with_decoded_weights(model: Net, compiled: gascompile.CompiledModel) -> None
     for name, forms in compiled.program.forms.items():
         (file,) = {extent.path for extent in compiled.weights.sources[name].extents}
         wire = load_file(file)[name]
-        state[name] = decoded(wire, forms.wire, shapes[name][-1], 32, torch.float32)
+        state[name] = decoded(
+            wire,
+            forms.wire,
+            shapes[name][-1],
+            FormSpec(stored="", wire=forms.wire).group,
+            torch.float32,
+        )
     assert state
     model.load_state_dict(state, strict=False)
 
@@ -138,7 +144,7 @@ def test_a_form_is_written_once_and_says_what_it_lost(cache: Path) -> None:
     assert errors.keys() == {"up.weight", "down.weight", "head.weight"}
     for name, wire in load_file(packed).items():
         exact = original[name].detach()
-        found = decoded(wire, "int8", exact.shape[1], 32, torch.float32)
+        found = decoded(wire, "int8", exact.shape[1], 64, torch.float32)
         assert errors[name] == pytest.approx(float((found - exact).norm() / exact.norm()), rel=1e-3)
 
 

@@ -18,8 +18,9 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from gascompile.packing import row_bytes
-from gascompile.runtime.kernels import cast, dequantise, product
+from gascompile.runtime.kernels import adam, cast, dequantise, product, state_codes
 from gascompile.runtime.kernels.checks import DTYPES
+from gascompile.runtime.kernels.updates import AdamOptions
 
 TARGET = GPUTarget("cuda", 90, 32)
 _POINTERS = {
@@ -33,23 +34,34 @@ _POINTERS = {
 def main() -> None:
     """Compile each kernel in each of its forms and print what came out."""
     JITFunction.run = _compile
-    for module in (cast, dequantise, product):
+    for module in (adam, cast, dequantise, product):
         vars(module)["launch_device"] = lambda tensor: contextlib.nullcontext()
     for source, target in zip(DTYPES, reversed(DTYPES), strict=True):
         cast.cast_copy(
             torch.empty(64, 256, dtype=source)[:, 8:136], torch.empty(64, 128, dtype=target)
         )
-    for form, group in (("int8", 32), ("int4", 32), ("int4", 128)):
+    for form, group in (("int8", 32), ("int8", 64), ("int4", 32), ("int4", 128)):
         packed = torch.empty(64, row_bytes(form, 4096, group), dtype=torch.uint8)
         for target in DTYPES[:2]:
             dequantise.unpack(packed, torch.empty(64, 4096, dtype=target), form=form, group=group)
     for form, rows, dtype in itertools.product((None, "int8", "int4"), (1, 16), DTYPES[:2]):
         for outputs, bias in ((256, None), (40960, torch.empty(40960, dtype=dtype))):
-            columns = row_bytes(form, 4096, 32) if form else 4096
+            columns = row_bytes(form, 4096, 64) if form else 4096
             stored = torch.uint8 if form else dtype
             weight = torch.empty(outputs, columns, dtype=stored)
             x, out = torch.empty(rows, 4096, dtype=dtype), torch.empty(rows, outputs, dtype=dtype)
-            product.linear(x, weight, bias, out, form=form, group=32)
+            product.linear(x, weight, bias, out, form=form, group=64)
+
+
+def _updates() -> None:
+    values = [torch.empty(4096) for _ in range(4)]
+    state = torch.zeros(state_codes.coded_bytes(4096), dtype=torch.uint8)
+    coded = state_codes.parts(state)
+    numbers = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1}
+    for decoupled, scale in ((True, None), (False, torch.ones(()))):
+        options = AdamOptions(**numbers, maximize=not decoupled, decoupled=decoupled, step=1)  # type: ignore[arg-type]
+        adam.adam(*values, options, scale=scale)  # type: ignore[misc]
+        adam.adam_coded(*values[:2], (coded, coded), options, scale=scale)  # type: ignore[misc]
 
 
 def _compile(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
@@ -63,9 +75,10 @@ def _compile(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) ->
             constants[parameter.name] = value
             continue
         is_tensor = isinstance(value, torch.Tensor)
-        signature[parameter.name] = _POINTERS[value.dtype] if is_tensor else "i32"
+        number = "fp32" if isinstance(value, float) else "i32"
+        signature[parameter.name] = _POINTERS[value.dtype] if is_tensor else number
         # As a launch would: addresses and numbers that 16 divides are known as such.
-        if (value.data_ptr() if is_tensor else value) % 16 == 0:
+        if number == "i32" and (value.data_ptr() if is_tensor else value) % 16 == 0:
             attributes[(place,)] = [["tt.divisibility", 16]]
     compiled = triton.compile(
         ASTSource(kernel, signature, constants, attributes), target=TARGET, options={}

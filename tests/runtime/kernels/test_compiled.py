@@ -35,10 +35,14 @@ def test_all_kernels_compile(compiled: list[dict[str, Any]]) -> None:
         "_unpack_int8",
         "_unpack_int4",
         "_one_row",
+        "_one_row_int8",
         "_one_row_int4",
         "_few_rows",
+        "_few_rows_int8",
         "_few_rows_int4",
         "_add_parts",
+        "_adam",
+        "_adam_coded",
     }
 
 
@@ -46,10 +50,22 @@ def test_packed_bytes_are_loaded_in_wide_pieces(compiled: list[dict[str, Any]]) 
     """A weight that is read a byte at a time would be read many times slower than memory allows."""
     for found in compiled:
         is_unpacking = found["kernel"] in {"_unpack_int8", "_unpack_int4"}
-        is_product = found["kernel"] in {"_one_row", "_one_row_int4"}
+        is_product = found["kernel"] in {"_one_row", "_one_row_int8", "_one_row_int4"}
         if is_unpacking or (is_product and found["form"]["block_outputs"] == "4"):
             assert "ld.global.v4" in found["ptx"], found["form"]
             assert "ld.global.b8" not in found["ptx"], found["form"]
+
+
+def test_updates_touch_memory_in_wide_pieces(compiled: list[dict[str, Any]]) -> None:
+    """Of float32 four values at a time, of codes as many; divisions and roots are rounded as torch's are."""
+    for found in compiled:
+        if found["kernel"].startswith("_adam"):
+            assert "ld.global.v4.b32" in found["ptx"], found["form"]
+            assert "sqrt.rn.f32" in found["ptx"]
+            assert "div.rn.f32" in found["ptx"]
+            assert "ld.global.b8" not in found["ptx"].replace("ld.global.b8 ", "", 0) or (
+                found["kernel"] == "_adam_coded"  # bases
+            )
 
 
 def test_several_rows_go_to_the_tensor_cores(compiled: list[dict[str, Any]]) -> None:

@@ -26,10 +26,17 @@ def check(packed: torch.Tensor, columns: int, dtype: torch.dtype, form: str, gro
 
 
 @EXAMPLES
-@given(rows=st.integers(1, 9), columns=COLUMNS, dtype=st.sampled_from(DTYPES))
-def test_int8(device: torch.device, rows: int, columns: int, dtype: torch.dtype) -> None:
+@given(
+    rows=st.integers(1, 9),
+    columns=COLUMNS,
+    group=st.sampled_from(GROUPS),
+    dtype=st.sampled_from(DTYPES),
+)
+def test_int8(
+    device: torch.device, rows: int, columns: int, group: int, dtype: torch.dtype
+) -> None:
     weight = torch.randn(rows, columns, device=device)
-    check(reference.pack_int8(weight), columns, dtype, "int8", 32)
+    check(reference.pack_int8(weight, group), columns, dtype, "int8", group)
 
 
 @EXAMPLES
@@ -48,7 +55,7 @@ def test_int4(device: torch.device, rows: int, groups: int, group: int, dtype: t
 def test_rows_within_a_staging_area(device: torch.device, form: str, columns: int) -> None:
     """Some rows of a weight, at an address that only the scales' own alignment fits, rows further apart."""
     weight = torch.randn(40, columns, device=device)
-    packed = reference.pack_int8(weight) if form == "int8" else reference.pack_int4(weight)
+    packed = reference.pack_int8(weight, 32) if form == "int8" else reference.pack_int4(weight)
     staging = torch.full((40, packed.shape[1] + 20), 255, dtype=torch.uint8, device=device)
     staging = staging.view(-1)[4:-16].view(-1)
     area = staging.as_strided(
@@ -63,6 +70,6 @@ def test_every_byte_is_understood(device: torch.device, form: str) -> None:
     """Bytes as they may come, -128 included, which packing does not write."""
     rows = torch.arange(256, dtype=torch.uint8, device=device).repeat(2, 2)
     weight = torch.randn(2, 512 if form == "int8" else 1024, device=device)
-    packed = reference.pack_int8(weight) if form == "int8" else reference.pack_int4(weight)
+    packed = reference.pack_int8(weight, 32) if form == "int8" else reference.pack_int4(weight)
     packed[:, :512] = rows
     check(packed, weight.shape[1], torch.float32, form, 32)

@@ -9,15 +9,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gascompile.packing import GROUPS, packed_parts
+from gascompile.packing import GROUPS
 from gascompile.runtime.kernels import reference
 
 
-def int8_by_hand(row: bytes, columns: int) -> list[float]:
+def int8_by_hand(row: bytes, columns: int, group: int) -> list[float]:
     """Return the values of a packed row, read as the format's description says."""
-    parts = packed_parts("int8", columns)
-    (scale,) = struct.unpack_from("<f", row, parts.scales_offset)
-    return [q * scale for q in struct.unpack_from(f"<{columns}b", row)]
+    groups = -(-columns // group)
+    raw = struct.unpack_from(f"<{groups}H", row, columns + columns % 2)
+    # A bfloat16 is the upper half of a float32.
+    scales = [struct.unpack("<f", struct.pack("<I", bits << 16))[0] for bits in raw]
+    return [q * scales[i // group] for i, q in enumerate(struct.unpack_from(f"<{columns}b", row))]
 
 
 def int4_by_hand(row: bytes, columns: int, group: int) -> list[float]:
@@ -32,11 +34,13 @@ def int4_by_hand(row: bytes, columns: int, group: int) -> list[float]:
 
 
 def test_int8_row_by_hand() -> None:
-    packed = reference.pack_int8(torch.tensor([[1.0, -2.54, 0.0, 1.27]]))
-    assert packed.shape == (1, 16)
-    assert packed[0, :4].view(torch.int8).tolist() == [50, -127, 0, 64]
-    assert packed[0, 4:8].view(torch.float32).item() == pytest.approx(0.02)
-    assert packed[0, 8:].tolist() == [0] * 8
+    row = [1.0, -1.984375, 0.0] + [0.0] * 29 + [0.0, 127.0, 64.0]
+    packed = reference.pack_int8(torch.tensor([row]), 32)
+    assert packed.shape == (1, 48)
+    assert packed[0, :3].view(torch.int8).tolist() == [64, -127, 0]
+    assert packed[0, 32:35].view(torch.int8).tolist() == [0, 127, 64]
+    assert packed[0, 36:40].view(torch.bfloat16).tolist() == [2.0**-6, 1.0]
+    assert packed[0, 40:].tolist() == [0] * 8
 
 
 def test_int4_row_by_hand() -> None:
@@ -47,22 +51,31 @@ def test_int4_row_by_hand() -> None:
     assert packed[0, :3].tolist() == [0x10, 0x32, 0x54]
     assert packed[0, 16:20].view(torch.float16).tolist() == [0.5, -1.0]
     out = torch.empty(1, 32)
-    reference.unpack(packed, out, form="int4")
+    reference.unpack(packed, out, form="int4", group=32)
     assert torch.equal(out, weight)
 
 
-@given(rows=st.integers(1, 5), columns=st.integers(1, 70), seed=st.integers(0, 1000))
-def test_int8_is_within_half_a_step_of_the_weight(rows: int, columns: int, seed: int) -> None:
+@given(
+    rows=st.integers(1, 5),
+    columns=st.integers(1, 150),
+    group=st.sampled_from(GROUPS),
+    seed=st.integers(0, 1000),
+)
+def test_int8_is_within_half_a_step_of_the_weight(
+    rows: int, columns: int, group: int, seed: int
+) -> None:
     weight = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
-    packed = reference.pack_int8(weight)
+    packed = reference.pack_int8(weight, group)
     out = torch.empty(rows, columns)
-    reference.unpack(packed, out, form="int8")
+    reference.unpack(packed, out, form="int8", group=group)
     for row in range(rows):
-        assert out[row].tolist() == pytest.approx(
-            int8_by_hand(bytes(packed[row].tolist()), columns)
-        )
-    step = weight.abs().amax(dim=1, keepdim=True) / 127
-    assert bool(((out - weight).abs() <= step * 0.5001).all())
+        by_hand = int8_by_hand(bytes(packed[row].tolist()), columns, group)
+        assert out[row].tolist() == pytest.approx(by_hand)
+    for first in range(0, columns, group):
+        part = slice(first, first + group)
+        step = weight[:, part].abs().amax(dim=1, keepdim=True) / 127
+        # bfloat16 keeps eight bits of a step.
+        assert bool(((out - weight)[:, part].abs() <= step * 0.5 * (1 + 2**-8) + 1e-9).all())
 
 
 @given(
@@ -92,7 +105,7 @@ def test_a_weight_larger_than_a_chunk_is_packed_row_by_row() -> None:
     packed = reference.pack_int8(weight)
     assert torch.equal(packed[299:], reference.pack_int8(weight[299:]))
     out = torch.empty(300, 8192)
-    reference.unpack(packed, out, form="int8")
+    reference.unpack(packed, out, form="int8", group=64)
     assert float((out - weight).norm() / weight.norm()) < 0.01
 
 
@@ -106,11 +119,11 @@ def test_narrow_weights_are_packed_from_their_values(dtype: torch.dtype) -> None
 def test_constant_and_zero_rows_are_kept_exactly() -> None:
     weight = torch.tensor([[0.0], [0.5]]).expand(2, 32)
     out = torch.empty(2, 32)
-    reference.unpack(reference.pack_int4(weight), out, form="int4")
+    reference.unpack(reference.pack_int4(weight), out, form="int4", group=32)
     assert torch.equal(out, weight)
-    reference.unpack(reference.pack_int8(weight), out, form="int8")
+    reference.unpack(reference.pack_int8(weight), out, form="int8", group=64)
     assert torch.equal(out[0], weight[0])
-    assert torch.allclose(out, weight)
+    assert torch.allclose(out, weight, rtol=2**-8)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -128,7 +141,7 @@ def test_values_beyond_float16_are_refused_as_int4_and_kept_as_int8() -> None:
     with pytest.raises(ValueError, match="ends at 65504"):
         reference.pack_int4(weight)
     out = torch.empty(1, 32)
-    reference.unpack(reference.pack_int8(weight), out, form="int8")
+    reference.unpack(reference.pack_int8(weight), out, form="int8", group=64)
     assert float((out - weight).abs().max()) <= 1e6 / 127
 
 

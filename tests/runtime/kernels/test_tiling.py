@@ -36,7 +36,7 @@ def test_parts_cover_the_columns_once(
     ("outputs", "columns"), [(1024, 4096), (4096, 4096), (4096, 14336), (128256, 4096)]
 )
 def test_shapes_of_an_8b_model_occupy_the_gpu(rows: int, outputs: int, columns: int) -> None:
-    tiling = choose_tiling(rows, outputs, columns, form="int8")
+    tiling = choose_tiling(rows, outputs, columns, form="int8", group=64)
     programs = -(-outputs // tiling.block_outputs) * tiling.parts
     assert programs >= TARGET_PROGRAMS * 0.9
 
