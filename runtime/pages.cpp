@@ -61,6 +61,10 @@ class Pages final : public c10::Allocator {
   void set_limit(size_t limit_bytes) {
     const std::lock_guard<std::mutex> lock(mutex_);
     limit_ = limit_bytes;
+  }
+
+  void mark() {
+    const std::lock_guard<std::mutex> lock(mutex_);
     figures_.peak_live_bytes = figures_.live_bytes;
   }
 
@@ -317,6 +321,10 @@ void gascompile_pages_adopt(void* storage) {
 
 size_t gascompile_pages_capacity(void* data) {
   return pages().capacity(data);
+}
+
+void gascompile_pages_mark() {
+  pages().mark();
 }
 
 void gascompile_pages_trim() {

@@ -49,6 +49,7 @@ class Pages:
             ("adopt", [pointer], None),
             ("capacity", [pointer], size),
             ("trim", [], None),
+            ("mark", [], None),
             ("figures", [ctypes.POINTER(_Figures)], None),
         ):
             function = getattr(self._library, f"gascompile_pages_{name}")
@@ -93,8 +94,18 @@ class Pages:
 
     @property
     def peak_bytes(self) -> int:
-        """The most that was in use at once since the last ``active`` began."""
+        """The most that was in use at once since the last ``mark``."""
         return int(self._figures().peak_live_bytes)
+
+    @property
+    def live_bytes(self) -> int:
+        """What is in use."""
+        return int(self._figures().live_bytes)
+
+    def mark(self) -> int:
+        """Let ``peak_bytes`` begin anew, and return what is in use."""
+        self._library.gascompile_pages_mark()
+        return self.live_bytes
 
     @property
     def moved_bytes(self) -> int:
