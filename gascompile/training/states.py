@@ -287,7 +287,12 @@ class States:
         if self.rules.is_adam:
             found = {index: int(entry["step"]) if entry else 0 for index, entry in entries.items()}
         else:
-            found = {i: int(e.get("momentum_buffer") is not None) for i, e in entries.items()}
+            with_momentum = {s.index for s in self.rules.slots.values() if self._keys(s)}
+            found = {
+                i: int(e.get("momentum_buffer") is not None)
+                for i, e in entries.items()
+                if i in with_momentum
+            }
         counts = set(found.values()) or {0}
         if len(counts) > 1:
             low, high = min(found, key=found.__getitem__), max(found, key=found.__getitem__)

@@ -22,8 +22,7 @@ from gascompile.errors import (
     StorageError,
     UnsupportedOpError,
 )
-from gascompile.ir import Budget, Machine, Plan, Workload
-from gascompile.program import Program
+from gascompile.ir import Budget, Machine, Plan
 from gascompile.progress import task
 from gascompile.reports import RunReport
 from gascompile.runtime.early_memory import map_anonymous
@@ -37,10 +36,9 @@ from gascompile.training.optimizers import Rules, structure
 from gascompile.training.page_memory import page_memory
 from gascompile.training.settings import Settings, require_known
 from gascompile.training.states import Shapes, States
-from gascompile.training.step_costs import step_costs, with_costs
+from gascompile.training.step_costs import costed_workload
 from gascompile.training.step_plan import step_plan
 from gascompile.training.step_program import StepProgram, step_program
-from gascompile.training.step_workload import step_workload
 from gascompile.training.storages import Storages
 from gascompile.units import SPILL_BUFFER_BYTES
 
@@ -200,6 +198,7 @@ class TrainingStep:
         for other in self._units.values():
             if other is not unit:
                 self._settle(other)
+        unit.program.require_outside()
         before = states.persistent.num_changes
         inputs = [*pytree.tree_leaves(batch), *unit.program.outside, *hyper]
         try:
@@ -232,7 +231,13 @@ class TrainingStep:
             options = self._settings.program(trains=trains, updates=updates)
             program = step_program(joint, rules, name=name, options=options)
         with task("Planning"):
-            workload = self._measured(program.program, step_workload(program, self._machine))
+            workload = costed_workload(
+                program,
+                self._machine,
+                self._budget,
+                cache_dir=self._config.cache_dir,
+                pages=self._pages,
+            )
             reserved = _BUFFERS * SPILL_BUFFER_BYTES
             plan = step_plan(
                 workload, self._machine, self._budget, self._config, reserved_bytes=reserved
@@ -250,19 +255,6 @@ class TrainingStep:
             pages=self._pages,
         )
         return _Unit(program=program, plan=plan, iteration=iteration, trains=trains)
-
-    def _measured(self, program: Program, workload: Workload) -> Workload:
-        """Return the workload with what this machine's ops were found to take."""
-        device = self._machine.compute_tier
-        costs = step_costs(
-            program,
-            workload,
-            self._machine,
-            cache_dir=self._config.cache_dir,
-            budget_bytes=self._budget.limits_bytes(self._machine)[device],
-            pages=self._pages,
-        )
-        return with_costs(workload, costs, device=device)
 
     def _own(
         self, rules: Rules, program: StepProgram, tensors: Mapping[str, torch.Tensor]

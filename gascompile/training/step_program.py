@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from gascompile.errors import PlanMismatchError
 from gascompile.passes.bound_aliases import bound_aliases
 from gascompile.program import BoundSpec, InputSpec, Program
 from gascompile.training import update_ops
@@ -48,6 +49,21 @@ class StepProgram:
     """Inputs after the batch's leaves."""
     num_groups: int
     """Hyperparameters come after those, a tensor per group."""
+
+    def require_outside(self) -> None:
+        """Refuse tensors from outside the model that are not what they were when the step was planned.
+
+        Raises:
+            PlanMismatchError: names the shapes.
+        """
+        last = len(self.program.inputs) - self.num_groups
+        specs = self.program.inputs[last - len(self.outside) : last]
+        for spec, tensor in zip(specs, self.outside, strict=True):
+            if tuple(tensor.shape) != spec.shape:
+                raise PlanMismatchError(
+                    f"a tensor from outside the model that loss_fn uses was {list(spec.shape or ())} and is "
+                    f"{list(tensor.shape)} now; change only its values, or pass it in the batch"
+                )
 
 
 def step_program(joint: Joint, rules: Rules, *, name: str, options: StepOptions) -> StepProgram:

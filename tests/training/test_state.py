@@ -196,3 +196,32 @@ def test_moments_that_memory_has_no_room_for_stay_out_with_a_warning(
         step.close()
     assert not optimizer.state
     assert model.head.weight.shape == (512, 64)
+
+
+def some_momentum(model: nn.Module) -> torch.optim.Optimizer:
+    """Return an optimizer with momentum in one of its groups."""
+    first, *rest = model.parameters()
+    groups = [{"params": [first], "momentum": 0.9}, {"params": rest}]
+    return torch.optim.SGD(groups, lr=0.05)
+
+
+def test_momentum_in_one_group_is_taken_over(tmp_path: Path) -> None:
+    expected = plain_run(some_momentum, 6)
+    model = new_model().train()
+    optimizer = some_momentum(model)
+    scheduler = decay(optimizer)
+    torch.manual_seed(5)
+    losses = []
+    for batch in batches(6)[:2]:
+        losses.append(plain_step(model, optimizer, batch))
+        scheduler.step()
+    with compiled(model, optimizer, tmp_path) as step:
+        for batch in batches(6)[2:4]:
+            losses.append(float(step(batch)))
+            scheduler.step()
+        step.load_state_dict(step.state_dict())
+    assert len(optimizer.state) == 1
+    for batch in batches(6)[4:]:
+        losses.append(plain_step(model, optimizer, batch))
+        scheduler.step()
+    assert losses == expected
