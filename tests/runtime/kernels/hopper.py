@@ -18,9 +18,8 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from gascompile.packing import row_bytes
-from gascompile.runtime.kernels import adam, cast, dequantise, product, state_codes
+from gascompile.runtime.kernels import cast, dequantise, product
 from gascompile.runtime.kernels.checks import DTYPES
-from gascompile.runtime.kernels.updates import AdamOptions
 
 TARGET = GPUTarget("cuda", 90, 32)
 _POINTERS = {
@@ -33,8 +32,8 @@ _POINTERS = {
 
 def main() -> None:
     """Compile each kernel in each of its forms and print what came out."""
-    JITFunction.run = _compile
-    for module in (adam, cast, dequantise, product):
+    JITFunction.run = compile_for_target
+    for module in (cast, dequantise, product):
         vars(module)["launch_device"] = lambda tensor: contextlib.nullcontext()
     for source, target in zip(DTYPES, reversed(DTYPES), strict=True):
         cast.cast_copy(
@@ -53,18 +52,7 @@ def main() -> None:
             product.linear(x, weight, bias, out, form=form, group=64)
 
 
-def _updates() -> None:
-    values = [torch.empty(4096) for _ in range(4)]
-    state = torch.zeros(state_codes.coded_bytes(4096), dtype=torch.uint8)
-    coded = state_codes.parts(state)
-    numbers = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1}
-    for decoupled, scale in ((True, None), (False, torch.ones(()))):
-        options = AdamOptions(**numbers, maximize=not decoupled, decoupled=decoupled, step=1)  # type: ignore[arg-type]
-        adam.adam(*values, options, scale=scale)  # type: ignore[misc]
-        adam.adam_coded(*values[:2], (coded, coded), options, scale=scale)  # type: ignore[misc]
-
-
-def _compile(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+def compile_for_target(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
     """Stand in for ``JITFunction.run``: compile for the target where the original would launch."""
     bound = kernel.signature.bind(*args, **kwargs)
     signature, constants, attributes = {}, {}, {}

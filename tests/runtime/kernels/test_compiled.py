@@ -41,8 +41,6 @@ def test_all_kernels_compile(compiled: list[dict[str, Any]]) -> None:
         "_few_rows_int8",
         "_few_rows_int4",
         "_add_parts",
-        "_adam",
-        "_adam_coded",
     }
 
 
@@ -54,18 +52,6 @@ def test_packed_bytes_are_loaded_in_wide_pieces(compiled: list[dict[str, Any]]) 
         if is_unpacking or (is_product and found["form"]["block_outputs"] == "4"):
             assert "ld.global.v4" in found["ptx"], found["form"]
             assert "ld.global.b8" not in found["ptx"], found["form"]
-
-
-def test_updates_touch_memory_in_wide_pieces(compiled: list[dict[str, Any]]) -> None:
-    """Of float32 four values at a time, of codes as many; divisions and roots are rounded as torch's are."""
-    for found in compiled:
-        if found["kernel"].startswith("_adam"):
-            assert "ld.global.v4.b32" in found["ptx"], found["form"]
-            assert "sqrt.rn.f32" in found["ptx"]
-            assert "div.rn.f32" in found["ptx"]
-            assert "ld.global.b8" not in found["ptx"].replace("ld.global.b8 ", "", 0) or (
-                found["kernel"] == "_adam_coded"  # bases
-            )
 
 
 def test_several_rows_go_to_the_tensor_cores(compiled: list[dict[str, Any]]) -> None:

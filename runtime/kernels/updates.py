@@ -1,0 +1,195 @@
+"""Optimizer updates of flat ranges, with states in float32 or in 8 bits: torch's fused kernels or Triton's.
+
+Each function takes tensors of one device and changes them in place. On a GPU it launches a Triton kernel on the
+current stream, which is not waited for; in CPU memory it calls torch's own fused kernel, to which the Triton
+kernel is equal but for rounding.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from gascompile.runtime.kernels import state_codes
+from gascompile.runtime.kernels.state_codes import BLOCK, SIGNED, UNSIGNED
+
+Coded = tuple[torch.Tensor, torch.Tensor]
+"""Codes ``[blocks, 256]`` and bases ``[blocks]`` of a state, or of some of its blocks: see ``state_codes.parts``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdamOptions:
+    """Hyperparameters of one update, in the words of ``torch.optim.AdamW``."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    maximize: bool
+    decoupled: bool
+    """Weight decay as ``AdamW`` has it; else it is added to the gradient."""
+    step: int
+    """Number of the update, from one on."""
+
+    @property
+    def step_size(self) -> float:
+        """``lr`` over the correction of the mean."""
+        return self.lr / (1 - self.beta1**self.step)
+
+    @property
+    def root(self) -> float:
+        """Root of the correction of the mean of squares."""
+        return math.sqrt(1 - self.beta2**self.step)
+
+
+class Workspace:
+    """What an update of coded states in CPU memory computes in: allocated once, used piece by piece."""
+
+    def __init__(self, num_values: int, step: int) -> None:
+        """Take room for pieces of up to ``num_values``, at most ``DITHERS``; ``step`` is the update's number."""
+        blocks = state_codes.num_blocks(num_values)
+        self.mean = torch.empty(blocks, BLOCK)
+        self.square = torch.empty(blocks, BLOCK)
+        self.scratch = torch.empty(blocks, BLOCK, dtype=torch.int32)
+        self.dither = state_codes.dither(step)[: blocks * BLOCK]
+
+    @staticmethod
+    def size_bytes(num_values: int) -> int:
+        """Return what a workspace and the functions that work in it take at most."""
+        values = state_codes.num_blocks(num_values) * BLOCK
+        per_block = 64 * state_codes.num_blocks(num_values)
+        return (3 * 4 + 1) * values + 3 * 4 * state_codes.DITHERS + per_block
+
+
+def adam(
+    parameter: torch.Tensor,
+    gradient: torch.Tensor,
+    mean: torch.Tensor,
+    square: torch.Tensor,
+    options: AdamOptions,
+    *,
+    scale: torch.Tensor | None = None,
+) -> None:
+    """Update a parameter and its states.
+
+    Args:
+        parameter: contiguous float32 vector, as all that follow.
+        gradient: as many elements; read only.
+        mean: ``exp_avg``.
+        square: ``exp_avg_sq``.
+        options: of this update.
+        scale: one float32 that the gradient is multiplied by.
+
+    Raises:
+        TypeError: a dtype that is not float32.
+        ValueError: shapes, strides or devices that do not fit.
+    """
+    _check(parameter, gradient=gradient, mean=mean, square=square)
+    if parameter.numel() == 0:
+        return
+    if parameter.is_cuda:
+        from gascompile.runtime.kernels.adam import adam as launch
+
+        launch(parameter, gradient, mean, square, options, scale=scale)
+        return
+    kernel = torch._fused_adamw_ if options.decoupled else torch._fused_adam_
+    kernel(
+        [parameter],
+        [gradient if scale is None else gradient * scale],
+        [mean],
+        [square],
+        [],
+        [torch.tensor(options.step, dtype=torch.float32)],
+        lr=options.lr,
+        beta1=options.beta1,
+        beta2=options.beta2,
+        weight_decay=options.weight_decay,
+        eps=options.eps,
+        amsgrad=False,
+        maximize=options.maximize,
+    )
+
+
+def adam_coded(
+    parameter: torch.Tensor,
+    gradient: torch.Tensor,
+    states: tuple[Coded, Coded],
+    options: AdamOptions,
+    workspace: Workspace | None = None,
+    *,
+    scale: torch.Tensor | None = None,
+) -> None:
+    """Update a parameter and its states, which are in 8 bits; computed in float32.
+
+    Args:
+        parameter: contiguous float32 vector.
+        gradient: as many elements; read only.
+        states: mean as ``SIGNED`` and mean of squares as ``UNSIGNED`` codes, from a place in the state on that is
+            a multiple of ``DITHERS``.
+        options: of this update.
+        workspace: for pieces of this size or more; made here where missing, and not needed on a GPU.
+        scale: one float32 that the gradient is multiplied by.
+
+    Raises:
+        TypeError: a dtype that does not fit.
+        ValueError: shapes, strides or devices that do not fit.
+    """
+    _check(parameter, gradient=gradient)
+    _check_coded(parameter, states)
+    count = parameter.numel()
+    if count == 0:
+        return
+    if parameter.is_cuda:
+        from gascompile.runtime.kernels.adam import adam_coded as launch
+
+        launch(parameter, gradient, states, options, scale=scale)
+        return
+    if count > state_codes.DITHERS:
+        raise ValueError(
+            f"{count} elements at once in CPU memory; pass pieces of {state_codes.DITHERS} at most"
+        )
+    found = workspace or Workspace(count, options.step)
+    blocks = state_codes.num_blocks(count)
+    mean, square = found.mean[:blocks], found.square[:blocks]
+    scratch, dither = found.scratch[:blocks], found.dither[: blocks * BLOCK]
+    (mean_codes, mean_bases), (square_codes, square_bases) = states
+    state_codes.decode(mean_codes, mean_bases, mean, scratch, SIGNED)
+    state_codes.decode(square_codes, square_bases, square, scratch, UNSIGNED)
+    flat = mean.view(-1)[:count], square.view(-1)[:count]
+    adam(parameter, gradient, *flat, options, scale=scale)
+    state_codes.encode(mean, mean_codes, mean_bases, SIGNED)
+    state_codes.encode(square, square_codes, square_bases, UNSIGNED, dither)
+
+
+def _check(parameter: torch.Tensor, **others: torch.Tensor) -> None:
+    for name, tensor in {"parameter": parameter, **others}.items():
+        if tensor.dtype != torch.float32:
+            raise TypeError(f"{name} is {tensor.dtype}; updates are of torch.float32")
+        if tensor.shape != (parameter.numel(),) or not tensor.is_contiguous():
+            raise ValueError(
+                f"{name} has shape {tuple(tensor.shape)} and strides {tuple(tensor.stride())}: it has to be a "
+                f"contiguous vector of {parameter.numel()}, as the parameter's range is"
+            )
+        if tensor.device != parameter.device:
+            raise ValueError(f"{name} is on {tensor.device}, the parameter on {parameter.device}")
+
+
+def _check_coded(parameter: torch.Tensor, states: tuple[Coded, Coded]) -> None:
+    blocks = state_codes.num_blocks(parameter.numel())
+    for codes, bases in states:
+        if codes.dtype != torch.uint8 or bases.dtype != torch.uint8:
+            raise TypeError(f"coded states are torch.uint8, not {codes.dtype} and {bases.dtype}")
+        if codes.shape != (blocks, BLOCK) or bases.shape != (blocks,):
+            raise ValueError(
+                f"{parameter.numel()} elements have codes [{blocks}, {BLOCK}] and bases [{blocks}], not "
+                f"{list(codes.shape)} and {list(bases.shape)}"
+            )
+        if not codes.is_contiguous() or not bases.is_contiguous():
+            raise ValueError("codes or bases are not contiguous; pass whole blocks of a state")
+        if codes.device != parameter.device or bases.device != parameter.device:
+            raise ValueError(
+                f"coded states are on {codes.device} and {bases.device}, the parameter on {parameter.device}"
+            )

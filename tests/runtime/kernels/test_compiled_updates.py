@@ -1,0 +1,67 @@
+"""The kernels of optimizer updates, compiled for a Hopper GPU: what comes out is looked at."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Compile in another process, because the kernels of this one may be interpreted."""
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton"))}
+    environment.pop("TRITON_INTERPRET", None)
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.runtime.kernels.hopper_updates"],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=Path(__file__).parents[3],
+        env=environment,
+    )
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def accesses(ptx: str, kind: str) -> list[str]:
+    """Return the forms in which a program touches memory: ``v4.b32`` for four words at once."""
+    return re.findall(rf"\b{kind}\.global\.([a-z0-9.]+)", ptx)
+
+
+def test_both_kernels_compile_in_both_forms(compiled: list[dict[str, Any]]) -> None:
+    names = [found["kernel"] for found in compiled]
+    assert sorted(names) == ["_adam", "_adam", "_adam_coded", "_adam_coded"]
+
+
+def test_memory_is_touched_in_wide_pieces(compiled: list[dict[str, Any]]) -> None:
+    """Four values at a time; of codes as many as make a word. Single bytes are bases alone."""
+    for found in compiled:
+        loads, stores = accesses(found["ptx"], "ld"), accesses(found["ptx"], "st")
+        is_coded = found["kernel"] == "_adam_coded"
+        # Eight values per thread: two loads of each float32 operand, one of each state's codes at most.
+        assert loads.count("v4.b32") >= (4 if is_coded else 8), loads
+        assert stores.count("v4.b32") == (2 if is_coded else 6), stores
+        if not is_coded:
+            assert not [form for form in loads + stores if "b8" in form]
+        assert len(loads) <= 16, loads
+
+
+def test_divisions_and_roots_are_rounded_as_torch_rounds_them(
+    compiled: list[dict[str, Any]],
+) -> None:
+    for found in compiled:
+        assert "sqrt.rn.f32" in found["ptx"]
+        assert "div.rn.f32" in found["ptx"]
+        assert not re.search(r"(sqrt|div)\.(approx|full)", found["ptx"])
+
+
+def test_no_shared_memory_but_for_the_largest_of_blocks(compiled: list[dict[str, Any]]) -> None:
+    for found in compiled:
+        assert found["shared_bytes"] <= (4096 if found["kernel"] == "_adam_coded" else 0)
