@@ -58,7 +58,7 @@ def compile_step(
             result and names the first op that makes a NaN, which takes time and memory beside the budget, and in
             the backward pass may come after some updates; ``ignore`` goes on as eager does.
         replan: plan for batches of a new kind when they come; refuse them otherwise. Tensors differ in kind by
-            dtype and shape, all else by value.
+            dtype, shape and strides, all else by value.
         time_limit_s: wall clock for the solver.
         mip_gap: relative gap at which the solver may stop.
 

@@ -125,24 +125,6 @@ def _sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
-def test_batches_in_other_memory_formats(tmp_path: Path) -> None:
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(144, 4))
-    twin = copy.deepcopy(model)
-    batch = torch.randn(2, 3, 8, 8)
-    with _compile(tmp_path, model, example_batch=batch) as step:
-        found = [
-            step(batch.to(memory_format=torch.channels_last)),
-            step(batch.transpose(2, 3)),
-        ]
-    optimizer = adamw(twin)
-    for other, loss in zip((batch, batch.transpose(2, 3).contiguous()), found, strict=True):
-        expected = _mean(twin, other)
-        expected.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        assert torch.equal(loss, expected.detach())
-
-
 def test_an_optimizer_of_another_model(tmp_path: Path) -> None:
     other = Net()
     with pytest.raises(ValueError, match="none of the model's"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 import gascompile
-from gascompile.errors import UnsupportedOpError
+from gascompile.errors import ClosedStepError, UnsupportedOpError
 from gascompile.training.step import TrainingStep
 from tests.training.trials import MACHINE
 
@@ -108,5 +109,28 @@ def test_a_second_step_over_an_open_model_is_refused(step_of: Compiler) -> None:
         with pytest.raises(ValueError, match="belongs to another training step"):
             step_of(model, torch.optim.SGD(model.parameters(), lr=0.1))
         step(BATCH)
+    with step_of(model, torch.optim.SGD(model.parameters(), lr=0.1)) as again:
+        again(BATCH)
+
+
+def test_a_closed_step_refuses_calls(step_of: Compiler, tmp_path: Path) -> None:
+    model = linear()
+    step = step_of(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    step(BATCH)
+    step.close()
+    step.close()
+    values = copy.deepcopy(model.state_dict())
+    for call in (
+        lambda: step(BATCH),
+        lambda: step.eval(BATCH),
+        lambda: step.prepare(BATCH),
+        lambda: step.save(tmp_path / "run"),
+        lambda: step.load(tmp_path / "run"),
+        step.state_dict,
+        lambda: step.load_state_dict({}),
+    ):
+        with pytest.raises(ClosedStepError, match="compile a new step"):
+            call()
+    assert all(torch.equal(value, values[name]) for name, value in model.state_dict().items())
     with step_of(model, torch.optim.SGD(model.parameters(), lr=0.1)) as again:
         again(BATCH)
