@@ -13,20 +13,18 @@ import argparse
 import dataclasses
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.live import Live
-from rich.text import Text
 
 import gascompile
 from examples.small_gpt import SmallGPT, batch_at, next_byte_loss, read_text
 from gascompile.commands.output import emit, fields, report_error, reserved_stdout
+from gascompile.training.monitor import Monitor
+from gascompile.training.timeline import record
 from gascompile.units import format_size, format_time, parse_size
 
 TOLERANCE = 1e-4
@@ -34,6 +32,8 @@ _WARMUP_STEPS = 20
 _HELD_OUT = 10
 """One part in so many of the text is kept for measuring."""
 _EVAL_BATCHES = 4
+_RECORDED = 3
+"""Steps before the one whose timeline is drawn; the first brings tensors to their places."""
 _NO_TEXT = "the language reference that comes with Python"
 
 
@@ -132,28 +132,6 @@ class Folder:
         return losses
 
 
-@contextmanager
-def line(console: Console, every: int) -> Iterator[Callable[[int, str], None]]:
-    """Yield what shows the state of a step: one line that changes, or one in ``every`` where there is no terminal."""
-    if not console.is_terminal:
-        yield (
-            lambda number, text: (
-                console.print(text, highlight=False) if number % every == 0 else None
-            )
-        )
-        return
-    with Live(console=console, auto_refresh=False) as live:
-        yield lambda number, text: live.update(Text(text), refresh=True)
-
-
-def describe(number: int, loss: float, run: gascompile.RunReport) -> str:
-    """Return the line of one step."""
-    moved = "  ".join(f"{link} {format_size(n)}" for link, n in sorted(run.link_bytes.items()) if n)
-    return (
-        f"step {number:>5}  loss {loss:.4f}  {format_time(run.seconds)}  {moved or 'nothing moved'}"
-    )
-
-
 def held_out_loss(step: gascompile.TrainingStep, settings: Settings, text: bytes) -> float:
     """Return the mean loss of a few batches of text that is not trained on."""
     losses = [
@@ -181,14 +159,21 @@ def train(options: argparse.Namespace, settings: Settings, folder: Folder | None
         first = len(progress.losses)
         # Planned here, where its own progress bar is not in the way of the line.
         progress.held_out[first] = held_out_loss(step, settings, held_out)
-        with line(Console(stderr=True), max(1, (options.steps - first) // 10)) as show:
+        every = max(1, (options.steps - first) // 10)
+        with Monitor(step, log_dir=options.logs, every=every) as monitor:
             for number in range(first, options.steps):
                 optimizer.param_groups[0]["lr"] = settings.lr_at(number)
-                loss = float(step(settings.batch_of(training, number)))
+                batch = settings.batch_of(training, number)
+                if options.timeline is not None and number == recorded_step(first, options):
+                    found = record(step, batch)
+                    found.save(options.timeline)
+                    loss = found.loss
+                else:
+                    loss = step(batch)
                 assert step.last_run is not None
-                progress.add(loss, step.last_run)
+                progress.add(float(loss), step.last_run)
+                monitor(loss)
                 done = number + 1
-                show(done, describe(done, loss, step.last_run))
                 if done % options.every == 0 or done == options.steps:
                     progress.held_out[done] = held_out_loss(step, settings, held_out)
                     if folder is not None:
@@ -200,6 +185,11 @@ def train(options: argparse.Namespace, settings: Settings, folder: Folder | None
         "budget_bytes": options.budget,
         **dataclasses.asdict(progress),
     }
+
+
+def recorded_step(first: int, options: argparse.Namespace) -> int:
+    """Return the step whose timeline is drawn: one in the middle of others, where there are enough."""
+    return min(first + _RECORDED, options.steps - 1)
 
 
 def eager_losses(settings: Settings, steps: int) -> list[float]:
@@ -289,6 +279,10 @@ def _parser() -> argparse.ArgumentParser:
     where.add_argument("--resume", type=Path, metavar="DIR", help="go on with a saved run")
     parser.add_argument("--every", type=int, default=50, help="steps between checkpoints")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the loss curve (PNG)")
+    parser.add_argument(
+        "--timeline", type=Path, metavar="DIR", help="record a step: trace file and picture"
+    )
+    parser.add_argument("--logs", type=Path, metavar="DIR", help="scalars for TensorBoard")
     parser.add_argument("--compare", action="store_true", help="train without a budget as well")
     parser.add_argument("--cache-dir", help="where the machine's profile and moved bytes go")
     parser.add_argument("--json", action="store_true", help="print one JSON document")

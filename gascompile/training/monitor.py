@@ -1,10 +1,11 @@
 """What a run does, while it does it: one live line on a terminal, and scalars for TensorBoard.
 
-The writer is an argument, such as ``torch.utils.tensorboard.SummaryWriter``, so nothing depends on it here.
+TensorBoard is loaded where a folder for its files is given; another writer of scalars can stand in for it.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping
 from types import TracebackType
@@ -12,11 +13,13 @@ from typing import TYPE_CHECKING, Protocol, Self, TextIO
 
 import torch
 
+from gascompile.errors import GASCompileError
 from gascompile.training.step import TrainingStep
 from gascompile.units import format_size, format_time
 
 if TYPE_CHECKING:
     from rich.live import Live
+    from torch.utils.tensorboard import SummaryWriter
 
 
 class ScalarWriter(Protocol):
@@ -33,19 +36,29 @@ class Monitor:
         self,
         step: TrainingStep,
         *,
+        log_dir: str | os.PathLike[str] | None = None,
         writer: ScalarWriter | None = None,
         stream: TextIO | None = None,
+        every: int = 0,
     ) -> None:
         """Watch a step.
 
         Args:
             step: what is trained with.
-            writer: gets ``train/...`` scalars of each step; closing it is the caller's.
+            log_dir: folder for TensorBoard's files, which get ``train/...`` scalars of each step.
+            writer: gets the same; closing it is the caller's.
             stream: where the line is shown, if it is a terminal; standard error by default.
+            every: steps from one line to the next where the stream is no terminal; none by default.
+
+        Raises:
+            GASCompileError: ``log_dir`` is given and TensorBoard is not installed.
         """
-        self._step, self._writer = step, writer
-        self._stream = stream or sys.stderr
+        self._step = step
+        self._own = None if log_dir is None else _tensorboard(log_dir)
+        self._writers = [w for w in (writer, self._own) if w is not None]
+        self._stream, self._every = stream or sys.stderr, every
         self._live: Live | None = None
+        self._num_seen = 0
 
     def __call__(self, loss: torch.Tensor) -> None:
         """Show and keep what the last step has measured.
@@ -54,14 +67,17 @@ class Monitor:
             ValueError: no step has run.
         """
         found = self.scalars(loss)
-        if self._writer is not None:
+        self._num_seen += 1
+        for writer in self._writers:
             for name, value in found.items():
-                self._writer.add_scalar(f"train/{name}", value, self._step.num_steps)
+                writer.add_scalar(f"train/{name}", value, self._step.num_steps)
+        shown = line(self._step.num_steps, found)
         if self._live is not None:
             from rich.text import Text
 
-            shown = line(self._step.num_steps, found)
             self._live.update(Text(shown, no_wrap=True, overflow="ellipsis"))
+        elif self._every and self._num_seen % self._every == 0:
+            self._stream.write(shown + "\n")
 
     def scalars(self, loss: torch.Tensor) -> dict[str, float]:
         """Return what is kept of the last step, in seconds and bytes."""
@@ -69,6 +85,7 @@ class Monitor:
         if run is None:
             raise ValueError("no step has run yet; call step(batch) first")
         found = {"loss": float(loss), "time_s": run.seconds, "stall_s": run.stall_s}
+        found["share_of_limit"] = run.share_of_limit
         found |= {f"peak_bytes/{tier}": float(size) for tier, size in run.peak_bytes.items()}
         found |= {f"moved_bytes/{link}": float(size) for link, size in run.link_bytes.items()}
         for number, group in enumerate(self._step.optimizer.param_groups):
@@ -93,6 +110,18 @@ class Monitor:
         if self._live is not None:
             self._live.stop()
             self._live = None
+        if self._own is not None:
+            self._own.flush()
+
+
+def _tensorboard(folder: str | os.PathLike[str]) -> SummaryWriter:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise GASCompileError(
+            "scalars for TensorBoard need its package; install it with: pip install tensorboard"
+        ) from error
+    return SummaryWriter(folder)
 
 
 def line(number: int, scalars: Mapping[str, float]) -> str:
@@ -102,6 +131,7 @@ def line(number: int, scalars: Mapping[str, float]) -> str:
         f"step {number}",
         f"loss {scalars['loss']:.4f}",
         f"{format_time(time_s)} a step",
+        f"{scalars['share_of_limit']:.0%} of the limit",
         f"waiting {scalars['stall_s'] / time_s:.0%}",
     ]
     for name, value in scalars.items():

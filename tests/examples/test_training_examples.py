@@ -63,8 +63,19 @@ def test_text_training_prints_a_table(capsys: pytest.CaptureFixture[str]) -> Non
     shown = capsys.readouterr()
     for part in ("weights", "of 5.50 MiB", "held-out text", "per step"):
         assert part in shown.out
-    assert "step     2  loss" in shown.err
+    assert "step 2  loss" in shown.err
     assert "nvme->cpu" in shown.err
+
+
+def test_a_step_of_text_training_is_drawn(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    shown = tmp_path / "shown"
+    assert train_text.main([*SIZES, *BUDGET, "--steps", "2", "--timeline", str(shown)]) == 0
+    events = json.loads((shown / "timeline.perfetto.json").read_text())["traceEvents"]
+    named = [event["args"]["name"] for event in events if event["name"] == "process_name"]
+    assert named == ["predicted", "measured"]
+    assert (shown / "timeline.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_text_training_says_what_budget_would_do(capsys: pytest.CaptureFixture[str]) -> None:
