@@ -101,6 +101,7 @@ class Iteration:
         self.sizes = {tensor.name: tensor.size_bytes for tensor in plan.workload.tensors}
         self.heap = HeapMemory()
         self._budget_bytes = plan.budget_bytes[plan.machine.compute_tier]
+        self._peak_bytes = plan.peak_bytes[plan.machine.compute_tier]
         self.new_bytes = _new_bytes(plan, persistent.sizes)
         """What each op allocates."""
         self._pending: dict[str, Ticket] | None = None
@@ -150,7 +151,8 @@ class Iteration:
             return contextlib.nullcontext()
         # What is not in blocks of pages was taken by now: small values, and the holes between them.
         beside_bytes = own_bytes() - self._pages.resident_bytes
-        return self._pages.active(self.heap.limit_bytes - beside_bytes)
+        room_bytes = self.heap.limit_bytes - beside_bytes
+        return self._pages.active(min(room_bytes, self._peak_bytes))
 
     def settle(self) -> None:
         """Let no transfer be under way, so that something else may use the tensors; the next run starts afresh."""

@@ -52,6 +52,7 @@ class Persistent:
         for name, size_bytes in self.sizes.items():
             slots[name] = (offset, size_bytes)
             offset += align_up(size_bytes, PAGE_BYTES)
+        self._pages = pages
         if pages is not None:
             for tensor in self.tensors.values():
                 pages.adopt(tensor.untyped_storage())
@@ -190,5 +191,8 @@ class Persistent:
             self.read(name).wait()
 
     def close(self) -> None:
-        """Give the file back; the tensors that are in memory stay there."""
+        """Give the file back, and the memory of all that nobody has taken."""
         self._spill.close()
+        self.tensors.clear()
+        if self._pages is not None:
+            self._pages.trim()

@@ -24,7 +24,8 @@ CODE = """
     with_holes = own_bytes() - before
     heap.make_room(100 * MIB)
     assert heap.num_trims == 0, heap.num_trims
-    assert own_bytes() - before == with_holes
+    # The kernel counts a thread's pages in batches.
+    assert abs(own_bytes() - before - with_holes) < MIB
     heap.make_room(200 * MIB)
     assert heap.num_trims == 1
     tight = own_bytes() - before

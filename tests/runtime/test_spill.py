@@ -141,3 +141,44 @@ def test_a_slot_is_free_again_when_its_tensor_is_back_for_good() -> None:
         "e": (PAGE_BYTES, b),
         "f": (4 * PAGE_BYTES, a),
     }
+
+
+def test_whole_pages_go_without_a_buffer(tmp_path: Path) -> None:
+    size_bytes = 3 * PAGE_BYTES + 5
+    memory = mmap.mmap(-1, 4 * PAGE_BYTES)
+    storage = torch.frombuffer(memory, dtype=torch.uint8)[:size_bytes].untyped_storage()
+    tensor = torch.frombuffer(memory, dtype=torch.uint8, count=size_bytes)
+    tensor.copy_(torch.randint(0, 256, (size_bytes,), dtype=torch.uint8))
+    kept = tensor.clone()
+    # Without a buffer, nothing could go through it.
+    spill = Spill(
+        tmp_path,
+        in_a_row({"t": storage.nbytes()}),
+        memoryview(b""),
+        capacity=lambda address: len(memory) if address == storage.data_ptr() else 0,
+    )
+    spill.write("t", storage).wait()
+    tensor.zero_()
+    spill.read("t", storage).wait()
+    spill.close()
+    assert torch.equal(tensor, kept)
+
+
+def test_pages_that_are_not_a_storages_own_go_through_the_buffer(tmp_path: Path) -> None:
+    memory = torch.frombuffer(mmap.mmap(-1, 2 * PAGE_BYTES), dtype=torch.uint8)
+    memory[:] = 7
+    own = torch.frombuffer(memory.numpy(), dtype=torch.uint8, count=PAGE_BYTES + 5)
+    kept = own.clone()
+    spill = Spill(
+        tmp_path,
+        in_a_row({"t": PAGE_BYTES + 5}),
+        buffers(),
+        capacity=lambda address: PAGE_BYTES + 5,
+    )
+    spill.write("t", own.untyped_storage()).wait()
+    memory[:] = 1
+    spill.read("t", own.untyped_storage()).wait()
+    spill.close()
+    assert torch.equal(own, kept)
+    # Reading whole pages straight into place would have written over the neighbour.
+    assert memory[PAGE_BYTES + 5 :].tolist() == [1] * (PAGE_BYTES - 5)

@@ -1,0 +1,164 @@
+"""Blocks keep their contents, whatever their pages were before, and the process holds no more than is in use."""
+
+from __future__ import annotations
+
+import random
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gascompile.fusion_build import has_compiler
+from gascompile.runtime.heap_memory import own_bytes
+from gascompile.runtime.pages import Pages
+from gascompile.training.page_memory import page_memory
+from gascompile.units import PAGE_BYTES
+
+pytestmark = pytest.mark.skipif(not has_compiler(), reason="needs a C++ compiler")
+
+BUDGET_BYTES = 64 << 20
+"""For which units are pages, and blocks of 16 pages are the smallest."""
+LEAST_BYTES = 16 * PAGE_BYTES
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> Pages:
+    found = page_memory(tmp_path_factory.mktemp("native"), BUDGET_BYTES)
+    assert found is not None
+    return found
+
+
+def units(size_bytes: int) -> int:
+    return -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
+@given(
+    sizes=st.lists(
+        st.one_of(
+            st.integers(LEAST_BYTES, 3 << 20),
+            st.sampled_from([LEAST_BYTES, LEAST_BYTES + 1, 1 << 20, (1 << 20) + 8]),
+        ),
+        min_size=1,
+        max_size=40,
+    ),
+    choices=st.randoms(use_true_random=False),
+    limit_bytes=st.sampled_from([0, 4 << 20, 1 << 40]),
+)
+def test_contents_stay_and_free_pages_serve_blocks_of_other_sizes(
+    pages: Pages, sizes: list[int], choices: random.Random, limit_bytes: int
+) -> None:
+    pages.trim()
+    assert pages.live_bytes == 0
+    alive: list[tuple[int, torch.Tensor]] = []
+    in_use = most = 0
+    with pages.active(limit_bytes):
+        pages.mark()
+        for number, size in enumerate(sizes):
+            block = torch.empty(size, dtype=torch.uint8)
+            block.fill_(number)
+            alive.append((number, block))
+            del block
+            in_use += units(size)
+            most = max(most, in_use)
+            assert pages.live_bytes == in_use
+            while alive and choices.random() < 0.5:
+                freed, gone = alive.pop(choices.randrange(len(alive)))
+                assert bool((gone.numpy() == freed).all())
+                in_use -= units(len(gone))
+                del gone
+        block = torch.empty(0)
+        for number, block in alive:
+            assert bool((block.numpy() == number).all())
+        assert pages.peak_bytes == most
+        # Holes add nothing: beyond the limit no page is taken while one is free.
+        assert pages.resident_bytes <= max(most, limit_bytes)
+    del block
+    alive.clear()
+    assert pages.live_bytes == 0
+
+
+def test_blocks_are_whole_pages_and_small_ones_are_the_heaps(pages: Pages) -> None:
+    with pages.active(0):
+        large = torch.empty(LEAST_BYTES + 5, dtype=torch.uint8)
+        small = torch.empty(LEAST_BYTES - 1, dtype=torch.uint8)
+    outside = torch.empty(LEAST_BYTES, dtype=torch.uint8)
+    assert large.data_ptr() % PAGE_BYTES == 0
+    assert pages.capacity(large.data_ptr()) == LEAST_BYTES + PAGE_BYTES
+    assert pages.capacity(large.data_ptr() + PAGE_BYTES) == 0
+    assert pages.capacity(small.data_ptr()) == 0
+    assert pages.capacity(outside.data_ptr()) == 0
+
+
+def test_other_threads_take_from_the_heap(pages: Pages) -> None:
+    found: list[torch.Tensor] = []
+    with pages.active(0):
+        thread = threading.Thread(target=lambda: found.append(torch.ones(1 << 20)))
+        thread.start()
+        thread.join()
+    assert pages.capacity(found[0].data_ptr()) == 0
+    assert pages.live_bytes == 0
+
+
+def test_a_block_may_be_freed_by_another_thread_and_after_its_time(pages: Pages) -> None:
+    with pages.active(0):
+        blocks = [torch.ones(1 << 20)]
+    assert pages.live_bytes == 4 << 20
+    thread = threading.Thread(target=blocks.clear)
+    thread.start()
+    thread.join()
+    assert pages.live_bytes == 0
+
+
+def test_an_adopted_storage_moves_in_when_it_takes_memory_again(pages: Pages) -> None:
+    tensor = torch.arange(1 << 20, dtype=torch.float32)
+    view = tensor[10:20]
+    storage = tensor.untyped_storage()
+    pages.adopt(storage)
+    assert pages.capacity(storage.data_ptr()) == 0
+    storage.resize_(0)
+    with pages.active(0):
+        storage.resize_(4 << 20)
+    assert pages.capacity(storage.data_ptr()) == 4 << 20
+    tensor.copy_(torch.arange(1 << 20, dtype=torch.float32))
+    assert view.tolist() == list(range(10, 20))
+
+
+def test_what_is_free_goes_back_to_the_kernel(pages: Pages) -> None:
+    pages.trim()
+    before = own_bytes()
+    with pages.active(1 << 40):
+        kept = torch.ones(16 << 20, dtype=torch.uint8)
+        torch.ones(64 << 20, dtype=torch.uint8)
+    assert own_bytes() - before > 70 << 20
+    pages.trim()
+    assert pages.resident_bytes == 16 << 20
+    # The kernel's count may lag behind by some pages.
+    assert own_bytes() - before < 24 << 20
+    assert int(kept.sum()) == 16 << 20
+
+
+def test_a_damaged_library_is_compiled_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("gascompile.training.page_memory._LOADED", [])
+    assert page_memory(tmp_path / "first", BUDGET_BYTES) is not None
+    (whole,) = (tmp_path / "first" / "native").iterdir()
+    library = tmp_path / "second" / "native" / whole.name
+    library.parent.mkdir(parents=True)
+    library.write_bytes(b"no library")
+    monkeypatch.setattr("gascompile.training.page_memory._LOADED", [])
+    assert page_memory(tmp_path / "second", BUDGET_BYTES) is not None
+    assert "damaged" in caplog.text
+    assert library.stat().st_size > 1000
+
+
+def test_without_a_compiler_there_is_none_and_the_log_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("gascompile.training.page_memory._LOADED", [])
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert page_memory(tmp_path, BUDGET_BYTES) is None
+    assert "no-such-compiler" in caplog.text
