@@ -229,6 +229,8 @@ def _reserve(search: Search, remakes: Mapping[int, Remake]) -> None:
     variants = [frozenset[tuple[int, int]](), *(dropped for dropped in found if dropped)]
     for number, dropped in enumerate(variants):
         now_s = time.perf_counter()
+        if number and search.best is not None and now_s >= until_s:
+            return
         selection = furthest_use(layout(search.task, dropped) if dropped else search.base)
         interval_queues(
             search,
