@@ -31,7 +31,9 @@ import gascompile
 from benchmarks.environment import describe_environment, result_path
 from benchmarks.training_contenders import LEARNING_RATE, SHAPES, build_model
 from gascompile.commands.output import fields
+from gascompile.cost_models.trace import Trace
 from gascompile.ir import Offload, Plan, Reload
+from gascompile.training.timeline import record
 from gascompile.units import PAGE_BYTES, align_up, format_size, format_time
 
 THREADS = 2
@@ -49,15 +51,16 @@ class _GivenGradient(torch.autograd.Function):
         return gradient.new_zeros(())
 
     @staticmethod
-    def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor, None]:
         (gradient,) = ctx.saved_tensors
         return gradient[: ctx.shape.numel()].view(ctx.shape), None
 
 
 def given_loss(model: nn.Module, gradient: torch.Tensor) -> torch.Tensor:
     """Return zero; each parameter's gradient is the beginning of ``gradient``, so nothing is computed for it."""
-    parts = [_GivenGradient.apply(part, gradient) for part in model.parameters()]
-    return torch.stack(parts).sum()  # type: ignore[arg-type]
+    loss_of: Callable[..., torch.Tensor] = _GivenGradient.apply
+    parts = [loss_of(part, gradient) for part in model.parameters()]
+    return torch.stack(parts).sum()
 
 
 def gradient_for(model: nn.Module) -> torch.Tensor:
@@ -131,33 +134,48 @@ def measure(shape: str, budget: str, rounds: int, scratch: Path) -> dict[str, An
         model, given_loss, optimizer, budget, gradient, cache_dir=scratch
     ) as step:
         step(gradient)
-        assert step.plan is not None
-        reads, writes = blocks(step.plan)
+        plan = step.plan
+        assert plan is not None
+        reads, writes = blocks(plan)
         loop = PlainLoop(scratch, reads, writes)
-        steps_s, loops_s, stalls_s = [], [], []
+        runs, loops_s = [], []
         for _ in range(rounds):
             step(gradient)
             assert step.last_run is not None
-            steps_s.append(step.last_run.seconds)
-            stalls_s.append(step.last_run.stall_s)
+            runs.append(step.last_run)
             loops_s.append(loop.seconds())
         loop.close()
-        run, plan = step.last_run, step.plan
+        spent = where_time_goes(record(step, gradient).measured)
+    steps_s = [run.seconds for run in runs]
     return {
         "num_elements": num_elements,
         "state_bytes": 12 * num_elements,
         "budget_bytes": dict(plan.budget_bytes)["cpu"],
-        "peak_bytes": dict(run.peak_bytes)["cpu"],
+        "peak_bytes": max(run.peak_bytes["cpu"] for run in runs),
         "read_bytes": sum(reads),
         "written_bytes": sum(writes),
         "num_blocks": len(reads) + len(writes),
-        "paths": dict(run.paths),
+        "paths": dict(runs[0].paths),
         "predicted_s": plan.certificate.predicted_s,
-        "op_s": sum(op.time_s for op in plan.ops),
+        "predicted_op_s": sum(op.time_s for op in plan.ops),
         "steps_s": steps_s,
-        "stalls_s": stalls_s,
+        "stalls_s": [run.stall_s for run in runs],
         "loops_s": loops_s,
         "share": statistics.median(loops_s) / statistics.median(steps_s),
+        "one_step": spent,
+    }
+
+
+def where_time_goes(measured: Trace) -> dict[str, Any]:
+    """Return the seconds of a recorded step: in ops, waiting, in between, and of each link's thread."""
+    op_s = sum(span.ended_s - span.begun_s for span in measured.ops)
+    wait_s = sum(stall.time_s for stall in measured.stalls)
+    return {
+        "seconds": measured.seconds,
+        "op_s": op_s,
+        "wait_s": wait_s,
+        "between_s": measured.seconds - op_s - wait_s,
+        "link_busy_s": dict(measured.link_busy_s),
     }
 
 
@@ -170,10 +188,16 @@ def rows(found: dict[str, Any]) -> list[tuple[str, str]]:
         ("states", f"{format_size(found['state_bytes'])} in {format_size(found['budget_bytes'])}"),
         ("read and written", "{:.2f} and {:.2f} bytes per parameter".format(*per_element)),
         ("updates", f"{format_time(step_s)}, {format_size(moved / step_s)}/s"),
-        ("waiting", format_time(statistics.median(found["stalls_s"]))),
+        ("one step", _spent(found["one_step"])),
         ("plain loop", f"{format_time(loop_s)}, {format_size(moved / loop_s)}/s"),
         ("share of the drive", f"{found['share']:.1%} ({ASKED_SHARE:.0%} is asked)"),
     ]
+
+
+def _spent(one: dict[str, Any]) -> str:
+    links = [f"{link} busy {format_time(time_s)}" for link, time_s in one["link_busy_s"].items()]
+    kinds = (("op_s", "in ops"), ("wait_s", "waiting"), ("between_s", "in between"))
+    return ", ".join([*(f"{format_time(one[key])} {what}" for key, what in kinds), *links])
 
 
 def main(arguments: list[str] | None = None) -> int:

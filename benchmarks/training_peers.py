@@ -6,6 +6,7 @@ interpreter then runs its contenders.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -52,10 +53,9 @@ def _offloaded(case: Case, target: dict[str, Any]) -> Trainer:
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "127.0.0.1", "29512"
     if not torch.cuda.is_available():
         os.environ["DS_ACCELERATOR"] = "cpu"
-    import deepspeed
-    from deepspeed.ops.adam import DeepSpeedCPUAdam
-
-    optimizer = DeepSpeedCPUAdam(
+    deepspeed: Any = importlib.import_module("deepspeed")
+    adam: Any = importlib.import_module("deepspeed.ops.adam")
+    optimizer = adam.DeepSpeedCPUAdam(
         case.model.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, adamw_mode=True
     )
     config = {
@@ -94,9 +94,8 @@ def deepspeed_nvme(case: Case) -> Trainer:
 
 def colossalai_nvme(case: Case) -> Trainer:
     """ColossalAI's ``HybridAdam`` with all moments on the drive."""
-    from colossalai.nn.optimizer import HybridAdam
-
-    optimizer = HybridAdam(
+    optimizers: Any = importlib.import_module("colossalai.nn.optimizer")
+    optimizer = optimizers.HybridAdam(
         case.model.parameters(),
         lr=LEARNING_RATE,
         weight_decay=WEIGHT_DECAY,

@@ -189,7 +189,8 @@ def train(options: argparse.Namespace, settings: Settings, folder: Folder | None
 
 def recorded_step(first: int, options: argparse.Namespace) -> int:
     """Return the step whose timeline is drawn: one in the middle of others, where there are enough."""
-    return min(first + _RECORDED, options.steps - 1)
+    last: int = options.steps - 1
+    return min(first + _RECORDED, last)
 
 
 def eager_losses(settings: Settings, steps: int) -> list[float]:
