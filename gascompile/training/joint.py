@@ -34,8 +34,10 @@ from torch.utils import _pytree as pytree
 
 from gascompile.errors import CaptureError, UnsupportedOpError
 from gascompile.passes.bound_aliases import bound_aliases
+from gascompile.training.cumulative_norms import numbered_norms, take_counts
 from gascompile.training.stand_ins import StandIns
-from gascompile.training.storages import Storages, View, named_tensors
+from gascompile.training.storages import Storages, View, named_tensors, places
+from gascompile.training.true_strides import true_strides
 
 LossFunction = Callable[[nn.Module, Any], torch.Tensor]
 _PREFIX, _OUTSIDE = "model.", "outside_"
@@ -140,11 +142,13 @@ def capture_joint(
             )
         num_known = len(stand_ins.outside)
         wrapped = _Loss(model, loss_fn, spec, stand_ins, trains=trains)
-        graph_module = _captured(wrapped, leaves)
-    return _read(graph_module, wrapped, storages.views)
+        with numbered_norms(model) as norms:
+            graph_module = _captured(wrapped, leaves)
+    return _read(graph_module, wrapped, storages.views, norms)
 
 
 def _captured(wrapped: _Loss, leaves: list[Any]) -> fx.GraphModule:
+    own = [(held, leaf, held[leaf]) for _, (held, leaf) in places(wrapped.model)]
     try:
         try:
             return _traced(wrapped, leaves)
@@ -158,6 +162,10 @@ def _captured(wrapped: _Loss, leaves: list[Any]) -> fx.GraphModule:
         if isinstance(error.__cause__, CaptureError):
             raise error.__cause__ from error
         raise CaptureError(_in_words(error, type(wrapped.model).__name__)) from error
+    finally:
+        # Where a module has two names, torch leaves what it traced in it.
+        for held, leaf, tensor in own:
+            held[leaf] = tensor
 
 
 def _refuse_untraceable(model: nn.Module) -> None:
@@ -176,7 +184,7 @@ def _refuse_untraceable(model: nn.Module) -> None:
 
 
 def _traced(wrapped: nn.Module, leaves: list[Any]) -> fx.GraphModule:
-    with contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack, true_strides():
         if any(isinstance(module, nn.LSTM) for module in wrapped.modules()):
             # The fused kernel hands its backward pass a workspace that no trace has.
             stack.callback(torch._C._set_mkldnn_enabled, torch._C._get_mkldnn_enabled())
@@ -220,7 +228,12 @@ def _place(error: BaseException) -> str:
     return lines[-1] if lines else ""
 
 
-def _read(graph_module: fx.GraphModule, wrapped: _Loss, views: Mapping[str, View]) -> Joint:
+def _read(
+    graph_module: fx.GraphModule,
+    wrapped: _Loss,
+    views: Mapping[str, View],
+    norms: Mapping[float, str],
+) -> Joint:
     graph = graph_module.graph
     canonical, tensors = named_tensors(wrapped.model)
     bound: dict[str, str] = {}
@@ -243,6 +256,7 @@ def _read(graph_module: fx.GraphModule, wrapped: _Loss, views: Mapping[str, View
                 raise CaptureError(f"the loss takes {other}, which has no place in a plan")
     _lift_constants(graph_module, outside)
     _drop_aliases(graph)
+    take_counts(graph, bound, norms)
     made = _make_views(graph, bound, views)
     for node in graph.nodes:
         if "_sparse_" in str(node.target):

@@ -9,8 +9,9 @@ from torch import fx
 
 from gascompile.ir import Machine, TensorKind, TensorSpec, Workload
 from gascompile.passes.annotate import annotate
-from gascompile.training import update_ops
+from gascompile.training import coded_updates, update_ops
 from gascompile.training.step_program import RANDOM, StepProgram, is_random
+from gascompile.training.true_strides import true_strides
 
 _SCALARS_BYTES = 512
 """Results of one element, as the allocator rounds them up."""
@@ -18,7 +19,8 @@ _SCALARS_BYTES = 512
 
 def step_workload(program: StepProgram, machine: Machine) -> Workload:
     """Return the planning problem of a step: parameters that change, moments, and a source of random numbers."""
-    found = annotate(program.program, machine).workload
+    with true_strides():
+        found = annotate(program.program, machine).workload
     nodes = {node.name: node for node in program.program.op_nodes()}
     drawing = {op.name for op in found.ops if is_random(nodes[op.name])}
     ops = tuple(
@@ -53,6 +55,14 @@ def _own_bytes(node: fx.Node) -> int:
         case update_ops.sgd:
             parameter, gradient, *_, begin, end = values
             return update_ops.workspace_bytes(parameter, gradient, end - begin, scaled=True)
+        case coded_updates.adam_coded:
+            parameter, gradient, _, _, _, scale, begin, end, _ = values
+            return coded_updates.workspace_bytes(
+                parameter, gradient, end - begin, scaled=scale is not None
+            )
+        case coded_updates.sgd_coded:
+            parameter, gradient, *_, begin, end = values
+            return coded_updates.workspace_bytes(parameter, gradient, end - begin, scaled=True)
         case update_ops.accumulate:
             total, gradient, shape, stride, _ = values
             layout = gradient.new_empty_strided(shape, stride)
