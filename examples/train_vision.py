@@ -67,14 +67,12 @@ class DigitNet(nn.Module):
 
 
 def loss_fn(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """Return the cross entropy while training, and the share of right answers while evaluating."""
+    """Return the cross entropy while training, and the number of right answers while evaluating."""
     images, labels = batch
     logits: torch.Tensor = model(images)
     if model.training:
         return functional.cross_entropy(logits, labels)
-    right = logits.argmax(dim=1) == labels
-    # What is captured has to depend on weights by way of a gradient, which a comparison does not have.
-    return right.float().mean() + 0.0 * logits.sum()
+    return (logits.argmax(dim=1) == labels).sum()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,7 +150,7 @@ def tested(step: gascompile.TrainingStep, testing: Batch, size: int) -> float:
     """Return the share of test images that the model knows."""
     images, labels = testing
     right = sum(
-        float(step.eval((part, known))) * len(known)
+        int(step.eval((part, known)))
         for part, known in zip(images.split(size), labels.split(size), strict=True)
     )
     return right / len(labels)

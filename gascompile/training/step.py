@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import weakref
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -23,39 +21,17 @@ from gascompile.errors import (
     UnsupportedOpError,
 )
 from gascompile.ir import Budget, Machine, Plan
-from gascompile.progress import task
 from gascompile.reports import RunReport
-from gascompile.runtime.early_memory import map_anonymous
-from gascompile.runtime.iteration import Iteration
+from gascompile.runtime.pages import Pages
 from gascompile.runtime.recording import Recording
 from gascompile.training.checkpoints import CheckpointFolder
 from gascompile.training.file_values import FileValues
-from gascompile.training.joint import LossFunction, capture_joint
+from gascompile.training.joint import LossFunction
 from gascompile.training.kinds import kind_of, leaf_kinds
-from gascompile.training.optimizers import Rules, structure
-from gascompile.training.page_memory import page_memory
-from gascompile.training.settings import Settings, require_known
-from gascompile.training.states import Shapes, States
-from gascompile.training.step_costs import costed_workload
-from gascompile.training.step_plan import step_plan
-from gascompile.training.step_program import StepProgram, step_program
-from gascompile.training.storages import Storages
-from gascompile.units import SPILL_BUFFER_BYTES
-
-_OPEN: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-"""Models whose values a step has."""
-_BUFFERS = 4
-"""Parts of the transfer buffers: out and in, of what persists and of activations."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Unit:
-    """The step, or the evaluation, for one kind of batch."""
-
-    program: StepProgram
-    plan: Plan
-    iteration: Iteration
-    trains: bool
+from gascompile.training.optimizers import structure
+from gascompile.training.settings import Settings
+from gascompile.training.states import States
+from gascompile.training.units import OPEN, Unit, UnitMaker
 
 
 class TrainingStep:
@@ -78,16 +54,20 @@ class TrainingStep:
         values: FileValues | None = None,
     ) -> None:
         """Take the model over; see ``compile_step``."""
-        self._model, self._loss_fn, self.optimizer = model, loss_fn, optimizer
-        self._budget, self._machine, self._config = budget, machine, config
+        self._model, self.optimizer = model, optimizer
         self._settings, self._values = settings, values
-        self._units: dict[str, _Unit] = {}
-        self._states: States | None = None
-        self._storages: Storages | None = None
+        self._maker = UnitMaker(
+            model,
+            loss_fn,
+            optimizer,
+            budget=budget,
+            machine=machine,
+            config=config,
+            settings=settings,
+            values=values,
+        )
+        self._units: dict[str, Unit] = {}
         self._closed = False
-        self._buffers = map_anonymous(_BUFFERS * SPILL_BUFFER_BYTES)
-        limits = budget.limits_bytes(machine)
-        self._pages = page_memory(config.cache_dir, limits[machine.compute_tier])
         self._folders: dict[Path, CheckpointFolder] = {}
         self._failure = ""
         """What ended a step after which values may be half updated."""
@@ -95,6 +75,15 @@ class TrainingStep:
         self.last_run: RunReport | None = None
         self.recording: Recording | None = None
         """Where runs are written down while it is set; see ``timeline.record``."""
+
+    @property
+    def pages(self) -> Pages | None:
+        """Where large values lie; ``None`` where that is the heap."""
+        return self._maker.pages
+
+    @property
+    def _states(self) -> States | None:
+        return self._maker.states
 
     @property
     def num_steps(self) -> int:
@@ -126,12 +115,16 @@ class TrainingStep:
     def eval(self, batch: Any) -> torch.Tensor:
         """Return the loss in evaluation mode, without an update, under the same budget.
 
-        Modules behave as after ``model.eval()``: no dropout, normalisation by running statistics.
+        Modules behave as after ``model.eval()``: no dropout, normalisation by running statistics. The loss may be
+        any scalar then, such as the number of right answers; it needs no gradient.
 
         Raises:
             InfeasiblePlanError: the budget is too small for batches of this shape; names the smallest.
             StorageError: a transfer failed, now or before; values may be half updated until ``load``.
         """
+        if self._states is None:
+            # An evaluation does not show which parameters are trained.
+            self.prepare(batch)
         modes = {module: module.training for module in self._model.modules()}
         self._model.eval()
         try:
@@ -146,17 +139,18 @@ class TrainingStep:
         for number in range(min(self._settings.accumulate, 2)):
             self._unit(batch, trains=True, updates=number == 0)
 
-    def _unit(self, batch: Any, *, trains: bool, updates: bool = False) -> _Unit:
+    def _unit(self, batch: Any, *, trains: bool, updates: bool = False) -> Unit:
         self._require_unchanged()
         kind = kind_of(self._model, batch, trains=trains)
         key = f"{kind} {updates}"
         if key not in self._units:
             others = [u for k, u in self._units.items() if u.trains and not k.startswith(kind)]
             self._settings.require_replan(leaf_kinds(batch), len(others) if trains else 0)
+            self._settle_all()
             try:
-                self._units[key] = self._planned(batch, trains=trains, updates=updates)
+                self._units[key] = self._maker.make(batch, trains=trains, updates=updates)
             finally:
-                self._leave()
+                self._maker.leave()
             self.plan = self._units[key].plan
         return self._units[key]
 
@@ -164,7 +158,7 @@ class TrainingStep:
         """Refuse a model that another step has taken over, and groups other than those planned for."""
         self._require_open()
         if self._states is None:
-            if self._model in _OPEN:
+            if self._model in OPEN:
                 raise ValueError(
                     "the model belongs to another training step that is open; close that one first"
                 )
@@ -181,17 +175,7 @@ class TrainingStep:
                 "the step is closed and has given its values back; compile a new step with compile_step"
             )
 
-    def _leave(self) -> None:
-        """Let the model be as it was, unless it has been taken over."""
-        if self._states is not None:
-            return
-        if self._storages is not None:
-            self._storages.restore()
-            self._storages = None
-        if self._values is not None:
-            self._values.leave()
-
-    def _run(self, unit: _Unit, batch: Any) -> torch.Tensor:
+    def _run(self, unit: Unit, batch: Any) -> torch.Tensor:
         states = self._open_states()
         groups = range(unit.program.num_groups)
         hyper = [states.rules.hyper(group, states.number) for group in groups]
@@ -215,69 +199,6 @@ class TrainingStep:
         found: torch.Tensor = loss.detach()
         return found
 
-    def _planned(self, batch: Any, *, trains: bool, updates: bool) -> _Unit:
-        self._settle_all()
-        model = type(self._model).__name__
-        name = f"step of {model}" if trains else f"evaluation of {model}"
-        if self._values is not None:
-            self._values.enter()
-        storages = self._storages = self._storages or Storages(self._model)
-        with Shapes(self._states, storages), task(f"Capturing a {name}"):
-            joint = capture_joint(self._model, self._loss_fn, batch, storages, trains=trains)
-            names = {id(tensor): name for name, tensor in joint.tensors.items()}
-            names.update((id(view.tensor), name) for name, view in storages.views.items())
-            rules = Rules(self.optimizer, names, list(joint.gradients))
-            tensors = dict(joint.tensors)
-            options = self._settings.program(trains=trains, updates=updates)
-            program = step_program(joint, rules, name=name, options=options)
-        with task("Planning"):
-            workload = costed_workload(
-                program,
-                self._machine,
-                self._budget,
-                cache_dir=self._config.cache_dir,
-                pages=self._pages,
-            )
-            reserved = _BUFFERS * SPILL_BUFFER_BYTES
-            plan = step_plan(
-                workload, self._machine, self._budget, self._config, reserved_bytes=reserved
-            )
-        states = self._own(rules, program, tensors)
-        half = 2 * SPILL_BUFFER_BYTES
-        iteration = Iteration(
-            program.program.graph_module.graph,
-            plan,
-            states.persistent,
-            program.program.bindings,
-            [spec.name for spec in program.program.inputs],
-            folder=self._config.cache_dir / "training",
-            buffers=memoryview(self._buffers)[half:],
-            pages=self._pages,
-        )
-        return _Unit(program=program, plan=plan, iteration=iteration, trains=trains)
-
-    def _own(
-        self, rules: Rules, program: StepProgram, tensors: Mapping[str, torch.Tensor]
-    ) -> States:
-        """Take parameters, buffers and moments over at the first plan."""
-        if self._states is None:
-            assert self._storages is not None, "a capture has looked at them"
-            self._states = States(
-                self._model,
-                rules,
-                tensors,
-                storages=self._storages,
-                tiles=list(program.tiles.values()),
-                folder=self._config.cache_dir / "training",
-                buffers=memoryview(self._buffers)[: 2 * SPILL_BUFFER_BYTES],
-                pages=self._pages,
-                values=self._values,
-            )
-            _OPEN.add(self._model)
-            return self._states
-        require_known({*tensors, *program.tiles}, self._states.persistent.sizes)
-        return self._states
-
     def _open_states(self) -> States:
         self._require_open()
         if self._states is None:
@@ -291,7 +212,7 @@ class TrainingStep:
             )
         return self._states
 
-    def _settle(self, unit: _Unit) -> None:
+    def _settle(self, unit: Unit) -> None:
         try:
             unit.iteration.settle()
         except StorageError as error:
@@ -396,11 +317,11 @@ class TrainingStep:
         """
         for checkpoints in self._folders.values():
             checkpoints.close()
-        states, self._states = self._states, None
+        states, self._maker.states = self._states, None
         self._closed = True
         if states is None:
             return
-        _OPEN.discard(self._model)
+        OPEN.discard(self._model)
         units, self._units = self._units, {}
         try:
             for unit in units.values():

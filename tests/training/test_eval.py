@@ -7,8 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from gascompile import compile_step
+from gascompile.errors import CaptureError
 from tests.training.runs import (
     BUDGET_BYTES,
+    MACHINE,
     adamw,
     batches,
     compiled,
@@ -79,3 +82,51 @@ def test_evaluating_leaves_the_run_as_it_was(tmp_path: Path) -> None:
                 assert torch.equal(after["model"][name], value), name
             losses.append(float(step(batch)))
     assert losses == plain_losses(3)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_evaluations_need_no_gradient(first: bool, tmp_path: Path) -> None:
+    """The number of right answers, which is no float, and a loss without a graph."""
+
+    def counting(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        if model.training:
+            return loss_fn(model, batch)
+        with torch.no_grad():
+            guesses = model(batch[:, :-1]).argmax(1)
+        return (guesses == batch[:, 1:].flatten()).sum()
+
+    reference = new_model().train()
+    reference_optimizer = adamw(reference)
+    model = new_model().train()
+    held_out = batches(4, rows=6)[3]
+    with compile_step(
+        model, counting, adamw(model), "64MiB", machine=MACHINE, cache_dir=tmp_path
+    ) as step:
+        torch.manual_seed(5)
+        if first:
+            right = step.eval(held_out)
+            assert right.dtype == torch.int64
+            assert right == counting(reference.eval(), held_out)
+            reference.train()
+        found = []
+        for batch in batches(3):
+            found += [float(step(batch)), int(step.eval(held_out))]
+        torch.manual_seed(5)
+        for number, batch in enumerate(batches(3)):
+            assert found[2 * number] == plain_step(reference, reference_optimizer, batch)
+            assert found[2 * number + 1] == counting(reference.eval(), held_out)
+            reference.train()
+    assert all(torch.equal(v, reference.state_dict()[k]) for k, v in model.state_dict().items())
+
+
+def test_evaluations_of_more_than_one_value_are_refused(tmp_path: Path) -> None:
+    def scores(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return loss_fn(model, batch) if model.training else model(batch).argmax(1)
+
+    model = new_model().train()
+    with compile_step(
+        model, scores, adamw(model), "64MiB", batches(1)[0], machine=MACHINE, cache_dir=tmp_path
+    ) as step:
+        with pytest.raises(CaptureError, match="scalar"):
+            step.eval(batches(1)[0])
+        step(batches(1)[0])
