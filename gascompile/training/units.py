@@ -1,0 +1,154 @@
+"""Units: what runs for one kind of batch, captured, planned and made executable, over values that all share."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from gascompile.config import CompileConfig
+from gascompile.ir import Budget, Machine, Plan
+from gascompile.progress import task
+from gascompile.runtime.early_memory import map_anonymous
+from gascompile.runtime.iteration import Iteration
+from gascompile.training.file_values import FileValues
+from gascompile.training.joint import LossFunction, capture_joint
+from gascompile.training.optimizers import Rules
+from gascompile.training.page_memory import page_memory
+from gascompile.training.settings import Settings, require_known
+from gascompile.training.states import Shapes, States
+from gascompile.training.step_costs import costed_workload
+from gascompile.training.step_plan import step_plan
+from gascompile.training.step_program import StepProgram, step_program
+from gascompile.training.storages import Storages
+from gascompile.units import SPILL_BUFFER_BYTES
+
+OPEN: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Models whose values a step has."""
+_BUFFERS = 4
+"""Parts of the transfer buffers: out and in, of what persists and of activations."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unit:
+    """The step, or the evaluation, for one kind of batch."""
+
+    program: StepProgram
+    plan: Plan
+    iteration: Iteration
+    trains: bool
+
+
+class UnitMaker:
+    """Makes the units of one model and optimizer, and has what they share."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: LossFunction,
+        optimizer: torch.optim.Optimizer,
+        *,
+        budget: Budget,
+        machine: Machine,
+        config: CompileConfig,
+        settings: Settings,
+        values: FileValues | None,
+    ) -> None:
+        """Change nothing yet."""
+        self._model, self._loss_fn, self.optimizer = model, loss_fn, optimizer
+        self._budget, self._machine, self._config = budget, machine, config
+        self._settings, self._values = settings, values
+        self.states: States | None = None
+        """Values that were taken over, from the first unit on."""
+        self._storages: Storages | None = None
+        self._buffers = map_anonymous(_BUFFERS * SPILL_BUFFER_BYTES)
+        limits = budget.limits_bytes(machine)
+        self.pages = page_memory(config.cache_dir, limits[machine.compute_tier])
+
+    def make(self, batch: Any, *, trains: bool, updates: bool) -> Unit:
+        """Capture and plan what is run for batches like this one; take the values over at the first time.
+
+        Raises:
+            CaptureError: the loss cannot be traced, or depends on no parameter.
+            InfeasiblePlanError: the budget is too small; names the smallest feasible one.
+            StorageError: a file cannot be written.
+        """
+        model = type(self._model).__name__
+        name = f"step of {model}" if trains else f"evaluation of {model}"
+        if self._values is not None:
+            self._values.enter()
+        storages = self._storages = self._storages or Storages(self._model)
+        with Shapes(self.states, storages), task(f"Capturing a {name}"):
+            joint = capture_joint(self._model, self._loss_fn, batch, storages, trains=trains)
+            names = {id(tensor): name for name, tensor in joint.tensors.items()}
+            names.update((id(view.tensor), name) for name, view in storages.views.items())
+            trained = joint.gradients if trains else self._known().rules.slots
+            rules = Rules(self.optimizer, names, list(trained), self._settings.states)
+            tensors = dict(joint.tensors)
+            options = self._settings.program(trains=trains, updates=updates)
+            program = step_program(joint, rules, name=name, options=options)
+        with task("Planning"):
+            workload = costed_workload(
+                program,
+                self._machine,
+                self._budget,
+                cache_dir=self._config.cache_dir,
+                pages=self.pages,
+            )
+            reserved = _BUFFERS * SPILL_BUFFER_BYTES
+            plan = step_plan(
+                workload, self._machine, self._budget, self._config, reserved_bytes=reserved
+            )
+        states = self._own(rules, program, tensors)
+        half = 2 * SPILL_BUFFER_BYTES
+        iteration = Iteration(
+            program.program.graph_module.graph,
+            plan,
+            states.persistent,
+            program.program.bindings,
+            [spec.name for spec in program.program.inputs],
+            folder=self._config.cache_dir / "training",
+            buffers=memoryview(self._buffers)[half:],
+            pages=self.pages,
+        )
+        return Unit(program=program, plan=plan, iteration=iteration, trains=trains)
+
+    def _known(self) -> States:
+        assert self.states is not None, "a step is planned before an evaluation"
+        return self.states
+
+    def _own(
+        self, rules: Rules, program: StepProgram, tensors: Mapping[str, torch.Tensor]
+    ) -> States:
+        """Take parameters, buffers and moments over at the first plan."""
+        if self.states is None:
+            assert self._storages is not None, "a capture has looked at them"
+            self.states = States(
+                self._model,
+                rules,
+                tensors,
+                storages=self._storages,
+                tiles=list(program.tiles.values()),
+                folder=self._config.cache_dir / "training",
+                buffers=memoryview(self._buffers)[: 2 * SPILL_BUFFER_BYTES],
+                pages=self.pages,
+                values=self._values,
+            )
+            OPEN.add(self._model)
+            return self.states
+        require_known({*tensors, *program.tiles}, self.states.persistent.sizes)
+        return self.states
+
+    def leave(self) -> None:
+        """Let the model be as it was, unless it has been taken over."""
+        if self.states is not None:
+            return
+        if self._storages is not None:
+            self._storages.restore()
+            self._storages = None
+        if self._values is not None:
+            self._values.leave()
