@@ -267,7 +267,7 @@ def test_a_model_without_room_stays_out_and_a_checkpoint_keeps_it(
 def test_a_file_that_has_become_shorter_is_found(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from gascompile.training import step as module
+    from gascompile.training import units as module
 
     path = saved(new_model(), tmp_path / "model.safetensors")
     planned = module.step_plan
