@@ -18,17 +18,17 @@ from gascompile.runtime.kernels.updates import AdamOptions, Coded
 _ELEMENTS = 1024
 """Per program: eight per thread of four warps, of each of the operands."""
 _BLOCK = tl.constexpr(BLOCK)
-_SHIFT = tl.constexpr(state_codes.SHIFT)
-_HALF_STEP = tl.constexpr(1 << (state_codes.SHIFT - 1))
-_BELOW_STEP = tl.constexpr((1 << state_codes.SHIFT) - 1)
-_SPREAD = tl.constexpr(32 - state_codes.SHIFT)
+_OCTAVE = tl.constexpr(state_codes.OCTAVE)
+_LARGEST_SCALE = tl.constexpr(state_codes.LARGEST_SCALE)
+_NOT_FINITE = tl.constexpr(state_codes.NOT_FINITE)
+_FACTOR = tl.constexpr(state_codes.NOT_FINITE - 1)
+_MEAN_OFFSET, _MEAN_LARGEST = tl.constexpr(SIGNED.offset), tl.constexpr(SIGNED.largest)
+_SQUARE_OFFSET, _SQUARE_LARGEST = tl.constexpr(UNSIGNED.offset), tl.constexpr(UNSIGNED.largest)
 _DITHERS = tl.constexpr(state_codes.DITHERS)
-_EXPONENT = tl.constexpr(state_codes.EXPONENT)
 _GOLDEN = tl.constexpr(state_codes.GOLDEN)
-_SIGN = tl.constexpr(SIGNED.largest + 1)
-_LARGEST = tl.constexpr(UNSIGNED.largest)
-_SIGNED_MARGIN, _SIGNED_SPAN = tl.constexpr(SIGNED.margin), tl.constexpr(SIGNED.span)
-_UNSIGNED_MARGIN, _UNSIGNED_SPAN = tl.constexpr(UNSIGNED.margin), tl.constexpr(UNSIGNED.span)
+_SPREAD = tl.constexpr(32 - state_codes.DITHER_BITS)
+_DITHER_MASK = tl.constexpr((1 << state_codes.DITHER_BITS) - 1)
+_DITHER_STEP = tl.constexpr(2.0**-state_codes.DITHER_BITS)
 
 
 @triton.jit
@@ -111,25 +111,27 @@ def _adam(
 
 
 @triton.jit
-def _decoded(code, base):
-    """Return the values of codes without signs; ``base`` is the bits of the blocks' bases."""
-    bits = (code << _SHIFT) + base
-    return bits.to(tl.float32, bitcast=True) - base.to(tl.float32, bitcast=True)
+def _decoded(code, scale, offset: tl.constexpr):
+    """Return the values of codes without signs."""
+    bits = code.to(tl.float32).to(tl.int32, bitcast=True)
+    bits = (tl.maximum(bits, offset) - offset) << 2
+    return bits.to(tl.float32, bitcast=True) * (scale << _OCTAVE).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _base(values, margin: tl.constexpr, span: tl.constexpr):
-    """Return the bits of each block's base."""
-    is_nan = values != values  # noqa: PLR0124
-    largest = tl.max(tl.where(is_nan, float("inf"), values), axis=1)
-    bits = largest.to(tl.int32, bitcast=True) + margin
-    return tl.maximum((bits & _EXPONENT) - span, 0)[:, None]
+def _scale(values):
+    """Return the scales of blocks of values without signs."""
+    # As integers, whose largest is a NaN's where there is one.
+    found = tl.max(values.to(tl.int32, bitcast=True), axis=1) >> _OCTAVE
+    found = found + (found > 0).to(tl.int32)
+    return tl.where(found > _LARGEST_SCALE, _NOT_FINITE, found)[:, None]
 
 
 @triton.jit
-def _coded(values, base, added, largest: tl.constexpr):
-    bits = (values + base.to(tl.float32, bitcast=True)).to(tl.int32, bitcast=True)
-    return tl.minimum((bits + added - base) >> _SHIFT, largest)
+def _coded(values, scale, added, offset: tl.constexpr, largest: tl.constexpr):
+    scaled = values * ((scale * -1 + _FACTOR) << _OCTAVE).to(tl.float32, bitcast=True)
+    bits = (scaled.to(tl.int32, bitcast=True) >> 2) + offset
+    return tl.minimum(bits.to(tl.float32, bitcast=True) + added, largest).to(tl.int32)
 
 
 @triton.jit
@@ -137,9 +139,9 @@ def _adam_coded(
     parameter,
     gradient,
     mean_codes,
-    mean_bases,
+    mean_scales,
     square_codes,
-    square_bases,
+    square_scales,
     scale,
     count,
     blocks,
@@ -160,17 +162,19 @@ def _adam_coded(
     is_row = row < blocks
     at = row[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
     inside, is_code = at < count, is_row[:, None] & (at >= 0)
-    both = tl.load(mean_codes + at, mask=is_code, other=0).to(tl.int32)
-    base = tl.load(mean_bases + row, mask=is_row, other=0).to(tl.int32)[:, None] << 23
-    mean = _decoded(both & (_SIGN - 1), base)
-    mean = tl.where(both >= _SIGN, -mean, mean)
+    code = tl.load(mean_codes.to(tl.pointer_type(tl.int8)) + at, mask=is_code, other=0)
+    code = code.to(tl.int32)
+    own = tl.load(mean_scales + row, mask=is_row, other=0).to(tl.int32)[:, None]
+    mean = _decoded(tl.abs(code), own, _MEAN_OFFSET)
+    mean = tl.where(code < 0, -mean, mean)
     code = tl.load(square_codes + at, mask=is_code, other=0).to(tl.int32)
-    base = tl.load(square_bases + row, mask=is_row, other=0).to(tl.int32)[:, None] << 23
+    own = tl.load(square_scales + row, mask=is_row, other=0).to(tl.int32)[:, None]
+    square = _decoded(code, own, _SQUARE_OFFSET)
     value, mean, square = _updated(
         tl.load(parameter + at, mask=inside, other=0.0),
         tl.load(gradient + at, mask=inside, other=0.0),
         mean,
-        _decoded(code, base),
+        square,
         scale,
         lr_decay,
         weight_decay,
@@ -184,19 +188,21 @@ def _adam_coded(
         maximize,
     )
     tl.store(parameter + at, value, mask=inside)
-    bits = mean.to(tl.int32, bitcast=True)
-    mean = (bits & 0x7FFFFFFF).to(tl.float32, bitcast=True)
-    base = _base(mean, _SIGNED_MARGIN, _SIGNED_SPAN)
-    code = _coded(mean, base, _HALF_STEP, _SIGN - 1) + ((bits >> 24) & _SIGN)
-    tl.store(mean_codes + at, code.to(tl.uint8), mask=is_code)
-    tl.store(mean_bases + row[:, None], (base >> 23).to(tl.uint8), mask=is_row[:, None])
+    is_negative = mean < 0
+    mean = tl.abs(mean)
+    own = _scale(mean)
+    code = _coded(mean, own, 0.5, _MEAN_OFFSET, _MEAN_LARGEST)
+    code = tl.where(is_negative, -code, code)
+    tl.store(mean_codes + at, (code & 255).to(tl.uint8), mask=is_code)
+    tl.store(mean_scales + row[:, None], own.to(tl.uint8), mask=is_row[:, None])
     square = tl.abs(square)
-    base = _base(square, _UNSIGNED_MARGIN, _UNSIGNED_SPAN)
+    own = _scale(square)
     spread = ((at.to(tl.uint32) & (_DITHERS - 1)) * _GOLDEN) >> _SPREAD
-    added = (spread.to(tl.int32) + dither_shift) & _BELOW_STEP
-    code = tl.maximum(_coded(square, base, added, _LARGEST), (square > 0).to(tl.int32))
+    added = ((spread.to(tl.int32) + dither_shift) & _DITHER_MASK).to(tl.float32) * _DITHER_STEP
+    code = _coded(square, own, added, _SQUARE_OFFSET, _SQUARE_LARGEST)
+    code = tl.maximum(code, (square > 0).to(tl.int32))
     tl.store(square_codes + at, code.to(tl.uint8), mask=is_code)
-    tl.store(square_bases + row[:, None], (base >> 23).to(tl.uint8), mask=is_row[:, None])
+    tl.store(square_scales + row[:, None], own.to(tl.uint8), mask=is_row[:, None])
 
 
 def adam(
@@ -234,17 +240,17 @@ def adam_coded(
     scale: torch.Tensor | None = None,
 ) -> None:
     """Update as ``updates.adam_coded`` says; operands are as it wants them, and not empty."""
-    (mean_codes, mean_bases), (square_codes, square_bases) = states
-    blocks = mean_bases.numel()
+    (mean_codes, mean_scales), (square_codes, square_scales) = states
+    blocks = mean_scales.numel()
     block_rows = _ELEMENTS // BLOCK
     with launch_device(parameter):
         _adam_coded[(triton.cdiv(blocks, block_rows),)](
             parameter,
             gradient,
             mean_codes,
-            mean_bases,
+            mean_scales,
             square_codes,
-            square_bases,
+            square_scales,
             scale,
             parameter.numel(),
             blocks,

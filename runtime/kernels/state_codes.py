@@ -1,20 +1,19 @@
-"""Optimizer states in 8 bits: a code per value, and a base per block of 256.
+"""Optimizer states in 8 bits: a code per value, and a power of two per block of 256 that its values lie below.
 
-A block's base is a power of two ``c`` that lies 8 or 16 octaves below what its largest value reaches. A code counts the
-steps, 16 to an octave, from ``c`` to ``c + |value|``: near zero steps are even, above they grow with the value.
-Coding is thus arithmetic on the bits of float32, without tables or searches.
+Codes are finest for the largest values of a block: over its first four octaves a value is off by at most 1/32 of
+itself, over the next four by 1/16, and so on, as far as 28 octaves down. This is how bitsandbytes' dynamic code is
+spaced, too. Here it follows from the bits of float32: shifted right by two they make a number that grows about as the
+fourth root, which is rounded to a whole one. No tables and no searches; the same bits come out on every device.
 
-- ``SIGNED`` (means, momenta): a sign and 7 bits, rounded to the nearest. Off by at most 1/32 of the value and 1/2048
-  of the block's largest.
-- ``UNSIGNED`` (means of squares): 8 bits. Rounded by a dither that differs from step to step, so that an average
-  that changes by a thousandth per step follows, which it does not where a step of the code is larger than that and
-  rounding goes to the nearest. Off by at most 1/16 of the value and 1/2 ** 18 of the largest. What is not zero does not
-  become zero: an update divides by it.
+- ``SIGNED`` (means, momenta): a sign and 7 bits, rounded to the nearest.
+- ``UNSIGNED`` (means of squares): 8 bits, twice as fine. Rounded by a dither that differs from step to step, so that
+  an average that changes by a thousandth per step follows; rounded to the nearest it would stay where it is. What
+  is not zero does not become zero: an update divides by it.
 
-Decoding and coding again changes nothing. Infinities and NaN stay where they are; the rest of their block is lost.
-Values have to be less than 3.3e38.
+Decoding and coding again changes nothing. A block with a value that is not finite, or 8.5e37 or more, has no finite
+value afterwards; one whose values are all below 1.2e-38 becomes zeros.
 
-Coded values lie as ``[blocks * 256]`` codes and then ``[blocks]`` bases, all bytes. All zeros are zeros.
+Coded values lie as ``[blocks * 256]`` codes and then ``[blocks]`` scales, all bytes. All zeros are zeros.
 """
 
 from __future__ import annotations
@@ -24,43 +23,42 @@ from dataclasses import dataclass
 import torch
 
 BLOCK = 256
-"""Values that share a base."""
-SHIFT = 19
-"""Bits of float32 below a step: 16 steps to an octave."""
-EXPONENT = 0x7F800000
-_EXPONENT_SHIFT = 23
+"""Values that share a scale."""
+OCTAVE = 23
+"""Bits of float32 below its exponent."""
+MAGNITUDE = 0x7FFFFFFF
+LARGEST_SCALE = 253
+"""Of the scales that are not ``NOT_FINITE``: what values are multiplied by is still a normal number."""
+NOT_FINITE = 255
 DITHERS = 1 << 16
 """After so many values the dither begins anew."""
+DITHER_BITS = 19
 GOLDEN = 0x9E3779B1
 """2 ** 32 over the golden ratio: its multiples spread evenly, however many there are."""
+_ONE = 0x3F800000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Code:
     """How values become codes."""
 
-    octaves: int
-    """From the base to the largest value's own octave."""
     signed: bool
+    bits: int
+    """Without the sign."""
 
     @property
     def largest(self) -> int:
-        """The largest code, without the sign."""
-        return ((self.octaves + 1) << (_EXPONENT_SHIFT - SHIFT)) - 1
+        """The largest code."""
+        return (1 << self.bits) - 1
 
     @property
-    def span(self) -> int:
-        """The octaves, in bits of float32."""
-        return self.octaves << _EXPONENT_SHIFT
-
-    @property
-    def margin(self) -> int:
-        """What added to the largest value's bits tells the octave that it reaches with the base added to it."""
-        return 1 << (_EXPONENT_SHIFT + 1 - self.octaves)
+    def offset(self) -> int:
+        """What makes ``2 ** bits`` of the bits of 1, shifted right by two."""
+        return _ONE - (_ONE >> 2) + (self.bits << OCTAVE)
 
 
-SIGNED = Code(octaves=7, signed=True)
-UNSIGNED = Code(octaves=15, signed=False)
+SIGNED = Code(signed=True, bits=7)
+UNSIGNED = Code(signed=False, bits=8)
 
 
 def num_blocks(num_values: int) -> int:
@@ -74,47 +72,49 @@ def coded_bytes(num_values: int) -> int:
 
 
 def parts(coded: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the codes ``[blocks, 256]`` and the bases ``[blocks]`` as views of all coded bytes."""
+    """Return the codes ``[blocks, 256]`` and the scales ``[blocks]`` as views of all coded bytes."""
     blocks = coded.numel() // (BLOCK + 1)
     return coded[: blocks * BLOCK].view(blocks, BLOCK), coded[blocks * BLOCK :]
 
 
 def dither_shift(step: int) -> int:
     """Return what the dither of the ``step``-th update is shifted by, cyclically."""
-    return (step * GOLDEN & 0xFFFFFFFF) >> (32 - SHIFT)
+    return (step * GOLDEN & 0xFFFFFFFF) >> (32 - DITHER_BITS)
 
 
-def dither(step: int, device: torch.device | str = "cpu") -> torch.Tensor:
-    """Return what is added below a step of the code, int32 ``[DITHERS]``, for the ``step``-th update."""
-    place = torch.arange(DITHERS, dtype=torch.int32, device=device)
+def dither(step: int, count: int = DITHERS, device: torch.device | str = "cpu") -> torch.Tensor:
+    """Return what is added before codes are cut off, float32 ``[count]`` from 0 to 1, for the ``step``-th update.
+
+    Element ``i`` of a state takes the ``i % DITHERS``-th.
+    """
+    place = torch.arange(count, dtype=torch.int32, device=device)
     # As a multiplication in 32 bits wraps.
-    spread = place * (GOLDEN - (1 << 32))
-    own = (spread >> (32 - SHIFT)).add_(dither_shift(step))
-    return own.bitwise_and_((1 << SHIFT) - 1)
+    place.mul_(GOLDEN - (1 << 32)).bitwise_right_shift_(32 - DITHER_BITS)
+    place.add_(dither_shift(step)).bitwise_and_((1 << DITHER_BITS) - 1)
+    return place.to(torch.float32).mul_(2.0**-DITHER_BITS)
 
 
 def decode(
-    codes: torch.Tensor, bases: torch.Tensor, out: torch.Tensor, scratch: torch.Tensor, code: Code
+    codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor, scratch: torch.Tensor, code: Code
 ) -> None:
     """Write the values of some blocks.
 
     Args:
         codes: uint8 ``[blocks, 256]``.
-        bases: uint8 ``[blocks]``.
+        scales: uint8 ``[blocks]``.
         out: contiguous float32 ``[blocks, 256]``.
         scratch: int32 of the same shape, whose values are lost; only ``SIGNED`` needs it.
         code: that the values are in.
     """
     bits = out.view(torch.int32)
-    base = (bases.to(torch.int32) << _EXPONENT_SHIFT)[:, None]
     if code.signed:
-        bits.copy_(codes.view(torch.int8))
-        torch.bitwise_and(bits, -(1 << 31), out=scratch)
-        bits.bitwise_and_(code.largest)
+        out.copy_(codes.view(torch.int8))
+        torch.bitwise_and(bits, ~MAGNITUDE, out=scratch)
+        bits.bitwise_and_(MAGNITUDE)
     else:
-        bits.copy_(codes)
-    bits.bitwise_left_shift_(SHIFT).add_(base)
-    out.sub_(base.view(torch.float32))
+        out.copy_(codes)
+    bits.clamp_(min=code.offset).sub_(code.offset).bitwise_left_shift_(2)
+    out.mul_((scales.to(torch.int32) << OCTAVE).view(torch.float32)[:, None])
     if code.signed:
         bits.bitwise_or_(scratch)
 
@@ -122,7 +122,7 @@ def decode(
 def encode(
     values: torch.Tensor,
     codes: torch.Tensor,
-    bases: torch.Tensor,
+    scales: torch.Tensor,
     code: Code,
     added: torch.Tensor | None = None,
 ) -> None:
@@ -131,32 +131,33 @@ def encode(
     Args:
         values: contiguous float32 ``[blocks, 256]``; not negative for ``UNSIGNED``.
         codes: uint8 ``[blocks, 256]`` to write to.
-        bases: uint8 ``[blocks]`` to write to.
+        scales: uint8 ``[blocks]`` to write to.
         code: to write.
         added: what ``dither`` returns, as many values as ``values`` has; rounds to the nearest where missing.
     """
     bits = values.view(torch.int32)
-    mark = torch.signbit(values) if code.signed else torch.gt(values, 0)
-    base = _bases(values.abs_().amax(dim=1, keepdim=True), code)
-    values.add_(base.view(torch.float32))
+    mark = torch.lt(values, 0) if code.signed else torch.gt(values, 0)
+    scale = _scales(values.abs_().amax(dim=1, keepdim=True))
+    scales.copy_(scale[:, 0])
+    values.mul_(((NOT_FINITE - 1 - scale) << OCTAVE).view(torch.float32))
+    bits.bitwise_right_shift_(2).add_(code.offset)
     if added is None:
-        bits.add_((1 << (SHIFT - 1)) - base)
+        values.add_(0.5)
     else:
-        bits.add_(added.view_as(bits)).sub_(base)
-    bits.bitwise_right_shift_(SHIFT).clamp_(max=code.largest)
-    codes.copy_(bits)
-    bases.copy_(base.bitwise_right_shift_(_EXPONENT_SHIFT)[:, 0])
+        values.add_(added.view_as(values))
+    codes.copy_(values.clamp_(max=code.largest))
     if code.signed:
-        codes.add_(mark.view(torch.uint8), alpha=code.largest + 1)
+        sign = mark.view(torch.int8)
+        codes.view(torch.int8).mul_(sign.mul_(-2).add_(1))
     else:
         torch.maximum(codes, mark.view(torch.uint8), out=codes)
 
 
-def _bases(largest: torch.Tensor, code: Code) -> torch.Tensor:
-    """Return the bits of each block's base as a float, int32 ``[blocks, 1]``."""
-    # From the octave that the largest value reaches with the base added, as the decoded values do, too.
-    base = largest.nan_to_num_(nan=torch.inf, posinf=torch.inf).view(torch.int32)
-    return base.add_(code.margin).bitwise_and_(EXPONENT).sub_(code.span).clamp_(min=0)
+def _scales(largest: torch.Tensor) -> torch.Tensor:
+    """Return each block's scale, int32: exponents of float32 that all values lie below."""
+    found = largest.view(torch.int32).bitwise_right_shift_(OCTAVE)
+    found.add_(found > 0)
+    return found.masked_fill_(found > LARGEST_SCALE, NOT_FINITE)
 
 
 def coded(values: torch.Tensor, code: Code) -> torch.Tensor:
@@ -170,7 +171,7 @@ def coded(values: torch.Tensor, code: Code) -> torch.Tensor:
 
 def decoded(found: torch.Tensor, num_values: int, code: Code) -> torch.Tensor:
     """Return the ``num_values`` float32 values of coded bytes."""
-    codes, bases = parts(found)
+    codes, scales = parts(found)
     out = torch.empty(codes.shape, dtype=torch.float32, device=found.device)
-    decode(codes, bases, out, torch.empty_like(codes, dtype=torch.int32), code)
+    decode(codes, scales, out, torch.empty_like(codes, dtype=torch.int32), code)
     return out.view(-1)[:num_values]

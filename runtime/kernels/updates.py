@@ -16,7 +16,7 @@ from gascompile.runtime.kernels import state_codes
 from gascompile.runtime.kernels.state_codes import BLOCK, SIGNED, UNSIGNED
 
 Coded = tuple[torch.Tensor, torch.Tensor]
-"""Codes ``[blocks, 256]`` and bases ``[blocks]`` of a state, or of some of its blocks: see ``state_codes.parts``."""
+"""Codes ``[blocks, 256]`` and scales ``[blocks]`` of a state, or of some of its blocks: see ``state_codes.parts``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +37,8 @@ class AdamOptions:
     @property
     def step_size(self) -> float:
         """``lr`` over the correction of the mean."""
-        return self.lr / (1 - self.beta1**self.step)
+        correction = 1 - self.beta1**self.step
+        return self.lr / correction if correction else math.inf
 
     @property
     def root(self) -> float:
@@ -54,14 +55,14 @@ class Workspace:
         self.mean = torch.empty(blocks, BLOCK)
         self.square = torch.empty(blocks, BLOCK)
         self.scratch = torch.empty(blocks, BLOCK, dtype=torch.int32)
-        self.dither = state_codes.dither(step)[: blocks * BLOCK]
+        self.dither = state_codes.dither(step, blocks * BLOCK)
 
     @staticmethod
     def size_bytes(num_values: int) -> int:
         """Return what a workspace and the functions that work in it take at most."""
-        values = state_codes.num_blocks(num_values) * BLOCK
-        per_block = 64 * state_codes.num_blocks(num_values)
-        return (3 * 4 + 1) * values + 3 * 4 * state_codes.DITHERS + per_block
+        blocks = state_codes.num_blocks(num_values)
+        # Three tensors that stay, three of which the dither is made, and what scales are computed from.
+        return 6 * 4 * BLOCK * blocks + 64 * (blocks + 16)
 
 
 def adam(
@@ -155,13 +156,13 @@ def adam_coded(
     blocks = state_codes.num_blocks(count)
     mean, square = found.mean[:blocks], found.square[:blocks]
     scratch, dither = found.scratch[:blocks], found.dither[: blocks * BLOCK]
-    (mean_codes, mean_bases), (square_codes, square_bases) = states
-    state_codes.decode(mean_codes, mean_bases, mean, scratch, SIGNED)
-    state_codes.decode(square_codes, square_bases, square, scratch, UNSIGNED)
+    (mean_codes, mean_scales), (square_codes, square_scales) = states
+    state_codes.decode(mean_codes, mean_scales, mean, scratch, SIGNED)
+    state_codes.decode(square_codes, square_scales, square, scratch, UNSIGNED)
     flat = mean.view(-1)[:count], square.view(-1)[:count]
     adam(parameter, gradient, *flat, options, scale=scale)
-    state_codes.encode(mean, mean_codes, mean_bases, SIGNED)
-    state_codes.encode(square, square_codes, square_bases, UNSIGNED, dither)
+    state_codes.encode(mean, mean_codes, mean_scales, SIGNED)
+    state_codes.encode(square, square_codes, square_scales, UNSIGNED, dither)
 
 
 def _check(parameter: torch.Tensor, **others: torch.Tensor) -> None:
@@ -179,17 +180,17 @@ def _check(parameter: torch.Tensor, **others: torch.Tensor) -> None:
 
 def _check_coded(parameter: torch.Tensor, states: tuple[Coded, Coded]) -> None:
     blocks = state_codes.num_blocks(parameter.numel())
-    for codes, bases in states:
-        if codes.dtype != torch.uint8 or bases.dtype != torch.uint8:
-            raise TypeError(f"coded states are torch.uint8, not {codes.dtype} and {bases.dtype}")
-        if codes.shape != (blocks, BLOCK) or bases.shape != (blocks,):
+    for codes, scales in states:
+        if codes.dtype != torch.uint8 or scales.dtype != torch.uint8:
+            raise TypeError(f"coded states are torch.uint8, not {codes.dtype} and {scales.dtype}")
+        if codes.shape != (blocks, BLOCK) or scales.shape != (blocks,):
             raise ValueError(
-                f"{parameter.numel()} elements have codes [{blocks}, {BLOCK}] and bases [{blocks}], not "
-                f"{list(codes.shape)} and {list(bases.shape)}"
+                f"{parameter.numel()} elements have codes [{blocks}, {BLOCK}] and scales [{blocks}], not "
+                f"{list(codes.shape)} and {list(scales.shape)}"
             )
-        if not codes.is_contiguous() or not bases.is_contiguous():
-            raise ValueError("codes or bases are not contiguous; pass whole blocks of a state")
-        if codes.device != parameter.device or bases.device != parameter.device:
+        if not codes.is_contiguous() or not scales.is_contiguous():
+            raise ValueError("codes or scales are not contiguous; pass whole blocks of a state")
+        if codes.device != parameter.device or scales.device != parameter.device:
             raise ValueError(
-                f"coded states are on {codes.device} and {bases.device}, the parameter on {parameter.device}"
+                f"coded states are on {codes.device} and {scales.device}, the parameter on {parameter.device}"
             )
