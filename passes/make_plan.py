@@ -95,15 +95,9 @@ def make_plan(
 
     limits_bytes = budget.limits_bytes(machine)
     if move_all:
+        felt = machine.interference.op_s_per_byte
         draft, proof = _best_of_all(
-            quick,
-            calm,
-            limits_bytes,
-            stream_weights,
-            left_s,
-            mip_gap,
-            reserved_bytes,
-            op_s_per_byte=machine.interference.op_s_per_byte,
+            quick, calm, limits_bytes, stream_weights, left_s, mip_gap, reserved_bytes, felt
         )
     else:
         draft, proof = stream_weights()
@@ -204,7 +198,6 @@ def _best_of_all(
     left_s: Callable[[], float],
     mip_gap: float,
     reserved_bytes: int,
-    *,
     op_s_per_byte: float,
 ) -> tuple[Draft, Proof]:
     """Return the faster of a plan that moves weights and one that moves everything, and its proof."""

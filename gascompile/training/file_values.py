@@ -141,7 +141,7 @@ class FileValues:
             first = offset // wanted.itemsize
             for begin in range(0, len(whole), _PART_ELEMENTS):
                 piece = whole[begin : begin + _PART_ELEMENTS]
-                raw = memoryview(part[: len(piece)].view(torch.uint8).numpy())
+                raw = part[: len(piece)].view(torch.uint8).numpy().data
                 _read(source, raw, (first + begin) * stored.itemsize, self.where)
                 piece.copy_(part[: len(piece)])
 
@@ -171,7 +171,7 @@ class FileValues:
     def _whole(self, name: str) -> torch.Tensor:
         found = torch.empty(self.sources[name].shape, dtype=self._tensors[name].dtype)
         if found.numel():
-            self.reader(name)(memoryview(found.view(-1).view(torch.uint8).numpy()), 0)
+            self.reader(name)(found.view(-1).view(torch.uint8).numpy().data, 0)
         return found
 
 

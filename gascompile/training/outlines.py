@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -60,9 +61,10 @@ def become(tensor: torch.Tensor, other: torch.Tensor) -> None:
 @contextmanager
 def _untouched() -> Iterator[None]:
     """Let new tensors be as the kernel gives them; deterministic programs fill them."""
-    before = torch.utils.deterministic.fill_uninitialized_memory
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    settings: Any = torch.utils.deterministic
+    before = settings.fill_uninitialized_memory
+    settings.fill_uninitialized_memory = False
     try:
         yield
     finally:
-        torch.utils.deterministic.fill_uninitialized_memory = before
+        settings.fill_uninitialized_memory = before

@@ -17,6 +17,7 @@ from torch.nn import functional
 from gascompile import TrainingStep, compile_step
 from gascompile.errors import CheckpointError, InfeasiblePlanError, UnsupportedOpError
 from gascompile.training import states
+from gascompile.training.step_plan import step_plan
 from tests.training.runs import BUDGET_BYTES, MACHINE, TinyGPT, adamw, batches, loss_fn, new_model
 
 Tensors = dict[str, torch.Tensor]
@@ -160,6 +161,8 @@ def test_a_refused_budget_leaves_the_model_without_values(tmp_path: Path, cache:
 class Rotating(nn.Module):
     """A table that no state dict has, a parameter that no loss reads, and one in another order of memory."""
 
+    table: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("table", torch.arange(8.0), persistent=False)
@@ -267,17 +270,14 @@ def test_a_model_without_room_stays_out_and_a_checkpoint_keeps_it(
 def test_a_file_that_has_become_shorter_is_found(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from gascompile.training import units as module
-
     path = saved(new_model(), tmp_path / "model.safetensors")
-    planned = module.step_plan
 
     def cut(*args: object, **kwargs: object) -> object:
         with path.open("r+b") as file:
             file.truncate(path.stat().st_size // 2)
-        return planned(*args, **kwargs)  # type: ignore[arg-type]  # passed through
+        return step_plan(*args, **kwargs)  # type: ignore[arg-type]  # passed through
 
-    monkeypatch.setattr(module, "step_plan", cut)
+    monkeypatch.setattr("gascompile.training.units.step_plan", cut)
     model = outline().train()
     with pytest.raises(CheckpointError, match="has become shorter"):
         opened(model, path, cache)
