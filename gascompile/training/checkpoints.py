@@ -35,6 +35,7 @@ from gascompile.training.tensor_files import (
     read_tensors,
     write_tensors,
 )
+from gascompile.training.unplanned import KeptState, kept_tensors, kept_values
 
 FORMAT = "gascompile.training-checkpoint/1"
 _NAME = re.compile(r"checkpoint-(\d{8})")
@@ -100,6 +101,7 @@ class CheckpointFolder:
     ) -> frozenset[str]:
         """Write all files of a checkpoint; return the names of frozen tensors."""
         trained, frozen, optimizer = _entries(states, changing)
+        optimizer.update(kept_tensors(states.optimizer))
         names, digests = frozenset(frozen), {}
         linked = self._linked(folder, states.generation, names)
         if linked:
@@ -154,7 +156,14 @@ class CheckpointFolder:
             newest = found[-1]
             _verify(newest)
             state = serial.read_json(newest / _STATE)
+            if (form := state.get("states", "fp32")) != states.rules.states:
+                raise CheckpointError(
+                    f"{newest} keeps moments as {form!r}, this step as {states.rules.states!r}; compile with "
+                    f"states={form!r}, or take it over through state_dict() and load_state_dict()"
+                )
             shapes = _entries(states, changing)
+            own = KeptState(newest / _OPTIMIZER, state.get("optimizer_state", []))
+            shapes[2].update(own.entries)
             whole = shapes[0] | shapes[1]
             split = _split(newest, whole, shapes[2])
             states.check_groups(state["param_groups"])
@@ -165,7 +174,9 @@ class CheckpointFolder:
             states.generation += 1
             for file, entries in split.items():
                 read_tensors(newest / file, entries, states.persistent)
-            states.load_groups([_group(group) for group in state["param_groups"]])
+            groups = [_group(group) for group in state["param_groups"]]
+            kept = {"state": own.state} if "optimizer_state" in state else {}
+            states.load_groups(groups, **kept)
             states.num_steps, states.num_batches = state["step"], state["num_batches"]
             states.has_momenta = state["has_momenta"]
             frozen = frozenset(split.get(_FROZEN, {}))
@@ -237,6 +248,12 @@ def _entries(
         optimizer[f"other:{name}"] = made_of(persistent, name)
     for (parameter, key), tiles in states.tiles.items():
         like = states.like(parameter)
+        if tiles[0].code is not None:
+            # As they are: only the same tiles of a parameter laid out the same way can take them.
+            order = "" if like.is_contiguous() else f" of strides {like.stride()}"
+            for tile in tiles:
+                optimizer[f"{tile.name}{order}"] = made_of(persistent, tile.name)
+            continue
         entry = joined(like.shape, [tile.name for tile in tiles])
         if not like.is_contiguous():
             entry = replace(
@@ -293,7 +310,9 @@ def _state_json(states: States, extra: Mapping[str, Any]) -> bytes:
         "num_batches": states.num_batches,
         "has_momenta": states.has_momenta,
         "optimizer": type(states.optimizer).__name__,
+        "states": states.rules.states,
         "param_groups": plain,
+        "optimizer_state": kept_values(states.optimizer),
         "extra": dict(extra),
     }
     try:

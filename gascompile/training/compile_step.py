@@ -16,9 +16,10 @@ from gascompile.machine import resolve_machine
 from gascompile.runtime.engine import read_blocks
 from gascompile.training.file_values import FileValues
 from gascompile.training.joint import LossFunction
-from gascompile.training.optimizers import require_rule
+from gascompile.training.optimizers import StateForm, require_rule
 from gascompile.training.settings import OnNan, Settings
 from gascompile.training.step import TrainingStep
+from gascompile.training.unplanned import require_step
 
 
 def compile_step(
@@ -35,6 +36,8 @@ def compile_step(
     accumulate: int = 1,
     on_nan: OnNan = "raise",
     replan: bool = True,
+    states: StateForm = "fp32",
+    unplanned_optimizer: bool = False,
     time_limit_s: float = 20.0,
     mip_gap: float = 0.01,
 ) -> TrainingStep:
@@ -43,8 +46,8 @@ def compile_step(
     Args:
         model: any module whose loss can be traced; its parameters are taken over until ``close``.
         loss_fn: ``loss_fn(model, batch)`` returns a scalar tensor.
-        optimizer: ``torch.optim.AdamW``, ``Adam`` or ``SGD`` over the model's parameters. Its
-            ``param_groups`` are read at every step, so schedulers work as always.
+        optimizer: ``torch.optim.AdamW``, ``Adam`` or ``SGD`` over the model's parameters, or any with
+            ``unplanned_optimizer``. Its ``param_groups`` are read at every step, so schedulers work as always.
         budget: memory the step may take in the tier that computes (``"2GiB"``, bytes), or a ``Budget``.
         example_batch: any pytree; planned for now. Without it, at the first call.
         checkpoint: .safetensors file, sharded or Hugging Face directory that holds the model's weights; the model
@@ -59,6 +62,11 @@ def compile_step(
             the backward pass may come after some updates; ``ignore`` goes on as eager does.
         replan: plan for batches of a new kind when they come; refuse them otherwise. Tensors differ in kind by
             dtype, shape and strides, all else by value.
+        states: ``8bit`` keeps moments of parameters with 4096 elements or more in 8 bits, in memory, on the wire and
+            on the drive: about a quarter of the bytes. Updates are computed in float32; losses differ slightly.
+        unplanned_optimizer: let torch's own ``optimizer.step()`` update, whichever optimizer it is. Forward and
+            backward passes are planned; parameters and gradients are all in memory for an update, and the
+            optimizer's state all the time. A warning gives the numbers where that is more than the budget.
         time_limit_s: wall clock for the solver.
         mip_gap: relative gap at which the solver may stop.
 
@@ -74,9 +82,14 @@ def compile_step(
         StorageError: a file cannot be written.
     """
     settings = Settings(
-        max_grad_norm=max_grad_norm, accumulate=accumulate, on_nan=on_nan, replan=replan
+        max_grad_norm=max_grad_norm,
+        accumulate=accumulate,
+        on_nan=on_nan,
+        replan=replan,
+        states=states,
+        unplanned=unplanned_optimizer,
     )
-    require_rule(optimizer)
+    (require_step if unplanned_optimizer else require_rule)(optimizer)
     options: dict[str, Any] = {"cache_dir": Path(cache_dir)} if cache_dir is not None else {}
     config = CompileConfig(time_limit_s=time_limit_s, mip_gap=mip_gap, **options)
     resolved = resolve_machine(machine, cache_dir=config.cache_dir, read=read_blocks)

@@ -107,8 +107,8 @@ class _Loss(nn.Module):
                 "the loss does not depend on any parameter that requires a gradient; leave out no_grad() and detach()"
             )
         # A loss that is a view, or a parameter itself, would come out as what it is a view of.
-        found: torch.Tensor = loss.clone()
-        return found
+        value: torch.Tensor = loss.clone()
+        return value
 
 
 def capture_joint(

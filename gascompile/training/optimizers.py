@@ -4,16 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import fx
+from torch.fx.node import Argument
 
 from gascompile.errors import UnsupportedOpError
-from gascompile.training import update_ops
+from gascompile.runtime.kernels import state_codes
+from gascompile.runtime.kernels.state_codes import SIGNED, UNSIGNED, Code
+from gascompile.training import coded_updates, update_ops
+
+StateForm = Literal["fp32", "8bit"]
+STATE_FORMS: tuple[StateForm, ...] = ("fp32", "8bit")
 
 _TILE_BYTES = 16 << 20
 """Of a moment: what the window that moments stream through is made of."""
+_FEWEST_CODED = 4096
+"""Elements of a parameter: the states of smaller ones stay in float32, as they take little and matter much."""
 TOTAL = "gradient"
 """Key of what gradients of several batches are added to."""
 _SUPPORTED = "torch.optim.AdamW, torch.optim.Adam and torch.optim.SGD"
@@ -28,11 +36,41 @@ class Tile:
     """Name in torch's ``state``: ``exp_avg``."""
     begin: int
     end: int
+    code: Code | None = None
+    """How elements are kept, where that is not float32."""
 
     @property
     def name(self) -> str:
         """Name in plans."""
-        return f"{self.parameter}:{self.key}[{self.begin}:{self.end}]"
+        form = "" if self.code is None else ":8bit"
+        return f"{self.parameter}:{self.key}{form}[{self.begin}:{self.end}]"
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of the moment."""
+        return self.end - self.begin
+
+    @property
+    def length(self) -> int:
+        """Elements of the vector in which it is kept."""
+        if self.code is None:
+            return self.num_elements
+        return state_codes.coded_bytes(self.num_elements)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of that vector."""
+        return torch.float32 if self.code is None else torch.uint8
+
+    def kept(self, values: torch.Tensor) -> torch.Tensor:
+        """Return float32 values as they are kept."""
+        return values if self.code is None else state_codes.coded(values, self.code)
+
+    def values(self, kept: torch.Tensor) -> torch.Tensor:
+        """Return the float32 values of what ``kept`` returned, or an update wrote."""
+        if self.code is None:
+            return kept
+        return state_codes.decoded(kept, self.num_elements, self.code)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +102,10 @@ def require_rule(optimizer: torch.optim.Optimizer) -> None:
     """
     kind = type(optimizer)
     if kind not in (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD):
-        raise UnsupportedOpError(f"no update rule for {kind.__name__}; use one of {_SUPPORTED}")
+        raise UnsupportedOpError(
+            f"no update rule for {kind.__name__}; use one of {_SUPPORTED}, or pass unplanned_optimizer=True: torch "
+            "then updates all parameters at once, which have to fit memory for that time"
+        )
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         raise UnsupportedOpError(
             f"the {kind.__name__} has step hooks, which a planned step does not call; remove them"
@@ -73,17 +114,18 @@ def require_rule(optimizer: torch.optim.Optimizer) -> None:
         for option in ("amsgrad", "differentiable"):
             if group.get(option):
                 raise UnsupportedOpError(
-                    f"{option}=True has no update rule; make the {kind.__name__} without it"
+                    f"{option}=True has no update rule; make the {kind.__name__} without it, or pass "
+                    "unplanned_optimizer=True"
                 )
 
 
-def structure(optimizer: torch.optim.Optimizer) -> list[list[object]]:
-    """Return what plans are made for: per group its parameters and which moments they have."""
+def structure(optimizer: torch.optim.Optimizer, *, moments: bool = True) -> list[list[object]]:
+    """Return what plans are made for: per group its parameters and, if wanted, which moments they have."""
     return [
         [
             [id(parameter) for parameter in group["params"]],
-            bool(group.get("momentum", True)),
-            bool(group.get("decoupled_weight_decay", False)),
+            moments and bool(group.get("momentum", True)),
+            moments and bool(group.get("decoupled_weight_decay", False)),
         ]
         for group in optimizer.param_groups
     ]
@@ -92,8 +134,15 @@ def structure(optimizer: torch.optim.Optimizer) -> list[list[object]]:
 class Rules:
     """How one optimizer updates its parameters."""
 
+    plans_updates = True
+    """False where torch's own optimizer updates."""
+
     def __init__(
-        self, optimizer: torch.optim.Optimizer, names: Mapping[int, str], trained: Sequence[str]
+        self,
+        optimizer: torch.optim.Optimizer,
+        names: Mapping[int, str],
+        trained: Sequence[str],
+        states: StateForm = "fp32",
     ) -> None:
         """Read the optimizer's groups.
 
@@ -101,14 +150,15 @@ class Rules:
             optimizer: over the model's parameters.
             names: name of each parameter by its ``id``.
             trained: parameters that the loss gives a gradient.
+            states: how moments are kept.
 
         Raises:
             UnsupportedOpError: an optimizer or an option without a rule.
             ValueError: the optimizer holds parameters that are not the model's.
         """
-        require_rule(optimizer)
-        self.optimizer = optimizer
-        self.is_adam = type(optimizer) is not torch.optim.SGD
+        self.require(optimizer)
+        self.optimizer, self.states = optimizer, states
+        self.is_adam = self.plans_updates and type(optimizer) is not torch.optim.SGD
         self.slots: dict[str, Slot] = {}
         index = 0
         for number, group in enumerate(optimizer.param_groups):
@@ -122,19 +172,32 @@ class Rules:
                     self.slots[name] = self._slot(name, index, number, parameter)
                 index += 1
 
+    def require(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse what has no rule; see ``require_rule``."""
+        require_rule(optimizer)
+
+    def ranges(self, parameter: torch.Tensor) -> list[tuple[int, int]]:
+        """Return the ranges of a parameter that are updated one by one."""
+        return update_ops.tiles(parameter.numel(), _TILE_BYTES // parameter.element_size())
+
     def _slot(self, name: str, index: int, group: int, parameter: torch.Tensor) -> Slot:
         if parameter.dtype != torch.float32:
             raise UnsupportedOpError(
                 f"'{name}' is {parameter.dtype}; keep masters in float32 and compute under torch.autocast"
             )
-        ranges = update_ops.tiles(parameter.numel(), _TILE_BYTES // parameter.element_size())
+        ranges = self.ranges(parameter)
         keys = self.keys(self.optimizer.param_groups[group])
+        is_coded = self.states == "8bit" and parameter.numel() >= _FEWEST_CODED
+        codes = {key: UNSIGNED if key == "exp_avg_sq" else SIGNED for key in keys if is_coded}
         return Slot(
             name=name,
             index=index,
             group=group,
             tiles=tuple(
-                tuple(Tile(parameter=name, key=key, begin=begin, end=end) for key in keys)
+                tuple(
+                    Tile(parameter=name, key=key, begin=begin, end=end, code=codes.get(key))
+                    for key in keys
+                )
                 for begin, end in ranges
             ),
             ranges=tuple(ranges),
@@ -181,14 +244,17 @@ class Rules:
         found = []
         for tiles, (begin, end), gradient in zip(slot.tiles, slot.ranges, gradients, strict=True):
             moments = [tile_nodes[tile.name] for tile in tiles]
+            is_coded = any(tile.code is not None for tile in tiles)
+            args: tuple[Argument, ...]
             if self.is_adam:
                 decoupled = bool(group.get("decoupled_weight_decay", False))
-                args = (parameter, gradient, *moments, hyper, scale, begin, decoupled)
-                target = update_ops.adam
+                place = (begin, end, decoupled) if is_coded else (begin, decoupled)
+                args = (parameter, gradient, *moments, hyper, scale, *place)
+                target = coded_updates.adam_coded if is_coded else update_ops.adam
             else:
                 momentum = moments[0] if moments else None
                 args = (parameter, gradient, momentum, hyper, scale, begin, end)
-                target = update_ops.sgd
+                target = coded_updates.sgd_coded if is_coded else update_ops.sgd
             node = graph.call_function(target, args)
             node.meta["val"] = None
             found.append(node)

@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gascompile.errors import CaptureError, NanLossError, PlanMismatchError
+from gascompile.training.optimizers import STATE_FORMS, StateForm
 from gascompile.training.step_program import StepOptions
 
 OnNan = Literal["raise", "locate", "ignore"]
@@ -28,6 +29,9 @@ class Settings:
     accumulate: int = 1
     on_nan: OnNan = "raise"
     replan: bool = True
+    unplanned: bool = False
+    """Torch's own optimizer updates."""
+    states: StateForm = "fp32"
 
     def __post_init__(self) -> None:
         """Check the values.
@@ -41,6 +45,12 @@ class Settings:
             raise ValueError(f"max_grad_norm={self.max_grad_norm}; it has to be more than 0")
         if self.on_nan not in _ON_NAN:
             raise ValueError(f"on_nan={self.on_nan!r}; it is one of {', '.join(_ON_NAN)}")
+        if self.states not in STATE_FORMS:
+            raise ValueError(f"states={self.states!r}; it is one of {', '.join(STATE_FORMS)}")
+        if self.unplanned and self.states != "fp32":
+            raise ValueError(
+                f"states={self.states!r} is of planned updates; leave it out, or unplanned_optimizer"
+            )
 
     def updates_at(self, num_batches: int) -> bool:
         """Return whether the batch after ``num_batches`` others ends with an update."""
@@ -51,8 +61,8 @@ class Settings:
         return StepOptions(
             trains=trains,
             max_grad_norm=self.max_grad_norm,
-            accumulates=self.accumulate > 1,
-            updates=updates,
+            accumulates=self.accumulate > 1 or self.unplanned,
+            updates=updates and not self.unplanned,
             refuses_nan=trains and self.on_nan != "ignore",
         )
 

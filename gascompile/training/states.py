@@ -6,6 +6,7 @@ tensors there and moments have no entry. ``give_back`` returns both.
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -66,7 +67,7 @@ class States:
         self.generation = 0
         """Goes up when values come from elsewhere."""
         entries = {
-            slot.index: self.optimizer.state.get(self._tensor(slot.name), {})
+            slot.index: self.optimizer.state.get(self.tensor(slot.name), {})
             for slot in rules.slots.values()
         }
         count, self.has_momenta = self._counts(entries)
@@ -76,33 +77,45 @@ class States:
         """In order, by parameter and key."""
         for tile in tiles:
             self.tiles.setdefault((tile.parameter, tile.key), []).append(tile)
-        zeros = {
-            tile.name: tile.end - tile.begin for tiles in self.tiles.values() for tile in tiles
-        }
+        zeros = {t.name: (t.length, t.dtype) for tiles in self.tiles.values() for t in tiles}
         unread = values.sources if values else ()
         self.persistent = Persistent(own, zeros, folder, buffers, pages, unread=unread)
         if values is not None:
             values.fill(self.persistent)
         for slot in rules.slots.values():
-            entry = self.optimizer.state.pop(self._tensor(slot.name), {})
-            if entry:
-                self._assign_moments(slot, entry)
+            # What no rule knows stays where it is.
+            if self._keys(slot) and self.optimizer.state.get(self.tensor(slot.name)):
+                self._assign_moments(slot, self.optimizer.state.pop(self.tensor(slot.name)))
         for tensor in (*self.tensors.values(), *(v.tensor for v in storages.views.values())):
             tensor.data = torch.empty(0, dtype=tensor.dtype)
 
     @property
     def number(self) -> int:
         """Number of the next update as the update rules count; without momenta it is the first."""
-        return self.num_steps + 1 if self.rules.is_adam else 2 if self.has_momenta else 1
+        if self.rules.is_adam or not self.rules.plans_updates:
+            return self.num_steps + 1
+        return 2 if self.has_momenta else 1
 
     def stepped(self) -> None:
         """Take note of an update."""
         self.num_steps += 1
         self.has_momenta = True
 
-    def _tensor(self, name: str) -> torch.Tensor:
+    def tensor(self, name: str) -> torch.Tensor:
+        """Return the model's own parameter or buffer, which is empty."""
         view = self.storages.views.get(name)
         return self.tensors[name] if view is None else view.tensor
+
+    def owner(self, name: str) -> str:
+        """Return the persistent tensor that has a parameter's or buffer's memory."""
+        view = self.storages.views.get(name)
+        return name if view is None else view.owner
+
+    def in_memory(self, name: str) -> torch.Tensor:
+        """Return a parameter or buffer that is in memory, as it is kept."""
+        whole = self.persistent.tensors[self.owner(name)]
+        view = self.storages.views.get(name)
+        return whole if view is None else view.layout.within(whole)
 
     def like(self, name: str) -> torch.Tensor:
         """Return a tensor that has a parameter's or buffer's layout alone."""
@@ -138,14 +151,15 @@ class States:
     def state_dict(self) -> dict[str, Any]:
         """Return copies in memory, in torch's own formats."""
         found = {name: self.value(name) for name in (*self.tensors, *self.storages.views)}
-        kept = self.model.state_dict()
+        plain_state = self.model.state_dict()
         model = {}
         for name, own in self.names().items():
-            value = kept[name]
+            value = plain_state[name]
             plain = value.clone() if isinstance(value, torch.Tensor) else value
             model[name] = found[own] if own else plain
         listed: dict[str, Any] = self.optimizer.state_dict()
-        state = {**listed["state"], **{i: entry for _, i, entry in self._entries()}}
+        kept = copy.deepcopy(listed["state"])
+        state = {**kept, **{i: entry for _, i, entry in self._entries()}}
         return {"model": model, "optimizer": {**listed, "state": dict(sorted(state.items()))}}
 
     def _entries(self) -> Iterable[tuple[Slot, int, dict[str, Any]]]:
@@ -167,14 +181,14 @@ class States:
         like = self.like(parameter)
         flat = torch.empty(like.numel())
         for tile in self.tiles[parameter, key]:
-            flat[tile.begin : tile.end] = self.persistent.value(tile.name)
+            flat[tile.begin : tile.end] = tile.values(self.persistent.value(tile.name))
         return flat.as_strided(like.shape, like.stride())
 
     def keep(self, parameter: str, key: str, value: torch.Tensor) -> None:
         """Replace what is kept of a parameter by a tensor of its shape."""
         flat = _in_order_of(self.like(parameter), value)
         for tile in self.tiles[parameter, key]:
-            self.persistent.assign(tile.name, flat[tile.begin : tile.end])
+            self.persistent.assign(tile.name, tile.kept(flat[tile.begin : tile.end]))
 
     def load_state_dict(self, found: Mapping[str, Any]) -> None:
         """Replace all values by those of ``model.state_dict()`` and ``optimizer.state_dict()``.
@@ -255,13 +269,13 @@ class States:
                     f"{type(self.optimizer).__name__}: {lacking or 'other moments'}"
                 )
 
-    def load_groups(self, groups: list[dict[str, Any]]) -> None:
-        """Replace the optimizer's hyperparameters by checked ones."""
-        self._load_groups({"param_groups": groups})
+    def load_groups(self, groups: list[dict[str, Any]], **state: dict[int, Any]) -> None:
+        """Replace the optimizer's hyperparameters by checked ones, and what else is its own by ``state``."""
+        self._load_groups({"param_groups": groups, **state})
 
     def _load_groups(self, found: Mapping[str, Any]) -> None:
         # Moments stay out: torch would keep a copy of each in memory.
-        slots = {slot.index for slot in self.rules.slots.values()}
+        slots = {slot.index for slot in self.rules.slots.values() if self._keys(slot)}
         own: Mapping[Any, Any] = self.optimizer.state_dict()["state"]
         rest = {key: value for key, value in found.get("state", own).items() if key not in slots}
         self.optimizer.load_state_dict({**found, "state": rest})
@@ -284,6 +298,9 @@ class States:
 
     def _counts(self, entries: Mapping[int, Mapping[str, Any]]) -> tuple[int, bool]:
         """Return how often all parameters were updated, and whether they have moments."""
+        if not self.rules.plans_updates:
+            steps = [int(entry["step"]) for entry in entries.values() if "step" in entry]
+            return max(steps, default=0), False
         if self.rules.is_adam:
             found = {index: int(entry["step"]) if entry else 0 for index, entry in entries.items()}
         else:
@@ -317,8 +334,8 @@ class States:
             tensor.data = self.persistent.taken(name)
         for view in self.storages.views.values():
             view.tensor.data = view.layout.within(self.tensors[view.owner].detach())
-        size_bytes = sum(
-            self.persistent.sizes[tile.name] for tiles in self.tiles.values() for tile in tiles
+        size_bytes = torch.float32.itemsize * sum(
+            tile.num_elements for tiles in self.tiles.values() for tile in tiles
         )
         available = _available_bytes()
         if moments and size_bytes > available:
@@ -329,7 +346,7 @@ class States:
             )
         elif moments:
             for slot, _, entry in list(self._entries()):
-                self.optimizer.state[self._tensor(slot.name)] = entry
+                self.optimizer.state[self.tensor(slot.name)] = entry
 
 
 class Shapes:

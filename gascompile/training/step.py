@@ -32,6 +32,7 @@ from gascompile.training.optimizers import structure
 from gascompile.training.settings import Settings
 from gascompile.training.states import States
 from gascompile.training.units import OPEN, Unit, UnitMaker
+from gascompile.training.unplanned import BudgetWatch, changed_by, update
 
 
 class TrainingStep:
@@ -69,6 +70,7 @@ class TrainingStep:
         self._units: dict[str, Unit] = {}
         self._closed = False
         self._folders: dict[Path, CheckpointFolder] = {}
+        self._watch = BudgetWatch(self._maker.transfer_bytes)
         self._failure = ""
         """What ended a step after which values may be half updated."""
         self.plan: Plan | None = None
@@ -104,6 +106,8 @@ class TrainingStep:
         unit = self._unit(batch, trains=True, updates=updates)
         loss = self._run(unit, batch)
         states = self._open_states()
+        if updates and self._settings.unplanned:
+            self._update_unplanned(states, unit)
         states.num_batches += 1
         self.plan = unit.plan
         if updates:
@@ -111,6 +115,15 @@ class TrainingStep:
             # What schedulers look at to see that the optimizer has stepped before them.
             self.optimizer._opt_called = True  # type: ignore[attr-defined]
         return loss
+
+    def _update_unplanned(self, states: States, unit: Unit) -> None:
+        self._settle(unit)
+        try:
+            update(states, self._settings.max_grad_norm)
+        except BaseException as error:
+            self._failure = f"{type(error).__name__}: {error}"
+            raise
+        self._watch.look(states, unit.plan)
 
     def eval(self, batch: Any) -> torch.Tensor:
         """Return the loss in evaluation mode, without an update, under the same budget.
@@ -141,6 +154,8 @@ class TrainingStep:
 
     def _unit(self, batch: Any, *, trains: bool, updates: bool = False) -> Unit:
         self._require_unchanged()
+        # One program for all of them, where torch's own optimizer updates.
+        updates = updates and not self._settings.unplanned
         kind = kind_of(self._model, batch, trains=trains)
         key = f"{kind} {updates}"
         if key not in self._units:
@@ -152,6 +167,8 @@ class TrainingStep:
             finally:
                 self._maker.leave()
             self.plan = self._units[key].plan
+            if trains and self._settings.unplanned:
+                self._watch.look(self._open_states(), self.plan)
         return self._units[key]
 
     def _require_unchanged(self) -> None:
@@ -162,8 +179,8 @@ class TrainingStep:
                 raise ValueError(
                     "the model belongs to another training step that is open; close that one first"
                 )
-            self._structure = structure(self.optimizer)
-        elif structure(self.optimizer) != self._structure:
+            self._structure = structure(self.optimizer, moments=not self._settings.unplanned)
+        elif structure(self.optimizer, moments=not self._settings.unplanned) != self._structure:
             raise UnsupportedOpError(
                 "the optimizer's groups have other parameters, or momentum where there was none, than the step was "
                 "planned for; close the step and compile a new one"
@@ -304,7 +321,8 @@ class TrainingStep:
         return self._folders.setdefault(path, CheckpointFolder(path))
 
     def _changing(self) -> frozenset[str]:
-        return frozenset().union(*(unit.program.program.states for unit in self._units.values()))
+        planned = (unit.program.program.states for unit in self._units.values())
+        return changed_by(self._open_states()).union(*planned)
 
     def close(self) -> None:
         """Put parameters back into the model and its state into the optimizer; give memory and files back.

@@ -37,7 +37,8 @@ def true_strides() -> Iterator[None]:
         FakeTensorMode.cache_clear()
         yield
     finally:
-        decomposition_table.update(before)
+        for op, description in before.items():
+            decomposition_table[op] = description
         FakeTensorMode.cache_clear()
 
 

@@ -25,6 +25,7 @@ from gascompile.training.step_costs import costed_workload
 from gascompile.training.step_plan import step_plan
 from gascompile.training.step_program import StepProgram, step_program
 from gascompile.training.storages import Storages
+from gascompile.training.unplanned import UnplannedRules, state_bytes
 from gascompile.units import SPILL_BUFFER_BYTES
 
 OPEN: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -46,6 +47,9 @@ class Unit:
 class UnitMaker:
     """Makes the units of one model and optimizer, and has what they share."""
 
+    transfer_bytes = _BUFFERS * SPILL_BUFFER_BYTES
+    """Of the budget, for transfers."""
+
     def __init__(
         self,
         model: nn.Module,
@@ -65,7 +69,7 @@ class UnitMaker:
         self.states: States | None = None
         """Values that were taken over, from the first unit on."""
         self._storages: Storages | None = None
-        self._buffers = map_anonymous(_BUFFERS * SPILL_BUFFER_BYTES)
+        self._buffers = map_anonymous(self.transfer_bytes)
         limits = budget.limits_bytes(machine)
         self.pages = page_memory(config.cache_dir, limits[machine.compute_tier])
 
@@ -87,7 +91,8 @@ class UnitMaker:
             names = {id(tensor): name for name, tensor in joint.tensors.items()}
             names.update((id(view.tensor), name) for name, view in storages.views.items())
             trained = joint.gradients if trains else self._known().rules.slots
-            rules = Rules(self.optimizer, names, list(trained), self._settings.states)
+            kind = UnplannedRules if self._settings.unplanned else Rules
+            rules = kind(self.optimizer, names, list(trained), self._settings.states)
             tensors = dict(joint.tensors)
             options = self._settings.program(trains=trains, updates=updates)
             program = step_program(joint, rules, name=name, options=options)
@@ -99,7 +104,9 @@ class UnitMaker:
                 cache_dir=self._config.cache_dir,
                 pages=self.pages,
             )
-            reserved = _BUFFERS * SPILL_BUFFER_BYTES
+            reserved = self.transfer_bytes
+            if self._settings.unplanned:
+                reserved += state_bytes(self.optimizer)
             plan = step_plan(
                 workload, self._machine, self._budget, self._config, reserved_bytes=reserved
             )

@@ -93,7 +93,8 @@ def test_evaluations_need_no_gradient(first: bool, tmp_path: Path) -> None:
             return loss_fn(model, batch)
         with torch.no_grad():
             guesses = model(batch[:, :-1]).argmax(1)
-        return (guesses == batch[:, 1:].flatten()).sum()
+        right: torch.Tensor = (guesses == batch[:, 1:].flatten()).sum()
+        return right
 
     reference = new_model().train()
     reference_optimizer = adamw(reference)
@@ -121,7 +122,8 @@ def test_evaluations_need_no_gradient(first: bool, tmp_path: Path) -> None:
 
 def test_evaluations_of_more_than_one_value_are_refused(tmp_path: Path) -> None:
     def scores(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        return loss_fn(model, batch) if model.training else model(batch).argmax(1)
+        guesses: torch.Tensor = model(batch).argmax(1)
+        return loss_fn(model, batch) if model.training else guesses
 
     model = new_model().train()
     with compile_step(

@@ -55,7 +55,10 @@ def test_memory_formats_of_batches_are_eager(tmp_path: Path) -> None:
 def test_a_model_in_another_memory_format_is_eager(tmp_path: Path) -> None:
     torch.manual_seed(0)
     batches = [(FORMATS["channels last"](), torch.randint(0, 10, (4,))) for _ in range(3)]
-    model = network().to(memory_format=torch.channels_last)
+    model = network()
+    for parameter in model.parameters():
+        if parameter.dim() == 4:
+            parameter.data = parameter.data.to(memory_format=torch.channels_last)
     trial = Trial(model, cross_entropy, batches, tmp_path)
     trial.planned(trial.smallest_budget()).assert_equals(trial.eager())
 
@@ -104,8 +107,9 @@ def test_the_same_matrix_twice_in_a_sum_is_eager(tmp_path: Path) -> None:
     torch.manual_seed(0)
 
     def loss_fn(model: Any, batch: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = (model.one.weight + model.two.weight).square().sum()
-        return found + model(batch).mean()
+        loss: torch.Tensor = (model.one.weight + model.two.weight).square().sum()
+        loss += model(batch).mean()
+        return loss
 
     trial = Trial(Tied(), loss_fn, [torch.randn(6, 24) for _ in range(3)], tmp_path)
     trial.planned().assert_equals(trial.eager())

@@ -143,7 +143,8 @@ def test_changing_a_tensor_from_outside_is_refused(tmp_path: Path) -> None:
     def loss_fn(model: nn.Module, batch: Batch) -> torch.Tensor:
         found = model(batch[0])
         centre.mul_(0.9).add_(found.detach().mean(0))
-        return (found - centre).square().mean()
+        loss: torch.Tensor = (found - centre).square().mean()
+        return loss
 
     with pytest.raises(CaptureError, match="outside the model in place; register it as a buffer"):
         compiled(network(), loss_fn, tmp_path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -201,7 +202,7 @@ def test_moments_that_memory_has_no_room_for_stay_out_with_a_warning(
 def some_momentum(model: nn.Module) -> torch.optim.Optimizer:
     """Return an optimizer with momentum in one of its groups."""
     first, *rest = model.parameters()
-    groups = [{"params": [first], "momentum": 0.9}, {"params": rest}]
+    groups: list[dict[str, Any]] = [{"params": [first], "momentum": 0.9}, {"params": rest}]
     return torch.optim.SGD(groups, lr=0.05)
 
 
