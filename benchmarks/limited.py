@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,6 +14,7 @@ from pathlib import Path
 
 _V1 = Path("/sys/fs/cgroup/memory")
 _V2 = Path("/sys/fs/cgroup")
+_TRIES, _PAUSE_S = 20, 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +79,16 @@ def _make_group() -> Path | None:
 
 
 def _remove(group: Path) -> None:
-    try:
-        group.rmdir()
-    except OSError as error:
-        print(f"cannot remove {group}: {error}", file=sys.stderr)
+    """Remove a group, and end what its command has left behind, such as compilers after a timeout."""
+    problem: OSError | None = None
+    for _ in range(_TRIES):
+        try:
+            for process in (group / "cgroup.procs").read_text().split():
+                os.kill(int(process), signal.SIGKILL)
+            group.rmdir()
+        except OSError as error:
+            problem = error
+            time.sleep(_PAUSE_S)
+        else:
+            return
+    print(f"cannot remove {group}: {problem}", file=sys.stderr)

@@ -40,6 +40,7 @@ TOLERANCE = 1e-4
 _SHORTEST_S = 10.0
 _UNLIMITED_BYTES = 1 << 40
 _KILLED = -9
+_WIDTH = 100
 BUDGETS = {"gpt2": ("2.5GiB", "1.5GiB", "1.0GiB"), "toy": ("6MiB", "4MiB")}
 EXTENSIONS = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "torch_extensions"
 """Where what peers compile at their first use stays."""
@@ -210,7 +211,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.steps < 1 or options.warmup < 1:
         parser.error("--steps and --warmup take 1 or more")
     options.shape = "toy" if options.toy else "gpt2"
-    console = Console(stderr=True)
+    console = Console(stderr=True, width=_WIDTH)
     if not can_limit():
         console.print("no memory cgroup can be made here (root is needed): running without limits")
     jobs = jobs_of(options.shape, options.only, options.budgets)
