@@ -23,7 +23,7 @@ class Persistent:
     def __init__(
         self,
         tensors: Mapping[str, torch.Tensor],
-        zeros: Mapping[str, int],
+        zeros: Mapping[str, tuple[int, torch.dtype]],
         folder: Path,
         buffers: memoryview,
         pages: Pages | None = None,
@@ -33,7 +33,7 @@ class Persistent:
         """Take ``tensors`` over, as they are in memory, and room for all in a file.
 
         Args:
-            zeros: elements of float32 vectors that begin as zeros and away: they take no memory yet.
+            zeros: elements and dtype of vectors that begin as zeros and away: they take no memory yet.
             pages: where their memory comes from once they have been away; else the heap.
             unread: those of ``tensors`` that have no values yet and begin away; ``put`` gives them some.
 
@@ -42,9 +42,9 @@ class Persistent:
         """
         self.tensors = dict(tensors)
         self.sizes = {name: tensor.untyped_storage().nbytes() for name, tensor in tensors.items()}
-        for name, count in zeros.items():
-            self.sizes[name] = count * torch.float32.itemsize
-            self.tensors[name] = torch.empty(count, dtype=torch.float32)
+        for name, (count, dtype) in zeros.items():
+            self.sizes[name] = count * dtype.itemsize
+            self.tensors[name] = torch.empty(count, dtype=dtype)
             self.tensors[name].untyped_storage().resize_(0)
         for name in unread:
             self.tensors[name].untyped_storage().resize_(0)

@@ -42,8 +42,9 @@ def capture_step(
                 joint = capture_joint(model, loss_fn, batch, storages, trains=True)
             names = {id(tensor): name for name, tensor in joint.tensors.items()}
             names.update((id(view.tensor), name) for name, view in storages.views.items())
-            rules = Rules(optimizer, names, list(joint.gradients))
-            options = (settings or Settings()).program(trains=True, updates=True)
+            chosen = settings or Settings()
+            rules = Rules(optimizer, names, list(joint.gradients), chosen.states)
+            options = chosen.program(trains=True, updates=True)
             name = f"step of {type(model).__name__}"
             return step_program(joint, rules, name=name, options=options)
         finally:

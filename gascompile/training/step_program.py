@@ -112,7 +112,9 @@ class _Builder:
             for tile in wanted:
                 node = self._graph.placeholder(f"moment_{len(self._tiles)}")
                 node.meta["val"] = (
-                    self._parameter[slot.name].meta["val"].new_empty((tile.end - tile.begin,))
+                    self._parameter[slot.name]
+                    .meta["val"]
+                    .new_empty((tile.length,), dtype=tile.dtype)
                 )
                 self._tiles[tile.name] = tile
                 self._tile_nodes[tile.name] = node

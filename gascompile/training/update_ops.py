@@ -1,4 +1,4 @@
-"""Optimizer updates as ops, a range of a parameter at a time: torch's own fused kernels, in place.
+"""Optimizer updates as ops, a range of a parameter at a time: fused kernels, in place.
 
 A moment is kept in tiles of its own, so that it can leave memory tile by tile while the parameter is in use.
 Hyperparameters come as a tensor, because a scheduler changes them between steps. Where a gradient has to be
@@ -13,13 +13,15 @@ from collections.abc import Iterator
 import torch
 
 from gascompile.errors import NanLossError
+from gascompile.runtime.kernels import updates
+from gascompile.runtime.kernels.updates import AdamOptions
 
 ADAM = ("lr", "beta1", "beta2", "eps", "weight_decay", "maximize", "step")
 """Elements of the hyperparameters of ``adam``, float64."""
 SGD = ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize", "step")
 """Elements of those of ``sgd``; ``step`` counts from one."""
-_PIECE = 1 << 16
-"""Elements of a gradient that are copied at a time."""
+PIECE = 1 << 16
+"""Elements that are copied, or taken out of their form, at a time."""
 _ALIGNED = 1 << 10
 """Ranges begin at multiples: kernels round a vector's elements otherwise than those left over."""
 
@@ -39,8 +41,8 @@ _library.define("clip_scale(Tensor[] norms, float limit) -> Tensor")
 _library.define("refuse_nan(Tensor loss, Tensor hyper) -> ()")
 
 
-def _range(tensor: torch.Tensor, begin: int, end: int) -> torch.Tensor:
-    """Return elements ``begin`` to ``end`` of a dense tensor as they lie in memory."""
+def range_of(tensor: torch.Tensor, begin: int, end: int) -> torch.Tensor:
+    """Return elements ``begin`` to ``end`` of a dense tensor in their order of memory, as a vector."""
     return tensor.as_strided((end - begin,), (1,), tensor.storage_offset() + begin)
 
 
@@ -48,7 +50,7 @@ def _is_laid_out_as(gradient: torch.Tensor, parameter: torch.Tensor) -> bool:
     return gradient.shape != parameter.shape or gradient.stride() == parameter.stride()
 
 
-def _part(
+def part_of(
     parameter: torch.Tensor, gradient: torch.Tensor, base: int, begin: int, end: int
 ) -> tuple[torch.Tensor, bool]:
     """Return the gradient of elements ``begin`` to ``end`` of ``parameter`` in memory, and whether it is a copy.
@@ -58,7 +60,7 @@ def _part(
     if gradient.shape != parameter.shape:
         return gradient[begin - base : end - base], False
     if gradient.stride() == parameter.stride():
-        return _range(gradient, begin, end), False
+        return range_of(gradient, begin, end), False
     # A transposed product, or another memory format: only the rows that are needed are brought into order.
     order = sorted(range(parameter.dim()), key=lambda d: -parameter.stride()[d])
     ordered = gradient.permute(order)
@@ -69,8 +71,9 @@ def _part(
     return found.view(-1)[begin - first * columns : end - first * columns], is_copy
 
 
-def _pieces(begin: int, end: int, *, whole: bool) -> Iterator[tuple[int, int]]:
-    size = max(end - begin, 1) if whole else _PIECE
+def pieces(begin: int, end: int, *, whole: bool) -> Iterator[tuple[int, int]]:
+    """Yield ranges of ``PIECE`` elements at most, or the whole range."""
+    size = max(end - begin, 1) if whole else PIECE
     for first in range(begin, end, size):
         yield first, min(first + size, end)
 
@@ -86,7 +89,7 @@ def workspace_bytes(
         num_elements: of the range.
         scaled: the gradient is multiplied, negated or added to before it is used.
     """
-    piece = min(num_elements, _PIECE)
+    piece = min(num_elements, PIECE)
     in_rows = gradient.shape == parameter.shape and parameter.dim() > 1
     # What convolutions return need not lie in memory as a fake of it does.
     if in_rows and (parameter.dim() > 2 or not _is_laid_out_as(gradient, parameter)):
@@ -108,30 +111,37 @@ def _adam(
     begin: int,
     decoupled: bool,
 ) -> None:
-    lr, beta1, beta2, eps, weight_decay, maximize, step = hyper.tolist()
-    kernel = torch._fused_adamw_ if decoupled else torch._fused_adam_
-    count = torch.tensor(step, dtype=torch.float32)
-    whole = scale is None and _is_laid_out_as(gradient, parameter)
-    for first, last in _pieces(begin, begin + mean.numel(), whole=whole):
-        part, is_copy = _part(parameter, gradient, begin, first, last)
-        if scale is not None:
+    options = adam_options(hyper, decoupled=decoupled)
+    on_gpu = parameter.is_cuda
+    whole = (on_gpu or scale is None) and _is_laid_out_as(gradient, parameter)
+    for first, last in pieces(begin, begin + mean.numel(), whole=whole):
+        part, is_copy = part_of(parameter, gradient, begin, first, last)
+        if scale is not None and not on_gpu:
             part = part.mul_(scale) if is_copy else part * scale
-        kernel(
-            [_range(parameter, first, last)],
-            [part],
-            [mean[first - begin : last - begin]],
-            [square[first - begin : last - begin]],
-            [],
-            [count],
-            lr=lr,
-            beta1=beta1,
-            beta2=beta2,
-            weight_decay=weight_decay,
-            eps=eps,
-            amsgrad=False,
-            maximize=bool(maximize),
+        updates.adam(
+            range_of(parameter, first, last),
+            part,
+            mean[first - begin : last - begin],
+            square[first - begin : last - begin],
+            options,
+            scale=scale if on_gpu else None,
         )
         del part  # so that the next piece takes its memory
+
+
+def adam_options(hyper: torch.Tensor, *, decoupled: bool) -> AdamOptions:
+    """Return the hyperparameters of ``adam`` by name."""
+    lr, beta1, beta2, eps, weight_decay, maximize, step = hyper.tolist()
+    return AdamOptions(
+        lr=lr,
+        beta1=beta1,
+        beta2=beta2,
+        eps=eps,
+        weight_decay=weight_decay,
+        maximize=bool(maximize),
+        decoupled=decoupled,
+        step=int(step),
+    )
 
 
 def _sgd(
@@ -143,26 +153,38 @@ def _sgd(
     begin: int,
     end: int,
 ) -> None:
-    lr, factor, dampening, weight_decay, nesterov, maximize, step = hyper.tolist()
-    for first, last in _pieces(begin, end, whole=False):
-        part, is_copy = _part(parameter, gradient, begin, first, last)
-        target = _range(parameter, first, last)
-        if scale is not None:
-            part, is_copy = part.mul_(scale) if is_copy else part * scale, True
-        if maximize:
-            part, is_copy = part.neg_() if is_copy else -part, True
-        if weight_decay:
-            part = (part.add_ if is_copy else part.add)(target, alpha=weight_decay)
-            is_copy = True
-        if momentum is not None:
-            kept = momentum[first - begin : last - begin]
-            if step == 1:
-                kept.copy_(part)
-            else:
-                kept.mul_(factor).add_(part, alpha=1 - dampening)
-            part = (part.add_ if is_copy else part.add)(kept, alpha=factor) if nesterov else kept
-        target.add_(part, alpha=-lr)
+    for first, last in pieces(begin, end, whole=False):
+        part, is_copy = part_of(parameter, gradient, begin, first, last)
+        kept = None if momentum is None else momentum[first - begin : last - begin]
+        sgd_piece(range_of(parameter, first, last), part, kept, hyper, scale, is_copy=is_copy)
         del part
+
+
+def sgd_piece(
+    target: torch.Tensor,
+    part: torch.Tensor,
+    kept: torch.Tensor | None,
+    hyper: torch.Tensor,
+    scale: torch.Tensor | None,
+    *,
+    is_copy: bool,
+) -> None:
+    """Update a piece of a parameter and of its momentum; a gradient that ``is_copy`` may be written to."""
+    lr, factor, dampening, weight_decay, nesterov, maximize, step = hyper.tolist()
+    if scale is not None:
+        part, is_copy = part.mul_(scale) if is_copy else part * scale, True
+    if maximize:
+        part, is_copy = part.neg_() if is_copy else -part, True
+    if weight_decay:
+        part = (part.add_ if is_copy else part.add)(target, alpha=weight_decay)
+        is_copy = True
+    if kept is not None:
+        if step == 1:
+            kept.copy_(part)
+        else:
+            kept.mul_(factor).add_(part, alpha=1 - dampening)
+        part = (part.add_ if is_copy else part.add)(kept, alpha=factor) if nesterov else kept
+    target.add_(part, alpha=-lr)
 
 
 def _accumulate(
@@ -171,8 +193,8 @@ def _accumulate(
     # The parameter itself may be out of memory: its layout is all that counts.
     parameter = torch.empty_strided(shape, stride, device="meta")
     whole = _is_laid_out_as(gradient, parameter)
-    for first, last in _pieces(begin, begin + total.numel(), whole=whole):
-        part, _ = _part(parameter, gradient, begin, first, last)
+    for first, last in pieces(begin, begin + total.numel(), whole=whole):
+        part, _ = part_of(parameter, gradient, begin, first, last)
         total[first - begin : last - begin].add_(part)
         del part
 
@@ -188,7 +210,7 @@ def _refuse_nan(loss: torch.Tensor, hyper: torch.Tensor) -> None:
         raise NanLossError(step=int(hyper[-1]))
 
 
-def _nothing(*args: object) -> None:
+def nothing(*args: object) -> None:
     """Stand for an op without a result where there are no values."""
 
 
@@ -198,9 +220,11 @@ for _name, _implementation in (
     ("accumulate", _accumulate),
     ("refuse_nan", _refuse_nan),
 ):
-    _library.impl(_name, _implementation, "CPU")
-    _library.impl(_name, _nothing, "Meta")
-_library.impl("clip_scale", _clip_scale, "CPU")
+    for _key in ("CPU", "CUDA"):
+        _library.impl(_name, _implementation, _key)
+    _library.impl(_name, nothing, "Meta")
+for _key in ("CPU", "CUDA"):
+    _library.impl("clip_scale", _clip_scale, _key)
 _library.impl("clip_scale", lambda norms, limit: norms[0].new_empty(()), "Meta")
 
 adam = torch.ops.gascompile_updates.adam.default
