@@ -6,6 +6,8 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from gascompile.packing import LAYOUT
+
 CACHE_VARIABLE = "GASCOMPILE_CACHE_DIR"
 
 WEIGHT_FORMS = ("bf16", "int8", "int4", "auto")
@@ -55,9 +57,10 @@ class CompileConfig:
             raise ValueError(f"fuse_runs is a number of runs, not {self.fuse_runs}")
 
     def fingerprint_fields(self) -> dict[str, str]:
-        """Return every field that shapes the plan, as text."""
-        return {
+        """Return every field that shapes the plan, and the layout of packed weights, as text."""
+        fields = {
             name: repr(getattr(self, name))
             for name, f in self.__dataclass_fields__.items()
             if f.metadata.get("fingerprint", True)
         }
+        return {**fields, "packing": str(LAYOUT)}

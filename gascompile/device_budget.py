@@ -58,3 +58,10 @@ def plan_with_host(
             ),
         ),
     )
+
+
+def without_sizes(machine: Machine) -> Machine:
+    """Return ``machine`` without its tiers' sizes; those that matter to a plan are its budget's limits."""
+    return replace(
+        machine, tiers={name: replace(tier, size_bytes=0) for name, tier in machine.tiers.items()}
+    )

@@ -7,7 +7,6 @@ the error of each is measured on the way and stands in the file's metadata.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import hashlib
 import json
@@ -25,15 +24,14 @@ from gascompile.bundle import require_unchanged
 from gascompile.checkpoint import Checkpoint, file_dtype, open_checkpoint
 from gascompile.errors import CheckpointError, FormatError, StorageError
 from gascompile.ir import FileStamp, WeightSource
-from gascompile.packing import DEFAULT_GROUPS, FORMS
+from gascompile.packing import DEFAULT_GROUPS, FORMS, LAYOUT
 from gascompile.progress import task
 from gascompile.quantize import pack, squared_error
 from gascompile.store import exclusive
 from gascompile.units import PAGE_BYTES, align_up, format_size
+from gascompile.weight_rows import WeightRows
 from gascompile.wire_ops import wire_matrix
 
-VERSION = 2
-"""Of the packing: a file made by another one is made again."""
 _BLOCK_VALUES = 1 << 21
 _ERRORS = "gascompile.errors"
 _PACKING = "gascompile.packing"
@@ -128,7 +126,7 @@ def _key(items: Mapping[str, Item], stamps: Sequence[FileStamp]) -> str:
         ]
         for name, item in sorted(items.items())
     ]
-    return hashlib.blake2b(json.dumps([VERSION, parts]).encode(), digest_size=20).hexdigest()
+    return hashlib.blake2b(json.dumps([LAYOUT, parts]).encode(), digest_size=20).hexdigest()
 
 
 def _write(items: Mapping[str, Item], stamps: Sequence[FileStamp], target: Path) -> None:
@@ -178,7 +176,7 @@ def _itemsize(item: Item) -> int:
 def _header(items: Mapping[str, Item], order: Sequence[str], errors: Mapping[str, str]) -> bytes:
     """Return the head of the file; errors have a fixed width, so its length is known before they are."""
     entries: dict[str, object] = {
-        "__metadata__": {_ERRORS: json.dumps(errors), _PACKING: str(VERSION)}
+        "__metadata__": {_ERRORS: json.dumps(errors), _PACKING: str(LAYOUT)}
     }
     position = 0
     for name in order:
@@ -216,52 +214,7 @@ def _convert(item: Item, out: BinaryIO, advance: Callable[[int], None]) -> float
 def _blocks(item: Item) -> Iterator[torch.Tensor]:
     """Yield the weight as matrices of some of its rows."""
     rows, columns = item.matrix
-    dtype: torch.dtype = getattr(torch, item.source.dtype)
     step = max(1, _BLOCK_VALUES // columns)
-    with contextlib.ExitStack() as stack:
-        read = _Bytes(item.source, stack).take
+    with WeightRows() as weights:
         for begin in range(0, rows, step):
-            count = min(step, rows - begin) * columns
-            raw = read(count * dtype.itemsize)
-            yield torch.frombuffer(raw, dtype=dtype).view(-1, columns)
-
-
-class _Bytes:
-    """The bytes of a weight in order, across its extents."""
-
-    def __init__(self, source: WeightSource, stack: contextlib.ExitStack) -> None:
-        self._name = source.name
-        self._left = list(source.extents)
-        self._offset = 0
-        self._files: dict[str, BinaryIO] = {}
-        self._stack = stack
-
-    def take(self, size_bytes: int) -> bytearray:
-        """Return the next bytes; raises ``StorageError`` where there are not as many."""
-        found = bytearray()
-        while len(found) < size_bytes:
-            if not self._left:
-                raise StorageError(f"'{self._name}' ends early; download the checkpoint again")
-            extent = self._left[0]
-            wanted = min(size_bytes - len(found), extent.size_bytes - self._offset)
-            found += self._read(extent.path, extent.offset + self._offset, wanted)
-            self._offset += wanted
-            if self._offset == extent.size_bytes:
-                self._left.pop(0)
-                self._offset = 0
-        return found
-
-    def _read(self, path: str, offset: int, size_bytes: int) -> bytes:
-        try:
-            if path not in self._files:
-                self._files[path] = self._stack.enter_context(open(path, "rb"))  # noqa: SIM115 - closed by the stack
-            stream = self._files[path]
-            stream.seek(offset)
-            raw = stream.read(size_bytes)
-        except OSError as error:
-            raise StorageError(
-                f"cannot read '{self._name}' from {path}: {error.strerror or error}"
-            ) from error
-        if len(raw) < size_bytes:
-            raise StorageError(f"'{self._name}' ends early in {path}; download it again")
-        return raw
+            yield weights.rows(item.source, begin, min(begin + step, rows), columns)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from gascompile.errors import InfeasiblePlanError, UnsupportedOpError
+from gascompile.forms_choice import TRIED as PACKED
+from gascompile.forms_choice import choose_forms, is_stored_losslessly
+from gascompile.passes.change_forms import change_forms
 from gascompile.program import Program
+from gascompile.sensitivity import Sensitivity
 from gascompile.units import format_time
 
 _log = logging.getLogger("gascompile")
@@ -16,6 +20,41 @@ TRIED = (None, "bf16", "int8", "int4")
 """The forms, from what loses nothing to what loses most; ``None`` moves weights as they are stored."""
 TIE = 0.01
 """A form has to be faster by this share than one that loses less: predictions are no better than that."""
+
+
+@dataclass(slots=True)
+class Forming:
+    """Gives one captured program the forms that its weights move in."""
+
+    program: Program
+    """With weights as they are computed in."""
+    stored: Mapping[str, str]
+    """Dtype of every weight in its file."""
+    measured: Callable[[Program], Mapping[str, Sensitivity] | None] | None
+    """Given the program that moves its weights as they are stored, gives their sensitivities; called once at most."""
+    _found: list[Mapping[str, Sensitivity] | None] = field(default_factory=list)
+
+    def formed(self, weights: str | None, predicted_s: Callable[[Program], float]) -> Program:
+        """Return the program as ``weights`` asks for it; ``auto`` needs ``predicted_s``.
+
+        Raises:
+            UnsupportedOpError: no weight can have the form.
+            InfeasiblePlanError: of ``auto``, where the budget is too small in every form.
+        """
+        return fastest_form(self._in, predicted_s) if weights == "auto" else self._in(weights)
+
+    def _in(self, weights: str | None) -> Program:
+        found = self._sensitivities() if weights in PACKED else None
+        forms = choose_forms(self.program, self.stored, weights, found)
+        return change_forms(self.program, forms)
+
+    def _sensitivities(self) -> Mapping[str, Sensitivity] | None:
+        if not self._found:
+            found = None
+            if self.measured is not None and is_stored_losslessly(self.program, self.stored):
+                found = self.measured(self._in(None))
+            self._found.append(found)
+        return self._found[0]
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,21 +3,27 @@
 Without being asked a weight moves as it is stored where its values are all values of the dtype that is
 computed in, so that nothing is lost. Lossy forms are for the large matrices of linear layers and
 embeddings; all that is small or used in another way keeps what it has. Tables that are only looked up in
-keep it in ``int8`` and ``int4``, too.
+keep it in ``int8`` and ``int4``, too. Under these, bytes are left over for the weights whose errors the
+outputs feel most: they move in more bits.
 """
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Final
 
 import torch
 
 from gascompile.checkpoint import Checkpoint
 from gascompile.errors import UnsupportedOpError
+from gascompile.form_allocation import Choice, allocate
 from gascompile.packing import DEFAULT_GROUPS
 from gascompile.program import BoundSpec, Program
-from gascompile.wire_ops import FormSpec
+from gascompile.sensitivity import Sensitivity
+from gascompile.wire_ops import FormSpec, wire_matrix
 
 LEAST_BYTES = 64 << 10
 """Weights of fewer bytes, as they are computed in, are not worth a loss."""
@@ -30,14 +36,25 @@ FLOATING = frozenset(("float64", "float32", "bfloat16", "float16"))
 _EMBEDDING = torch.ops.aten.embedding.default
 _LINEAR = torch.ops.aten.linear.default
 _Uses = set[object]
-_INT4_SHARE = 0.5
-"""Of the largest layer's bytes: smaller ones stay ``int8`` in ``int4``. They are a small part of what moves, and
-attention, whose matrices they mostly are, passes errors on to every layer after it."""
+CEILINGS: Final[Mapping[str, float]] = {"int8": 0.57, "int4": 0.40}
+"""Most that the matrices may take, of what they take at two bytes a value."""
+TRIED: Final[Mapping[str, tuple[str, ...]]] = {"int8": ("int8",), "int4": ("int4", "int8")}
+"""Packed forms that each of ``weights=`` chooses among, beside two bytes a value."""
+_USUAL_ERRORS: Final[Mapping[str, float]] = {"int8": 0.0058, "int4": 0.072, "bfloat16": 0.0017}
+"""Of weights whose values follow a bell curve."""
+_LEAST_GAIN = 1 / 16
+"""Of the median's per value: inputs of one token, say, tell nothing of what attention compares."""
 
 
 def is_lossless(stored: str, compute: str) -> bool:
     """Return whether every value of ``stored`` is one of ``compute``."""
     return stored == compute or compute in _WIDER.get(stored, ())
+
+
+def is_stored_losslessly(program: Program, stored: Mapping[str, str]) -> bool:
+    """Return whether all weights can be computed in their dtype without rounding what is stored."""
+    weights = program.bound.keys() - program.states
+    return all(is_lossless(stored[name], program.bound[name].dtype) for name in weights)
 
 
 def stored_dtypes(
@@ -59,7 +76,10 @@ def stored_dtypes(
 
 
 def choose_forms(
-    program: Program, stored: Mapping[str, str], weights: str | None
+    program: Program,
+    stored: Mapping[str, str],
+    weights: str | None,
+    sensitivities: Mapping[str, Sensitivity] | None = None,
 ) -> dict[str, FormSpec]:
     """Return the form of every weight that moves in another one than it is computed in.
 
@@ -67,12 +87,18 @@ def choose_forms(
         program: as captured.
         stored: dtype of every weight in its file.
         weights: ``None``, ``bf16``, ``int8`` or ``int4``; ``form_trials`` tells which of them is fastest.
+        sensitivities: of the weights that ``matrices_to_pack`` names, as measured. Without them the first layers
+            that run count most, as all others pass their errors on.
 
     Raises:
         UnsupportedOpError: ``weights`` asks for a form, and no weight of the program can have it.
     """
     matrices = _matrices(program) if weights is not None else {}
-    lossy = _lossy(program, matrices, weights) if weights is not None else {}
+    lossy: dict[str, str] = {}
+    if weights == "bf16":
+        lossy = dict.fromkeys(matrices, "bfloat16")
+    elif weights is not None:
+        lossy = _allocated(program, stored, weights, sensitivities)
     if weights not in (None, "bf16") and not lossy:
         raise UnsupportedOpError(
             f"no weight of '{program.name}' can move as {weights}: that is for the matrices of linear layers and "
@@ -102,34 +128,65 @@ def as_computed(program: Program, shapes: Mapping[str, tuple[int, ...]]) -> Prog
     return replace(program, bound=bound, forms={})
 
 
-def _lossy(program: Program, matrices: Mapping[str, _Uses], weights: str) -> dict[str, str]:
-    """Return the form of every large matrix that may lose something; ``matrices`` says what reads each."""
-    if weights == "bf16":
-        return dict.fromkeys(matrices, "bfloat16")
-    # Of a table only the rows that are looked up move, and every layer passes their errors on.
-    matrices = {name: uses for name, uses in matrices.items() if uses != {_EMBEDDING}}
-    if weights == "int8":
-        return dict.fromkeys(matrices, "int8")
-    heads = _vocabulary_rows(program)
-    layers = {
-        name: program.bound[name].size_bytes
-        for name, uses in matrices.items()
-        if uses == {_LINEAR} and program.bound[name].shape[0] not in heads
-    }
-    limit_bytes = _INT4_SHARE * max(layers.values(), default=0)
-    return {
-        name: "int4"
-        if layers.get(name, -1) >= limit_bytes
-        and program.bound[name].shape[1] % DEFAULT_GROUPS["int4"] == 0
-        else "int8"
-        for name in matrices
-    }
+def matrices_to_pack(program: Program) -> list[str]:
+    """Return the weights that ``int8`` and ``int4`` are for, in the order in which layers first read them.
+
+    Of a table that is only looked up in a few rows move, and every layer passes their errors on.
+    """
+    return [name for name, uses in _matrices(program).items() if uses != {_EMBEDDING}]
+
+
+def _allocated(
+    program: Program,
+    stored: Mapping[str, str],
+    weights: str,
+    sensitivities: Mapping[str, Sensitivity] | None,
+) -> dict[str, str]:
+    """Return the forms of all large matrices that make the least error under the ceiling of ``weights``."""
+    names = matrices_to_pack(program)
+    numel = {name: math.prod(program.bound[name].shape) for name in names}
+    gains = _gains(numel, sensitivities)
+    choices = {}
+    for name in names:
+        bound = program.bound[name]
+        kept = stored[name] if is_lossless(stored[name], bound.dtype) else bound.dtype
+        is_narrow = _bits(kept) <= _bits("bfloat16")
+        wide = kept if is_narrow else "bfloat16"
+        errors = {wide: 0.0 if is_narrow else _USUAL_ERRORS[wide]}
+        measured = sensitivities[name].errors if sensitivities else {}
+        for form in TRIED[weights]:
+            if form == "int8" or bound.shape[1] % DEFAULT_GROUPS[form] == 0:
+                errors[form] = measured.get(form, _USUAL_ERRORS[form])
+        choices[name] = [
+            Choice(form, _size_bytes(form, bound.shape), gains[name] * error**2)
+            for form, error in errors.items()
+        ]
+    return allocate(choices, int(CEILINGS[weights] * 2 * sum(numel.values())))
+
+
+def _gains(
+    numel: Mapping[str, int], sensitivities: Mapping[str, Sensitivity] | None
+) -> dict[str, float]:
+    if sensitivities is None:
+        return {name: size / (1 + place) ** 2 for place, (name, size) in enumerate(numel.items())}
+    if not numel:
+        return {}
+    least = _LEAST_GAIN * statistics.median(sensitivities[n].gain / numel[n] for n in numel)
+    return {name: max(sensitivities[name].gain, least * size) for name, size in numel.items()}
+
+
+def _size_bytes(form: str, shape: tuple[int, ...]) -> int:
+    dtype, (rows, row) = wire_matrix(form, shape[0], shape[1], DEFAULT_GROUPS.get(form, 0))
+    element: torch.dtype = getattr(torch, dtype)
+    return rows * row * element.itemsize
 
 
 def _matrices(program: Program) -> dict[str, _Uses]:
     """Return the large matrices that linear layers and embeddings alone read, each with which of them do."""
     found: dict[str, _Uses] = {}
-    for node in program.graph_module.graph.nodes:
+    order: dict[str, int] = {}
+    places = {node: place for place, node in enumerate(program.graph_module.graph.nodes)}
+    for node in places:
         name = program.bindings.get(node.name) if node.op == "placeholder" else None
         if name is None or name in program.states or not node.users:
             continue
@@ -144,18 +201,8 @@ def _matrices(program: Program) -> dict[str, _Uses]:
         }
         if uses and all(user.target in uses for user in node.users):
             found[name] = uses
-    return found
-
-
-def _vocabulary_rows(program: Program) -> set[int]:
-    """Return the numbers of rows of all embeddings: a layer with as many outputs is a head."""
-    return {
-        program.bound[program.bindings[node.args[0].name]].shape[0]
-        for node in program.op_nodes()
-        if node.target is _EMBEDDING
-        and isinstance(node.args[0], torch.fx.Node)
-        and node.args[0].name in program.bindings
-    }
+            order[name] = min(places[user] for user in node.users)
+    return {name: found[name] for name in sorted(found, key=lambda name: order[name])}
 
 
 def _bits(form: str) -> int:

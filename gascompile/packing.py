@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
+LAYOUT = 2
+"""Of the rows: weights packed in another one are packed again."""
 FORMS = ("int8", "int4")
 """The forms that are row-packed; every other form is a plain matrix of its dtype."""
 GROUPS = (32, 64, 128)

@@ -21,11 +21,12 @@ from gascompile.capture import capture
 from gascompile.checkpoint import Checkpoint, open_checkpoint
 from gascompile.compiled import CompiledModel, Unit
 from gascompile.config import CompileConfig
-from gascompile.device_budget import placed_bytes, plan_with_host
+from gascompile.device_budget import placed_bytes, plan_with_host, without_sizes
 from gascompile.errors import FormatError, PlanVerificationError
 from gascompile.fingerprint import module_fingerprint, versions
-from gascompile.form_trials import fastest_form
-from gascompile.forms_choice import choose_forms, stored_dtypes
+from gascompile.form_calibration import calibrate
+from gascompile.form_trials import Forming
+from gascompile.forms_choice import stored_dtypes
 from gascompile.fusion import fuse as fuse_ops
 from gascompile.fusion import load_kernels, outdated
 from gascompile.integrations.huggingface import is_transformers_model, register_pytrees
@@ -34,13 +35,13 @@ from gascompile.machine import resolve_machine
 from gascompile.machine_check import source_warnings
 from gascompile.op_times import measured_times
 from gascompile.passes.annotate import annotate
-from gascompile.passes.change_forms import change_forms
 from gascompile.passes.make_plan import make_plan
 from gascompile.passes.retime import retime
 from gascompile.program import Program
 from gascompile.progress import task
 from gascompile.runtime.early_memory import EarlyMemory
 from gascompile.runtime.engine import read_blocks
+from gascompile.sensitivity import Sensitivity
 from gascompile.store import STORE
 from gascompile.to_program import Capture
 from gascompile.units import reserve_bytes
@@ -75,6 +76,7 @@ class Job:
     dynamic_shapes: Any = None
     reserved_bytes: int = 0
     pinned: Plan | None = None
+    weighs: bool = False  # whether forms of weights may depend on their values, which are there
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
     """Buffers of the model that calls mutate: one for the plans of all signatures."""
 
@@ -97,9 +99,13 @@ class Job:
     def most_arena_bytes(self) -> int:
         """Return what the arena of any plan of this job takes at most."""
         weights = {id(p): p for p in (*self.model.parameters(), *self.model.buffers())}
-        total_bytes = sum(reserve_bytes(p.numel() * p.element_size()) for p in weights.values())
-        limit_bytes = self.budget.limits_bytes(self.machine)[self.machine.compute_tier]
-        return min(total_bytes, limit_bytes)
+        sizes = (reserve_bytes(p.numel() * p.element_size()) for p in weights.values())
+        return min(sum(sizes), self.limit_bytes)
+
+    @property
+    def limit_bytes(self) -> int:
+        """Bytes that the budget allows in the tier that computes."""
+        return self.budget.limits_bytes(self.machine)[self.machine.compute_tier]
 
     def prepare(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Unit:
         """Return the verified plan for one input signature, from the cache where it is there."""
@@ -157,7 +163,7 @@ class Job:
             "weights": serial.digest(
                 {n: [s.dtype, list(s.shape)] for n, s in sorted(layout.items())}
             ),
-            "machine": serial.digest(_without_sizes(self.machine)),
+            "machine": serial.digest(without_sizes(self.machine)),
             "budget": serial.digest(self.budget.limits_bytes(self.machine)),
             "options": serial.digest(self.config.fingerprint_fields()),
             "sharing": serial.digest([shared, self.reserved_bytes]),
@@ -232,18 +238,18 @@ class Job:
                 shapes = dict(zip(positional_names(self.model), shapes, strict=False))
             captured = capture(self.model, args, kwargs, dynamic_shapes=shapes)
         program = with_held_tensors(captured.program, self.model, captured.constants)
-        stored = stored_dtypes(program, captured.canonical, self.open_checkpoint())
+        checkpoint = self.open_checkpoint()
+        stored = stored_dtypes(program, captured.canonical, checkpoint)
 
-        def formed(weights: str | None) -> Program:
-            return change_forms(program, choose_forms(program, stored, weights))
+        def measured(exact: Program) -> Mapping[str, Sensitivity] | None:
+            found = self._resolve(exact, captured.canonical, captured.constants, checkpoint)
+            return calibrate(program, found, (args, kwargs), self.config, self.limit_bytes)
 
         def predicted_s(candidate: Program) -> float:
-            plan = self.place(replace(captured, program=candidate), {})
-            return plan.certificate.predicted_s
+            return self.place(replace(captured, program=candidate), {}).certificate.predicted_s
 
-        if self.config.weights == "auto":
-            return replace(captured, program=fastest_form(formed, predicted_s))
-        return replace(captured, program=formed(self.config.weights))
+        forming = Forming(program, stored, measured if self.weighs else None)
+        return replace(captured, program=forming.formed(self.config.weights, predicted_s))
 
     def place(self, captured: Capture, prints: Mapping[str, str]) -> Plan:
         """Annotate and plan a captured program."""
@@ -279,13 +285,6 @@ class Job:
         return retime(workload, times_s, device=self.machine.compute_tier)
 
 
-def _without_sizes(machine: Machine) -> Machine:
-    """Return ``machine`` without its tiers' sizes; those that matter to a plan are its budget's limits."""
-    return replace(
-        machine, tiers={name: replace(tier, size_bytes=0) for name, tier in machine.tiers.items()}
-    )
-
-
 def make_job(
     model: nn.Module,
     budget: Budget | int | str | None,
@@ -309,6 +308,7 @@ def make_job(
         config=config,
         checkpoint_path=Path(checkpoint) if checkpoint is not None else None,
         dynamic_shapes=dynamic_shapes,
+        weighs=True,
     )
 
 
@@ -344,9 +344,8 @@ def compile(  # noqa: A001 - the public name, as in torch.compile
         time_limit_s: wall clock for the solver.
         mip_gap: relative gap at which the solver may stop.
         strategy: force one candidate plan, such as ``"first_fit"``, for comparison.
-        weights: ``None`` moves weights as they are stored, which loses nothing. ``"bf16"``, ``"int8"`` (one scale
-            per row) and ``"int4"`` (one per group of a row) move fewer bytes and lose precision; ``"auto"`` plans
-            with each and takes the fastest, or what loses least of those within a hundredth of it.
+        weights: ``None`` moves weights as they are stored, which loses nothing. ``"bf16"``, ``"int8"`` and
+            ``"int4"`` move fewer bytes and lose precision; ``"auto"`` plans with each and takes the fastest.
         fuse: ``"auto"`` compiles the ops between two transfers where that pays, ``"off"`` never does.
         fuse_runs: compiling kernels may take as long as they are predicted to save in so many runs. Infinity
             fuses whatever gains anything.

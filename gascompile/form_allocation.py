@@ -1,0 +1,65 @@
+"""Which weight gets which form: the least error of the outputs under a ceiling of bytes. Pure arithmetic.
+
+Errors of different weights are independent, so their squares add up. The weight's form is moved up in steps,
+of all weights that with the largest gain per byte first, until the ceiling is reached.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One form that a weight may have."""
+
+    form: str
+    size_bytes: int
+    error: float
+    """Square of what it makes of the outputs' relative error."""
+
+
+def allocate(choices: Mapping[str, list[Choice]], limit_bytes: int) -> dict[str, str]:
+    """Return the form of each weight.
+
+    Args:
+        choices: forms of every weight, at least one each.
+        limit_bytes: of all weights together; where even the smallest forms take more, these are returned.
+    """
+    found = {}
+    total_bytes = 0
+    steps: list[tuple[float, str, int, Choice]] = []
+    for name, known in choices.items():
+        path = _hull(known)
+        found[name] = path[0].form
+        total_bytes += path[0].size_bytes
+        for number, (before, after) in enumerate(pairwise(path)):
+            steps.append((-_gain(before, after), name, number, after))
+    sizes = {name: _hull(known)[0].size_bytes for name, known in choices.items()}
+    left_out: set[str] = set()
+    for _, name, _, after in sorted(steps, key=lambda step: step[:3]):
+        more_bytes = after.size_bytes - sizes[name]
+        if name in left_out or total_bytes + more_bytes > limit_bytes:
+            left_out.add(name)
+            continue
+        found[name], sizes[name] = after.form, after.size_bytes
+        total_bytes += more_bytes
+    return found
+
+
+def _gain(before: Choice, after: Choice) -> float:
+    return (before.error - after.error) / (after.size_bytes - before.size_bytes)
+
+
+def _hull(choices: list[Choice]) -> list[Choice]:
+    """Return the choices worth taking, from few bytes to many: each step gains less per byte than the one before."""
+    path: list[Choice] = []
+    for choice in sorted(choices, key=lambda c: (c.size_bytes, c.error)):
+        if path and choice.error >= path[-1].error:
+            continue
+        while len(path) > 1 and _gain(path[-2], path[-1]) <= _gain(path[-1], choice):
+            path.pop()
+        path.append(choice)
+    return path
