@@ -16,6 +16,7 @@ _MMAPS = 65536
 """glibc's own limit of blocks that are mapped one by one."""
 _LARGE_BYTES = 256 << 10
 _TRIM_BYTES = 128 << 10
+_SLACK_BYTES = 16 << 20
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _STATM = Path("/proc/self/statm")
 
@@ -30,11 +31,12 @@ class HeapMemory:
         self._library = library if has_all and _STATM.exists() else None
         self.limit_bytes = 0
         """What the process may hold of its own."""
+        self._trim_above_bytes = 0
         self.num_trims = 0
 
     def begin(self, limit_bytes: int) -> None:
         """Keep freed memory as long as the process holds no more than ``limit_bytes`` of its own."""
-        self.limit_bytes = limit_bytes
+        self.limit_bytes = self._trim_above_bytes = limit_bytes
         if self._library is not None:
             self._library.mallopt(_M_MMAP_MAX, 0)
             self._library.mallopt(_M_TRIM_THRESHOLD, ctypes.c_int(-1))
@@ -46,6 +48,15 @@ class HeapMemory:
         if own_bytes() + size_bytes > self.limit_bytes:
             self._library.malloc_trim(ctypes.c_size_t(0))
             self.num_trims += 1
+
+    def keep_within(self) -> None:
+        """Give holes back if the process holds more than the limit."""
+        if self._library is None or own_bytes() <= self._trim_above_bytes:
+            return
+        self.give_back()
+        self.num_trims += 1
+        # What is left is no hole; looking for some at each op would take longer than the op.
+        self._trim_above_bytes = max(self.limit_bytes, own_bytes() + _SLACK_BYTES)
 
     def give_back(self) -> None:
         """Give all that is free to the kernel."""

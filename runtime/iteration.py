@@ -142,9 +142,11 @@ class Iteration:
         self.heap.begin(own_bytes() - self._persistent.resident_bytes + self._budget_bytes)
 
     def make_room(self, size_bytes: int) -> None:
-        """Be about to take memory; pages need nothing to be done, as they have no holes."""
+        """Be about to take memory; pages have no holes, but small values beside them may leave some."""
         if self._pages is None:
             self.heap.make_room(size_bytes)
+        else:
+            self.heap.keep_within()
 
     def _page_memory(self) -> contextlib.AbstractContextManager[None]:
         if self._pages is None:

@@ -33,12 +33,19 @@ constexpr size_t kLeastRegionBytes = size_t{1} << 34;
 
 thread_local bool active = false;
 
-// A run of addresses. Its first `backed` bytes have pages; all of them do while it is used.
+// Mappings of which Linux lets a process have 65530 by default; the rest is for everybody else.
+constexpr size_t kMostPieces = 24576;
+
+// A run of addresses. Its first bytes have pages; all of them do while it is used.
 struct Slot {
   char* address;
   size_t size;
-  size_t backed;
-  uint64_t freed_at;
+  uint64_t freed_at = 0;
+  std::vector<size_t> ends = {};  // of the mappings that its pages came in, which mremap moves one at a time
+
+  size_t backed() const {
+    return ends.empty() ? 0 : ends.back();
+  }
 };
 
 struct Figures {
@@ -94,7 +101,6 @@ class Pages final : public c10::Allocator {
     while (!free_.empty()) {
       Slot slot = free_.begin()->second;
       forget(free_.begin());
-      figures_.resident_bytes -= slot.backed;
       empty(slot);
     }
   }
@@ -187,38 +193,28 @@ class Pages final : public c10::Allocator {
     if (!same.empty()) {
       char* address = same.back();
       same.pop_back();
-      return {address, size, 0, 0};
+      return {address, size};
     }
     if (next_ + size > regions_[num_regions_ - 1].second && !add_region()) {
       throw std::bad_alloc();
     }
     char* address = next_;
     next_ += size;
-    return {address, size, 0, 0};
+    return {address, size};
   }
 
   // Move pages of free blocks in, of those that were freed first; leaves the rest bare when there are no more.
   void join(Slot& slot) {
-    while (slot.backed < slot.size && !free_.empty()) {
-      const auto oldest = free_.begin();
-      Slot donor = oldest->second;
-      const size_t part = std::min(donor.backed, slot.size - slot.backed);
-      char* from = donor.address + donor.backed - part;
-      void* moved = mremap(
-          from, part, part, MREMAP_MAYMOVE | MREMAP_FIXED | MREMAP_DONTUNMAP, slot.address + slot.backed);
-      if (moved == MAP_FAILED) {
-        // Too many mappings for the kernel's limit: this donor goes, and new pages take its place.
-        forget(oldest);
-        figures_.resident_bytes -= donor.backed;
-        empty(donor);
-        continue;
+    while (slot.backed() < slot.size && !free_.empty()) {
+      Slot donor = free_.begin()->second;
+      forget(free_.begin());
+      while (slot.backed() < slot.size && !donor.ends.empty()) {
+        if (num_pieces_ >= kMostPieces || !move_piece(donor, slot)) {
+          break;
+        }
       }
-      slot.backed += part;
-      figures_.moved_bytes += part;
-      figures_.num_joined += 1;
-      forget(oldest);
-      donor.backed -= part;
-      if (donor.backed == 0) {
+      if (donor.ends.empty() || slot.backed() < slot.size) {
+        // Used up, or no more mappings can be had: then new pages take the place of its own.
         empty(donor);
       } else {
         free_.emplace(donor.freed_at, donor);
@@ -226,20 +222,42 @@ class Pages final : public c10::Allocator {
     }
   }
 
+  // Move the donor's last pages, of one mapping, as many as the slot needs.
+  bool move_piece(Slot& donor, Slot& slot) {
+    const size_t begin = donor.ends.size() > 1 ? donor.ends[donor.ends.size() - 2] : 0;
+    const size_t end = donor.ends.back();
+    const size_t part = std::min(end - begin, slot.size - slot.backed());
+    char* to = slot.address + slot.backed();
+    const int flags = MREMAP_MAYMOVE | MREMAP_FIXED | MREMAP_DONTUNMAP;
+    if (mremap(donor.address + end - part, part, part, flags, to) == MAP_FAILED) {
+      return false;
+    }
+    slot.ends.push_back(slot.backed() + part);
+    ++num_pieces_;
+    if (begin + part == end) {
+      donor.ends.pop_back();
+      --num_pieces_;
+    } else {
+      donor.ends.back() = end - part;
+    }
+    figures_.moved_bytes += part;
+    figures_.num_joined += 1;
+    return true;
+  }
+
   // New pages for what is bare of a slot; the first use brings them.
   void grow(Slot& slot) {
-    const size_t size = slot.size - slot.backed;
-    if (size == 0) {
+    const size_t backed = slot.backed();
+    if (backed == slot.size) {
       return;
     }
-    char* from = slot.address + slot.backed;
-    if (mprotect(from, size, PROT_READ | PROT_WRITE) != 0) {
-      figures_.resident_bytes -= slot.backed;
+    if (mprotect(slot.address + backed, slot.size - backed, PROT_READ | PROT_WRITE) != 0) {
       empty(slot);
       throw std::bad_alloc();
     }
-    figures_.resident_bytes += size;
-    slot.backed = slot.size;
+    slot.ends.push_back(slot.size);
+    ++num_pieces_;
+    figures_.resident_bytes += slot.size - backed;
   }
 
   void keep(Slot slot) {
@@ -250,7 +268,7 @@ class Pages final : public c10::Allocator {
 
   void forget(Free::iterator found) {
     const Slot& slot = found->second;
-    if (slot.backed == slot.size) {
+    if (slot.backed() == slot.size) {
       auto same = whole_.find(slot.size);
       auto& times = same->second;
       times.erase(std::find(times.begin(), times.end(), slot.freed_at));
@@ -263,6 +281,8 @@ class Pages final : public c10::Allocator {
 
   // One bare mapping again, whatever was moved in and out of it.
   void empty(const Slot& slot) {
+    num_pieces_ -= slot.ends.size();
+    figures_.resident_bytes -= slot.backed();
     mmap(slot.address, slot.size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
     bare_[slot.size].push_back(slot.address);
   }
@@ -270,6 +290,7 @@ class Pages final : public c10::Allocator {
   std::mutex mutex_;
   size_t unit_ = 0, least_ = SIZE_MAX, limit_ = 0;
   uint64_t clock_ = 0;
+  size_t num_pieces_ = 0;
   Figures figures_{};
   char* next_ = nullptr;
   std::array<std::pair<char*, char*>, 64> regions_;

@@ -15,8 +15,8 @@ import torch
 
 from gascompile.units import PAGE_BYTES
 
-_MOST_UNITS = 16384
-"""Each may become a mapping of its own, of which Linux lets a process have 65530."""
+_MOST_UNITS = 1 << 18
+"""Of a budget: finer ones would be cut into more mappings than a kernel likes to have."""
 _LEAST_UNITS = 16
 """Of a block, so that rounding its size up costs little."""
 

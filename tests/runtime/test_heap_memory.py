@@ -44,3 +44,33 @@ def test_holes_are_kept_within_the_limit_and_given_back_beyond_it() -> None:
     # 64 blocks of 4 MiB were alive, 32 of them still are.
     assert with_holes >= 250
     assert 128 <= tight <= 140
+
+
+AFTERWARDS = """
+    import torch
+    from gascompile.runtime.heap_memory import HeapMemory, own_bytes
+
+    MIB = 1 << 20
+    heap = HeapMemory()
+    before = own_bytes()
+    heap.begin(before + 200 * MIB)
+    kept = [torch.ones(MIB) for _ in range(64)][1::2]
+    heap.keep_within()
+    assert heap.num_trims == 1
+    assert own_bytes() - before < 150 * MIB
+    kept += [torch.ones(MIB) for _ in range(40)]
+    for _ in range(3):
+        heap.keep_within()
+    assert heap.num_trims == 2, heap.num_trims
+    heap.end()
+"""
+
+
+def test_holes_go_once_the_process_is_above_its_limit_and_are_not_looked_for_in_vain() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(AFTERWARDS)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
