@@ -95,9 +95,8 @@ def make_plan(
 
     limits_bytes = budget.limits_bytes(machine)
     if move_all:
-        felt = machine.interference.op_s_per_byte
         draft, proof = _best_of_all(
-            quick, calm, limits_bytes, stream_weights, left_s, mip_gap, reserved_bytes, felt
+            quick, calm, limits_bytes, stream_weights, left_s, mip_gap, reserved_bytes, machine
         )
     else:
         draft, proof = stream_weights()
@@ -198,9 +197,10 @@ def _best_of_all(
     left_s: Callable[[], float],
     mip_gap: float,
     reserved_bytes: int,
-    op_s_per_byte: float,
+    disturbed: Machine,
 ) -> tuple[Draft, Proof]:
     """Return the faster of a plan that moves weights and one that moves everything, and its proof."""
+    op_s_per_byte = disturbed.interference.op_s_per_byte
     best: Draft | None = None
     refusals: list[InfeasiblePlanError] = []
     if not _writes_weights(workload):
