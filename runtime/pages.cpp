@@ -5,12 +5,11 @@
 // between two uses, as taking it anew (a fault, zeros) costs more than most ops spend on it. Blocks begin at a page,
 // as direct I/O asks for.
 //
-// Small blocks, and those of threads that have not asked for it, come from the C++ library as always.
+// Small blocks, and those of threads that have not asked for it, come from torch's own allocator as always.
 
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/StorageImpl.h>
-#include <c10/core/impl/alloc_cpu.h>
 
 #include <sys/mman.h>
 #include <unistd.h>
@@ -76,7 +75,10 @@ class Pages final : public c10::Allocator {
   }
 
   c10::DataPtr allocate(size_t size) override {
-    void* data = active && size >= least_ ? take(size) : c10::alloc_cpu(size);
+    if (!active || size < least_) {
+      return c10::GetDefaultCPUAllocator()->allocate(size);
+    }
+    void* data = take(size);
     return {data, data, &Pages::release, c10::Device(c10::DeviceType::CPU)};
   }
 
@@ -311,7 +313,7 @@ void Pages::release(void* data) {
   if (pages().owns(data)) {
     pages().give(static_cast<char*>(data));
   } else {
-    c10::free_cpu(data);
+    c10::GetDefaultCPUAllocator()->raw_deleter()(data);
   }
 }
 
