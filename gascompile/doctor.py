@@ -21,6 +21,7 @@ from gascompile.doctor_gpu import gpu_findings
 from gascompile.errors import StorageError
 from gascompile.findings import Finding as Finding  # noqa: PLC0414 - re-exported
 from gascompile.findings import Status as Status  # noqa: PLC0414 - re-exported
+from gascompile.fusion_build import compiler, has_compiler
 from gascompile.ir import IoSettings, Machine
 from gascompile.machine import remembered_machine, resolve_machine
 from gascompile.runtime.probe import GpuFacts
@@ -215,8 +216,20 @@ def _solve_two_variables() -> float:
     return round(float(model.getObjectiveValue()), 6)
 
 
+def _compiler() -> Finding:
+    if has_compiler():
+        return Finding(name="C++ compiler", status=Status.OK, detail=compiler())
+    return Finding(
+        name="C++ compiler",
+        status=Status.WARN,
+        detail=f"'{compiler()}' is not there: no ops are fused, and training steps run on the heap, slower",
+        remedy="install g++, or set CXX",
+    )
+
+
 def _optional_parts() -> list[Finding]:
     return [
+        _compiler(),
         _package("transformers", "pip install 'gascompile[hf]' to plan Hugging Face models"),
         _package("accelerate", "pip install 'gascompile[hf]' to plan Hugging Face models"),
         _package("triton", "pip install 'gascompile[gpu]' on a machine with a GPU"),

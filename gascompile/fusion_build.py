@@ -29,15 +29,16 @@ class NoCompilerError(KernelBuildError):
     """There is no C++ compiler."""
 
     def __init__(self) -> None:
-        super().__init__(f"there is no C++ compiler '{_compiler()}'; install g++, or set CXX")
+        super().__init__(f"there is no C++ compiler '{compiler()}'; install g++, or set CXX")
 
 
 def has_compiler() -> bool:
     """Return whether the C++ compiler that ``build`` would call is there."""
-    return shutil.which(_compiler()) is not None
+    return shutil.which(compiler()) is not None
 
 
-def _compiler() -> str:
+def compiler() -> str:
+    """Return the C++ compiler's command."""
     return os.environ.get("CXX", "g++")
 
 
@@ -75,7 +76,7 @@ def build(sources: Sequence[str]) -> bytes:
         source = Path(folder) / "kernels.cpp"
         source.write_text("\n".join((HEADER, *sources)), encoding="utf-8")
         try:
-            with config.patch({"cpp.vec_isa_ok": True, "cpp.cxx": (_compiler(),)}):
+            with config.patch({"cpp.vec_isa_ok": True, "cpp.cxx": (compiler(),)}):
                 options = CppTorchOptions(
                     vec_isa=pick_vec_isa(), warning_all=False, extra_flags=["-w"]
                 )
@@ -104,7 +105,7 @@ def compile_library(source: str, *, libraries: Sequence[str]) -> bytes:
     with tempfile.TemporaryDirectory(prefix="gascompile-library-") as folder:
         path = Path(folder) / "library.cpp"
         path.write_text(source, encoding="utf-8")
-        command = [_compiler(), "-O2", "-shared", "-fPIC", "-std=c++20"]
+        command = [compiler(), "-O2", "-shared", "-fPIC", "-std=c++20"]
         command += [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"]
         command += [f"-I{torch_folder / 'include'}", str(path), f"-L{torch_folder / 'lib'}"]
         command += [*(f"-l{name}" for name in libraries), "-o", "library.so"]

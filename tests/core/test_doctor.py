@@ -118,3 +118,12 @@ def test_a_remembered_machine_of_another_kind_is_listed(
     monkeypatch.setattr(doctor, "remembered_machine", lambda cache_dir: preset("h100-gen5"))
     found = by_name(examine(tmp_path))
     assert found["nvme->gpu"].detail.startswith("14.00 GB/s (datasheet")
+
+
+def test_a_missing_compiler_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    report = examine(tmp_path)
+    assert report.healthy
+    finding = by_name(report)["C++ compiler"]
+    assert finding.status is Status.WARN
+    assert "no-such-compiler" in finding.detail
