@@ -281,8 +281,7 @@ class TrainingStep:
         """
         states = self._open_states()
         self._settle_all()
-        changing = self._changing()
-        return self._checkpoints(folder).save(states, changing, extra or {})
+        return self._checkpoints(folder).save(states, self._changing(states), extra or {})
 
     def load(self, folder: str | os.PathLike[str]) -> dict[str, Any]:
         """Restore all of the newest checkpoint, torch's random numbers included; return its ``extra``.
@@ -293,7 +292,7 @@ class TrainingStep:
             ValueError: nothing has been planned yet.
         """
         with self._restoring() as states:
-            return self._checkpoints(folder).load(states, self._changing())
+            return self._checkpoints(folder).load(states, self._changing(states))
 
     @contextlib.contextmanager
     def _restoring(self) -> Iterator[States]:
@@ -320,9 +319,9 @@ class TrainingStep:
         path = Path(folder).resolve()
         return self._folders.setdefault(path, CheckpointFolder(path))
 
-    def _changing(self) -> frozenset[str]:
+    def _changing(self, states: States) -> frozenset[str]:
         planned = (unit.program.program.states for unit in self._units.values())
-        return changed_by(self._open_states()).union(*planned)
+        return changed_by(states).union(*planned)
 
     def close(self) -> None:
         """Put parameters back into the model and its state into the optimizer; give memory and files back.
