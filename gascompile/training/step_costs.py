@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 
 from gascompile import serial
 from gascompile.cost_models.rehearse import made_up
+from gascompile.errors import NanLossError
 from gascompile.ir import Budget, Machine, Workload
 from gascompile.machine import op_times_path, this_machine_name
 from gascompile.program import Program
@@ -40,6 +41,16 @@ _MOST_BYTES = 1 << 30
 """Of made-up values, as far as single ops do not need more."""
 _CALL_S = 6e-6
 """What it takes to call an op from a plan, beside the op."""
+_REFUSALS = (
+    NanLossError,
+    ArithmeticError,
+    AssertionError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+"""Some ops look at values, and made-up ones are not theirs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,8 +202,8 @@ class _Rehearsal:
         start_s = time.perf_counter()
         try:
             value = node.target(*args, **kwargs)
-        except (RuntimeError, IndexError, ValueError, NotImplementedError):
-            return None  # Some ops look at values, and made-up ones are not theirs.
+        except _REFUSALS:
+            return None
         time_s = time.perf_counter() - start_s
         made_bytes = (pages.live_bytes - before) if pages else 0
         scratch_bytes = (pages.peak_bytes - before - made_bytes) if pages else 0

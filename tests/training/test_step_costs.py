@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -36,6 +37,8 @@ def _define() -> None:
     def hungry(x: torch.Tensor) -> torch.Tensor:
         if not isinstance(x, torch._subclasses.FakeTensor):
             CALLS.append(x.numel())
+            for error in REFUSE:
+                raise error("made-up values")
         scratch = x.new_empty((3 * x.numel(),))
         scratch[0] = 1.0
         return x * 2
@@ -50,6 +53,8 @@ def _define() -> None:
 
 
 CALLS: list[int] = []
+REFUSE: list[type[Exception]] = []
+"""What the op raises."""
 
 
 class Hungry(nn.Module):
@@ -165,6 +170,39 @@ def test_random_numbers_and_results_are_as_if_nothing_had_been_measured(
     torch.manual_seed(0)
     Hungry(8)
     assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("error", [AssertionError, KeyError, TypeError, ZeroDivisionError])
+def test_ops_that_refuse_made_up_values_are_planned_by_formulas(
+    machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "REFUSE", [error])
+    with compiled(machine, tmp_path) as step:
+        monkeypatch.setattr(sys.modules[__name__], "REFUSE", [])
+        assert step(BATCH).isfinite()
+    (path,) = tmp_path.rglob("*.steps.json")
+    kinds = json.loads(path.read_text())["costs"]
+    assert kinds
+    assert not any("hungry" in kind for kind in kinds)
+
+
+def test_a_loss_that_is_nan_for_made_up_values_alone_is_planned(
+    machine: Machine, tmp_path: Path
+) -> None:
+    model = nn.Sequential(nn.Embedding(20, 16), nn.Linear(16, 20))
+    tokens = torch.randint(1, 20, (4, 9))
+
+    def padded(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        # Made-up tokens are all zeros, which leaves none to take a mean of.
+        return functional.cross_entropy(
+            model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten(), ignore_index=0
+        )
+
+    wanted = padded(model, tokens).detach()
+    with compile_step(
+        model, padded, adamw(model), _BUDGET, tokens, machine=machine, cache_dir=tmp_path
+    ) as step:
+        assert torch.equal(step(tokens), wanted)
 
 
 @pytest.mark.skipif(not has_compiler(), reason="needs a C++ compiler")
