@@ -13,16 +13,17 @@ from __future__ import annotations
 import torch
 
 from gascompile.runtime.kernels import state_codes, updates
-from gascompile.runtime.kernels.state_codes import BLOCK, SIGNED
+from gascompile.runtime.kernels.state_codes import BLOCK
 from gascompile.runtime.kernels.updates import Coded
 from gascompile.training.update_ops import (
     PIECE,
     adam_options,
+    is_laid_out_as,
     nothing,
     part_of,
     pieces,
     range_of,
-    sgd_piece,
+    sgd_options,
 )
 from gascompile.training.update_ops import workspace_bytes as plain_workspace_bytes
 
@@ -74,9 +75,7 @@ def _adam_coded(
     on_gpu = parameter.is_cuda
     workspace = None if on_gpu else updates.Workspace(min(end - begin, PIECE), options.step)
     # Without a copy of the gradient a GPU takes the whole range at once.
-    whole = on_gpu and (
-        gradient.shape != parameter.shape or gradient.stride() == parameter.stride()
-    )
+    whole = on_gpu and is_laid_out_as(gradient, parameter)
     for first, last in pieces(begin, end, whole=whole):
         part, is_copy = part_of(parameter, gradient, begin, first, last)
         if scale is not None and not on_gpu:
@@ -104,17 +103,21 @@ def _sgd_coded(
     begin: int,
     end: int,
 ) -> None:
-    blocks = state_codes.num_blocks(min(end - begin, PIECE))
-    values = torch.empty(blocks, BLOCK, device=parameter.device)
-    scratch = torch.empty_like(values, dtype=torch.int32)
-    for first, last in pieces(begin, end, whole=False):
-        codes, scales = _blocks(momentum, first - begin, last - begin)
-        kept = values[: len(codes)]
-        state_codes.decode(codes, scales, kept, scratch[: len(codes)], SIGNED)
+    options = sgd_options(hyper)
+    on_gpu = parameter.is_cuda
+    workspace = None if on_gpu else updates.sgd_workspace(min(end - begin, PIECE))
+    whole = on_gpu and is_laid_out_as(gradient, parameter)
+    for first, last in pieces(begin, end, whole=whole):
         part, is_copy = part_of(parameter, gradient, begin, first, last)
-        target, flat = range_of(parameter, first, last), kept.view(-1)[: last - first]
-        sgd_piece(target, part, flat, hyper, scale, is_copy=is_copy)
-        state_codes.encode(kept, codes, scales, SIGNED)
+        updates.sgd_coded(
+            range_of(parameter, first, last),
+            part,
+            _blocks(momentum, first - begin, last - begin),
+            options,
+            workspace,
+            scale=scale,
+            may_write=is_copy,
+        )
         del part
 
 

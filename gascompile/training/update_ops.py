@@ -14,7 +14,7 @@ import torch
 
 from gascompile.errors import NanLossError
 from gascompile.runtime.kernels import updates
-from gascompile.runtime.kernels.updates import AdamOptions
+from gascompile.runtime.kernels.updates import AdamOptions, SgdOptions
 
 ADAM = ("lr", "beta1", "beta2", "eps", "weight_decay", "maximize", "step")
 """Elements of the hyperparameters of ``adam``, float64."""
@@ -46,7 +46,8 @@ def range_of(tensor: torch.Tensor, begin: int, end: int) -> torch.Tensor:
     return tensor.as_strided((end - begin,), (1,), tensor.storage_offset() + begin)
 
 
-def _is_laid_out_as(gradient: torch.Tensor, parameter: torch.Tensor) -> bool:
+def is_laid_out_as(gradient: torch.Tensor, parameter: torch.Tensor) -> bool:
+    """Return whether no part of a gradient has to be copied to lie as its parameter does."""
     return gradient.shape != parameter.shape or gradient.stride() == parameter.stride()
 
 
@@ -92,11 +93,11 @@ def workspace_bytes(
     piece = min(num_elements, PIECE)
     in_rows = gradient.shape == parameter.shape and parameter.dim() > 1
     # What convolutions return need not lie in memory as a fake of it does.
-    if in_rows and (parameter.dim() > 2 or not _is_laid_out_as(gradient, parameter)):
+    if in_rows and (parameter.dim() > 2 or not is_laid_out_as(gradient, parameter)):
         # Rows that are needed in part, the largest dimension of memory being the first.
         first = parameter.shape[max(range(parameter.dim()), key=parameter.stride)]
         piece = min(piece + 2 * (parameter.numel() // max(first, 1)), parameter.numel())
-    elif not scaled and _is_laid_out_as(gradient, parameter):
+    elif not scaled and is_laid_out_as(gradient, parameter):
         return 0
     return piece * parameter.element_size()
 
@@ -113,7 +114,7 @@ def _adam(
 ) -> None:
     options = adam_options(hyper, decoupled=decoupled)
     on_gpu = parameter.is_cuda
-    whole = (on_gpu or scale is None) and _is_laid_out_as(gradient, parameter)
+    whole = (on_gpu or scale is None) and is_laid_out_as(gradient, parameter)
     for first, last in pieces(begin, begin + mean.numel(), whole=whole):
         part, is_copy = part_of(parameter, gradient, begin, first, last)
         if scale is not None and not on_gpu:
@@ -153,38 +154,33 @@ def _sgd(
     begin: int,
     end: int,
 ) -> None:
-    for first, last in pieces(begin, end, whole=False):
+    options = sgd_options(hyper)
+    whole = parameter.is_cuda and is_laid_out_as(gradient, parameter)
+    for first, last in pieces(begin, end, whole=whole):
         part, is_copy = part_of(parameter, gradient, begin, first, last)
-        kept = None if momentum is None else momentum[first - begin : last - begin]
-        sgd_piece(range_of(parameter, first, last), part, kept, hyper, scale, is_copy=is_copy)
+        updates.sgd(
+            range_of(parameter, first, last),
+            part,
+            None if momentum is None else momentum[first - begin : last - begin],
+            options,
+            scale=scale,
+            may_write=is_copy,
+        )
         del part
 
 
-def sgd_piece(
-    target: torch.Tensor,
-    part: torch.Tensor,
-    kept: torch.Tensor | None,
-    hyper: torch.Tensor,
-    scale: torch.Tensor | None,
-    *,
-    is_copy: bool,
-) -> None:
-    """Update a piece of a parameter and of its momentum; a gradient that ``is_copy`` may be written to."""
-    lr, factor, dampening, weight_decay, nesterov, maximize, step = hyper.tolist()
-    if scale is not None:
-        part, is_copy = part.mul_(scale) if is_copy else part * scale, True
-    if maximize:
-        part, is_copy = part.neg_() if is_copy else -part, True
-    if weight_decay:
-        part = (part.add_ if is_copy else part.add)(target, alpha=weight_decay)
-        is_copy = True
-    if kept is not None:
-        if step == 1:
-            kept.copy_(part)
-        else:
-            kept.mul_(factor).add_(part, alpha=1 - dampening)
-        part = (part.add_ if is_copy else part.add)(kept, alpha=factor) if nesterov else kept
-    target.add_(part, alpha=-lr)
+def sgd_options(hyper: torch.Tensor) -> SgdOptions:
+    """Return the hyperparameters of ``sgd`` by name."""
+    lr, momentum, dampening, weight_decay, nesterov, maximize, step = hyper.tolist()
+    return SgdOptions(
+        lr=lr,
+        momentum=momentum,
+        dampening=dampening,
+        weight_decay=weight_decay,
+        nesterov=bool(nesterov),
+        maximize=bool(maximize),
+        is_first=step == 1,
+    )
 
 
 def _accumulate(
@@ -192,7 +188,7 @@ def _accumulate(
 ) -> None:
     # The parameter itself may be out of memory: its layout is all that counts.
     parameter = torch.empty_strided(shape, stride, device="meta")
-    whole = _is_laid_out_as(gradient, parameter)
+    whole = is_laid_out_as(gradient, parameter)
     for first, last in pieces(begin, begin + total.numel(), whole=whole):
         part, _ = part_of(parameter, gradient, begin, first, last)
         total[first - begin : last - begin].add_(part)

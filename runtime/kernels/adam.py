@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from gascompile.runtime.kernels import state_codes
+from gascompile.runtime.kernels.coding import coded, decoded, decoded_signed, dither_of, scale_of
 from gascompile.runtime.kernels.launching import launch_device
 from gascompile.runtime.kernels.state_codes import BLOCK, SIGNED, UNSIGNED
 from gascompile.runtime.kernels.updates import AdamOptions, Coded
@@ -18,17 +19,8 @@ from gascompile.runtime.kernels.updates import AdamOptions, Coded
 _ELEMENTS = 1024
 """Per program: eight per thread of four warps, of each of the operands."""
 _BLOCK = tl.constexpr(BLOCK)
-_OCTAVE = tl.constexpr(state_codes.OCTAVE)
-_LARGEST_SCALE = tl.constexpr(state_codes.LARGEST_SCALE)
-_NOT_FINITE = tl.constexpr(state_codes.NOT_FINITE)
-_FACTOR = tl.constexpr(state_codes.NOT_FINITE - 1)
 _MEAN_OFFSET, _MEAN_LARGEST = tl.constexpr(SIGNED.offset), tl.constexpr(SIGNED.largest)
 _SQUARE_OFFSET, _SQUARE_LARGEST = tl.constexpr(UNSIGNED.offset), tl.constexpr(UNSIGNED.largest)
-_DITHERS = tl.constexpr(state_codes.DITHERS)
-_GOLDEN = tl.constexpr(state_codes.GOLDEN)
-_SPREAD = tl.constexpr(32 - state_codes.DITHER_BITS)
-_DITHER_MASK = tl.constexpr((1 << state_codes.DITHER_BITS) - 1)
-_DITHER_STEP = tl.constexpr(2.0**-state_codes.DITHER_BITS)
 
 
 @triton.jit
@@ -111,30 +103,6 @@ def _adam(
 
 
 @triton.jit
-def _decoded(code, scale, offset: tl.constexpr):
-    """Return the values of codes without signs."""
-    bits = code.to(tl.float32).to(tl.int32, bitcast=True)
-    bits = (tl.maximum(bits, offset) - offset) << 2
-    return bits.to(tl.float32, bitcast=True) * (scale << _OCTAVE).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _scale(values):
-    """Return the scales of blocks of values without signs."""
-    # As integers, whose largest is a NaN's where there is one.
-    found = tl.max(values.to(tl.int32, bitcast=True), axis=1) >> _OCTAVE
-    found = found + (found > 0).to(tl.int32)
-    return tl.where(found > _LARGEST_SCALE, _NOT_FINITE, found)[:, None]
-
-
-@triton.jit
-def _coded(values, scale, added, offset: tl.constexpr, largest: tl.constexpr):
-    scaled = values * ((scale * -1 + _FACTOR) << _OCTAVE).to(tl.float32, bitcast=True)
-    bits = (scaled.to(tl.int32, bitcast=True) >> 2) + offset
-    return tl.minimum(bits.to(tl.float32, bitcast=True) + added, largest).to(tl.int32)
-
-
-@triton.jit
 def _adam_coded(
     parameter,
     gradient,
@@ -163,13 +131,11 @@ def _adam_coded(
     at = row[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
     inside, is_code = at < count, is_row[:, None] & (at >= 0)
     code = tl.load(mean_codes.to(tl.pointer_type(tl.int8)) + at, mask=is_code, other=0)
-    code = code.to(tl.int32)
     own = tl.load(mean_scales + row, mask=is_row, other=0).to(tl.int32)[:, None]
-    mean = _decoded(tl.abs(code), own, _MEAN_OFFSET)
-    mean = tl.where(code < 0, -mean, mean)
-    code = tl.load(square_codes + at, mask=is_code, other=0).to(tl.int32)
+    mean = decoded_signed(code.to(tl.int32), own, _MEAN_OFFSET)
+    code = tl.load(square_codes + at, mask=is_code, other=0)
     own = tl.load(square_scales + row, mask=is_row, other=0).to(tl.int32)[:, None]
-    square = _decoded(code, own, _SQUARE_OFFSET)
+    square = decoded(code, own, _SQUARE_OFFSET)
     value, mean, square = _updated(
         tl.load(parameter + at, mask=inside, other=0.0),
         tl.load(gradient + at, mask=inside, other=0.0),
@@ -188,18 +154,15 @@ def _adam_coded(
         maximize,
     )
     tl.store(parameter + at, value, mask=inside)
-    is_negative = mean < 0
-    mean = tl.abs(mean)
-    own = _scale(mean)
-    code = _coded(mean, own, 0.5, _MEAN_OFFSET, _MEAN_LARGEST)
-    code = tl.where(is_negative, -code, code)
+    size = tl.abs(mean)
+    own = scale_of(size)
+    code = coded(size, own, 0.5, _MEAN_OFFSET, _MEAN_LARGEST)
+    code = tl.where(mean < 0, -code, code)
     tl.store(mean_codes + at, (code & 255).to(tl.uint8), mask=is_code)
     tl.store(mean_scales + row[:, None], own.to(tl.uint8), mask=is_row[:, None])
     square = tl.abs(square)
-    own = _scale(square)
-    spread = ((at.to(tl.uint32) & (_DITHERS - 1)) * _GOLDEN) >> _SPREAD
-    added = ((spread.to(tl.int32) + dither_shift) & _DITHER_MASK).to(tl.float32) * _DITHER_STEP
-    code = _coded(square, own, added, _SQUARE_OFFSET, _SQUARE_LARGEST)
+    own = scale_of(square)
+    code = coded(square, own, dither_of(at, dither_shift), _SQUARE_OFFSET, _SQUARE_LARGEST)
     code = tl.maximum(code, (square > 0).to(tl.int32))
     tl.store(square_codes + at, code.to(tl.uint8), mask=is_code)
     tl.store(square_scales + row[:, None], own.to(tl.uint8), mask=is_row[:, None])

@@ -46,6 +46,20 @@ class AdamOptions:
         return math.sqrt(1 - self.beta2**self.step)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SgdOptions:
+    """Hyperparameters of one update, in the words of ``torch.optim.SGD``."""
+
+    lr: float
+    momentum: float
+    dampening: float
+    weight_decay: float
+    nesterov: bool
+    maximize: bool
+    is_first: bool
+    """The momentum has no value yet: it becomes the gradient."""
+
+
 class Workspace:
     """What an update of coded states in CPU memory computes in: allocated once, used piece by piece."""
 
@@ -165,6 +179,107 @@ def adam_coded(
     state_codes.encode(square, square_codes, square_scales, UNSIGNED, dither)
 
 
+def sgd(
+    parameter: torch.Tensor,
+    gradient: torch.Tensor,
+    momentum: torch.Tensor | None,
+    options: SgdOptions,
+    *,
+    scale: torch.Tensor | None = None,
+    may_write: bool = False,
+) -> None:
+    """Update a parameter and its momentum.
+
+    Args:
+        parameter: contiguous float32 vector, as all that follow.
+        gradient: as many elements.
+        momentum: ``momentum_buffer``, where there is one.
+        options: of this update.
+        scale: one float32 that the gradient is multiplied by.
+        may_write: the gradient may be overwritten, which saves a copy of it in CPU memory.
+
+    Raises:
+        TypeError: a dtype that is not float32.
+        ValueError: shapes, strides or devices that do not fit.
+    """
+    _check(parameter, gradient=gradient, **({} if momentum is None else {"momentum": momentum}))
+    if parameter.numel() == 0:
+        return
+    if parameter.is_cuda:
+        from gascompile.runtime.kernels.sgd import sgd as launch
+
+        launch(parameter, gradient, momentum, options, scale=scale)
+        return
+    slope = gradient
+    if scale is not None:
+        slope, may_write = slope.mul_(scale) if may_write else slope * scale, True
+    if options.maximize:
+        slope, may_write = slope.neg_() if may_write else -slope, True
+    if options.weight_decay:
+        slope = (slope.add_ if may_write else slope.add)(parameter, alpha=options.weight_decay)
+        may_write = True
+    if momentum is not None:
+        if options.is_first:
+            momentum.copy_(slope)
+        else:
+            momentum.mul_(options.momentum).add_(slope, alpha=1 - options.dampening)
+        if options.nesterov:
+            slope = (slope.add_ if may_write else slope.add)(momentum, alpha=options.momentum)
+        else:
+            slope = momentum
+    parameter.add_(slope, alpha=-options.lr)
+
+
+def sgd_coded(
+    parameter: torch.Tensor,
+    gradient: torch.Tensor,
+    momentum: Coded,
+    options: SgdOptions,
+    workspace: tuple[torch.Tensor, torch.Tensor] | None = None,
+    *,
+    scale: torch.Tensor | None = None,
+    may_write: bool = False,
+) -> None:
+    """Update a parameter and its momentum, which is in 8 bits; computed in float32.
+
+    Args:
+        parameter: contiguous float32 vector.
+        gradient: as many elements.
+        momentum: ``SIGNED`` codes.
+        options: of this update.
+        workspace: float32 and int32 ``[blocks, 256]``, as many blocks as the momentum has or more; made here where
+            missing, and not needed on a GPU.
+        scale: one float32 that the gradient is multiplied by.
+        may_write: the gradient may be overwritten, which saves a copy of it in CPU memory.
+
+    Raises:
+        TypeError: a dtype that does not fit.
+        ValueError: shapes, strides or devices that do not fit.
+    """
+    _check(parameter, gradient=gradient)
+    _check_coded(parameter, (momentum,))
+    if parameter.numel() == 0:
+        return
+    if parameter.is_cuda:
+        from gascompile.runtime.kernels.sgd import sgd_coded as launch
+
+        launch(parameter, gradient, momentum, options, scale=scale)
+        return
+    codes, scales = momentum
+    values, scratch = workspace or sgd_workspace(parameter.numel())
+    values, scratch = values[: len(codes)], scratch[: len(codes)]
+    state_codes.decode(codes, scales, values, scratch, SIGNED)
+    flat = values.view(-1)[: parameter.numel()]
+    sgd(parameter, gradient, flat, options, scale=scale, may_write=may_write)
+    state_codes.encode(values, codes, scales, SIGNED)
+
+
+def sgd_workspace(num_values: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a workspace for pieces of up to ``num_values``; it is smaller than one for Adam."""
+    blocks = state_codes.num_blocks(num_values)
+    return torch.empty(blocks, BLOCK), torch.empty(blocks, BLOCK, dtype=torch.int32)
+
+
 def _check(parameter: torch.Tensor, **others: torch.Tensor) -> None:
     for name, tensor in {"parameter": parameter, **others}.items():
         if tensor.dtype != torch.float32:
@@ -178,7 +293,7 @@ def _check(parameter: torch.Tensor, **others: torch.Tensor) -> None:
             raise ValueError(f"{name} is on {tensor.device}, the parameter on {parameter.device}")
 
 
-def _check_coded(parameter: torch.Tensor, states: tuple[Coded, Coded]) -> None:
+def _check_coded(parameter: torch.Tensor, states: tuple[Coded, ...]) -> None:
     blocks = state_codes.num_blocks(parameter.numel())
     for codes, scales in states:
         if codes.dtype != torch.uint8 or scales.dtype != torch.uint8:

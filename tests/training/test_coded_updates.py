@@ -94,26 +94,27 @@ def test_the_op_equals_one_launch_of_the_kernel(turned: bool) -> None:
         assert int((ours != theirs).sum()) <= 9
 
 
-def test_ops_run_whole_ranges_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With tensors that say they are on a GPU, the interpreter in the place of the launch."""
-    calls = []
+@pytest.mark.parametrize("kind", ["adam", "adam_coded", "sgd", "sgd_coded"])
+def test_ops_run_whole_ranges_on_a_gpu(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """With tensors that say they are on a GPU; a scale goes into the kernel, and no workspace is taken."""
+    calls: list[tuple[int, object]] = []
 
-    def launch(
-        parameter: torch.Tensor,
-        gradient: torch.Tensor,
-        states: object,
-        options: object,
-        workspace: object,
-        *,
-        scale: torch.Tensor | None,
-    ) -> None:
-        assert workspace is None
-        calls.append((parameter.numel(), scale))
+    def launch(parameter: torch.Tensor, *operands: object, **options: object) -> None:
+        assert not any(isinstance(o, updates.Workspace) for o in operands)
+        calls.append((parameter.numel(), options["scale"]))
 
-    monkeypatch.setattr(updates, "adam_coded", launch)
+    monkeypatch.setattr(updates, kind, launch)
     value, scale = _Elsewhere(torch.randn(200_000)), torch.tensor(0.5)
     state = torch.zeros(state_codes.coded_bytes(200_000), dtype=torch.uint8)
-    coded_updates._adam_coded(value, value, state, state, HYPER, scale, 0, 200_000, True)
+    match kind:
+        case "adam":
+            update_ops._adam(value, value, value, value, HYPER, scale, 0, True)
+        case "sgd":
+            update_ops._sgd(value, value, value, HYPER, scale, 0, 200_000)
+        case "adam_coded":
+            coded_updates._adam_coded(value, value, state, state, HYPER, scale, 0, 200_000, True)
+        case _:
+            coded_updates._sgd_coded(value, value, state, HYPER, scale, 0, 200_000)
     assert calls == [(200_000, scale)]
 
 

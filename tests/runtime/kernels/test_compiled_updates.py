@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -35,14 +36,17 @@ def accesses(ptx: str, kind: str) -> list[str]:
     return re.findall(rf"\b{kind}\.global\.([a-z0-9.]+)", ptx)
 
 
-def test_both_kernels_compile_in_both_forms(compiled: list[dict[str, Any]]) -> None:
-    names = [found["kernel"] for found in compiled]
-    assert sorted(names) == ["_adam", "_adam", "_adam_coded", "_adam_coded"]
+def test_all_kernels_compile_in_all_forms(compiled: list[dict[str, Any]]) -> None:
+    names = Counter(found["kernel"] for found in compiled)
+    assert names == {"_adam": 2, "_adam_coded": 2, "_sgd": 3, "_sgd_coded": 2}
 
 
 def test_memory_is_touched_in_wide_pieces(compiled: list[dict[str, Any]]) -> None:
     """Four values at a time; of codes as many as make a word. Single bytes are bases alone."""
     for found in compiled:
+        if not found["kernel"].startswith("_adam"):
+            assert accesses(found["ptx"], "st").count("v4.b32") >= 2
+            continue
         loads, stores = accesses(found["ptx"], "ld"), accesses(found["ptx"], "st")
         is_coded = found["kernel"] == "_adam_coded"
         # Eight values per thread: two loads of each float32 operand, one of each state's codes at most.
@@ -57,6 +61,8 @@ def test_divisions_and_roots_are_rounded_as_torch_rounds_them(
     compiled: list[dict[str, Any]],
 ) -> None:
     for found in compiled:
+        if not found["kernel"].startswith("_adam"):
+            continue
         assert "sqrt.rn.f32" in found["ptx"]
         assert "div.rn.f32" in found["ptx"]
         assert not re.search(r"(sqrt|div)\.(approx|full)", found["ptx"])
@@ -64,4 +70,4 @@ def test_divisions_and_roots_are_rounded_as_torch_rounds_them(
 
 def test_no_shared_memory_but_for_the_largest_of_blocks(compiled: list[dict[str, Any]]) -> None:
     for found in compiled:
-        assert found["shared_bytes"] <= (4096 if found["kernel"] == "_adam_coded" else 0)
+        assert found["shared_bytes"] <= (4096 if "_coded" in found["kernel"] else 0)
