@@ -36,14 +36,15 @@ FLOATING = frozenset(("float64", "float32", "bfloat16", "float16"))
 _EMBEDDING = torch.ops.aten.embedding.default
 _LINEAR = torch.ops.aten.linear.default
 _Uses = set[object]
-CEILINGS: Final[Mapping[str, float]] = {"int8": 0.57, "int4": 0.40}
+CEILINGS: Final[Mapping[str, float]] = {"int8": 0.56, "int4": 0.40}
 """Most that the matrices may take, of what they take at two bytes a value."""
 TRIED: Final[Mapping[str, tuple[str, ...]]] = {"int8": ("int8",), "int4": ("int4", "int8")}
 """Packed forms that each of ``weights=`` chooses among, beside two bytes a value."""
 _USUAL_ERRORS: Final[Mapping[str, float]] = {"int8": 0.0058, "int4": 0.072, "bfloat16": 0.0017}
 """Of weights whose values follow a bell curve."""
-_LEAST_GAIN = 1 / 16
-"""Of the median's per value: inputs of one token, say, tell nothing of what attention compares."""
+_LEAST_GAIN = 1 / 4
+"""Of the median of the layers around, per value: inputs of one token, say, tell nothing of what attention compares."""
+_AROUND = 4
 
 
 def is_lossless(stored: str, compute: str) -> bool:
@@ -169,10 +170,12 @@ def _gains(
 ) -> dict[str, float]:
     if sensitivities is None:
         return {name: size / (1 + place) ** 2 for place, (name, size) in enumerate(numel.items())}
-    if not numel:
-        return {}
-    least = _LEAST_GAIN * statistics.median(sensitivities[n].gain / numel[n] for n in numel)
-    return {name: max(sensitivities[name].gain, least * size) for name, size in numel.items()}
+    densities = [sensitivities[name].gain / size for name, size in numel.items()]
+    around = [densities[max(i - _AROUND, 0) : i + _AROUND + 1] for i in range(len(densities))]
+    return {
+        name: size * max(density, _LEAST_GAIN * statistics.median(near))
+        for (name, size), density, near in zip(numel.items(), densities, around, strict=True)
+    }
 
 
 def _size_bytes(form: str, shape: tuple[int, ...]) -> int:

@@ -10,13 +10,13 @@ from gascompile.packing import INT4_LARGEST, INT8_LARGEST, packed_parts
 from gascompile.wire_ops import decoded
 
 _SHRINK = (1.0, 0.9, 0.8)
-_SHRINK_INT8 = (1.0, 0.995, 0.985, 0.975, 0.96)
+_SHRINK_INT8 = (1.0, 0.99, 0.98, 0.965)
 """Shares of a group's range that are tried: cutting the farthest values off may make the others finer."""
 _FIT_TURNS = 2
 _LEAST_SCALE = 1e-7
 """Above float16's smallest subnormal: groups of one value keep a scale that can be divided by."""
-_CHUNK_VALUES = 1 << 21
-"""Values that are searched at once, which bounds the memory of the search."""
+_CHUNK_VALUES = 1 << 18
+"""Values that are searched at once: caches hold them from one step of the search to the next."""
 
 
 def pack(weight: torch.Tensor, form: str, group: int) -> torch.Tensor:

@@ -44,8 +44,8 @@ def test_the_report_names_every_weight_and_what_it_lost(cache: Path) -> None:
         groups = values.view(len(values), -1, 64)
         steps = groups.abs().amax(2, keepdim=True) / 127
         lost = float(((groups / steps).round() * steps - groups).norm() / values.norm())
-        # Scales are searched, which can only win, and are rounded themselves.
-        assert 0.9 * lost < weight.relative_error < lost
+        # Scales are searched, and rounded themselves.
+        assert 0.9 * lost < weight.relative_error < 1.005 * lost
         # A byte a value, and two for the scale of a group.
         assert weight.size_bytes == values.numel() + 2 * steps.numel()
     assert report.relative_error == max(weight.relative_error for weight in report.weights)
