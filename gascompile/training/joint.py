@@ -35,6 +35,7 @@ from torch.utils import _pytree as pytree
 from gascompile.errors import CaptureError, UnsupportedOpError
 from gascompile.passes.bound_aliases import bound_aliases
 from gascompile.training.cumulative_norms import numbered_norms, take_counts
+from gascompile.training.own_kernels import own_kernels
 from gascompile.training.stand_ins import StandIns
 from gascompile.training.storages import Storages, View, named_tensors, places
 from gascompile.training.true_strides import true_strides
@@ -127,7 +128,7 @@ def capture_joint(
 
     Raises:
         CaptureError: the loss is no scalar, depends on no parameter, or cannot be traced.
-        UnsupportedOpError: the model has hooks or dropout that no trace shows.
+        UnsupportedOpError: the model has hooks that no trace shows.
     """
     _refuse_untraceable(model)
     storages = storages or Storages(model)
@@ -170,12 +171,6 @@ def _captured(wrapped: _Loss, leaves: list[Any]) -> fx.GraphModule:
 
 def _refuse_untraceable(model: nn.Module) -> None:
     """Refuse what a trace would leave out without a word."""
-    for name, module in model.named_modules():
-        if isinstance(module, nn.RNNBase) and module.training and module.dropout:
-            raise UnsupportedOpError(
-                f"dropout between the layers of '{name or type(module).__name__}' cannot be traced; set its dropout "
-                "to 0 and put nn.Dropout between layers of their own"
-            )
     for name, parameter in model.named_parameters():
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             raise UnsupportedOpError(
@@ -184,7 +179,7 @@ def _refuse_untraceable(model: nn.Module) -> None:
 
 
 def _traced(wrapped: nn.Module, leaves: list[Any]) -> fx.GraphModule:
-    with contextlib.ExitStack() as stack, true_strides():
+    with contextlib.ExitStack() as stack, true_strides(), own_kernels():
         if any(isinstance(module, nn.LSTM) for module in wrapped.modules()):
             # The fused kernel hands its backward pass a workspace that no trace has.
             stack.callback(torch._C._set_mkldnn_enabled, torch._C._get_mkldnn_enabled())
@@ -239,7 +234,6 @@ def _read(
     bound: dict[str, str] = {}
     inputs: dict[int, str] = {}
     outside: dict[str, torch.Tensor] = {}
-    tangents: list[fx.Node] = []
     for node in graph.nodes:
         if node.op != "placeholder":
             continue
@@ -251,7 +245,7 @@ def _read(
             case PlainAOTInput(idx=index):
                 inputs[index] = node.name
             case TangentAOTInput():
-                tangents.append(node)
+                pass
             case other:
                 raise CaptureError(f"the loss takes {other}, which has no place in a plan")
     _lift_constants(graph_module, outside)
@@ -263,14 +257,7 @@ def _read(
             raise CaptureError(
                 "a gradient is sparse, which has no place in a plan; pass sparse=False"
             )
-    loss, _, _ = _outputs(graph.output_node(), canonical)
-    for tangent in tangents:
-        with graph.inserting_after(loss):
-            one = graph.call_function(torch.ops.aten.ones_like.default, (loss,))
-        one.meta["val"] = loss.meta["val"]
-        tangent.replace_all_uses_with(one)
-        graph.erase_node(tangent)
-    # A tangent may have been a gradient itself.
+    _start_from_one(graph, canonical)
     loss, gradients, mutations = _outputs(graph.output_node(), canonical)
     for name in set(mutations).intersection(views[name].owner for name in made):
         raise CaptureError(
@@ -289,6 +276,18 @@ def _read(
         tensors={name: tensors[name] for name in dict.fromkeys(bound.values())},
         views=made,
     )
+
+
+def _start_from_one(graph: fx.Graph, canonical: Mapping[str, str]) -> None:
+    """Make what the backward pass starts from an op; it may be a gradient itself."""
+    loss, _, _ = _outputs(graph.output_node(), canonical)
+    for node in list(graph.nodes):
+        if node.op == "placeholder" and isinstance(node.meta.get("desc"), TangentAOTInput):
+            with graph.inserting_after(loss):
+                one = graph.call_function(torch.ops.aten.ones_like.default, (loss,))
+            one.meta["val"] = loss.meta["val"]
+            node.replace_all_uses_with(one)
+            graph.erase_node(node)
 
 
 def _make_views(

@@ -40,32 +40,6 @@ def linear() -> nn.Linear:
     return nn.Linear(8, 8)
 
 
-def test_dropout_between_recurrent_layers_is_refused(step_of: Compiler) -> None:
-    model = nn.GRU(8, 8, num_layers=2, dropout=0.5).train()
-    with pytest.raises(UnsupportedOpError, match="dropout between the layers of 'GRU'"):
-        step_of(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    assert all(parameter.numel() for parameter in model.parameters())
-
-
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
-def test_recurrent_models_are_eager(
-    step_of: Compiler, kind: Callable[[int, int], nn.Module]
-) -> None:
-    torch.manual_seed(2)
-    model, plain = kind(8, 8).train(), kind(8, 8).train()
-    plain.load_state_dict(model.state_dict())
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
-    with step_of(model, torch.optim.SGD(model.parameters(), lr=0.1)) as step:
-        for _ in range(4):
-            optimizer.zero_grad()
-            loss = square(plain, BATCH)
-            loss.backward()
-            optimizer.step()
-            torch.testing.assert_close(step(BATCH), loss.detach(), rtol=1e-6, atol=0)
-    for name, value in plain.state_dict().items():
-        torch.testing.assert_close(model.state_dict()[name], value, rtol=1e-5, atol=1e-7)
-
-
 def test_hooks_are_refused(step_of: Compiler) -> None:
     model = linear()
     handle = model.weight.register_hook(lambda gradient: gradient * 0)
