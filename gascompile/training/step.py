@@ -112,6 +112,8 @@ class TrainingStep:
         self.plan = unit.plan
         if updates:
             states.stepped()
+            if self._settings.unplanned:
+                self._watch.look(states, unit.plan)
             # What schedulers look at to see that the optimizer has stepped before them.
             self.optimizer._opt_called = True  # type: ignore[attr-defined]
         return loss
@@ -123,7 +125,6 @@ class TrainingStep:
         except BaseException as error:
             self._failure = f"{type(error).__name__}: {error}"
             raise
-        self._watch.look(states, unit.plan)
 
     def eval(self, batch: Any) -> torch.Tensor:
         """Return the loss in evaluation mode, without an update, under the same budget.
