@@ -11,6 +11,7 @@
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/StorageImpl.h>
 
+#include <pthread.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -51,13 +52,19 @@ struct Figures {
   uint64_t live_bytes, peak_live_bytes, resident_bytes, num_joined, moved_bytes;
 };
 
+class Pages;
+Pages& pages();
+
 class Pages final : public c10::Allocator {
  public:
   // Blocks of at least `least_bytes` are served; their sizes are multiples of `unit_bytes`.
   bool configure(size_t unit_bytes, size_t least_bytes) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (num_regions_ == 0 && !(moves_pages() && add_region())) {
-      return false;
+    if (num_regions_ == 0) {
+      if (!(moves_pages() && add_region(kLeastRegionBytes))) {
+        return false;
+      }
+      guard_forks();
     }
     unit_ = unit_bytes;
     least_ = least_bytes;
@@ -67,6 +74,7 @@ class Pages final : public c10::Allocator {
   void set_limit(size_t limit_bytes) {
     const std::lock_guard<std::mutex> lock(mutex_);
     limit_ = limit_bytes;
+    keeps_ = true;
   }
 
   void mark() {
@@ -97,9 +105,10 @@ class Pages final : public c10::Allocator {
     return found == used_.end() ? 0 : found->second.size;
   }
 
-  // Give the pages of all free blocks to the kernel.
+  // Give the pages of all free blocks to the kernel, and those of blocks that are freed before the next limit is set.
   void trim() {
     const std::lock_guard<std::mutex> lock(mutex_);
+    keeps_ = false;
     while (!free_.empty()) {
       Slot slot = free_.begin()->second;
       forget(free_.begin());
@@ -142,11 +151,16 @@ class Pages final : public c10::Allocator {
     return moved;
   }
 
-  bool add_region() {
+  // A child of a fork has this thread alone: no other one may hold the lock at that moment.
+  void guard_forks() {
+    pthread_atfork([] { pages().mutex_.lock(); }, [] { pages().mutex_.unlock(); }, [] { pages().mutex_.unlock(); });
+  }
+
+  bool add_region(size_t least_bytes) {
     if (num_regions_ == regions_.size()) {
       return false;
     }
-    for (size_t size = kRegionBytes; size >= kLeastRegionBytes; size /= 2) {
+    for (size_t size = kRegionBytes; size >= std::max(kLeastRegionBytes, least_bytes); size /= 2) {
       void* data = mmap(nullptr, size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
       if (data != MAP_FAILED) {
         next_ = static_cast<char*>(data);
@@ -186,7 +200,11 @@ class Pages final : public c10::Allocator {
     Slot slot = found->second;
     used_.erase(found);
     figures_.live_bytes -= slot.size;
-    keep(slot);
+    if (keeps_) {
+      keep(slot);
+    } else {
+      empty(slot);
+    }
   }
 
   // Addresses without pages.
@@ -197,7 +215,7 @@ class Pages final : public c10::Allocator {
       same.pop_back();
       return {address, size};
     }
-    if (next_ + size > regions_[num_regions_ - 1].second && !add_region()) {
+    if (next_ + size > regions_[num_regions_ - 1].second && !add_region(size)) {
       throw std::bad_alloc();
     }
     char* address = next_;
@@ -232,6 +250,8 @@ class Pages final : public c10::Allocator {
     char* to = slot.address + slot.backed();
     const int flags = MREMAP_MAYMOVE | MREMAP_FIXED | MREMAP_DONTUNMAP;
     if (mremap(donor.address + end - part, part, part, flags, to) == MAP_FAILED) {
+      // It may have left nothing there, where others could map something.
+      mmap(to, part, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
       return false;
     }
     slot.ends.push_back(slot.backed() + part);
@@ -291,6 +311,7 @@ class Pages final : public c10::Allocator {
 
   std::mutex mutex_;
   size_t unit_ = 0, least_ = SIZE_MAX, limit_ = 0;
+  bool keeps_ = false;
   uint64_t clock_ = 0;
   size_t num_pieces_ = 0;
   Figures figures_{};

@@ -84,7 +84,7 @@ class Pages:
         return found
 
     def trim(self) -> None:
-        """Give what is free to the kernel."""
+        """Give what is free to the kernel, and what is freed until blocks are served again."""
         self._library.gascompile_pages_trim()
 
     @property

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -22,6 +26,7 @@ pytestmark = pytest.mark.skipif(not has_compiler(), reason="needs a C++ compiler
 BUDGET_BYTES = 64 << 20
 """For which units are pages, and blocks of 16 pages are the smallest."""
 LEAST_BYTES = 16 * PAGE_BYTES
+MAPS = Path("/proc/self/maps")
 
 
 @pytest.fixture(scope="module")
@@ -138,6 +143,65 @@ def test_what_is_free_goes_back_to_the_kernel(pages: Pages) -> None:
     # The kernel's count may lag behind by some pages.
     assert own_bytes() - before < 24 << 20
     assert int(kept.sum()) == 16 << 20
+
+
+def test_what_outlives_its_use_goes_back_to_the_kernel_when_it_is_freed(pages: Pages) -> None:
+    with pages.active(1 << 40):
+        kept = [torch.ones(16 << 20, dtype=torch.uint8)]
+    pages.trim()
+    assert pages.resident_bytes == 16 << 20
+    kept.clear()
+    assert pages.resident_bytes == 0
+    with pages.active(1 << 40):
+        torch.ones(16 << 20, dtype=torch.uint8)
+        assert pages.resident_bytes == 16 << 20
+    pages.trim()
+
+
+def test_children_of_forks_can_free_blocks_whatever_other_threads_do(pages: Pages) -> None:
+    with pages.active(0):
+        blocks = [torch.ones(1 << 18)]
+    ended = threading.Event()
+
+    def look() -> None:
+        while not ended.is_set():
+            pages.capacity(0)
+            pages.trim()
+
+    threads = [threading.Thread(target=look) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(50):
+            child = os.fork()
+            if not child:
+                signal.alarm(10)
+                blocks.clear()
+                os._exit(0)
+            _, status = os.waitpid(child, 0)
+            assert status == 0
+    finally:
+        ended.set()
+        for thread in threads:
+            thread.join()
+
+
+def test_a_block_for_which_there_are_no_addresses_is_refused(pages: Pages) -> None:
+    assert pages.live_bytes == 0
+    (library,) = {line.split()[-1] for line in MAPS.read_text().splitlines() if "/pages-" in line}
+    code = (
+        "import resource, sys, torch\nfrom pathlib import Path\nfrom gascompile.runtime.pages import Pages\n"
+        "pages = Pages(Path(sys.argv[1]))\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (60 << 30, 60 << 30))\n"
+        "assert pages.install(64 << 20)\n"
+        "with pages.active(0):\n    small = torch.zeros(1 << 20)\n"
+        "    torch.empty(33 << 30, dtype=torch.uint8)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, library], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert "bad_alloc" in done.stderr
 
 
 def test_a_damaged_library_is_compiled_again(
