@@ -40,7 +40,7 @@ from gascompile.units import SPILL_BUFFER_BYTES, format_size
 
 WIDTHS = {2: (64, 2), 12: (768, 12), 24: (1024, 16), 36: (1280, 20), 48: (1600, 25)}
 """Width and heads of GPT-2 small, medium, large and XL by their layers, and of one for tests."""
-BUDGETS = {2: ("48MiB",), 12: ("1GiB",), 24: ("2GiB",), 36: ("4GiB",), 48: ("8GiB", "6GiB", "4GiB")}
+BUDGETS = {2: ("64MiB",), 12: ("1GiB",), 24: ("2GiB",), 36: ("4GiB",), 48: ("8GiB", "6GiB", "4GiB")}
 """A fraction of what parameters, moments and activations take."""
 _RESERVED_BYTES = 4 * SPILL_BUFFER_BYTES
 

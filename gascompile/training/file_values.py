@@ -77,13 +77,13 @@ class FileValues:
                 become(self._tensors[name], value)
         self._outlines.enter()
 
-    def leave(self, shapes: Mapping[str, torch.Size] | None = None) -> None:
+    def leave(self, layouts: Mapping[str, torch.Tensor] | None = None) -> None:
         """Let the tensors be on the meta device again, but for buffers that are in no file; idempotent.
 
         Args:
-            shapes: by name; those that the tensors have, if ``None``.
+            layouts: tensors that have their shapes and strides, by name; they themselves, if ``None``.
         """
-        self._outlines.leave(shapes)
+        self._outlines.leave(layouts)
 
     def fill(self, persistent: Persistent) -> None:
         """Let all values be in their slots; closes ``persistent`` where that fails.
@@ -120,7 +120,7 @@ class FileValues:
         )
         for name in tensors.keys() - self.sources.keys():
             tensors[name].data = persistent.taken(name)
-        self.leave({name: persistent.tensors[name].shape for name in self.sources})
+        self.leave(persistent.tensors)
         return True
 
     def reader(self, name: str) -> Reader:

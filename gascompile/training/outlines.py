@@ -30,18 +30,18 @@ class Outlines:
             for tensor in self.tensors.values():
                 become(tensor, torch.empty_like(tensor, device="cpu"))
 
-    def leave(self, shapes: Mapping[str, torch.Size] | None = None) -> None:
+    def leave(self, layouts: Mapping[str, torch.Tensor] | None = None) -> None:
         """Let them be on the meta device; idempotent.
 
         Args:
-            shapes: by name; those that the tensors have, if ``None``.
+            layouts: tensors that have their shapes and strides, by name; they themselves, if ``None``.
         """
         if not self._entered:
             return
         self._entered = False
         for name, tensor in self.tensors.items():
-            shape = tensor.shape if shapes is None else shapes[name]
-            become(tensor, torch.empty(shape, dtype=tensor.dtype, device="meta"))
+            like = tensor if layouts is None else layouts[name]
+            become(tensor, torch.empty_like(like, device="meta"))
 
     def __enter__(self) -> None:
         self.enter()
