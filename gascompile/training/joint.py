@@ -35,6 +35,7 @@ from torch.utils import _pytree as pytree
 from gascompile.errors import CaptureError, UnsupportedOpError
 from gascompile.passes.bound_aliases import bound_aliases
 from gascompile.training.cumulative_norms import numbered_norms, take_counts
+from gascompile.training.exact_dropout import exact_dropout
 from gascompile.training.own_kernels import own_kernels
 from gascompile.training.stand_ins import StandIns
 from gascompile.training.storages import Storages, View, named_tensors, places
@@ -251,6 +252,7 @@ def _read(
     _lift_constants(graph_module, outside)
     _drop_aliases(graph)
     take_counts(graph, bound, norms)
+    exact_dropout(graph)
     made = _make_views(graph, bound, views)
     for node in graph.nodes:
         if "_sparse_" in str(node.target):

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 from gascompile.training.own_kernels import own_kernels
-from tests.training.trials import Trial
+from tests.training.trials import Loss, Trial
 
 Layer = Callable[[torch.Tensor], torch.Tensor]
 
@@ -86,6 +86,38 @@ def test_activations_and_losses_are_eager(tmp_path: Path) -> None:
     )
     run = trial(Filtered(*layers), tmp_path, 2, 2, 6, 7)
     run.planned().assert_equals(run.eager())
+
+
+class Dropped(nn.Module):
+    """Dropout of several rates, of a tensor that lies across memory and of an expanded one too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(6, 24), nn.Linear(24, 24)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = functional.dropout(self.one(x), 0.04)
+        x = functional.dropout(self.two(x).t(), 0.15).t()
+        x = functional.dropout(x.unsqueeze(0).expand(3, -1, -1), 0.42).sum(0)
+        return functional.dropout(functional.dropout(x, 0.0), 0.71)
+
+
+def under_autocast(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return square(model, batch)
+
+
+@pytest.mark.parametrize("loss_fn", [square, under_autocast])
+def test_dropout_is_eager(loss_fn: Loss, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Dropped().train()
+    run = Trial(model, loss_fn, [torch.randn(40, 6) for _ in range(3)], tmp_path)
+    run.planned().assert_equals(run.eager())
+    result = run.planned(run.smallest_budget())
+    result.assert_equals(run.eager())
+    assert result.plan is not None
+    masks = [t for t in result.plan.workload.tensors if t.name.startswith("%native_dropout.1")]
+    assert [t.size_bytes for t in masks] == [40 * 24]
 
 
 def test_torch_has_its_bodies_back() -> None:
