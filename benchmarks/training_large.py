@@ -176,7 +176,7 @@ def train(options: argparse.Namespace, scratch: Path, console: Console) -> list[
     command += ["--batch", str(options.batch), "--tokens", str(options.tokens)]
     command += ["--steps", str(options.steps)]
     command += ["--machine", options.machine] if options.machine else []
-    rows = []
+    rows: list[dict[str, Any]] = []
     for name in ["gascompile", *(["eager"] if options.eager else [])]:
         is_limited = name != "eager"
         limit_bytes = parse_size(options.budget) + PROCESS_BYTES if is_limited else _UNLIMITED_BYTES
