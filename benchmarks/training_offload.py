@@ -27,7 +27,7 @@ from rich.console import Console
 from benchmarks.environment import describe_environment, result_path
 from benchmarks.limited import can_limit, run_limited
 from benchmarks.training_contenders import CONTENDERS, LEARNING_RATE, OURS, SHAPES
-from benchmarks.training_peers import PACKAGES, versions
+from benchmarks.training_peers import PACKAGES, missing, versions
 from gascompile.commands.output import grid
 from gascompile.units import MIB, format_size, parse_size
 
@@ -73,8 +73,8 @@ class Bench:
     def run(self, job: dict[str, Any]) -> dict[str, Any]:
         """Return what the contender printed, or ``failed`` or ``skipped`` with the reason."""
         package = PACKAGES.get(job["contender"], "")
-        if package and package not in self._peer_versions:
-            reason = f"{package} is not installed in {Path(self._options.peer_python).name}'s environment"
+        reason = missing(job["contender"], self._peer_versions) if package else ""
+        if reason:
             return self._left(job, "skipped", reason)
         left_s = self._options.limit_s - (time.monotonic() - self._begin_s)
         if left_s < _SHORTEST_S:
@@ -108,7 +108,11 @@ class Bench:
         command = ["env", f"XDG_CACHE_HOME={self._scratch / 'cache'}", f"TMPDIR={folder}"]
         command += [f"TORCHINDUCTOR_CACHE_DIR={self._scratch / 'inductor'}"]
         command += [f"TORCH_EXTENSIONS_DIR={EXTENSIONS}"]
-        python = self._options.peer_python if job["contender"] in PACKAGES else sys.executable
+        python = sys.executable
+        if job["contender"] in PACKAGES:
+            python = self._options.peer_python
+            # Peers compile at their first use, with the tools of their environment.
+            command += [f"PATH={Path(python).parent}:{os.environ['PATH']}"]
         command += [python, "-m", "benchmarks.training_worker", job["contender"]]
         command += ["--shape", self._options.shape, "--scratch", folder]
         command += ["--threads", str(THREADS)]

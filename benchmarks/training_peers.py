@@ -10,7 +10,7 @@ import importlib
 import json
 import os
 import subprocess
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,8 @@ PACKAGES = {
     "colossalai-nvme": "colossalai",
 }
 """Contenders with the package that each needs."""
+_NEEDS_CUDA = {"colossalai"}
+"""Its Adam, that for processors too, is compiled with CUDA's tools."""
 _VERSIONS = """
 import importlib.metadata, json, sys
 found = {}
@@ -44,6 +46,16 @@ def versions(python: str, packages: Iterable[str]) -> dict[str, str]:
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     found: dict[str, str] = json.loads(done.stdout)
     return found
+
+
+def missing(contender: str, found: Mapping[str, str]) -> str:
+    """Return why a peer cannot run beside the packages that were ``found``; empty if it can."""
+    package = PACKAGES[contender]
+    if package not in found:
+        return f"{package} is not installed; see --peer-python"
+    if package in _NEEDS_CUDA and not torch.cuda.is_available():
+        return f"{package} compiles its kernels with CUDA, and this machine has no GPU"
+    return ""
 
 
 def _offloaded(case: Case, target: dict[str, Any]) -> Trainer:

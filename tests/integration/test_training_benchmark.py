@@ -105,6 +105,17 @@ def test_peers_that_are_missing_are_skipped_by_name(tmp_path: Path) -> None:
         )
 
 
+def test_a_peer_whose_kernels_need_cuda_is_skipped_without_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = {"deepspeed": "1", "colossalai": "1"}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert training_peers.missing("deepspeed-nvme", found) == ""
+    assert "CUDA" in training_peers.missing("colossalai-nvme", found)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert training_peers.missing("colossalai-nvme", found) == ""
+
+
 def bare_python(folder: Path) -> str:
     """Return an interpreter of an environment without packages."""
     venv.create(folder / "bare", with_pip=False, symlinks=True)
