@@ -36,7 +36,7 @@ FLOATING = frozenset(("float64", "float32", "bfloat16", "float16"))
 _EMBEDDING = torch.ops.aten.embedding.default
 _LINEAR = torch.ops.aten.linear.default
 _Uses = set[object]
-CEILINGS: Final[Mapping[str, float]] = {"int8": 0.56, "int4": 0.40}
+CEILINGS: Final[Mapping[str, float]] = {"int8": 0.55, "int4": 0.40}
 """Most that the matrices may take, of what they take at two bytes a value."""
 TRIED: Final[Mapping[str, tuple[str, ...]]] = {"int8": ("int8",), "int4": ("int4", "int8")}
 """Packed forms that each of ``weights=`` chooses among, beside two bytes a value."""

@@ -145,7 +145,7 @@ def test_the_weight_that_matters_most_moves_in_more_bits(form: str, cache: Path)
     packed = {"up.weight", "down.weight", "head.weight", "mix.weight"}
     numel = sum(model.get_parameter(name).numel() for name in packed)
     size_bytes = sum(w.size_bytes for w in report.weights if w.name in packed)
-    assert size_bytes <= {"int8": 0.56, "int4": 0.40}[form] * 2 * numel
+    assert size_bytes <= {"int8": 0.55, "int4": 0.40}[form] * 2 * numel
     assert 0 < error < {"int8": 0.006, "int4": 0.08}[form]
 
 
