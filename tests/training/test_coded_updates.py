@@ -118,6 +118,20 @@ def test_ops_run_whole_ranges_on_a_gpu(monkeypatch: pytest.MonkeyPatch, kind: st
     assert calls == [(200_000, scale)]
 
 
+def test_threads_are_as_before_an_update_also_one_that_fails() -> None:
+    before = torch.get_num_threads()
+    state, value = torch.zeros(257, dtype=torch.uint8), torch.zeros(200)
+    try:
+        torch.set_num_threads(2)
+        coded_updates.sgd_coded(value, value.clone(), state, HYPER, None, 0, 200)
+        assert torch.get_num_threads() == 2
+        with pytest.raises(ValueError, match="200 elements have codes"):
+            coded_updates.sgd_coded(value, value.clone(), state[:0], HYPER, None, 0, 200)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
 class _Elsewhere(torch.Tensor):
     is_cuda = True
 
