@@ -6,6 +6,7 @@ Datasheet quantities are SI (GB = 1e9); memory capacities and budgets are binary
 from __future__ import annotations
 
 import re
+import reprlib
 
 KIB = 1 << 10
 MIB = 1 << 20
@@ -43,7 +44,8 @@ def parse_size(value: int | str) -> int:
     """
     if isinstance(value, bool) or not isinstance(value, (int, str)):
         raise ValueError(
-            f"a size is a whole number of bytes or a text such as '8GiB', not {value!r}"
+            "a size is a whole number of bytes or a text such as '8GiB', "
+            f"not the {type(value).__name__} {reprlib.repr(value)}"
         )
     if isinstance(value, int):
         if value < 0:
