@@ -41,6 +41,7 @@ def make_plan(
     reserved_bytes: int = 0,
     pinned: Plan | None = None,
     move_all: bool = False,
+    has_arena: bool = True,
 ) -> Plan:
     """Return the best verified plan found for ``workload`` within ``budget``.
 
@@ -57,6 +58,8 @@ def make_plan(
         pinned: share this plan's arena: its residents stay where they are, the rest is streamed.
         move_all: activations, gradients and states may move too, and activations be recomputed. Without
             it only weights move, and the bound holds for such plans.
+        has_arena: weights may be prefetched into an arena. Plans of ``move_all`` do without one where what runs
+            them has none.
 
     Raises:
         InfeasiblePlanError: no plan keeps the budget; names the smallest that does.
@@ -73,8 +76,7 @@ def make_plan(
     # Planned in the time of links, in which ops do not slow them down.
     quick, calm = _as_undisturbed(workload, machine)
     notes = list(warnings)
-    solver = solver_name()
-    if solver in _NO_HIGHS:
+    if (solver := solver_name()) in _NO_HIGHS:
         notes.append(_NO_HIGHS[solver])
 
     def left_s() -> float:
@@ -94,9 +96,10 @@ def make_plan(
         )
 
     limits_bytes = budget.limits_bytes(machine)
+    streams = stream_weights if has_arena else None
     if move_all:
         draft, proof = _best_of_all(
-            quick, calm, limits_bytes, stream_weights, left_s, mip_gap, reserved_bytes, machine
+            quick, calm, limits_bytes, streams, left_s, mip_gap, reserved_bytes, machine
         )
     else:
         draft, proof = stream_weights()
@@ -193,7 +196,7 @@ def _best_of_all(
     workload: Workload,
     machine: Machine,
     limits_bytes: Mapping[str, int],
-    stream_weights: Callable[[], tuple[Draft, Proof]],
+    stream_weights: Callable[[], tuple[Draft, Proof]] | None,
     left_s: Callable[[], float],
     mip_gap: float,
     reserved_bytes: int,
@@ -203,7 +206,7 @@ def _best_of_all(
     op_s_per_byte = disturbed.interference.op_s_per_byte
     best: Draft | None = None
     refusals: list[InfeasiblePlanError] = []
-    if not _writes_weights(workload):
+    if stream_weights is not None and not _writes_weights(workload):
         try:
             best, _ = stream_weights()
         except InfeasiblePlanError as error:

@@ -39,4 +39,5 @@ def step_plan(
         mip_gap=config.mip_gap,
         reserved_bytes=reserved_bytes,
         move_all=True,
+        has_arena=False,
     )

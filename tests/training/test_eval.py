@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from gascompile import compile_step
-from gascompile.errors import CaptureError
+from gascompile.errors import CaptureError, InfeasiblePlanError
 from tests.training.runs import (
     BUDGET_BYTES,
     MACHINE,
@@ -132,3 +133,16 @@ def test_evaluations_of_more_than_one_value_are_refused(tmp_path: Path) -> None:
         with pytest.raises(CaptureError, match="scalar"):
             step.eval(batches(1)[0])
         step(batches(1)[0])
+
+
+def test_plans_of_evaluations_move_tensors_whole_however_little_time_there_is_to_plan(
+    tmp_path: Path,
+) -> None:
+    model, (batch,) = new_model().train(), batches(1, rows=16)
+    kwargs: dict[str, Any] = {"machine": MACHINE, "cache_dir": tmp_path, "time_limit_s": 1e-4}
+    with pytest.raises(InfeasiblePlanError) as refused:
+        compile_step(model, loss_fn, adamw(model), 1, batch, **kwargs)
+    budget = int(1.1 * refused.value.required_bytes)
+    wanted = eager_loss(model, batch)
+    with compile_step(model, loss_fn, adamw(model), budget, batch, **kwargs) as step:
+        assert float(step.eval(batch)) == wanted
