@@ -73,14 +73,15 @@ def _search_int8(rows: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Te
     groups = torch.nn.functional.pad(rows, (0, -columns % group)).view(num_rows, -1, group)
     largest = groups.abs().amax(2, keepdim=True) / INT8_LARGEST
     best_error = torch.full_like(largest, torch.inf)
-    best_values, best_scales = torch.zeros_like(groups), torch.ones_like(largest)
+    best_values, best_scales = torch.zeros_like(groups), torch.zeros_like(largest)
     for share in _SHRINK_INT8:
         scales = (largest * share).to(torch.bfloat16).float()
         # A subnormal scale could take its quotients out of every range.
         scales = torch.where(scales < torch.finfo(torch.float32).tiny, 1.0, scales)
         values = (groups / scales).round_().clamp_(-INT8_LARGEST, INT8_LARGEST)
         error = (values * scales).sub_(groups).square_().sum(2, keepdim=True)
-        better = error < best_error
+        # Squares of the largest float32 values are infinite; the first scale serves then.
+        better = (error < best_error) | (best_scales == 0)
         best_error = torch.where(better, error, best_error)
         best_scales = torch.where(better, scales, best_scales)
         torch.where(better, values, best_values, out=best_values)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.resources
 import logging
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -47,6 +48,9 @@ def _loaded(cache_dir: Path) -> Pages | None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
             file.write(data)
+            file.flush()
+            # A library that a crash of the system has cut short would end each process that loads it.
+            os.fsync(file.fileno())
         Path(file.name).rename(path)
         return Pages(path)
     except (KernelBuildError, OSError) as error:

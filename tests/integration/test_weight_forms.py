@@ -181,3 +181,10 @@ def test_infinite_weights_are_refused_and_leave_nothing_behind(cache: Path) -> N
     with pytest.raises(gascompile.CheckpointError, match=r"up\.weight"):
         gascompile.compile(model, example_inputs=(ids,), cache_dir=cache, weights="int8")
     assert not [f for f in (cache / "store").glob(".*") if f.name != ".lock"]
+
+
+def test_int8_keeps_values_whose_squares_float32_cannot_hold() -> None:
+    weight = torch.randn(3, 100) * 1e25
+    found = decoded(pack(weight, "int8", 64), "int8", 100, 64, torch.float32)
+    wrong = (found.double() - weight.double()).norm() / weight.double().norm()
+    assert 0 < wrong < 0.01
