@@ -39,6 +39,8 @@ _WORTH_S = 0.02
 """A step that runs for less is planned by formulas: measuring would take longer than it saves."""
 _MOST_BYTES = 1 << 30
 """Of made-up values, as far as single ops do not need more."""
+_OWN = ("aten", "prims", "gascompile")
+"""Beginnings of the namespaces of ops that may be run on made-up values."""
 _CALL_S = 6e-6
 """What it takes to call an op from a plan, beside the op."""
 _REFUSALS = (
@@ -139,7 +141,13 @@ def step_costs(
 
 
 def _kind(node: fx.Node) -> str | None:
-    """Return what an op's cost depends on; ``None`` where sizes are not known."""
+    """Return what an op's cost depends on; ``None`` where sizes are not known, or the op is a user's own.
+
+    The latter may do more than return a value, and may check less than torch's ops do.
+    """
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload) and not target.namespace.startswith(_OWN):
+        return None
     parts = [f"{torch.get_num_threads()} threads", str(node.target)]
     for leaf in pytree.tree_leaves((node.args, node.kwargs)):
         if not isinstance(leaf, fx.Node):

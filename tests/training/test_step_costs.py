@@ -226,3 +226,34 @@ def test_made_up_values_keep_to_half_of_the_budget(machine: Machine, tmp_path: P
         assert len(found) > 0.9 * len(unit.plan.workload.ops)
     # The hungriest op has its operand, its result and its scratch beside what is kept.
     assert pages.peak_bytes - before <= budget_bytes // 2 + 5 * OPERAND_BYTES
+
+
+def test_a_users_own_op_is_not_run_on_made_up_values(machine: Machine, tmp_path: Path) -> None:
+    library = torch.library.Library("users_own_ops", "FRAGMENT")
+    library.define("twice(Tensor x) -> Tensor")
+    seen: list[torch.Tensor] = []
+
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        seen.append(x)
+        return x * 2
+
+    library.impl("twice", twice, "CPU")
+    library.impl("twice", torch.empty_like, "Meta")
+    torch.library.register_autograd(
+        "users_own_ops::twice", lambda context, gradient: gradient * 2, lib=library
+    )
+    model = nn.Linear(128, 128)
+    with compile_step(
+        model,
+        lambda model, batch: torch.ops.users_own_ops.twice(model(batch)).pow(2).mean(),
+        adamw(model),
+        _BUDGET,
+        BATCH,
+        machine=machine,
+        cache_dir=tmp_path,
+        time_limit_s=1.0,
+    ) as step:
+        assert seen == []
+        assert list(tmp_path.rglob("*.steps.json"))
+        step(BATCH)
+        assert len(seen) == 1
