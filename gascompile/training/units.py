@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from gascompile.config import CompileConfig
-from gascompile.ir import Budget, Machine, Plan
+from gascompile.errors import InfeasiblePlanError
+from gascompile.ir import Budget, Machine, Plan, Workload
 from gascompile.progress import task
 from gascompile.runtime.early_memory import map_anonymous
 from gascompile.runtime.iteration import Iteration
@@ -104,12 +105,7 @@ class UnitMaker:
                 cache_dir=self._config.cache_dir,
                 pages=self.pages,
             )
-            reserved = self.transfer_bytes
-            if self._settings.unplanned:
-                reserved += state_bytes(self.optimizer)
-            plan = step_plan(
-                workload, self._machine, self._budget, self._config, reserved_bytes=reserved
-            )
+            plan = self._plan(workload)
         states = self._own(rules, program, tensors)
         half = 2 * SPILL_BUFFER_BYTES
         iteration = Iteration(
@@ -123,6 +119,25 @@ class UnitMaker:
             pages=self.pages,
         )
         return Unit(program=program, plan=plan, iteration=iteration, trains=trains)
+
+    def _plan(self, workload: Workload) -> Plan:
+        def found(reserved_bytes: int) -> Plan:
+            return step_plan(
+                workload,
+                self._machine,
+                self._budget,
+                self._config,
+                reserved_bytes=self.transfer_bytes + reserved_bytes,
+            )
+
+        state = state_bytes(self.optimizer) if self._settings.unplanned else 0
+        try:
+            return found(state)
+        except InfeasiblePlanError:
+            if not state or self.states is None:
+                raise
+            # Steps go on beyond the budget, with a warning, once the optimizer has made its state: so does the rest.
+            return found(0)
 
     def _known(self) -> States:
         assert self.states is not None, "a step is planned before an evaluation"

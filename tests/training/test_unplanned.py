@@ -261,3 +261,26 @@ def test_coded_states_are_of_planned_updates(tmp_path: Path) -> None:
             states="8bit",
             unplanned_optimizer=True,
         )
+
+
+def test_evaluations_go_on_where_updates_do(tmp_path: Path) -> None:
+    """The state, which comes with the first update, leaves no room in the smallest budget."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(6)), nn.Linear(256, 10))
+    batch = (torch.randn(32, 256), torch.randint(10, (32,)))
+    trial = Trial(
+        model, loss_fn, [batch], tmp_path, optimizer=rmsprop, options={"unplanned_optimizer": True}
+    )
+    wanted = copy.deepcopy(model)
+    theirs = rmsprop(wanted)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with trial.compiled(model, rmsprop(model), trial.smallest_budget()) as step:
+            step(batch)
+            found = step.eval(batch)
+            narrow = step((batch[0][:16], batch[1][:16]))
+    loss_fn(wanted, batch).backward()
+    theirs.step()
+    theirs.zero_grad()
+    assert torch.equal(found, loss_fn(wanted.eval(), batch))
+    assert torch.equal(narrow, loss_fn(wanted.train(), (batch[0][:16], batch[1][:16])))
