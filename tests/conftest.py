@@ -49,3 +49,12 @@ def _seed() -> None:
 def root() -> Path:
     """Return the root of the repository."""
     return Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(autouse=True)
+def _same_threads() -> Iterator[None]:
+    """Give threads back as they were: how sums are rounded depends on their number."""
+    before = torch.get_num_threads()
+    yield
+    if torch.get_num_threads() != before:
+        torch.set_num_threads(before)
