@@ -26,6 +26,9 @@ from gascompile.training.optimizers import TOTAL, Rules, Slot, Tile
 from gascompile.training.storages import Storages
 from gascompile.units import format_size
 
+_BESIDE_BYTES = 128 << 20
+"""What copies take while they are made, and what a control group counts beside a process's own memory."""
+
 
 class States:
     """Parameters, buffers, moments and the number of updates of one run."""
@@ -338,7 +341,7 @@ class States:
             tile.num_elements for tiles in self.tiles.values() for tile in tiles
         )
         available = _available_bytes()
-        if moments and size_bytes > available:
+        if moments and size_bytes + size_bytes // 16 + _BESIDE_BYTES > available:
             warnings.warn(
                 f"the optimizer's state of {format_size(size_bytes)} does not fit the {format_size(available)} of "
                 "memory that is free, and stays out of the optimizer; use save before close to keep it",

@@ -83,10 +83,16 @@ def costed_workload(
         workload,
         machine,
         cache_dir=cache_dir,
-        budget_bytes=budget.limits_bytes(machine)[machine.compute_tier],
+        room_bytes=_room_bytes(program, budget.limits_bytes(machine)[machine.compute_tier]),
         pages=pages,
     )
     return with_costs(workload, costs, device=machine.compute_tier)
+
+
+def _room_bytes(program: StepProgram, budget_bytes: int) -> int:
+    """Return what a budget leaves beside parameters and buffers, which may all be in memory at this time."""
+    held = [name for name in program.program.bound if name not in program.tiles]
+    return max(budget_bytes - sum(program.program.bound[name].size_bytes for name in held), 0)
 
 
 def with_costs(workload: Workload, costs: Mapping[str, OpCost], *, device: str) -> Workload:
@@ -110,13 +116,13 @@ def step_costs(
     machine: Machine,
     *,
     cache_dir: Path,
-    budget_bytes: int,
+    room_bytes: int,
     pages: Pages | None,
 ) -> Mapping[str, OpCost]:
     """Return the costs by op name, of all that can be run on made-up values, where ``machine`` is this one.
 
-    The first plan of a program takes about as long as a step of four layers to measure them, and memory up to
-    half of ``budget_bytes`` meanwhile.
+    The first plan of a program takes about as long as a step of four layers to measure them, and a third of
+    ``room_bytes`` beside what the single op needs.
 
     Raises:
         StorageError: ``cache_dir`` cannot be written to.
@@ -129,8 +135,8 @@ def step_costs(
     known = _read(path)
     missing = {kind for kind in kinds.values() if kind is not None} - set(known)
     if missing:
-        rehearsal = _Rehearsal(kinds, missing, min(budget_bytes // 2, _MOST_BYTES))
-        context = pages.active(budget_bytes) if pages else torch.no_grad()
+        rehearsal = _Rehearsal(kinds, missing, min(room_bytes // 3, _MOST_BYTES))
+        context = pages.active(0) if pages else torch.no_grad()
         with context, torch.no_grad(), torch.random.fork_rng(devices=()):
             known = {**known, **rehearsal.run(pages)}
         if pages is not None:

@@ -206,10 +206,10 @@ def test_a_loss_that_is_nan_for_made_up_values_alone_is_planned(
 
 
 @pytest.mark.skipif(not has_compiler(), reason="needs a C++ compiler")
-def test_made_up_values_keep_to_half_of_the_budget(machine: Machine, tmp_path: Path) -> None:
+def test_made_up_values_keep_to_a_third_of_the_room(machine: Machine, tmp_path: Path) -> None:
     pages = page_memory(tmp_path, _BUDGET)
     assert pages is not None
-    budget_bytes = 8 * OPERAND_BYTES
+    room_bytes = 12 * OPERAND_BYTES
     with compiled(replace(machine, name="another"), tmp_path, depth=16) as step:
         (unit,) = step._units.values()
         pages.trim()
@@ -220,12 +220,12 @@ def test_made_up_values_keep_to_half_of_the_budget(machine: Machine, tmp_path: P
             unit.plan.workload,
             machine,
             cache_dir=tmp_path,
-            budget_bytes=budget_bytes,
+            room_bytes=room_bytes,
             pages=pages,
         )
         assert len(found) > 0.9 * len(unit.plan.workload.ops)
     # The hungriest op has its operand, its result and its scratch beside what is kept.
-    assert pages.peak_bytes - before <= budget_bytes // 2 + 5 * OPERAND_BYTES
+    assert pages.peak_bytes - before <= room_bytes // 3 + 5 * OPERAND_BYTES
 
 
 def test_a_users_own_op_is_not_run_on_made_up_values(machine: Machine, tmp_path: Path) -> None:
