@@ -36,13 +36,20 @@ class Gate:
 
     def __init__(self) -> None:
         self._event = threading.Event()
+        self._waiting = threading.Semaphore(0)
 
     @property
     def reached(self) -> bool:
         return self._event.is_set()
 
     def wait(self) -> None:
+        self._waiting.release()
         assert self._event.wait(10)
+
+    def wait_for_waiters(self, count: int) -> None:
+        """Return when ``count`` threads have come to wait."""
+        for _ in range(count):
+            assert self._waiting.acquire(timeout=10)
 
     def open(self) -> None:
         self._event.set()
@@ -211,6 +218,8 @@ def test_a_cancelled_read_is_an_error_of_its_own(files: list[Path]) -> None:
     engine = KvikioEngine(Arena(64 * PAGE), IO, kvikio=module, facts=HEALTHY)
     wanted = landing(files[0], 0, PAGE)
     held = [engine.submit(wanted, 0, key=0, link="nvme->gpu", after=gate) for _ in range(5)]
+    # A read is under way, and no longer cancelled, once one of the engine's four threads has taken it.
+    gate.wait_for_waiters(4)
     threading.Timer(0.05, gate.open).start()
     engine.drain()
     for ticket in held[:4]:
