@@ -48,9 +48,11 @@ COMBINATIONS = tuple(
     Combination(model=model, budget=budget, disk_bytes_per_s=speed)
     for model, budget, speeds in (
         ("gpt2", "2.5GiB", (60e6, 250e6, None)),
+        ("gpt2", "2.0GiB", (None,)),
         ("gpt2", "1.5GiB", (None,)),
         ("gpt2", "1.0GiB", (None,)),
         ("llama-60m", "900MiB", (60e6, 250e6, None)),
+        ("llama-60m", "1.2GiB", (None,)),
     )
     for speed in speeds
 )

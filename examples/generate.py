@@ -38,8 +38,12 @@ def read_prompt(folder: Path, text: str, ids: str | None) -> Prompt:
     """Return the prompt of the command line.
 
     Raises:
-        ValueError: there is no tokenizer to read ``text`` with, or ``ids`` are no numbers.
+        ValueError: there is no such folder, no tokenizer to read ``text`` with, or ``ids`` are no numbers.
     """
+    if not folder.is_dir():
+        raise ValueError(
+            f"{folder} is no folder; write a small random model there with --make-demo"
+        )
     if ids is not None:
         return Prompt(
             tokens=[int(part) for part in ids.replace(",", " ").split()],

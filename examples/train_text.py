@@ -337,6 +337,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         found["max_difference"] = max(differences)
     if options.plot is not None:
         plot(found, options.plot)
+    if found["num_steps"] == 0:
+        sys.stderr.write(
+            f"nothing was left to do: the run has {found['first_step']} steps already; ask for more by --steps\n"
+        )
     wrong = failures(found)
     emit(options.json, {**found, "failures": wrong}, fields("Training", report(found)))
     for problem in wrong:

@@ -1,6 +1,7 @@
 """Upkeep of the cache folder: list what is in it, remove by key, collect what is of no use any more.
 
-Only files that GASCompile made itself are touched, and only below ``plans``, ``store`` and ``machine``.
+Only files that GASCompile made itself are touched, and only below ``plans``, ``store``, ``kernels``, ``native``
+and ``machine``.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ class ItemKind(StrEnum):
 
     PLAN = "plan"
     WEIGHTS = "weights"
+    CODE = "code"
     MACHINE = "machine"
     LEFTOVER = "leftover"
 
@@ -46,7 +48,7 @@ class CacheItem:
 
 
 def items(cache_dir: Path) -> list[CacheItem]:
-    """Return plans, spilled weights and machine profiles, in this order, each newest first."""
+    """Return plans, spilled weights, compiled code and machine profiles, in this order, each newest first."""
     plans = [
         CacheItem(
             key=entry.key,
@@ -69,8 +71,14 @@ def items(cache_dir: Path) -> list[CacheItem]:
         _file_item(path, ItemKind.MACHINE, "machine profile", ok=True)
         for path in (cache_dir / "machine").glob("[!.]*.json")
     ]
-    files = [item for item in (*weights, *machines) if item is not None]
-    return [*plans, *sorted(files, key=lambda item: (item.kind == ItemKind.MACHINE, item.age_s))]
+    code = [
+        _file_item(path, ItemKind.CODE, label, ok=True)
+        for folder, label in (("kernels", "fused kernels"), ("native", "page memory"))
+        for path in (cache_dir / folder).glob("[!.]*.so")
+    ]
+    files = [item for item in (*weights, *code, *machines) if item is not None]
+    order = list(ItemKind)
+    return [*plans, *sorted(files, key=lambda item: (order.index(item.kind), item.age_s))]
 
 
 def select(found: Iterable[CacheItem], prefixes: Iterable[str]) -> list[CacheItem]:
@@ -104,6 +112,8 @@ def remove(cache_dir: Path, chosen: Iterable[CacheItem]) -> None:
         else:
             with exclusive(cache_dir / "store" / ".lock"):
                 _delete(Path(item.path))
+                if item.kind == ItemKind.CODE:
+                    _delete(Path(item.path).with_suffix(".json"))
 
 
 def collect(
@@ -115,9 +125,9 @@ def collect(
 ) -> list[CacheItem]:
     """Remove what is of no use and return it.
 
-    Damaged plans go, then plans written longer ago than ``older_than_s``, then the oldest plans until
-    the cache is at most ``max_size_bytes``; with them the spilled weights that no cached plan needs,
-    and what killed writers left behind. Machine profiles stay.
+    Damaged plans go, then plans and compiled code written longer ago than ``older_than_s``, then the oldest
+    plans until the cache is at most ``max_size_bytes``; with them the spilled weights that no cached plan
+    needs, and what killed writers left behind. Machine profiles stay; code is compiled again when it is needed.
 
     Args:
         keep_weights: leave spilled weights alone; bundles saved elsewhere may refer to them.
@@ -129,7 +139,9 @@ def collect(
         return []
     found = items(cache_dir)
     plans = [item for item in found if item.kind == ItemKind.PLAN]
-    doomed = [i for i in plans if not i.ok or (older_than_s is not None and i.age_s > older_than_s)]
+    code = [item for item in found if item.kind == ItemKind.CODE]
+    old = [i for i in (*plans, *code) if older_than_s is not None and i.age_s > older_than_s]
+    doomed = [*old, *(item for item in plans if not item.ok and item not in old)]
     kept = [item for item in plans if item not in doomed]
     while True:
         needed = _resolved(path for item in kept for path in item.weight_files)
@@ -161,7 +173,7 @@ def _resolved(paths: Iterable[str]) -> frozenset[str]:
 
 def _leftovers(cache_dir: Path) -> Iterator[CacheItem]:
     """Yield hidden temporary files and folders that their writers would have renamed long ago."""
-    for folder in ("plans", "store", "machine"):
+    for folder in ("plans", "store", "kernels", "kernels/keys", "native", "machine"):
         for path in (cache_dir / folder).glob(".*"):
             item = (
                 None

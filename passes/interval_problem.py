@@ -8,11 +8,13 @@ recomputed. Everything is numbered: tensors, tiers, runs and intervals are indic
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gascompile.errors import UnsupportedOpError
 from gascompile.ir import Link, Machine, TensorKind, Workload
 
+_SMALL_PART = 128
+"""Of the limit: what may be kept in its place because it is small."""
 PERSISTENT = frozenset({TensorKind.WEIGHT, TensorKind.STATE})
 
 
@@ -54,6 +56,8 @@ class IntervalProblem:
     writers: Mapping[int, tuple[int, ...]]
     op_s_per_byte: float = 0.0
     """Processors' time that moving a byte takes from ops."""
+    fixed: frozenset[int] = frozenset()
+    """Tensors that never leave."""
 
     def iteration_s(self, seconds: float, *, ops_s: float, moved_bytes: int) -> float:
         """Return the seconds of an iteration whose processors also have to move ``moved_bytes``."""
@@ -81,8 +85,30 @@ class IntervalProblem:
 
     def can_take(self, tensor: int, route: int) -> bool:
         """Whether a copy of ``tensor`` can come to be on the route's tier."""
+        if tensor in self.fixed:
+            return False
         clean = self.persistent[tensor] and not self.written[tensor]
         return clean or self.routes[route].link_out is not None
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Bytes of all that never leaves."""
+        return sum(self.sizes[tensor] for tensor in self.fixed)
+
+    def without_small(self) -> IntervalProblem:
+        """Return the task with what is mostly latency to move kept in its place, as far as that is little memory.
+
+        Beside other transfers a small one takes longer than any link's latency says, and it frees next to nothing.
+        """
+        links = [self.machine.links[route.link_in] for route in self.routes]
+        most = max((link.latency_s * link.bandwidth_bytes_per_s for link in links), default=0.0)
+        left, fixed = self.limit_bytes // _SMALL_PART, set[int]()
+        for tensor in sorted(range(len(self.sizes)), key=self.sizes.__getitem__):
+            left -= self.sizes[tensor]
+            if self.sizes[tensor] >= most or left < 0:
+                break
+            fixed.add(tensor)
+        return replace(self, fixed=frozenset(fixed))
 
 
 def interval_problem(

@@ -206,6 +206,7 @@ class Scheduler:
             self._land(run)
         self._load(run)
         for number in self.due_at[run]:
+            self._land_before(number, run)
             self._arrive(number, run)
         self._land(run)
         self._load(run)
@@ -277,6 +278,14 @@ class Scheduler:
                 self.loaded[number] = boundary
                 self.boundaries[boundary].append((Kind.LOAD, number))
                 self.arrival[number] = self._enqueue(self.task.routes[route].link_in, size)
+
+    def _land_before(self, number: int, boundary: int) -> None:
+        """Release what is out before a tensor is back, so that its room is used while that is waited for."""
+        until = self.arrival.get(number, 0.0) if number in self.loaded else 0.0
+        while self.flights and self.now < self.flights[0][0] < until and any(self.queues):
+            self.now = self.flights[0][0]
+            self._land(boundary)
+            self._load(boundary)
 
     def _arrive(self, number: int, boundary: int) -> None:
         """Wait for what the next run needs; what has not left by then stays."""

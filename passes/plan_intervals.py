@@ -30,12 +30,18 @@ from gascompile.passes.interval_queues import interval_queues
 from gascompile.passes.interval_recompute import Remake, interval_recompute, rerunnable
 from gascompile.passes.interval_search import Found, Search, improve, selection_of
 from gascompile.passes.interval_selection import Selection
-from gascompile.passes.interval_strategies import STRATEGIES, furthest_use
+from gascompile.passes.interval_starts import (
+    RECOMPUTE_RATIOS,
+    Start,
+    cheap,
+    last_resorts,
+    starts,
+    way_s,
+)
+from gascompile.passes.interval_strategies import furthest_use
 from gascompile.passes.interval_sweep import interval_sweep
 from gascompile.passes.intervals import IntervalPlan
 
-Start = tuple[str, Selection, frozenset[tuple[int, int]]]
-"""A candidate's name, what leaves, and what is recomputed."""
 _GUIDES = (
     (0.05, 1.0),
     (0.05, 0.35),
@@ -50,19 +56,17 @@ _GUIDES = (
 
 Whole tensors hold their memory during a transfer and wait for each other, of which the program knows nothing.
 """
-_RECOMPUTE_RATIOS = (0.02, 0.1, 0.4, 1.0)
-"""Recompute what takes at most this share of the time that moving it away and back would take."""
 _RESERVE_SHARE = 0.2
 """Share of the time that is left in which reservations are tried."""
 _FIRST_SHARE = 0.1
 """Share of the time after which heuristics give way to the program."""
 _SWEEP_SHARE = 0.6
 """Share of the time that is left in which amounts of recomputation are tried."""
+_FEW_TENSORS = 64
+"""Workloads of no more are searched with all their freedom."""
 _EXACT_S = 3.0
 _MOST_LABELS = 30_000
 """How long and how far small problems are gone through in full."""
-_ATTEMPTS = 40
-"""Selections that are tried before a budget is refused."""
 _SEEDS = 64
 _PATIENCE = 2
 """Walks in a row that may find nothing better."""
@@ -109,13 +113,25 @@ def plan_intervals(
         recompute=recompute,
         op_s_per_byte=op_s_per_byte,
     )
+    begun_s = time.perf_counter()
+    if len(task.names) > _FEW_TENSORS:
+        # Without room for these either, the smallest of them has to make way as well.
+        with contextlib.suppress(InfeasiblePlanError):
+            return _found(task.without_small(), time_limit_s, mip_gap, reserved_bytes)
+    left_s = time_limit_s - (time.perf_counter() - begun_s)
+    return _found(task, left_s, mip_gap, reserved_bytes)
+
+
+def _found(
+    task: IntervalProblem, time_limit_s: float, mip_gap: float, reserved_bytes: int
+) -> IntervalPlan:
     search = Search(task, time_limit_s=time_limit_s, mip_gap=mip_gap)
     search.bound_s = task.compute_s
     remakes = interval_recompute(search.base)
-    starts = _starts(search.base, remakes)
-    least = _begin(search, remakes, starts)
+    candidates = starts(search.base, remakes)
+    least = _begin(search, remakes, candidates)
     exact = None
-    if not search.done and (search.best is None or not op_s_per_byte):
+    if not (search.done or task.fixed) and (search.best is None or not task.op_s_per_byte):
         exact = interval_exact(
             task,
             search.best.seconds if search.best is not None else math.inf,
@@ -128,10 +144,10 @@ def plan_intervals(
         return _exact_plan(task, exact)
     if exact is not None and exact.complete and search.best is not None:
         search.bound_s = search.best.seconds
-    return _plan(search, _refined(search, remakes, starts))
+    return _plan(search, _refined(search, remakes, candidates))
 
 
-def _refined(search: Search, remakes: Mapping[int, Remake], starts: Iterator[Start]) -> str:
+def _refined(search: Search, remakes: Mapping[int, Remake], candidates: Iterator[Start]) -> str:
     """Consider what the program says, the other heuristics and changes; return the solver's name."""
     if search.done:
         return "none"
@@ -140,7 +156,7 @@ def _refined(search: Search, remakes: Mapping[int, Remake], starts: Iterator[Sta
     except SolverError:
         # The heuristics' plan stands, and so does the bound that needs no solver.
         solver = "none"
-    for name, selection, dropped in starts:
+    for name, selection, dropped in candidates:
         if search.finished:
             break
         search.consider(name, selection, dropped)
@@ -199,11 +215,11 @@ def _replayed_s(task: IntervalProblem, steps: tuple[Step, ...]) -> float:
     return steady_seconds(events)
 
 
-def _begin(search: Search, remakes: Mapping[int, Remake], starts: Iterator[Start]) -> Selection:
+def _begin(search: Search, remakes: Mapping[int, Remake], candidates: Iterator[Start]) -> Selection:
     """Consider heuristics, and where none fits whatever else might; return what needs least."""
     least: Selection | None = None
     until_s = time.perf_counter() + search.left_s * _FIRST_SHARE
-    for name, selection, dropped in starts:
+    for name, selection, dropped in candidates:
         search.consider(name, selection, dropped)
         first = least is None
         if least is None or selection.excess_bytes < least.excess_bytes:
@@ -215,7 +231,7 @@ def _begin(search: Search, remakes: Mapping[int, Remake], starts: Iterator[Start
             break
     assert least is not None, "there are heuristics"
     if search.best is None:
-        for name, selection, dropped in _last_resorts(search.base, remakes):
+        for name, selection, dropped in last_resorts(search.base, remakes):
             least = min(least, selection, key=lambda found: found.excess_bytes)
             if search.consider(name, selection, dropped) is not None or search.out_of_time:
                 break
@@ -225,7 +241,7 @@ def _begin(search: Search, remakes: Mapping[int, Remake], starts: Iterator[Start
 def _reserve(search: Search, remakes: Mapping[int, Remake]) -> None:
     """Consider reservations for what is used last, with more and more of what is cheap recomputed."""
     until_s = time.perf_counter() + search.left_s * _RESERVE_SHARE
-    found = dict.fromkeys(_cheap(search.base, remakes, ratio) for ratio in _RECOMPUTE_RATIOS)
+    found = dict.fromkeys(cheap(search.base, remakes, ratio) for ratio in RECOMPUTE_RATIOS)
     variants = [frozenset[tuple[int, int]](), *(dropped for dropped in found if dropped)]
     for number, dropped in enumerate(variants):
         now_s = time.perf_counter()
@@ -243,55 +259,14 @@ def _reserve(search: Search, remakes: Mapping[int, Remake]) -> None:
             return
 
 
-def _starts(base: Layout, remakes: Mapping[int, Remake]) -> Iterator[Start]:
-    """Yield the heuristics, and two of them with what is cheap to recompute recomputed."""
-    for name, strategy in STRATEGIES.items():
-        yield name, strategy(base), frozenset()
-    for ratio in _RECOMPUTE_RATIOS if remakes else ():
-        dropped = _cheap(base, remakes, ratio)
-        if dropped:
-            plan = layout(base.task, dropped)
-            for name in ("furthest_use", "keep_everything"):
-                yield f"{name}_recompute", STRATEGIES[name](plan), dropped
-
-
-def _cheap(base: Layout, remakes: Mapping[int, Remake], ratio: float) -> frozenset[tuple[int, int]]:
-    """Return what takes at most ``ratio`` of the time of the fastest way out and back."""
-    task = base.task
-    groups: dict[int, list[int]] = {}
-    for j in remakes:
-        groups.setdefault(task.repeatable[base.intervals[j].tensor], []).append(j)
-    dropped: set[tuple[int, int]] = set()
-    for members in groups.values():
-        moved_s = sum(_moved_s(base, j) for j in members)
-        again_s = sum(task.op_times_s[op] for op in set().union(*(remakes[j].ops for j in members)))
-        idle_s = min(
-            float(base.clock[base.intervals[j].end] - base.clock[base.intervals[j].start + 1])
-            for j in members
-        )
-        if again_s <= ratio * moved_s and again_s < idle_s:
-            dropped |= {pair for j in members for pair in remakes[j].dropped}
-    return frozenset(dropped)
-
-
-def _moved_s(base: Layout, j: int) -> float:
-    """Return the seconds of the fastest way out and back."""
-    task, tensor = base.task, base.intervals[j].tensor
-    return min(
-        (
-            task.load_s(tensor, route) + task.store_s(tensor, route)
-            for route in range(len(task.routes))
-            if task.can_take(tensor, route)
-        ),
-        default=math.inf,
-    )
-
-
 def _bounded(search: Search, remakes: Mapping[int, Remake]) -> str:
     """Bound the search by the program and consider recomputation at its prices; return the solver's name."""
-    proof = _relaxed(search.base, rerunnable(search.base), _BOUND_SLOTS, search.left_s / 3)
+    # To bound all plans, what this search keeps in its place takes no memory.
+    roomy = replace(search.task, limit_bytes=search.task.limit_bytes + search.task.fixed_bytes)
+    plan = replace(search.base, task=roomy)
+    proof = _relaxed(plan, rerunnable(search.base), _BOUND_SLOTS, search.left_s / 3)
     search.bound_s = max(search.bound_s, proof.bound_s)
-    worth_s = proof.worth_s or {j: _moved_s(search.base, j) for j in remakes}
+    worth_s = proof.worth_s or {j: way_s(search.base, j) for j in remakes}
     until_s = time.perf_counter() + search.left_s * _SWEEP_SHARE
     interval_sweep(search, remakes, worth_s, until_s=until_s)
     return proof.solver
@@ -350,28 +325,6 @@ def _tightened(task: IntervalProblem, margin: float, factor: float) -> IntervalP
         limit_bytes=int(task.limit_bytes * (1 - margin)),
         machine=replace(machine, links=links, pipes=pipes),
     )
-
-
-def _last_resorts(base: Layout, remakes: Mapping[int, Remake]) -> Iterator[Start]:
-    """Yield selections for tight memory: all heuristics with everything recomputed, odd orders."""
-    everything = frozenset(pair for remake in remakes.values() for pair in remake.dropped)
-    chance = random.Random(0)
-    for attempt in range(_ATTEMPTS):
-        dropped = everything
-        if attempt:
-            chosen = [remake for remake in remakes.values() if chance.random() < 0.5]
-            dropped = frozenset(pair for remake in chosen for pair in remake.dropped)
-        plan = layout(base.task, dropped)
-        if not attempt:
-            for name, strategy in STRATEGIES.items():
-                yield name, strategy(plan), dropped
-        selection = Selection(plan)
-        order = sorted(
-            range(len(plan.intervals)),
-            key=lambda j: (not base.task.persistent[plan.intervals[j].tensor], chance.random()),
-        )
-        selection.fill((j, None) for j in order)
-        yield "all_moved", selection, dropped
 
 
 def _refuse(least: Selection, reserved_bytes: int) -> NoReturn:

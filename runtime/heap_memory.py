@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-from pathlib import Path
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 _MMAPS = 65536
@@ -18,7 +17,7 @@ _LARGE_BYTES = 256 << 10
 _TRIM_BYTES = 128 << 10
 _SLACK_BYTES = 16 << 20
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-_STATM = Path("/proc/self/statm")
+_STATM = "/proc/self/statm"
 
 
 class HeapMemory:
@@ -28,7 +27,7 @@ class HeapMemory:
         """Find the C library's functions."""
         library = ctypes.CDLL(None)
         has_all = hasattr(library, "mallopt") and hasattr(library, "malloc_trim")
-        self._library = library if has_all and _STATM.exists() else None
+        self._library = library if has_all and os.path.exists(_STATM) else None
         self.limit_bytes = 0
         """What the process may hold of its own."""
         self._trim_above_bytes = 0
@@ -49,9 +48,11 @@ class HeapMemory:
             self._library.malloc_trim(ctypes.c_size_t(0))
             self.num_trims += 1
 
-    def keep_within(self) -> None:
-        """Give holes back if the process holds more than the limit."""
-        if self._library is None or own_bytes() <= self._trim_above_bytes:
+    def keep_within(self, size_bytes: int) -> None:
+        """Give holes back if the process holds more than the limit; before too little to matter it is not looked at."""
+        if self._library is None or size_bytes < _LARGE_BYTES:
+            return
+        if own_bytes() <= self._trim_above_bytes:
             return
         self.give_back()
         self.num_trims += 1
@@ -74,7 +75,12 @@ class HeapMemory:
 def own_bytes() -> int:
     """Return the process's memory that is no file's; 0 where the system does not say."""
     try:
-        _, resident, shared, *_ = _STATM.read_text(encoding="ascii").split()
+        # Asked before each op: a file object would take several times as long. A fork has another file by this name.
+        file = os.open(_STATM, os.O_RDONLY)
+        try:
+            _, resident, shared, *_ = os.read(file, 256).split()
+        finally:
+            os.close(file)
     except OSError:
         return 0
     return (int(resident) - int(shared)) * _PAGE_BYTES

@@ -76,6 +76,8 @@ class Iteration:
         self._nodes = [node for node in graph.nodes if node.op == "call_function"]
         if [node.name for node in self._nodes] != [op.name for op in plan.ops]:
             raise PlanMismatchError("the plan is of another program; plan again")
+        self.flat = {node for node in self._nodes if _is_flat(node)}
+        """Nodes whose arguments are nodes and constants, and no lists of nodes."""
         self._bound = {
             node: bindings[node.name]
             for node in graph.nodes
@@ -92,8 +94,7 @@ class Iteration:
             if isinstance(step, (Offload, Reload, Wait)) and step.tensor not in persistent.sizes
         ]
         self._pages = pages
-        capacity = pages.capacity if pages else None
-        self._spill = Spill(folder, spill_slots(moved), buffers, capacity=capacity)
+        self._spill = Spill(folder, spill_slots(moved), buffers, pages=pages)
         self.away, self._up_front = at_rest(plan, persistent.sizes)
         self._changes = changes(plan, persistent.sizes)
         released = {step.tensor for step in plan.steps if isinstance(step, Release)}
@@ -146,7 +147,7 @@ class Iteration:
         if self._pages is None:
             self.heap.make_room(size_bytes)
         else:
-            self.heap.keep_within()
+            self.heap.keep_within(size_bytes)
 
     def _page_memory(self) -> contextlib.AbstractContextManager[None]:
         if self._pages is None:
@@ -234,9 +235,13 @@ class Run:
         values = self._values
         try:
             for node in nodes:
-                args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
                 assert callable(node.target)
-                values[node] = node.target(*args, **kwargs)
+                if node in self._of.flat:
+                    args = [values[arg] if isinstance(arg, fx.Node) else arg for arg in node.args]
+                    values[node] = node.target(*args)
+                    continue
+                arguments, named = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
+                values[node] = node.target(*arguments, **named)
         except BaseException as error:
             error.add_note(f"while running op '{name}' of '{self._of._plan.workload.name}'")
             raise
@@ -333,6 +338,11 @@ class Run:
             stalls=tuple(self._stalls),
             process_peak_bytes=process_peak_bytes(),
         )
+
+
+def _is_flat(node: fx.Node) -> bool:
+    own = {arg for arg in node.args if isinstance(arg, fx.Node)}
+    return not node.kwargs and own == set(node.all_input_nodes)
 
 
 def _new_bytes(plan: Plan, persistent: Mapping[str, int]) -> list[int]:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from gascompile.runtime.lanes import Lane
 from gascompile.units import PAGE_BYTES
 
 _MOST_UNITS = 1 << 18
@@ -82,6 +83,14 @@ class Pages:
         """Return how many bytes from ``address`` on belong to the block that begins there; 0 if none does."""
         found: int = self._library.gascompile_pages_capacity(address)
         return found
+
+    def lane(self) -> Lane:
+        """Return a new thread that moves blocks to files, or back.
+
+        Raises:
+            StorageError: the system has no thread left.
+        """
+        return Lane(self._library)
 
     def trim(self) -> None:
         """Give what is free to the kernel, and what is freed until blocks are served again."""

@@ -56,7 +56,7 @@ class Persistent:
         if pages is not None:
             for tensor in self.tensors.values():
                 pages.adopt(tensor.untyped_storage())
-        self._spill = Spill(folder, slots, buffers, capacity=pages.capacity if pages else None)
+        self._spill = Spill(folder, slots, buffers, pages=pages)
         self.path = self._spill.path
         # A file's space that was never written reads as zeros.
         self._away: set[str] = {*zeros, *unread}
@@ -167,6 +167,10 @@ class Persistent:
         """
         self._spill.put(name, fill, self.sizes[name])
         self._valid.add(name)
+
+    def places(self) -> dict[str, tuple[int, int]]:
+        """Return the file and the offset of each tensor's slot."""
+        return {name: self._spill.place(name) for name in self.sizes}
 
     def copy_to(self, name: str, target: int, offset: int) -> bool:
         """Copy a tensor's bytes from its slot to an open file; False where only memory has its value.

@@ -1,8 +1,9 @@
 """Where activations go that leave memory for a while: an unnamed file with a slot per tensor.
 
 One thread writes and one reads. Memory that consists of whole pages goes straight to the drive and comes
-straight from it; what an allocator has put elsewhere is not aligned for that and goes through a buffer. The
-file has no name: whatever ends the process gives its space back.
+straight from it, by threads of the native library where there is one; what an allocator has put elsewhere is
+not aligned for that and goes through a buffer. The file has no name: whatever ends the process gives its
+space back.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import torch
 
 from gascompile.errors import StorageError
 from gascompile.runtime.copying import copy_range
+from gascompile.runtime.pages import Pages
 from gascompile.runtime.protocols import Event, Reader, Ticket, read_at
 from gascompile.units import PAGE_BYTES, align_up, format_size
 
@@ -68,9 +70,9 @@ class Spill:
         slots: Mapping[str, tuple[int, int]],
         buffers: memoryview,
         *,
-        capacity: Callable[[int], int] | None = None,
+        pages: Pages | None = None,
         reader: Reader = read_at,
-        writer: Writer | None = None,
+        writer: Writer = os.pwrite,
     ) -> None:
         """Take the file's space and start the threads.
 
@@ -79,9 +81,9 @@ class Spill:
             slots: offset and largest size of each tensor that will move; they may overlap where the
                 tensors are never out at the same time.
             buffers: page-aligned memory, half of it for each direction.
-            capacity: how many bytes a storage may use from its address on, if that is known.
-            reader: the low-level read.
-            writer: the low-level write.
+            pages: know which storages may be used to the end of their last page.
+            reader: the low-level read of what goes through a buffer.
+            writer: the low-level write of it.
 
         Raises:
             StorageError: the folder cannot be written to, or has too little space.
@@ -89,8 +91,8 @@ class Spill:
         self._slots = dict(slots)
         ends = (offset + align_up(size_bytes, PAGE_BYTES) for offset, size_bytes in slots.values())
         total = max(ends, default=0)
-        self._capacity = capacity or (lambda address: 0)
-        self._reader, self._writer = reader, writer or os.pwrite
+        self._pages = pages
+        self._reader, self._writer = reader, writer
         self._file, self.path = _open(folder, total)
         self._plain = -1
         self._buffers = buffers
@@ -112,6 +114,7 @@ class Spill:
             self._queues.append(jobs)
             self._threads.append(thread)
             thread.start()
+        self._lanes = [pages.lane() for _ in self._queues] if pages is not None else []
 
     def write(self, name: str, storage: torch.UntypedStorage) -> Ticket:
         """Start copying a storage to its slot; it must not change or go before the ticket is done."""
@@ -149,6 +152,12 @@ class Spill:
             jobs.put(move)
         for move in moves:
             move.ended.wait()
+        for lane in self._lanes:
+            lane.drain()
+
+    def place(self, name: str) -> tuple[int, int]:
+        """Return the file and the offset of a slot."""
+        return self._file, self._slots[name][0]
 
     def copy_to(self, name: str, target: int, offset: int, size_bytes: int) -> None:
         """Copy the first bytes of a slot to the open file ``target``, by the file system where it can.
@@ -170,27 +179,30 @@ class Spill:
             jobs.put(None)
         for thread in self._threads:
             thread.join()
+        for lane in self._lanes:
+            lane.close()
         os.close(self._file)
         if self._plain >= 0:
             os.close(self._plain)
 
-    def _submit(self, direction: int, name: str, storage: torch.UntypedStorage) -> _Move:
+    def _submit(self, direction: int, name: str, storage: torch.UntypedStorage) -> Ticket:
         slot, size_bytes = self._slots[name]
         if storage.nbytes() > size_bytes:
             raise StorageError(
                 f"'{name}' has {storage.nbytes()} bytes, its slot {size_bytes}; plan for the larger input"
             )
-        move = _Move(slot, storage, name)
         if self._closed:
             raise StorageError("the session is closed; compile or load the model again")
+        pages_bytes = align_up(storage.nbytes(), PAGE_BYTES)
+        if self._pages is not None and self._pages.capacity(storage.data_ptr()) >= pages_bytes:
+            return self._lanes[direction].submit(
+                name, storage, self._file, slot, writes=direction == 0, size_bytes=pages_bytes
+            )
+        move = _Move(slot, storage, name)
         self._queues[direction].put(move)
         return move
 
     def _write(self, move: _Move, buffer: memoryview) -> None:
-        pages = self._pages_of(move.storage)
-        if pages is not None:
-            self._write_all(pages, move.slot)
-            return
         source = _bytes_of(move.storage)
         for begin in range(0, len(source), len(buffer)):
             part = source[begin : begin + len(buffer)]
@@ -198,11 +210,7 @@ class Spill:
             self._write_all(buffer[: align_up(len(part), PAGE_BYTES)], move.slot + begin)
 
     def _read(self, move: _Move, buffer: memoryview) -> None:
-        pages = self._pages_of(move.storage)
         target = _bytes_of(move.storage)
-        if pages is not None:
-            self._read_all(pages, len(target), move.slot)
-            return
         for begin in range(0, len(target), len(buffer)):
             part = target[begin : begin + len(buffer)]
             whole = buffer[: align_up(len(part), PAGE_BYTES)]
@@ -226,14 +234,6 @@ class Spill:
                 raise OSError(errno.EIO, "the file ends before the tensor does")
             done += got
 
-    def _pages_of(self, storage: torch.UntypedStorage | None) -> memoryview | None:
-        """Return a storage's memory to the end of its last page if that is its own; else ``None``."""
-        assert storage is not None, "a move is served once"
-        address, size_bytes = storage.data_ptr(), align_up(storage.nbytes(), PAGE_BYTES)
-        if address % PAGE_BYTES or self._capacity(address) < size_bytes:
-            return None
-        return _memory(address, size_bytes)
-
 
 def _serve(
     jobs: queue.SimpleQueue[_Move | None],
@@ -244,9 +244,11 @@ def _serve(
         move.begun_s = time.perf_counter()
         try:
             work(move, buffer)
-        except OSError as error:
+        # A dead thread would hang all that wait for it.
+        except Exception as error:  # noqa: BLE001
+            why = error.strerror if isinstance(error, OSError) else repr(error)
             move.error = StorageError(
-                f"moving '{move.name}' failed: {error.strerror}; check the disk of the cache folder"
+                f"moving '{move.name}' failed: {why}; check the disk of the cache folder"
             )
             move.error.__cause__ = error
         move.storage = None
@@ -256,11 +258,8 @@ def _serve(
 
 def _bytes_of(storage: torch.UntypedStorage | None) -> memoryview:
     assert storage is not None, "a move is served once"
-    return _memory(storage.data_ptr(), storage.nbytes())
-
-
-def _memory(address: int, size_bytes: int) -> memoryview:
-    return memoryview((ctypes.c_char * size_bytes).from_address(address)).cast("B")
+    memory = (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())
+    return memoryview(memory).cast("B")
 
 
 def _open(folder: Path, size_bytes: int) -> tuple[int, str]:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:  # torch comes with it, which help and wrong usage need not wa
     from gascompile.cache_upkeep import CacheItem
 
 cache = typer.Typer(
-    help="List or remove kept plans, spilled weights and machine profiles.",
+    help="List or remove kept plans, spilled weights, compiled code and machine profiles.",
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
@@ -31,7 +31,10 @@ Keys = Annotated[
 OlderThan = Annotated[
     float | None,
     typer.Option(
-        "--older-than", parser=opt.age, metavar="AGE", help="Also plans written longer ago: 30d."
+        "--older-than",
+        parser=opt.age,
+        metavar="AGE",
+        help="Also plans and code written longer ago: 30d.",
     ),
 ]
 MaxSize = Annotated[
@@ -50,7 +53,7 @@ KeepWeights = Annotated[
 
 @cache.command("ls")
 def list_items(cache_dir: opt.CacheDir = None, json: opt.JsonFlag = False) -> None:
-    """List plans, spilled weights and machine profiles.
+    """List plans, spilled weights, compiled code and machine profiles.
 
     Example: [bold]gascompile cache ls[/bold]
     """

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import importlib.resources
 import logging
-import os
 import sys
-import tempfile
 from pathlib import Path
 
 import torch
 
 from gascompile import serial
+from gascompile.errors import StorageError
 from gascompile.fusion_build import KernelBuildError, compile_library
 from gascompile.runtime.pages import Pages
 
 _log = logging.getLogger(__name__)
 
+_SOURCES = ("pages.cpp", "transfers.cpp")
+"""Of one library."""
 _LOADED: list[Pages | None] = []
 """What the first call found: a process has one page memory, wherever its library is kept."""
 
@@ -35,7 +36,8 @@ def page_memory(cache_dir: Path, budget_bytes: int) -> Pages | None:
 
 
 def _loaded(cache_dir: Path) -> Pages | None:
-    source = importlib.resources.files("gascompile.runtime").joinpath("pages.cpp").read_text()
+    folder = importlib.resources.files("gascompile.runtime")
+    source = "".join(folder.joinpath(name).read_text() for name in _SOURCES)
     digest = serial.digest([source, str(torch.__version__), torch.compiled_with_cxx11_abi()])
     path = cache_dir / "native" / f"pages-{digest[:16]}.so"
     try:
@@ -44,15 +46,8 @@ def _loaded(cache_dir: Path) -> Pages | None:
                 return Pages(path)
             except OSError as error:
                 _log.warning("%s is damaged (%s) and is compiled again", path, error)
-        data = compile_library(source, libraries=("c10",))
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(data)
-            file.flush()
-            # A library that a crash of the system has cut short would end each process that loads it.
-            os.fsync(file.fileno())
-        Path(file.name).rename(path)
+        serial.write_atomic(path, compile_library(source, libraries=("c10",)))
         return Pages(path)
-    except (KernelBuildError, OSError) as error:
+    except (KernelBuildError, StorageError, OSError) as error:
         _log.warning("no page memory: %s; steps run on the heap, and slower", error)
         return None

@@ -241,6 +241,22 @@ class TrainingStep:
         for unit in self._units.values():
             self._settle(unit)
 
+    def settle(self) -> None:
+        """Let no transfer be under way; the next step takes longer, as it begins with none.
+
+        Raises:
+            StorageError: a transfer failed.
+        """
+        self._open_states()
+        self._settle_all()
+
+    def state_places(self) -> dict[str, tuple[int, int]]:
+        """Return where the copies of parameters, moments and buffers lie: a file's descriptor and an offset.
+
+        Good for measurements between ``settle`` and the next step. The values there may be old.
+        """
+        return self._open_states().persistent.places()
+
     def state_dict(self) -> dict[str, Any]:
         """Return copies in memory of ``model.state_dict()`` and ``optimizer.state_dict()``, by these words.
 

@@ -183,7 +183,8 @@ def test_the_wheel_holds_every_source_and_nothing_else(wheel: Path) -> None:
         f"gascompile/{path.relative_to(ROOT)}"
         for path in (ROOT / "cost_models" / "presets").glob("*.json")
     }
-    assert names == expected | presets | {"gascompile/py.typed", "gascompile/runtime/pages.cpp"}
+    native = {f"gascompile/{p.relative_to(ROOT)}" for p in (ROOT / "runtime").glob("*.cpp")}
+    assert names == expected | presets | native | {"gascompile/py.typed"}
 
 
 def test_the_installed_wheel_works_away_from_the_repository(wheel: Path, tmp_path: Path) -> None:

@@ -157,3 +157,21 @@ def test_a_removed_plan_is_planned_again(cache_dir: Path) -> None:
     ) as compiled:
         torch.testing.assert_close(compiled(rows), model(rows).detach())
     assert _kinds(cache_dir) == ["plan", "weights"]
+
+
+def test_compiled_code_is_listed_removed_and_collected_by_age(cache_dir: Path) -> None:
+    names = ["kernels/one", "kernels/two", "native/pages"]
+    for name in names:
+        path = cache_dir / f"{name}.so"
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(b"code")
+    record = cache_dir / "kernels" / "one.json"
+    record.write_text("{}")
+    assert _kinds(cache_dir) == ["plan", "plan", "weights", "weights", "code", "code", "code"]
+    _cli(cache_dir, "rm", "one")
+    assert not record.exists()
+    _age(cache_dir / "kernels" / "two.so", 40 * 24 * _HOUR_S)
+    removed = _cli(cache_dir, "gc", "--older-than", "30d")["removed"]
+    assert [item["key"] for item in removed] == ["two"]
+    assert collect(cache_dir) == []
+    assert (cache_dir / "native" / "pages.so").exists()

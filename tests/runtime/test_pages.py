@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,23 +20,12 @@ from gascompile.runtime.heap_memory import own_bytes
 from gascompile.runtime.pages import Pages
 from gascompile.training.page_memory import page_memory
 from gascompile.units import PAGE_BYTES
+from tests.runtime.conftest import BUDGET_BYTES
 
 pytestmark = pytest.mark.skipif(not has_compiler(), reason="needs a C++ compiler")
 
-BUDGET_BYTES = 64 << 20
-"""For which units are pages, and blocks of 16 pages are the smallest."""
 LEAST_BYTES = 16 * PAGE_BYTES
 MAPS = Path("/proc/self/maps")
-
-
-@pytest.fixture(scope="module")
-def pages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pages]:
-    """Return a memory of this module's own: what other tests have left alive lies in another."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("gascompile.training.page_memory._LOADED", [])
-        found = page_memory(tmp_path_factory.mktemp("native"), BUDGET_BYTES)
-        assert found is not None
-        yield found
 
 
 def units(size_bytes: int) -> int:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from gascompile.errors import StorageError
 from gascompile.ir import Offload, Reload, Step, Wait
+from gascompile.runtime.pages import Pages
 from gascompile.runtime.spill import Spill
 from gascompile.runtime.spill_slots import spill_slots
 from gascompile.units import PAGE_BYTES, SPILL_BUFFER_BYTES, align_up
@@ -143,28 +144,79 @@ def test_a_slot_is_free_again_when_its_tensor_is_back_for_good() -> None:
     }
 
 
-def test_whole_pages_go_without_a_buffer(tmp_path: Path) -> None:
-    size_bytes = 3 * PAGE_BYTES + 5
-    memory = mmap.mmap(-1, 4 * PAGE_BYTES)
-    storage = torch.frombuffer(memory, dtype=torch.uint8)[:size_bytes].untyped_storage()
-    tensor = torch.frombuffer(memory, dtype=torch.uint8, count=size_bytes)
-    tensor.copy_(torch.randint(0, 256, (size_bytes,), dtype=torch.uint8))
-    kept = tensor.clone()
-    # Without a buffer, nothing could go through it.
-    spill = Spill(
-        tmp_path,
-        in_a_row({"t": storage.nbytes()}),
-        memoryview(b""),
-        capacity=lambda address: len(memory) if address == storage.data_ptr() else 0,
-    )
-    spill.write("t", storage).wait()
-    tensor.zero_()
-    spill.read("t", storage).wait()
+def block(pages: Pages, size_bytes: int) -> torch.Tensor:
+    with pages.active(1 << 40):
+        return torch.randint(0, 256, (size_bytes,), dtype=torch.uint8)
+
+
+@settings(max_examples=10, deadline=None)
+@given(sizes=st.lists(st.integers(16 * PAGE_BYTES, 1 << 22), min_size=1, max_size=6))
+def test_whole_pages_go_without_a_buffer(
+    pages: Pages, tmp_path_factory: pytest.TempPathFactory, sizes: list[int]
+) -> None:
+    tensors = {f"t{i}": block(pages, size) for i, size in enumerate(sizes)}
+    kept = {name: tensor.clone() for name, tensor in tensors.items()}
+    folder = tmp_path_factory.mktemp("spill")
+    slots = in_a_row({name: len(tensor) for name, tensor in tensors.items()})
+    # Through so short a buffer nothing of this could go in one piece.
+    spill = Spill(folder, slots, memoryview(bytearray(2)), pages=pages)
+    writes = [spill.write(name, tensor.untyped_storage()) for name, tensor in tensors.items()]
+    for ticket in reversed(writes):
+        ticket.wait()
+    for tensor in tensors.values():
+        tensor.zero_()
+    reads = [spill.read(name, tensor.untyped_storage()) for name, tensor in tensors.items()]
+    spill.drain()
+    assert all(ticket.done and not ticket.failed for ticket in (*writes, *reads))
+    assert all(torch.equal(tensors[name], kept[name]) for name in kept)
     spill.close()
+
+
+@pytest.mark.parametrize(
+    ("device", "writes", "words"),
+    [("/dev/full", True, "No space left"), ("/dev/null", False, "the file ends")],
+)
+def test_a_failed_move_of_pages_is_a_storage_error(
+    pages: Pages, tmp_path: Path, device: str, writes: bool, words: str
+) -> None:
+    tensor = block(pages, 1 << 20)
+    kept = tensor.clone()
+    spill = Spill(tmp_path, {"t": (0, 1 << 20)}, memoryview(bytearray(2)), pages=pages)
+    spill.write("t", tensor.untyped_storage()).wait()
+    good = os.dup(spill._file)
+    bad = os.open(device, os.O_RDWR)
+    os.dup2(bad, spill._file)
+    move = spill.write if writes else spill.read
+    failed = [move("t", tensor.untyped_storage()) for _ in range(3)]
+    for ticket in failed:
+        for _ in range(2):
+            with pytest.raises(StorageError, match=f"moving 't' failed: {words}"):
+                ticket.wait()
+        assert ticket.failed
+    # Nobody waits for this one.
+    move("t", tensor.untyped_storage())
+    spill.drain()
+    os.dup2(good, spill._file)
+    tensor.zero_()
+    spill.read("t", tensor.untyped_storage()).wait()
     assert torch.equal(tensor, kept)
+    spill.close()
+    os.close(good)
+    os.close(bad)
 
 
-def test_pages_that_are_not_a_storages_own_go_through_the_buffer(tmp_path: Path) -> None:
+def test_a_move_keeps_its_memory_until_it_has_ended(pages: Pages, tmp_path: Path) -> None:
+    spill = Spill(tmp_path, {"t": (0, 1 << 20)}, memoryview(bytearray(2)), pages=pages)
+    before = pages.live_bytes
+    ticket = spill.write("t", block(pages, 1 << 20).untyped_storage())
+    # The tensor is gone, its memory is not.
+    assert pages.live_bytes == before + (1 << 20)
+    ticket.wait()
+    assert pages.live_bytes == before
+    spill.close()
+
+
+def test_memory_that_is_no_block_goes_through_the_buffer(pages: Pages, tmp_path: Path) -> None:
     memory = torch.frombuffer(mmap.mmap(-1, 2 * PAGE_BYTES), dtype=torch.uint8)
     memory[:] = 7
     own = torch.frombuffer(memory.numpy(), dtype=torch.uint8, count=PAGE_BYTES + 5)
@@ -173,7 +225,7 @@ def test_pages_that_are_not_a_storages_own_go_through_the_buffer(tmp_path: Path)
         tmp_path,
         in_a_row({"t": PAGE_BYTES + 5}),
         buffers(),
-        capacity=lambda address: PAGE_BYTES + 5,
+        pages=pages,
     )
     spill.write("t", own.untyped_storage()).wait()
     memory[:] = 1
