@@ -6,6 +6,7 @@ and ``machine``.
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import time
 from collections.abc import Iterable, Iterator
@@ -109,11 +110,20 @@ def remove(cache_dir: Path, chosen: Iterable[CacheItem]) -> None:
     for item in chosen:
         if item.kind == ItemKind.PLAN:
             plan_cache.remove(cache_dir, item.key)
+        elif item.kind == ItemKind.CODE:
+            _remove_code(Path(item.path))
         else:
             with exclusive(cache_dir / "store" / ".lock"):
                 _delete(Path(item.path))
-                if item.kind == ItemKind.CODE:
-                    _delete(Path(item.path).with_suffix(".json"))
+
+
+def _remove_code(path: Path) -> None:
+    for key in (path.parent / "keys").glob("*"):
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            if key.read_text("ascii") == path.stem:
+                _delete(key)
+    _delete(path)
+    _delete(path.with_suffix(".json"))
 
 
 def collect(
@@ -126,8 +136,9 @@ def collect(
     """Remove what is of no use and return it.
 
     Damaged plans go, then plans and compiled code written longer ago than ``older_than_s``, then the oldest
-    plans until the cache is at most ``max_size_bytes``; with them the spilled weights that no cached plan
-    needs, and what killed writers left behind. Machine profiles stay; code is compiled again when it is needed.
+    plans until they, their weights and the machine profiles, which stay, take ``max_size_bytes`` at most; with
+    them the spilled weights that no cached plan needs, and what killed writers left behind. Plans of this cache
+    compile their code again when they are used; bundles saved elsewhere run without it.
 
     Args:
         keep_weights: leave spilled weights alone; bundles saved elsewhere may refer to them.
@@ -147,7 +158,8 @@ def collect(
         needed = _resolved(path for item in kept for path in item.weight_files)
         unused = [] if keep_weights else _unused_weights(found, needed)
         gone = {item.path for item in (*doomed, *unused)}
-        left_bytes = sum(item.size_bytes for item in found if item.path not in gone)
+        left = (i for i in found if i.path not in gone and i.kind != ItemKind.CODE)
+        left_bytes = sum(item.size_bytes for item in left)
         if max_size_bytes is None or left_bytes <= max_size_bytes or not kept:
             break
         doomed.append(kept.pop())

@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from gascompile.form_allocation import CEILINGS, TARGETS, UNMEASURED_CEILINGS
 from gascompile.packing import LAYOUT
 
 CACHE_VARIABLE = "GASCOMPILE_CACHE_DIR"
@@ -57,10 +58,11 @@ class CompileConfig:
             raise ValueError(f"fuse_runs is a number of runs, not {self.fuse_runs}")
 
     def fingerprint_fields(self) -> dict[str, str]:
-        """Return every field that shapes the plan, and the layout of packed weights, as text."""
+        """Return every field that shapes the plan, the layout of packed weights and what they may lose, as text."""
         fields = {
             name: repr(getattr(self, name))
             for name, f in self.__dataclass_fields__.items()
             if f.metadata.get("fingerprint", True)
         }
-        return {**fields, "packing": str(LAYOUT)}
+        forms = repr((dict(CEILINGS), dict(UNMEASURED_CEILINGS), dict(TARGETS)))
+        return {**fields, "packing": str(LAYOUT), "forms": forms}

@@ -19,7 +19,7 @@ import torch
 
 from gascompile.checkpoint import Checkpoint
 from gascompile.errors import UnsupportedOpError
-from gascompile.form_allocation import Choice, allocate
+from gascompile.form_allocation import CEILINGS, TARGETS, UNMEASURED_CEILINGS, Choice, allocate
 from gascompile.packing import DEFAULT_GROUPS
 from gascompile.program import BoundSpec, Program
 from gascompile.sensitivity import Sensitivity
@@ -36,8 +36,6 @@ FLOATING = frozenset(("float64", "float32", "bfloat16", "float16"))
 _EMBEDDING = torch.ops.aten.embedding.default
 _LINEAR = torch.ops.aten.linear.default
 _Uses = set[object]
-CEILINGS: Final[Mapping[str, float]] = {"int8": 0.55, "int4": 0.40}
-"""Most that the matrices may take, of what they take at two bytes a value."""
 TRIED: Final[Mapping[str, tuple[str, ...]]] = {"int8": ("int8",), "int4": ("int4", "int8")}
 """Packed forms that each of ``weights=`` chooses among, beside two bytes a value."""
 _USUAL_ERRORS: Final[Mapping[str, float]] = {"int8": 0.0058, "int4": 0.072, "bfloat16": 0.0017}
@@ -143,7 +141,7 @@ def _allocated(
     weights: str,
     sensitivities: Mapping[str, Sensitivity] | None,
 ) -> dict[str, str]:
-    """Return the forms of all large matrices that make the least error under the ceiling of ``weights``."""
+    """Return the forms of all large matrices: an error that is small enough, or the least under the ceiling."""
     names = matrices_to_pack(program)
     numel = {name: math.prod(program.bound[name].shape) for name in names}
     gains = _gains(numel, sensitivities)
@@ -162,7 +160,10 @@ def _allocated(
             Choice(form, _size_bytes(form, bound.shape), gains[name] * error**2)
             for form, error in errors.items()
         ]
-    return allocate(choices, int(CEILINGS[weights] * 2 * sum(numel.values())))
+    plain_bytes = 2 * sum(numel.values())
+    if sensitivities is None:
+        return allocate(choices, int(UNMEASURED_CEILINGS[weights] * plain_bytes))
+    return allocate(choices, int(CEILINGS[weights] * plain_bytes), enough=TARGETS[weights] ** 2)
 
 
 def _gains(

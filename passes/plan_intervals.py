@@ -38,7 +38,7 @@ from gascompile.passes.interval_starts import (
     starts,
     way_s,
 )
-from gascompile.passes.interval_strategies import furthest_use
+from gascompile.passes.interval_strategies import all_moved, furthest_use
 from gascompile.passes.interval_sweep import interval_sweep
 from gascompile.passes.intervals import IntervalPlan
 
@@ -113,13 +113,14 @@ def plan_intervals(
         recompute=recompute,
         op_s_per_byte=op_s_per_byte,
     )
-    begun_s = time.perf_counter()
-    if len(task.names) > _FEW_TENSORS:
-        # Without room for these either, the smallest of them has to make way as well.
+    small = task.without_small() if len(task.names) > _FEW_TENSORS else task
+    if small.fixed and all_moved(layout(small)).fits:
+        begun_s = time.perf_counter()
         with contextlib.suppress(InfeasiblePlanError):
-            return _found(task.without_small(), time_limit_s, mip_gap, reserved_bytes)
-    left_s = time_limit_s - (time.perf_counter() - begun_s)
-    return _found(task, left_s, mip_gap, reserved_bytes)
+            return _found(small, time_limit_s, mip_gap, reserved_bytes)
+        spent_s = time.perf_counter() - begun_s
+        time_limit_s = max(time_limit_s - spent_s, time_limit_s / 10)
+    return _found(task, time_limit_s, mip_gap, reserved_bytes)
 
 
 def _found(

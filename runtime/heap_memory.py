@@ -16,6 +16,8 @@ _MMAPS = 65536
 _LARGE_BYTES = 256 << 10
 _TRIM_BYTES = 128 << 10
 _SLACK_BYTES = 16 << 20
+_EVERY = 64
+"""Small blocks add up, too."""
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _STATM = "/proc/self/statm"
 
@@ -32,6 +34,7 @@ class HeapMemory:
         """What the process may hold of its own."""
         self._trim_above_bytes = 0
         self.num_trims = 0
+        self._num_calls = 0
 
     def begin(self, limit_bytes: int) -> None:
         """Keep freed memory as long as the process holds no more than ``limit_bytes`` of its own."""
@@ -49,8 +52,10 @@ class HeapMemory:
             self.num_trims += 1
 
     def keep_within(self, size_bytes: int) -> None:
-        """Give holes back if the process holds more than the limit; before too little to matter it is not looked at."""
-        if self._library is None or size_bytes < _LARGE_BYTES:
+        """Give holes back if the process holds more than the limit; small blocks are seen now and then."""
+        self._num_calls += 1
+        often = size_bytes >= _LARGE_BYTES or self._num_calls % _EVERY == 0
+        if self._library is None or not often:
             return
         if own_bytes() <= self._trim_above_bytes:
             return

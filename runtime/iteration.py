@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from gascompile.errors import PlanMismatchError
+from gascompile.errors import PlanMismatchError, StorageError
 from gascompile.ir import (
     Compute,
     Offload,
@@ -77,7 +77,7 @@ class Iteration:
         if [node.name for node in self._nodes] != [op.name for op in plan.ops]:
             raise PlanMismatchError("the plan is of another program; plan again")
         self.flat = {node for node in self._nodes if _is_flat(node)}
-        """Nodes whose arguments are nodes and constants, and no lists of nodes."""
+        """Nodes whose arguments are nodes and constants, not lists with nodes in them."""
         self._bound = {
             node: bindings[node.name]
             for node in graph.nodes
@@ -159,10 +159,15 @@ class Iteration:
 
     def settle(self) -> None:
         """Let no transfer be under way, so that something else may use the tensors; the next run starts afresh."""
-        pending, self._pending = self._pending, None
         self._spill.drain()
-        for ticket in (pending or {}).values():
-            ticket.wait()
+        try:
+            for ticket in (self._pending or {}).values():
+                ticket.wait()
+        except StorageError:
+            self._pending = None
+            raise
+        # Not before: who is interrupted while waiting has to wait again.
+        self._pending = None
 
     def close(self) -> None:
         """Give the file of the activations back, and the heap's holes; idempotent."""
@@ -341,8 +346,10 @@ class Run:
 
 
 def _is_flat(node: fx.Node) -> bool:
-    own = {arg for arg in node.args if isinstance(arg, fx.Node)}
-    return not node.kwargs and own == set(node.all_input_nodes)
+    inside: list[fx.Node] = []
+    rest = tuple(arg for arg in node.args if not isinstance(arg, fx.Node))
+    fx.node.map_arg((rest, node.kwargs), inside.append)
+    return not (inside or node.kwargs)
 
 
 def _new_bytes(plan: Plan, persistent: Mapping[str, int]) -> list[int]:

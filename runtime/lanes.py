@@ -1,14 +1,16 @@
 """Lanes: moves of whole pages between memory and files, in order, by threads of the native library.
 
-``transfers.cpp`` says how; a move costs the interpreter its submission and nothing after it.
+``transfers.cpp`` says how; a move costs the interpreter its submission and nothing after it. A signal may raise
+between any two lines here, and a process may be forked at any time: neither may leave native code with memory
+that is somebody else's, or a wait that never ends.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+import weakref
 from collections import deque
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from gascompile.errors import StorageError
@@ -27,8 +29,56 @@ class _Outcome(ctypes.Structure):
         ("begun_s", ctypes.c_double),
         ("done_s", ctypes.c_double),
         ("error", ctypes.c_int32),
+        ("submitted", ctypes.c_int32),
         ("ended", ctypes.c_int32),
     ]
+
+
+class _Thread:
+    """The native side: a thread of this process."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        _declare(library)
+        self._library = library
+        self._handle = ctypes.c_void_p(library.gascompile_lane_open())
+        self._process = os.getpid()
+        if self._handle.value is None:
+            raise StorageError("no thread for transfers can be had; see the limits of this user")
+
+    @property
+    def is_open(self) -> bool:
+        return self._handle.value is not None and self._process == os.getpid()
+
+    def submit(
+        self,
+        outcome: _Outcome,
+        file: int,
+        address: int,
+        sizes: tuple[int, int],
+        offset: int,
+        *,
+        writes: bool,
+    ) -> None:
+        if not self.is_open:
+            raise StorageError("the threads for transfers are closed, or those of another process")
+        self._library.gascompile_lane_submit(
+            self._handle, file, writes, address, *sizes, offset, ctypes.byref(outcome)
+        )
+
+    def wait(self, outcome: _Outcome) -> None:
+        """Block until a move that was submitted has ended."""
+        while self.is_open and not self._library.gascompile_lane_wait(
+            self._handle, ctypes.byref(outcome), _LOOK_S
+        ):
+            pass
+        if not outcome.ended:
+            raise StorageError(
+                "a transfer was under way when this process was forked; it is its parent's"
+            )
+
+    def close(self) -> None:
+        if self.is_open:
+            self._library.gascompile_lane_close(ctypes.byref(self._handle))
 
 
 class LaneMove:
@@ -37,10 +87,10 @@ class LaneMove:
     event: Event | None = None
     """None: the bytes are in place once the move has ended."""
 
-    def __init__(self, lane: Lane, storage: torch.UntypedStorage, name: str) -> None:
+    def __init__(self, thread: _Thread, storage: torch.UntypedStorage, name: str) -> None:
         self.outcome = _Outcome()
         self.name = name
-        self._lane = lane
+        self._thread = thread
         self._storage: torch.UntypedStorage | None = storage
 
     @property
@@ -52,6 +102,11 @@ class LaneMove:
     def done_s(self) -> float:
         """When it ended, by the same clock."""
         return float(self.outcome.done_s)
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether native code may use its memory."""
+        return bool(self.outcome.submitted and not self.outcome.ended)
 
     @property
     def done(self) -> bool:
@@ -66,7 +121,7 @@ class LaneMove:
         self._storage = None
 
     def wait(self) -> None:
-        self._lane.wait(self)
+        self._thread.wait(self.outcome)
         self.let_go()
         code = self.outcome.error
         if code < 0:
@@ -89,12 +144,10 @@ class Lane:
         Raises:
             StorageError: the system has no thread left.
         """
-        declare(library)
-        self._library = library
-        self._lane: int | None = library.gascompile_lane_open()
-        if not self._lane:
-            raise StorageError("no thread for transfers can be had; see the limits of this user")
+        self._thread = _Thread(library)
         self._flying: deque[LaneMove] = deque()
+        # Whoever drops a lane unclosed leaves memory in use behind: it stays until the last move has ended.
+        weakref.finalize(self, _abandon, self._thread, self._flying).atexit = False
 
     def submit(
         self,
@@ -106,51 +159,51 @@ class Lane:
         writes: bool,
         size_bytes: int,
     ) -> LaneMove:
-        """Start moving ``size_bytes`` from the beginning of a storage on, of which it may fill fewer."""
-        for ended in self._ended():
-            ended.let_go()
-        move = LaneMove(self, storage, name)
+        """Start moving ``size_bytes`` from the beginning of a storage on, of which it may fill fewer.
+
+        Raises:
+            StorageError: the lane is closed.
+        """
+        while self._flying and not self._flying[0].is_under_way:
+            self._flying.popleft().let_go()
+        move = LaneMove(self._thread, storage, name)
+        # Before it is under way: an interrupt in between leaves one that never was.
         self._flying.append(move)
         needed = size_bytes if writes else storage.nbytes()
-        where = storage.data_ptr(), size_bytes, needed, offset
-        self._library.gascompile_lane_submit(
-            self._lane, file, writes, *where, ctypes.byref(move.outcome)
+        address = storage.data_ptr()
+        self._thread.submit(
+            move.outcome, file, address, (size_bytes, needed), offset, writes=writes
         )
         return move
-
-    def _ended(self) -> Iterator[LaneMove]:
-        while self._flying and self._flying[0].done:
-            yield self._flying.popleft()
-
-    def wait(self, move: LaneMove) -> None:
-        """Block until a move has ended, whatever became of it."""
-        while not move.done:
-            self._library.gascompile_lane_wait(self._lane, ctypes.byref(move.outcome), _LOOK_S)
 
     def drain(self) -> None:
         """Let what is under way end, whether it fails or not."""
         for move in self._flying:
-            self.wait(move)
+            if move.is_under_way and self._thread.is_open:
+                self._thread.wait(move.outcome)
             move.let_go()
         self._flying.clear()
 
     def close(self) -> None:
-        """Finish what is under way and stop the thread; idempotent."""
-        if self._lane:
-            lane, self._lane = self._lane, None
-            self._library.gascompile_lane_close(lane)
-            self._flying.clear()
+        """Finish what is under way and stop the thread; idempotent, and to be repeated if interrupted."""
+        self.drain()
+        self._thread.close()
 
 
-def declare(library: ctypes.CDLL) -> None:
-    """Tell ctypes what the library's functions take and return."""
+def _abandon(thread: _Thread, flying: deque[LaneMove]) -> None:
+    """Close the thread of a lane that nobody has any more, and let its memory go after that."""
+    thread.close()
+    flying.clear()
+
+
+def _declare(library: ctypes.CDLL) -> None:
     size, pointer, number = ctypes.c_size_t, ctypes.c_void_p, ctypes.c_int
     outcome = ctypes.POINTER(_Outcome)
     for name, arguments, result in (
         ("open", [], pointer),
         ("submit", [pointer, number, number, pointer, size, size, ctypes.c_int64, outcome], None),
         ("wait", [pointer, outcome, ctypes.c_double], number),
-        ("close", [pointer], None),
+        ("close", [ctypes.POINTER(pointer)], None),
     ):
         function = getattr(library, f"gascompile_lane_{name}")
         function.argtypes, function.restype = arguments, result

@@ -83,9 +83,10 @@ class Persistent:
 
     def write(self, name: str) -> Ticket:
         """Start copying a tensor to its slot; it must not change before the ticket is done."""
-        self._valid.add(name)
         ticket = self._spill.write(name, self.tensors[name].untyped_storage())
         self._writes[name] = ticket
+        # Last: whatever interrupts this, a slot that was not written is not taken for the value.
+        self._valid.add(name)
         return ticket
 
     def drop(self, name: str) -> None:

@@ -23,6 +23,7 @@ import torch
 
 from gascompile.errors import StorageError
 from gascompile.runtime.copying import copy_range
+from gascompile.runtime.lanes import Lane
 from gascompile.runtime.pages import Pages
 from gascompile.runtime.protocols import Event, Reader, Ticket, read_at
 from gascompile.units import PAGE_BYTES, align_up, format_size
@@ -99,11 +100,21 @@ class Spill:
         self._closed = False
         self._queues: list[queue.SimpleQueue[_Move | None]] = []
         self._threads: list[threading.Thread] = []
+        self._lanes: list[Lane] = []
+        try:
+            self._start(buffers)
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, buffers: memoryview) -> None:
         half = len(buffers) // 2
         for name, serve, buffer in (
             ("write", self._write, buffers[:half]),
             ("read", self._read, buffers[half:]),
         ):
+            if self._pages is not None:
+                self._lanes.append(self._pages.lane())
             jobs: queue.SimpleQueue[_Move | None] = queue.SimpleQueue()
             thread = threading.Thread(
                 target=_serve,
@@ -114,7 +125,6 @@ class Spill:
             self._queues.append(jobs)
             self._threads.append(thread)
             thread.start()
-        self._lanes = [pages.lane() for _ in self._queues] if pages is not None else []
 
     def write(self, name: str, storage: torch.UntypedStorage) -> Ticket:
         """Start copying a storage to its slot; it must not change or go before the ticket is done."""
@@ -171,19 +181,22 @@ class Spill:
         copy_range(self._plain, self._slots[name][0], target, offset, size_bytes)
 
     def close(self) -> None:
-        """Finish what is under way, stop the threads and give the file's space back; idempotent."""
-        if self._closed:
-            return
+        """Finish what is under way, stop the threads and give the file's space back.
+
+        Idempotent; an interrupted call is to be repeated.
+        """
         self._closed = True
         for jobs in self._queues:
             jobs.put(None)
         for thread in self._threads:
-            thread.join()
+            if thread.ident is not None:
+                thread.join()
         for lane in self._lanes:
             lane.close()
-        os.close(self._file)
-        if self._plain >= 0:
-            os.close(self._plain)
+        files, self._file, self._plain = (self._file, self._plain), -1, -1
+        for file in files:
+            if file >= 0:
+                os.close(file)
 
     def _submit(self, direction: int, name: str, storage: torch.UntypedStorage) -> Ticket:
         slot, size_bytes = self._slots[name]

@@ -1,6 +1,7 @@
 // Positional reads and writes by threads of their own: between two of them no interpreter is in the way.
 //
-// A lane serves what it is given in order. Who submits owns the outcome, and keeps it until it says that it ended.
+// A lane serves what it is given in order. Who submits owns the outcome, and keeps it until it says that it ended, if
+// it says that it was submitted.
 
 #include <unistd.h>
 
@@ -19,6 +20,7 @@ namespace {
 struct Outcome {
   double begun_s, done_s;  // of the monotonic clock
   int32_t error;           // an errno; -1 where the file ends too early
+  int32_t submitted;
   int32_t ended;           // written last
 };
 
@@ -73,6 +75,7 @@ class Lane {
     {
       const std::lock_guard<std::mutex> lock(mutex_);
       jobs_.push_back(job);
+      job.outcome->submitted = 1;
     }
     changed_.notify_all();
   }
@@ -141,7 +144,10 @@ int gascompile_lane_wait(void* lane, Outcome* outcome, double most_s) {
   return static_cast<Lane*>(lane)->wait(*outcome, most_s) ? 1 : 0;
 }
 
-void gascompile_lane_close(void* lane) {
-  delete static_cast<Lane*>(lane);
+// Forgets the lane before it lets it go: who is interrupted after this cannot close it twice.
+void gascompile_lane_close(void** lane) {
+  Lane* const found = static_cast<Lane*>(*lane);
+  *lane = nullptr;
+  delete found;
 }
 }

@@ -207,12 +207,12 @@ class TrainingStep:
             with self._settings.watch(states.number):
                 (loss,), self.last_run = unit.iteration.run(inputs, self.recording)
         except BaseException as error:
+            self._failure = f"{type(error).__name__}: {error}"
             unchanged = states.persistent.num_changes == before
-            if unchanged and isinstance(error, Exception) and not isinstance(error, StorageError):
-                self._settle(unit)
+            if unchanged and not isinstance(error, StorageError):
+                unit.iteration.settle()
                 states.persistent.recover()
-            else:
-                self._failure = f"{type(error).__name__}: {error}"
+                self._failure = ""
             raise
         found: torch.Tensor = loss.detach()
         return found

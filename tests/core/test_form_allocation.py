@@ -54,16 +54,37 @@ def test_the_ceiling_holds_and_nothing_of_equal_bytes_is_better_by_much(
     choices: dict[str, list[Choice]], limit_bytes: int
 ) -> None:
     size_bytes, error = taken(choices, allocate(choices, limit_bytes))
-    least_bytes = sum(min(c.size_bytes for c in known) for known in choices.values())
-    assert size_bytes <= max(limit_bytes, least_bytes)
+    most_bytes = max(limit_bytes, least_bytes(choices))
+    assert size_bytes <= most_bytes
     best = min(
         sum(c.error for c in combination)
         for combination in itertools.product(*choices.values())
-        if sum(c.size_bytes for c in combination) <= max(limit_bytes, least_bytes)
+        if sum(c.size_bytes for c in combination) <= most_bytes
     )
     # What is taken step by step is off by one step that did not fit at most.
     largest = max(c.error for known in choices.values() for c in known)
     assert error <= best + largest + 1e-9
+
+
+@given(choices=CHOICES, limit_bytes=st.integers(0, 80), enough=st.floats(0, 30))
+def test_no_bytes_are_spent_once_the_error_is_small_enough(
+    choices: dict[str, list[Choice]], limit_bytes: int, enough: float
+) -> None:
+    most_bytes, least_error = taken(choices, allocate(choices, limit_bytes))
+    size_bytes, error = taken(choices, allocate(choices, limit_bytes, enough=enough))
+    assert size_bytes <= most_bytes
+    assert error <= max(enough, least_error) + 1e-9
+    if size_bytes > taken(choices, allocate(choices, 0))[0]:
+        # Without the last step that was taken it was not enough.
+        fewer = max(
+            (allocate(choices, limit) for limit in range(size_bytes)),
+            key=lambda forms: taken(choices, forms)[0],
+        )
+        assert taken(choices, fewer)[1] > enough or size_bytes <= least_bytes(choices)
+
+
+def least_bytes(choices: dict[str, list[Choice]]) -> int:
+    return sum(min(c.size_bytes for c in known) for known in choices.values())
 
 
 @given(choices=CHOICES)

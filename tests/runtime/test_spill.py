@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import errno
+import gc
 import mmap
 import os
+import signal
+import threading
 from pathlib import Path
 
 import pytest
@@ -14,6 +17,7 @@ from hypothesis import strategies as st
 
 from gascompile.errors import StorageError
 from gascompile.ir import Offload, Reload, Step, Wait
+from gascompile.runtime.lanes import Lane
 from gascompile.runtime.pages import Pages
 from gascompile.runtime.spill import Spill
 from gascompile.runtime.spill_slots import spill_slots
@@ -214,6 +218,96 @@ def test_a_move_keeps_its_memory_until_it_has_ended(pages: Pages, tmp_path: Path
     ticket.wait()
     assert pages.live_bytes == before
     spill.close()
+
+
+def test_an_interrupt_before_a_move_is_under_way_leaves_none(
+    pages: Pages, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    spill = Spill(tmp_path, {"t": (0, 1 << 20)}, memoryview(bytearray(2)), pages=pages)
+    tensor = block(pages, 1 << 20)
+    kept = tensor.clone()
+    library = spill._lanes[0]._thread._library
+    with monkeypatch.context() as patch:
+        patch.setattr(library, "gascompile_lane_submit", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            spill.write("t", tensor.untyped_storage())
+    spill.drain()
+    spill.write("t", tensor.untyped_storage()).wait()
+    tensor.zero_()
+    spill.read("t", tensor.untyped_storage()).wait()
+    assert torch.equal(tensor, kept)
+    spill.close()
+
+
+def test_an_interrupted_close_is_finished_by_the_next(
+    pages: Pages, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = threading.active_count()
+    spill = Spill(tmp_path, {"t": (0, 1 << 22)}, memoryview(bytearray(2)), pages=pages)
+    file = spill._file
+    for _ in range(8):
+        spill.write("t", block(pages, 1 << 22).untyped_storage())
+    with monkeypatch.context() as patch:
+        patch.setattr(Lane, "drain", lambda self: signal.raise_signal(signal.SIGINT))
+        with pytest.raises(KeyboardInterrupt):
+            spill.close()
+    with pytest.raises(StorageError, match="closed"):
+        spill.read("t", block(pages, 1 << 22).untyped_storage())
+    spill.close()
+    spill.close()
+    assert not any(lane._thread.is_open for lane in spill._lanes)
+    assert threading.active_count() == before
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(file)
+
+
+def test_a_lane_that_is_dropped_keeps_its_memory_until_moves_have_ended(
+    pages: Pages, tmp_path: Path
+) -> None:
+    before = pages.live_bytes
+    file = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
+    lane = pages.lane()
+    for i in range(8):
+        storage = block(pages, 1 << 22).untyped_storage()
+        lane.submit("t", storage, file, i << 22, writes=True, size_bytes=1 << 22)
+    del lane, storage
+    gc.collect()
+    assert pages.live_bytes == before
+    assert os.fstat(file).st_size == 8 << 22
+    os.close(file)
+
+
+def test_a_forked_child_closes_without_the_threads(pages: Pages, tmp_path: Path) -> None:
+    spill = Spill(tmp_path, {"t": (0, 1 << 20)}, memoryview(bytearray(2)), pages=pages)
+    ticket = spill.write("t", block(pages, 1 << 20).untyped_storage())
+    child = os.fork()
+    if child == 0:
+        signal.alarm(10)
+        spill.close()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    ticket.wait()
+    spill.close()
+
+
+def test_without_a_thread_nothing_is_left_behind(
+    pages: Pages, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
+    lanes = iter([pages.lane()])
+
+    def lane(self: Pages) -> Lane:
+        for found in lanes:
+            return found
+        raise StorageError("no thread for transfers can be had")
+
+    monkeypatch.setattr(Pages, "lane", lane)
+    with pytest.raises(StorageError, match="no thread"):
+        Spill(tmp_path, {"t": (0, 1 << 20)}, memoryview(bytearray(2)), pages=pages)
+    assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == (files, threads)
 
 
 def test_memory_that_is_no_block_goes_through_the_buffer(pages: Pages, tmp_path: Path) -> None:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from gascompile import CheckpointError, StorageError, TrainingStep
+from gascompile.runtime.iteration import Iteration
 from tests.training.runs import (
     BUDGET_BYTES,
     adamw,
@@ -312,6 +315,33 @@ def test_a_failed_transfer_ends_the_run_until_a_checkpoint_is_loaded(
         step.eval(batches(1)[0])
     step.load(folder)
     assert losses(step, 2, 4) == reference[2:]
+
+
+def test_an_interrupt_before_anything_has_changed_does_not_end_the_run(
+    step: TrainingStep, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reference = plain_losses(3)
+    assert losses(step, 0, 1) == reference[:1]
+    random = torch.get_rng_state()
+    with monkeypatch.context() as patch:
+        patch.setattr(Iteration, "make_room", lambda *_: signal.raise_signal(signal.SIGINT))
+        with pytest.raises(KeyboardInterrupt):
+            losses(step, 1, 2)
+    torch.set_rng_state(random)
+    assert losses(step, 1, 3) == reference[1:]
+
+
+def test_who_is_interrupted_while_waiting_waits_again(step: TrainingStep) -> None:
+    reference = plain_losses(2)
+    assert losses(step, 0, 1) == reference[:1]
+    (unit,) = step._units.values()
+    ticket = Mock(**{"wait.side_effect": [KeyboardInterrupt, None]})
+    unit.iteration._pending = {**(unit.iteration._pending or {}), "one more": ticket}
+    with pytest.raises(KeyboardInterrupt):
+        step.settle()
+    step.settle()
+    assert ticket.wait.call_count == 2
+    assert losses(step, 1, 2) == reference[1:]
 
 
 def test_a_batch_that_cannot_be_run_does_not_end_the_run(step: TrainingStep) -> None:

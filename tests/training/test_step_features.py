@@ -295,3 +295,23 @@ def test_batches_of_another_shape(tmp_path: Path) -> None:
         with pytest.raises(PlanMismatchError, match=r"6, 8.*replan=True"):
             step(trial.batches[2])
         step(trial.batches[1])
+
+
+class _Twice(nn.Module):
+    """Looks places up in themselves: one argument is there as it is and in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(16, 8)
+        self.last = nn.Linear(8, 1)
+
+    def forward(self, places: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.last(self.table(places[places]))
+        return found
+
+
+def test_an_argument_that_stands_in_a_list_as_well(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(1)
+    batches = [torch.randperm(16, generator=generator) for _ in range(3)]
+    trial = Trial(_Twice(), lambda m, p: m(p).square().mean(), batches, tmp_path)
+    trial.planned(64 << 20).assert_equals(trial.eager())
