@@ -31,14 +31,14 @@ class Choice:
 
 
 def allocate(
-    choices: Mapping[str, list[Choice]], limit_bytes: int, *, enough: float = 0.0
+    choices: Mapping[str, list[Choice]], limit_bytes: int, *, enough: float | None = None
 ) -> dict[str, str]:
     """Return the form of each weight.
 
     Args:
         choices: forms of every weight, at least one each.
         limit_bytes: of all weights together; where even the smallest forms take more, these are returned.
-        enough: sum of the errors from which on no more bytes are spent.
+        enough: sum of the errors from which on no more bytes are spent; without it, none is small enough.
     """
     found = {}
     total_bytes, error = 0, 0.0
@@ -53,7 +53,7 @@ def allocate(
     reached = {name: _hull(known)[0] for name, known in choices.items()}
     left_out: set[str] = set()
     for _, name, _, after in sorted(steps, key=lambda step: step[:3]):
-        if error <= enough:
+        if enough is not None and error <= enough:
             break
         more_bytes = after.size_bytes - reached[name].size_bytes
         if name in left_out or total_bytes + more_bytes > limit_bytes:
