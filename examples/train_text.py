@@ -25,6 +25,7 @@ from examples.small_gpt import SmallGPT, batch_at, next_byte_loss, read_text
 from gascompile.commands.output import emit, fields, report_error, reserved_stdout
 from gascompile.training.monitor import Monitor
 from gascompile.training.timeline import record
+from gascompile.training.units import UnitMaker
 from gascompile.units import format_size, format_time, parse_size
 
 TOLERANCE = 1e-4
@@ -107,6 +108,11 @@ class Folder:
         self._checkpoints = path / "checkpoints"
         self._settings = path / "settings.json"
 
+    @property
+    def exists(self) -> bool:
+        """Whether a run was begun here."""
+        return self._settings.exists()
+
     def begin(self, settings: Settings) -> None:
         """Make the folder and write the settings."""
         self._settings.parent.mkdir(parents=True, exist_ok=True)
@@ -118,8 +124,14 @@ class Folder:
 
         Raises:
             FileNotFoundError: nothing was saved here.
+        ValueError: the file is damaged.
         """
-        found: dict[str, Any] = json.loads(self._settings.read_text(encoding="utf-8"))
+        try:
+            found: dict[str, Any] = json.loads(self._settings.read_text(encoding="utf-8"))
+        except json.JSONDecodeError as error:
+            raise ValueError(
+                f"{self._settings} is damaged: {error}; give all settings anew"
+            ) from error
         return found
 
     def save(self, step: gascompile.TrainingStep, losses: list[float]) -> None:
@@ -156,6 +168,8 @@ def train(options: argparse.Namespace, settings: Settings, folder: Folder | None
     ) as step:
         if options.resume is not None and folder is not None:
             progress.losses = folder.load(step)
+        elif folder is not None:
+            folder.begin(settings)
         first = len(progress.losses)
         # Planned here, where its own progress bar is not in the way of the line.
         progress.held_out[first] = held_out_loss(step, settings, held_out)
@@ -250,9 +264,13 @@ def report(found: dict[str, Any]) -> list[tuple[str, str]]:
     rows = [
         ("weights", f"{found['num_weights']:,}"),
         ("steps", f"{found['first_step']} to {found['first_step'] + found['num_steps']}"),
-        ("peak", f"{format_size(found['peak_bytes'])} of {format_size(found['budget_bytes'])}"),
-        ("per step", f"{format_time(found['seconds'] / num_steps)}{moved}"),
     ]
+    if found["num_steps"]:
+        peak = f"{format_size(found['peak_bytes'])} of {format_size(found['budget_bytes'])}"
+        rows += [
+            ("peak", f"{peak}, beside {format_size(UnitMaker.transfer_bytes)} for transfers"),
+            ("per step", f"{format_time(found['seconds'] / num_steps)}{moved}"),
+        ]
     if found["losses"]:
         rows.append(("loss", f"{found['losses'][0]:.4f} to {found['losses'][-1]:.4f}"))
     if found["held_out"]:
@@ -317,8 +335,10 @@ def _checked(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Settings, 
         parser.error(f"{error.filename}: there is no such file")
     except ValueError as error:
         parser.error(str(error))
-    if options.save is not None and folder is not None:
-        folder.begin(settings)
+    if options.save is not None and folder is not None and folder.exists:
+        parser.error(
+            f"{options.save} has a run; go on with it by --resume, or choose another folder"
+        )
     return options, settings, folder
 
 

@@ -96,7 +96,9 @@ def collect_items(
     """Remove damaged plans, leftovers of killed runs, and spilled weights that no kept plan needs.
 
     A bundle saved from a model without a checkpoint refers to spilled weights: keep them with
-    --keep-weights where there are such bundles.
+    --keep-weights where there are such bundles. Weights younger than an hour stay, as a process at work may
+    need them. A saved bundle whose compiled code goes by --older-than
+    runs without it.
 
     Example: [bold]gascompile cache gc --older-than 30d --max-size 10GiB[/bold]
     """
@@ -146,7 +148,7 @@ def _table(title: str, found: Sequence[CacheItem]) -> Any:
     ]
     rows = [
         (
-            item.key[:12],
+            item.key if item.kind.value == "machine" else item.key[:12],
             item.kind.value,
             item.label,
             format_size(item.size_bytes),

@@ -340,17 +340,24 @@ def _found(folder: Path) -> list[Path]:
 
 
 def _verify(folder: Path) -> None:
-    manifest = serial.read_json(folder / _MANIFEST)
+    try:
+        manifest = serial.read_json(folder / _MANIFEST)
+    except FormatError as error:
+        raise CheckpointError(
+            f"{folder / _MANIFEST} is damaged; take the folder from a backup"
+        ) from error
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise CheckpointError(f"{folder} is no checkpoint of the format {FORMAT!r}")
     for name, entry in manifest["files"].items():
         file = folder / name
         size_bytes = file.stat().st_size if file.is_file() else -1
-        if size_bytes != entry["bytes"] or _digest(file) != entry["sha256"]:
-            raise CheckpointError(
-                f"{file} is damaged: its {max(size_bytes, 0)} bytes are not the {entry['bytes']} that were saved; "
-                "take the folder from a backup"
-            )
+        if size_bytes != entry["bytes"]:
+            why = f"it has {max(size_bytes, 0)} bytes, and {entry['bytes']} were saved"
+        elif _digest(file) != entry["sha256"]:
+            why = "its SHA-256 is not that of what was saved"
+        else:
+            continue
+        raise CheckpointError(f"{file} is damaged: {why}; take the folder from a backup")
 
 
 def _digest(file: Path) -> str:

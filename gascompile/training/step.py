@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
+import traceback
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -33,6 +35,8 @@ from gascompile.training.settings import Settings
 from gascompile.training.states import States
 from gascompile.training.units import OPEN, Unit, UnitMaker
 from gascompile.training.unplanned import BudgetWatch, changed_by, update
+
+_log = logging.getLogger(__name__)
 
 
 class TrainingStep:
@@ -123,7 +127,7 @@ class TrainingStep:
         try:
             update(states, self._settings.max_grad_norm)
         except BaseException as error:
-            self._failure = f"{type(error).__name__}: {error}"
+            self._failure = traceback.format_exception_only(error)[-1].strip()
             raise
 
     def eval(self, batch: Any) -> torch.Tensor:
@@ -207,7 +211,7 @@ class TrainingStep:
             with self._settings.watch(states.number):
                 (loss,), self.last_run = unit.iteration.run(inputs, self.recording)
         except BaseException as error:
-            self._failure = f"{type(error).__name__}: {error}"
+            self._failure = traceback.format_exception_only(error)[-1].strip()
             unchanged = states.persistent.num_changes == before
             if unchanged and not isinstance(error, StorageError):
                 unit.iteration.settle()
@@ -328,7 +332,7 @@ class TrainingStep:
             self._failure = failure
             raise
         except BaseException as error:
-            self._failure = f"{type(error).__name__}: {error}"
+            self._failure = traceback.format_exception_only(error)[-1].strip()
             raise
         self._failure = ""
 
@@ -357,6 +361,11 @@ class TrainingStep:
             return
         OPEN.discard(self._model)
         units, self._units = self._units, {}
+        if self._failure:
+            _log.warning(
+                "a step has failed (%s): what goes back into the model may be half updated",
+                self._failure,
+            )
         try:
             for unit in units.values():
                 unit.iteration.settle()

@@ -50,6 +50,10 @@ def test_a_resumed_run_is_the_run_without_a_break(
     saved = str(tmp_path / "run")
     assert train_text.main([*SIZES, *common, "--steps", "2", "--save", saved]) == 0
     assert _json(capsys)["losses"] == whole["losses"][:2]
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        train_text.main([*SIZES, *common, "--steps", "2", "--save", saved])
+    assert "has a run" in capsys.readouterr().err
     # The sizes of the model are the saved run's.
     assert train_text.main([*common, "--steps", "4", "--resume", saved]) == 0
     resumed = _json(capsys)
