@@ -73,7 +73,7 @@ class Spill:
         *,
         pages: Pages | None = None,
         reader: Reader = read_at,
-        writer: Writer = os.pwrite,
+        writer: Writer | None = None,
     ) -> None:
         """Take the file's space and start the threads.
 
@@ -93,7 +93,7 @@ class Spill:
         ends = (offset + align_up(size_bytes, PAGE_BYTES) for offset, size_bytes in slots.values())
         total = max(ends, default=0)
         self._pages = pages
-        self._reader, self._writer = reader, writer
+        self._reader, self._writer = reader, writer or os.pwrite
         self._file, self.path = _open(folder, total)
         self._plain = -1
         self._buffers = buffers

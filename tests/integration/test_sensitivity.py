@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import gascompile
-from gascompile import form_calibration
+from gascompile import form_calibration, forms_choice
 from gascompile.config import CompileConfig
 from gascompile.pipeline import make_job
 from gascompile.sensitivity import Sensitivity, measure_sensitivities
@@ -133,7 +133,11 @@ def wires(compiled: gascompile.CompiledModel) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("form", ["int8", "int4"])
-def test_the_weight_that_matters_most_moves_in_more_bits(form: str, cache: Path) -> None:
+def test_the_weight_that_matters_most_moves_in_more_bits(
+    form: str, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forms_choice, "TARGETS", {"int8": 0.0, "int4": 0.0})
+    monkeypatch.setattr(forms_choice, "CEILINGS", {"int8": 0.55, "int4": 0.40})
     torch.manual_seed(0)
     model, ids = Uneven().eval(), torch.randint(0, 3000, (2, 5))
     options: dict[str, Any] = {"example_inputs": (ids,), "cache_dir": cache, "fuse": "off"}
@@ -147,6 +151,22 @@ def test_the_weight_that_matters_most_moves_in_more_bits(form: str, cache: Path)
     size_bytes = sum(w.size_bytes for w in report.weights if w.name in packed)
     assert size_bytes <= {"int8": 0.55, "int4": 0.40}[form] * 2 * numel
     assert 0 < error < {"int8": 0.006, "int4": 0.08}[form]
+
+
+@pytest.mark.parametrize(("form", "most"), [("int8", 0.01), ("int4", 0.06)])
+def test_an_error_that_is_small_enough_takes_no_more_bytes(
+    form: str, most: float, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    model, ids = Uneven().eval(), torch.randint(0, 3000, (2, 5))
+    options: dict[str, Any] = {"example_inputs": (ids,), "cache_dir": cache, "fuse": "off"}
+    with gascompile.compile(model, "24MiB", **options, weights=form) as compiled:
+        size_bytes = sum(weight.size_bytes for weight in compiled.format_report.weights)
+        assert 0 < compiled.measure_error(ids).relative_error < most
+    monkeypatch.setattr(forms_choice, "TARGETS", {form: 0.0})
+    options["cache_dir"] = cache / "other"
+    with gascompile.compile(model, "24MiB", **options, weights=form) as compiled:
+        assert sum(weight.size_bytes for weight in compiled.format_report.weights) > size_bytes
 
 
 def test_what_was_measured_is_remembered_for_other_inputs(

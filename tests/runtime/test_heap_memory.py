@@ -41,9 +41,9 @@ def test_holes_are_kept_within_the_limit_and_given_back_beyond_it() -> None:
     )
     assert done.returncode == 0, done.stderr
     with_holes, tight = map(int, done.stdout.split())
-    # 64 blocks of 4 MiB were alive, 32 of them still are.
+    # 64 blocks of 4 MiB were alive, 32 of them still are; the kernel counts in batches.
     assert with_holes >= 250
-    assert 128 <= tight <= 140
+    assert 126 <= tight <= 140
 
 
 AFTERWARDS = """
