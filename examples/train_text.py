@@ -130,7 +130,7 @@ class Folder:
             found: dict[str, Any] = json.loads(self._settings.read_text(encoding="utf-8"))
         except json.JSONDecodeError as error:
             raise ValueError(
-                f"{self._settings} is damaged: {error}; give all settings anew"
+                f"{self._settings} is damaged: {error}; take it from a backup"
             ) from error
         return found
 
