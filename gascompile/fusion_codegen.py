@@ -1,8 +1,8 @@
 """Kernel sources by Inductor: a segment's ops are traced, lowered and written as C++, and nothing is compiled yet.
 
-Inductor writes a Python module with the C++ of each kernel and a function that allocates and calls. That
+Inductor writes a Python module with the source of each kernel and a function that allocates and calls. That
 function is run here once on stand-ins that note what it does, so that what is kept is data: allocations
-and launches, which the runtime carries out without Inductor.
+and launches, which the runtime carries out without Inductor. ``fusion_triton`` does the same for GPUs.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import ast
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,7 +24,6 @@ from gascompile.runtime.fused import one_by_one
 
 HEADER = "#include <torch/csrc/inductor/cpp_prefix.h>"
 _OPTIONS = {
-    "cpp.vec_isa_ok": True,  # found by the processor's flags; trying each with the compiler takes seconds
     "force_pointwise_cat": True,
     "cpp_wrapper": False,
     "size_asserts": False,
@@ -50,31 +49,56 @@ def generate(
     Raises:
         UnsupportedOpError: Inductor would call something else than compiled loops, or lay a result out otherwise.
     """
-    read, made = [_known(n) for n in inputs], [_known(n) for n in outputs]
-    module = _generated_module(one_by_one(nodes, inputs, outputs), read, made)
-    sources, call = _taken_apart(module)
-    recorder = _Recorder(len(inputs), {name: f"gas_{key}_{i}" for i, name in enumerate(sources)})
-    returned = recorder.run(call, [_Memory(i, 0, of) for i, of in enumerate(read)])
-    kernel = _kernel(recorder, read, made, returned)
+    read, made = [known_layout(n) for n in inputs], [known_layout(n) for n in outputs]
+    is_small = all(math.prod(of.shape) < _MIN_PARALLEL_ELEMENTS for of in (*read, *made))
+    options = {
+        "cpp.vec_isa_ok": True,  # found by the processor's flags; trying each with the compiler takes seconds
+        # Not bound to a number of threads: the runtime's may be another.
+        "cpp.threads": 1 if is_small else -1,
+        "cpp.dynamic_threads": not is_small,
+    }
+    function = one_by_one(nodes, inputs, outputs)
+    sources, call = _taken_apart(inductor_module(function, read, made, options=options))
+    symbols = {name: f"gas_{key}_{i}" for i, name in enumerate(sources)}
+    recorder = Recorder(len(inputs))
+    names = {name: _launcher(recorder, symbol) for name, symbol in symbols.items()}
+    names["empty_strided_cpu"] = recorder.allocate
+    returned = recorder.run(call, names, [Memory(i, 0, of) for i, of in enumerate(read)])
+    kernel = recorded_kernel(recorder, read, made, returned)
     renamed = (
-        re.sub(r"\bkernel\(", f"{recorder.symbols[name]}(", text.replace(HEADER, ""), count=1)
+        re.sub(r"\bkernel\(", f"{symbols[name]}(", text.replace(HEADER, ""), count=1)
         for name, text in sources.items()
     )
     return Generated(kernel=kernel, sources=tuple(renamed))
 
 
-def _known(node: fx.Node) -> Layout:
+def known_layout(node: fx.Node) -> Layout:
+    """Return the layout of a tensor that a segment reads or makes."""
     found = layout(node)
     assert found is not None, "segments reads and makes plain tensors"
     return found
 
 
-def _generated_module(
+def inductor_module(
     function: Callable[..., tuple[torch.Tensor, ...]],
     inputs: Sequence[Layout],
     outputs: Sequence[Layout],
+    *,
+    options: Mapping[str, object],
+    device: str = "cpu",
 ) -> str:
-    """Return the source of the Python module that Inductor writes for ``function``."""
+    """Return the source of the Python module that Inductor writes for ``function``.
+
+    Args:
+        function: takes the inputs, returns the outputs.
+        inputs: what is read.
+        outputs: how results have to lie in memory.
+        options: of Inductor, beside those of every kernel.
+        device: where the tensors are; they are never made, so it need not be there.
+
+    Raises:
+        UnsupportedOpError: it cannot.
+    """
     from torch._inductor import config
     from torch._inductor.debug import DebugContext
     from torch._inductor.decomposition import select_decomp_table
@@ -84,14 +108,10 @@ def _generated_module(
     from torch.fx.experimental.proxy_tensor import make_fx
 
     mode = FakeTensorMode()
-    is_small = all(math.prod(of.shape) < _MIN_PARALLEL_ELEMENTS for of in (*inputs, *outputs))
-    # Not bound to a number of threads: the runtime's may be another.
-    threads = {"cpp.threads": 1 if is_small else -1, "cpp.dynamic_threads": not is_small}
-    options = {**_OPTIONS, **threads}
     try:
-        with mode, torch.no_grad(), config.patch(options):
+        with mode, torch.no_grad(), config.patch({**_OPTIONS, **options}):
             fakes = [
-                torch.empty_strided(i.shape, i.stride, dtype=getattr(torch, i.dtype))
+                torch.empty_strided(i.shape, i.stride, dtype=getattr(torch, i.dtype), device=device)
                 for i in inputs
             ]
             traced = make_fx(function, decomposition_table=select_decomp_table())(*fakes)
@@ -100,7 +120,7 @@ def _generated_module(
             torch.no_grad(),
             V.set_fake_mode(mode),
             DebugContext(),
-            config.patch(options),
+            config.patch({**_OPTIONS, **options}),
         ):
             graph = GraphLowering(traced, example_inputs=fakes, shape_env=None)
             with V.set_graph_handler(graph):
@@ -145,79 +165,90 @@ def _taken_apart(module: str) -> tuple[dict[str, str], ast.FunctionDef]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Memory:
+class Memory:
     """Stands for a tensor while the calls are noted: where it lies and what it looks like."""
 
     place: int
     offset_bytes: int
     layout: Layout
 
+    @property
+    def pointer(self) -> Pointer:
+        return Pointer(place=self.place, offset_bytes=self.offset_bytes)
 
-class _Recorder:
+
+class Recorder:
     """Notes what the generated function allocates and launches."""
 
-    def __init__(self, num_inputs: int, symbols: Mapping[str, str]) -> None:
-        self.symbols = symbols
+    def __init__(self, num_inputs: int) -> None:
         self.num_inputs = num_inputs
         self.buffers: list[Layout] = []
-        self.launches: list[tuple[str, tuple[_Memory, ...]]] = []
+        self.launches: list[Launch] = []
 
-    def run(self, call: ast.FunctionDef, inputs: list[_Memory]) -> list[_Memory]:
-        """Run the generated function on stand-ins.
+    def run(
+        self, call: ast.FunctionDef, names: Mapping[str, object], inputs: list[Memory]
+    ) -> list[Memory]:
+        """Run the generated function on stand-ins; ``names`` are what it calls.
 
         Raises:
             UnsupportedOpError: it calls something that is no loop, such as a library.
         """
         call.args.args = [a for a in call.args.args if a.arg != "self"]
         module = ast.Module(body=[call], type_ignores=[])
-        names: dict[str, object] = {
+        known: dict[str, object] = {
             "torch": torch,
-            "empty_strided_cpu": self._allocate,
             "reinterpret_tensor": self._reinterpret,
             "assert_size_stride": lambda *_: None,
-            **{name: self._launcher(symbol) for name, symbol in self.symbols.items()},
+            **names,
         }
-        exec(compile(ast.fix_missing_locations(module), "<generated>", "exec"), names)  # noqa: S102
-        function: Any = names["call"]
+        exec(compile(ast.fix_missing_locations(module), "<generated>", "exec"), known)  # noqa: S102
+        function: Any = known["call"]
         try:
             returned = list(function(inputs))
         except (NameError, AttributeError, TypeError, RuntimeError) as error:
             raise UnsupportedOpError(f"it calls more than its own loops: {error}") from error
-        if not all(isinstance(value, _Memory) for value in returned):
+        if not all(isinstance(value, Memory) for value in returned):
             raise UnsupportedOpError("it returns something else than tensors")
         return returned
 
-    def _allocate(
+    def allocate(
         self, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype
-    ) -> _Memory:
+    ) -> Memory:
+        """Note a new buffer."""
         name = str(dtype).removeprefix("torch.")
         self.buffers.append(Layout(dtype=name, shape=tuple(shape), stride=tuple(stride)))
-        return _Memory(self.num_inputs + len(self.buffers) - 1, 0, self.buffers[-1])
+        return Memory(self.num_inputs + len(self.buffers) - 1, 0, self.buffers[-1])
 
     @staticmethod
     def _reinterpret(
-        base: _Memory, shape: tuple[int, ...], stride: tuple[int, ...], offset: int
-    ) -> _Memory:
+        base: Memory, shape: tuple[int, ...], stride: tuple[int, ...], offset: int
+    ) -> Memory:
         dtype: torch.dtype = getattr(torch, base.layout.dtype)
         seen = Layout(dtype=base.layout.dtype, shape=tuple(shape), stride=tuple(stride))
-        return _Memory(base.place, base.offset_bytes + offset * dtype.itemsize, seen)
-
-    def _launcher(self, symbol: str) -> Callable[..., None]:
-        def launch(*arguments: _Memory) -> None:
-            if not all(isinstance(value, _Memory) for value in arguments):
-                raise UnsupportedOpError("its kernel takes other arguments than tensors")
-            self.launches.append((symbol, arguments))
-
-        return launch
+        return Memory(base.place, base.offset_bytes + offset * dtype.itemsize, seen)
 
 
-def _kernel(
-    recorder: _Recorder,
+def _launcher(recorder: Recorder, symbol: str) -> Callable[..., None]:
+    def launch(*arguments: Memory) -> None:
+        if not all(isinstance(value, Memory) for value in arguments):
+            raise UnsupportedOpError("its kernel takes other arguments than tensors")
+        pointers = tuple(value.pointer for value in arguments)
+        recorder.launches.append(Launch(symbol=symbol, arguments=pointers))
+
+    return launch
+
+
+def recorded_kernel(
+    recorder: Recorder,
     inputs: Sequence[Layout],
     outputs: Sequence[Layout],
-    returned: Sequence[_Memory],
+    returned: Sequence[Memory],
 ) -> Kernel:
-    """Return what was noted, with the outputs as the first buffers."""
+    """Return what was noted, with the outputs as the first buffers.
+
+    Raises:
+        UnsupportedOpError: a result does not lie in memory of its own, as it would op by op.
+    """
     first = recorder.num_inputs
     places = [memory.place for memory in returned]
     if len(set(places)) != len(places) or any(place < first for place in places):
@@ -235,13 +266,11 @@ def _kernel(
         outputs=tuple(outputs),
         scratch_bytes=tuple(_size_bytes(recorder.buffers[p - first]) for p in others),
         launches=tuple(
-            Launch(
-                symbol=symbol,
-                arguments=tuple(
-                    Pointer(place=number[m.place], offset_bytes=m.offset_bytes) for m in arguments
-                ),
+            replace(
+                launch,
+                arguments=tuple(replace(a, place=number[a.place]) for a in launch.arguments),
             )
-            for symbol, arguments in recorder.launches
+            for launch in recorder.launches
         ),
     )
 

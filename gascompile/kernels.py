@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import ClassVar
+
+ALIGNMENT_BYTES = 16
+"""Memory is read in such pieces on a GPU, where it may be."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +60,8 @@ class Launch:
 
     symbol: str
     arguments: tuple[Pointer, ...]
+    grid: tuple[int, ...] = ()
+    """Blocks in each direction, on a GPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,18 +74,33 @@ class Kernel:
     scratch_bytes: tuple[int, ...] = ()
     """Sizes of the other buffers, which are free again when the last launch is done."""
     launches: tuple[Launch, ...]
+    aligned: tuple[int, ...] = ()
+    """Inputs whose addresses the machine code takes for multiples of ``ALIGNMENT_BYTES``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuFunction:
+    """A function in the machine code for a GPU: where its image lies, and what a launch gives each block."""
+
+    start: int
+    """Its image is the bytes of the code from here to ``stop``."""
+    stop: int
+    threads: int
+    shared_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelLibrary:
-    """The calls that the machine code of one shared library was made for."""
+    """The calls that machine code was made for: one shared library, or images for a GPU one after the other."""
 
     FORMAT: ClassVar[str] = "gascompile.kernels/1"
 
     built_for: Mapping[str, str]
-    """What the machine code depends on: torch's version, the processor's features, threads."""
+    """What the machine code depends on: torch's version, the processor's features or the GPU's capability."""
     kernels: Mapping[str, Kernel]
     """By the keys of segments."""
+    functions: Mapping[str, GpuFunction] = field(default_factory=dict)
+    """Of a GPU, by symbol; a shared library names its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,12 +117,12 @@ class Fusion:
     reason: str = ""
     """Why nothing is fused; empty where something is."""
     lacks_compiler: bool = False
-    """More would be fused, but there was no C++ compiler: a plan that is kept is made again where there is one."""
+    """More would be fused, but there was no compiler: a plan that is kept is made again where there is one."""
 
 
 @dataclass(frozen=True)
 class KernelFiles:
-    """A ``KernelLibrary`` as JSON and its shared library: what is stored, and trusted or not, as one."""
+    """A ``KernelLibrary`` as JSON and its machine code: what is stored, and trusted or not, as one."""
 
     record: bytes
     code: bytes
