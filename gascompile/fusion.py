@@ -21,28 +21,15 @@ from gascompile.bundle import Bundle
 from gascompile.cost_models.op_time import op_time_s
 from gascompile.cost_models.replay import replay_plan
 from gascompile.errors import FormatError, StorageError, UnsupportedOpError
-from gascompile.fusion_build import (
-    KernelBuildError,
-    NoCompilerError,
-    build,
-    built_for,
-    has_compiler,
-)
+from gascompile.fusion_backends import KernelBackend, backend_of, has_compiler_for
+from gascompile.fusion_build import KernelBuildError, NoCompilerError
 from gascompile.ir import Plan
 from gascompile.kernels import FusedReport, Fusion, Kernel, KernelFiles, KernelLibrary, Segment
 from gascompile.passes.segments import layout, segments
 from gascompile.progress import task
-from gascompile.runtime.fused import FusedSegment, load_library
+from gascompile.runtime.fused import FusedSegment
 
 _log = logging.getLogger("gascompile")
-
-COMPILE_BASE_S = 8.0
-"""Importing Inductor and reading torch's headers. [Empirical]"""
-COMPILE_EACH_S = 0.6
-"""Generating and compiling one kernel. [Empirical]"""
-_CALL_S = 3e-6
-"""Checking inputs, allocating and launching. [Empirical]"""
-_BACKENDS = ("cpu", "emulated")
 
 
 def fuse(bundle: Bundle, graph_module: fx.GraphModule, *, cache_dir: Path, runs: float) -> Bundle:
@@ -55,24 +42,24 @@ def fuse(bundle: Bundle, graph_module: fx.GraphModule, *, cache_dir: Path, runs:
         runs: how many runs a compilation may take to pay; infinity compiles whatever saves anything.
     """
     plan = bundle.plan
-    target = built_for()
-    backend = plan.machine.compute_backend
-    if backend not in _BACKENDS:
-        return _unfused(bundle, f"ops are not fused on the backend '{backend}' yet")
-    found = _worthwhile(graph_module, plan)
+    backend, reason = backend_of(plan.machine)
+    if backend is None:
+        return _unfused(bundle, reason)
+    call_s = backend.call_s
+    found = _worthwhile(graph_module, plan, call_s)
     if not found:
         return _unfused(bundle, "no consecutive ops gain from being one kernel")
-    libraries = _kept_libraries({s.key for s in found}, target, cache_dir)
+    libraries = _kept_libraries({s.key for s in found}, backend.built_for(), cache_dir)
     known = _kernels(libraries)
     missing = {s.key: s for s in found if s.key not in known}
-    gain_s = _gain_s(found, graph_module, plan)
-    cost_s = COMPILE_BASE_S + COMPILE_EACH_S * len(missing)
+    gain_s = _gain_s(found, graph_module, plan, call_s)
+    cost_s = backend.compile_base_s + backend.compile_each_s * len(missing)
     made: KernelFiles | None = None
     start_s = time.perf_counter()
     reason, lacks_compiler = "", False
     if missing and (math.isinf(runs) or gain_s * runs >= cost_s):
         try:
-            made, reason = _compiled(missing, graph_module, target, cache_dir)
+            made, reason = _compiled(missing, graph_module, backend, cache_dir)
         except KernelBuildError as error:
             _log.warning("ops are not fused: %s", error)
             reason, lacks_compiler = str(error), isinstance(error, NoCompilerError)
@@ -91,7 +78,7 @@ def fuse(bundle: Bundle, graph_module: fx.GraphModule, *, cache_dir: Path, runs:
         return _unfused(bundle, reason, lacks_compiler=lacks_compiler)
     fusion = Fusion(
         segments=kept,
-        gain_s=_gain_s(kept, graph_module, plan),
+        gain_s=_gain_s(kept, graph_module, plan, call_s),
         compile_s=compile_s,
         lacks_compiler=lacks_compiler,
     )
@@ -108,32 +95,32 @@ def outdated(bundle: Bundle, *, cache_dir: Path) -> str:
     fusion = bundle.fusion
     if fusion is None:
         return ""
-    if fusion.lacks_compiler and has_compiler():
-        return "there was no C++ compiler when it was made"
+    if fusion.lacks_compiler and has_compiler_for(bundle.plan.machine):
+        return "there was no compiler of kernels when it was made"
     return _refusal(bundle, cache_dir, trust=False) if fusion.segments else ""
 
 
 # ------------------------------------------------------------ what to fuse
 
 
-def _worthwhile(graph_module: fx.GraphModule, plan: Plan) -> list[Segment]:
+def _worthwhile(graph_module: fx.GraphModule, plan: Plan, call_s: float) -> list[Segment]:
     """Return the segments that are predicted to take less time than their ops."""
     times_s = {op.name: op.time_s for op in plan.ops}
     nodes = {node.name: node for node in graph_module.graph.nodes}
     return [
         segment
         for segment in segments(graph_module, plan)
-        if _segment_s(segment, nodes, plan) < sum(times_s[name] for name in segment.ops)
+        if call_s + _segment_s(segment, nodes, plan) < sum(times_s[name] for name in segment.ops)
     ]
 
 
 def _segment_s(segment: Segment, nodes: Mapping[str, fx.Node], plan: Plan) -> float:
-    """Return the predicted seconds of a fused segment: its inputs are read once, its outputs written once."""
+    """Return the predicted seconds of a kernel: its inputs are read once, its outputs written once."""
     read_bytes, write_bytes = (
         sum(_size_bytes(nodes[name]) for name in names)
         for names in (segment.inputs, segment.outputs)
     )
-    return _CALL_S + op_time_s(
+    return op_time_s(
         flops=0,
         read_bytes=read_bytes,
         write_bytes=write_bytes,
@@ -149,13 +136,15 @@ def _size_bytes(node: fx.Node) -> int:
     return 0 if of is None else math.prod(of.shape) * int(value.element_size())
 
 
-def _gain_s(found: Sequence[Segment], graph_module: fx.GraphModule, plan: Plan) -> float:
+def _gain_s(
+    found: Sequence[Segment], graph_module: fx.GraphModule, plan: Plan, call_s: float
+) -> float:
     """Return by how much an iteration is shorter with ``found`` fused, transfers and waits included."""
     nodes = {node.name: node for node in graph_module.graph.nodes}
     times_s: dict[str, float] = {}
     for segment in found:
         times_s.update(dict.fromkeys(segment.ops, 0.0))
-        times_s[segment.ops[-1]] = _segment_s(segment, nodes, plan)
+        times_s[segment.ops[-1]] = call_s + _segment_s(segment, nodes, plan)
     ops = tuple(replace(op, time_s=times_s.get(op.name, op.time_s)) for op in plan.ops)
     faster = replay_plan(replace(plan, ops=ops)).seconds
     return max(replay_plan(plan).seconds - faster, 0.0)
@@ -171,7 +160,7 @@ def _fits(kernel: Kernel, segment: Segment) -> bool:
 def _compiled(
     missing: Mapping[str, Segment],
     graph_module: fx.GraphModule,
-    target: Mapping[str, str],
+    backend: KernelBackend,
     cache_dir: Path,
 ) -> tuple[KernelFiles | None, str]:
     """Return the library of the missing kernels; or none, and why.
@@ -179,30 +168,27 @@ def _compiled(
     Raises:
         KernelBuildError: the compiler is missing or failed.
     """
-    if not has_compiler():
-        raise NoCompilerError
-    from gascompile.fusion_codegen import generate
-
+    backend.require_compiler()
+    writer = backend.writer()
     nodes = {node.name: node for node in graph_module.graph.nodes}
     kernels: dict[str, Kernel] = {}
-    sources: list[str] = []
     reason = ""
     with task(f"Fusing ops into {len(missing)} kernels"):
         for key, segment in missing.items():
             parts = (segment.ops, segment.inputs, segment.outputs)
             try:
-                generated = generate(key, *([nodes[name] for name in names] for names in parts))
+                kernel = writer.write(key, *([nodes[name] for name in names] for names in parts))
             except UnsupportedOpError as error:
                 reason = f"ops '{segment.ops[0]}' to '{segment.ops[-1]}' stay apart: {error}"
                 _log.info("%s", reason)
                 continue
-            if _fits(generated.kernel, segment):
-                kernels[key] = generated.kernel
-                sources += generated.sources
+            if _fits(kernel, segment):
+                kernels[key] = kernel
+                writer.keep()
         if not kernels:
             return None, reason
-        code = build(sources)
-    library = KernelLibrary(built_for=dict(target), kernels=kernels)
+        code, functions = writer.build()
+    library = KernelLibrary(built_for=backend.built_for(), kernels=kernels, functions=functions)
     files = KernelFiles(record=serial.dumps(library).encode(), code=code)
     try:
         kernel_store.keep(files, cache_dir)
@@ -255,6 +241,7 @@ def load_kernels(
     Raises:
         FormatError: a record of kernels is damaged.
         StorageError: trusted code cannot be loaded.
+        DeviceError: the GPU's driver does not start.
     """
     fusion = bundle.fusion
     if fusion is None:
@@ -265,7 +252,12 @@ def load_kernels(
             _log.warning("the plan's fused ops run one by one: %s", reason)
         return LoadedFusion(report=_report(bundle, (), compile_s, reason))
     kernels = _kernels(bundle.kernels)
-    loaded = {digest: load_library(files) for digest, files in bundle.kernels.items()}
+    backend, _ = backend_of(bundle.plan.machine)
+    assert backend is not None, "without one there is a refusal"
+    loaded = {
+        digest: backend.load(files, kernel_store.read_record(files.record))
+        for digest, files in bundle.kernels.items()
+    }
     if missing := [s for s in fusion.segments if s.key not in kernels]:
         raise FormatError(
             f"the bundle lacks the kernel of the fused ops '{missing[0].ops[0]}' to '{missing[0].ops[-1]}'; "
@@ -281,14 +273,12 @@ def load_kernels(
 
 def _refusal(bundle: Bundle, cache_dir: Path, *, trust: bool) -> str:
     """Return why the machine code of a bundle is not run here; empty where it is."""
-    backend = bundle.plan.machine.compute_backend
-    if backend not in _BACKENDS:
-        return f"ops are not fused on the backend '{backend}' yet"
-    here = built_for()
+    backend, reason = backend_of(bundle.plan.machine)
+    if backend is None:
+        return reason
     for files in bundle.kernels.values():
-        there = kernel_store.read_record(files.record).built_for
-        if name := next((k for k in here if there.get(k) != here[k]), ""):
-            return f"its kernels were made for {name} {there.get(name)}, this is {here[name]}"
+        if reason := backend.unlike(kernel_store.read_record(files.record).built_for):
+            return reason
     unknown = [d for d in bundle.kernels if not kernel_store.is_trusted(d, cache_dir)]
     if unknown and not trust:
         return (

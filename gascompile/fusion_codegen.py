@@ -61,8 +61,8 @@ def generate(
     sources, call = _taken_apart(inductor_module(function, read, made, options=options))
     symbols = {name: f"gas_{key}_{i}" for i, name in enumerate(sources)}
     recorder = Recorder(len(inputs))
-    names = {name: _launcher(recorder, symbol) for name, symbol in symbols.items()}
-    names["empty_strided_cpu"] = recorder.allocate
+    names: dict[str, Callable[..., object]] = {"empty_strided_cpu": recorder.allocate}
+    names |= {name: _launcher(recorder, symbol) for name, symbol in symbols.items()}
     returned = recorder.run(call, names, [Memory(i, 0, of) for i, of in enumerate(read)])
     kernel = recorded_kernel(recorder, read, made, returned)
     renamed = (

@@ -87,6 +87,8 @@ class GpuFunction:
     stop: int
     threads: int
     shared_bytes: int
+    num_parameters: int
+    """Addresses that it takes; those behind the arguments of a launch are of memory it does not use."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

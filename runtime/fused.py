@@ -1,4 +1,4 @@
-"""Runs compiled kernels: loads a shared library from verified bytes and gives a call per segment.
+"""Runs compiled kernels: loads machine code from verified bytes and gives a call per segment.
 
 Nothing of Inductor is needed here. A kernel is called with bare addresses, so each call checks that its
 inputs are laid out as the kernel was made for; where they are not, the ops run one by one.
@@ -7,7 +7,6 @@ inputs are laid out as the kernel was made for; where they are not, the ops run 
 from __future__ import annotations
 
 import ctypes
-import operator
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -19,11 +18,13 @@ from torch import fx
 
 from gascompile.errors import PlanMismatchError, StorageError
 from gascompile.ir import OpPlan
-from gascompile.kernels import Kernel, KernelFiles, Layout, Segment
+from gascompile.kernels import ALIGNMENT_BYTES, Kernel, KernelFiles, Layout, Segment
+from gascompile.runtime.gpu_code import GpuCode, fetcher
 
 # What a segment returns: its only output, or the tuple of them.
 Value = Any
 
+_CPU = torch.device("cpu")
 _loaded: dict[str, ctypes.CDLL] = {}
 _turn = threading.Lock()
 
@@ -34,7 +35,7 @@ class FusedSegment:
 
     segment: Segment
     kernel: Kernel
-    library: ctypes.CDLL
+    library: ctypes.CDLL | GpuCode
 
 
 def load_library(files: KernelFiles) -> ctypes.CDLL:
@@ -76,27 +77,41 @@ def segment_nodes(
     return [nodes[name] for name in segment.ops]
 
 
-def bind(fused: FusedSegment, nodes: Mapping[str, fx.Node]) -> Callable[..., Value]:
+def bind(
+    fused: FusedSegment, nodes: Mapping[str, fx.Node], device: torch.device = _CPU
+) -> Callable[..., Value]:
     """Return the call of a segment: input tensors in, its output or the tuple of its outputs back.
 
     Args:
         fused: the segment.
         nodes: the graph's nodes by name; they run one by one where an input is laid out otherwise.
+        device: where the tensors lie.
 
     Raises:
         StorageError: the library lacks a function.
+        DeviceError: the GPU's driver refuses its code.
     """
     segment, kernel = fused.segment, fused.kernel
-    wanted = tuple(_layout(of) for of in kernel.inputs)
-    made = tuple(_layout(of) for of in kernel.outputs)
-    launches = tuple(
-        (_function(fused.library, launch.symbol, len(launch.arguments)), _fetch(launch.arguments))
-        for launch in kernel.launches
-    )
     eager = one_by_one(
         [nodes[name] for name in segment.ops],
         [nodes[name] for name in segment.inputs],
         [nodes[name] for name in segment.outputs],
+    )
+    if isinstance(fused.library, GpuCode):
+        call = _on_gpu(kernel, fused.library, eager, device)
+    else:
+        call = _on_cpu(kernel, fused.library, eager)
+    return _named(call, f"fused ops '{segment.ops[0]}' to '{segment.ops[-1]}'")
+
+
+def _on_cpu(
+    kernel: Kernel, library: ctypes.CDLL, eager: Callable[..., Value]
+) -> Callable[..., Value]:
+    wanted = tuple(_layout(of) for of in kernel.inputs)
+    made = tuple(_layout(of) for of in kernel.outputs)
+    launches = tuple(
+        (_function(library, launch.symbol, len(launch.arguments)), fetcher(launch))
+        for launch in kernel.launches
     )
     is_single = len(made) == 1
     scratch_bytes = kernel.scratch_bytes
@@ -119,7 +134,42 @@ def bind(fused: FusedSegment, nodes: Mapping[str, fx.Node]) -> Callable[..., Val
             function(*fetch(addresses))
         return outputs[0] if is_single else tuple(outputs)
 
-    return _named(call, f"fused ops '{segment.ops[0]}' to '{segment.ops[-1]}'")
+    return call
+
+
+def _on_gpu(
+    kernel: Kernel, code: GpuCode, eager: Callable[..., Value], device: torch.device
+) -> Callable[..., Value]:
+    wanted = tuple(_layout(of) for of in kernel.inputs)
+    made = tuple(_layout(of) for of in kernel.outputs)
+    launches = tuple(code.launcher(launch, device.index or 0) for launch in kernel.launches)
+    is_single = len(made) == 1
+    scratch_bytes, aligned = kernel.scratch_bytes, kernel.aligned
+    empty, uint8 = torch.empty_strided, torch.uint8
+
+    def call(*values: torch.Tensor) -> Value:
+        addresses = [value.data_ptr() for value in values]
+        fits = not any(addresses[place] % ALIGNMENT_BYTES for place in aligned) and all(
+            value.stride() == stride
+            and value.shape == shape
+            and value.dtype == dtype
+            and value.device == device
+            for value, (shape, stride, dtype) in zip(values, wanted, strict=True)
+        )
+        if not fits:
+            made_by_ops = eager(*values)
+            return made_by_ops[0] if is_single else made_by_ops
+        # All of it is the current stream's: scratch may be handed out again before the kernel has run.
+        outputs = [
+            empty(shape, stride, dtype=dtype, device=device) for shape, stride, dtype in made
+        ]
+        scratch = [torch.empty(n, dtype=uint8, device=device) for n in scratch_bytes]
+        addresses += [value.data_ptr() for value in (*outputs, *scratch)]
+        for launch in launches:
+            launch(addresses)
+        return outputs[0] if is_single else tuple(outputs)
+
+    return call
 
 
 def _named(call: Callable[..., Value], name: str) -> Callable[..., Value]:
@@ -146,14 +196,6 @@ def _function(library: ctypes.CDLL, symbol: str, num_arguments: int) -> Callable
     function.restype = None
     found: Callable[..., None] = function
     return found
-
-
-def _fetch(arguments: Sequence[Any]) -> Callable[[list[int]], tuple[int, ...]]:
-    places = [pointer.place for pointer in arguments]
-    if not any(pointer.offset_bytes for pointer in arguments) and len(places) > 1:
-        return operator.itemgetter(*places)
-    pairs = tuple((pointer.place, pointer.offset_bytes) for pointer in arguments)
-    return lambda addresses: tuple(addresses[place] + offset for place, offset in pairs)
 
 
 def one_by_one(

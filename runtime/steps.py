@@ -204,7 +204,8 @@ class _Builder:
             self._await_residents(node)
         for name in segment.views_before:
             self._view(named[name], first)
-        function = self._mover.watched(bind(fused, named), segment.ops[-1])
+        kernel = bind(fused, named, self._session.device.torch_device)
+        function = self._mover.watched(kernel, segment.ops[-1])
         gather = self._gather(tuple(named[name] for name in segment.inputs))
         outputs = [named[name] for name in segment.outputs]
         births = tuple(self._meters[first + segment.ops.index(node.name)] for node in outputs)
