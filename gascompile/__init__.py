@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from gascompile.pipeline import compile as compile
     from gascompile.planning import plan as plan
     from gascompile.planning import simulate as simulate
+    from gascompile.reports import GraphReport as GraphReport
     from gascompile.reports import RunReport as RunReport
     from gascompile.reports import Timeline as Timeline
     from gascompile.training.compile_step import compile_step as compile_step
@@ -49,7 +50,7 @@ _HOMES = {
     "loading": ("load",),
     "pipeline": ("compile",),
     "planning": ("plan", "simulate"),
-    "reports": ("RunReport", "Timeline"),
+    "reports": ("GraphReport", "RunReport", "Timeline"),
     "training.compile_step": ("compile_step",),
     "training.step": ("TrainingStep",),
 }  # fmt: skip

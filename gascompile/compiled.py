@@ -29,7 +29,7 @@ from gascompile.passes.verify import verify
 from gascompile.program import Dim, InputSpec, Program
 from gascompile.program_io import load_treespec, needs_import
 from gascompile.progress import LoadingBar, task
-from gascompile.reports import RunReport
+from gascompile.reports import GraphReport, RunReport
 from gascompile.runtime.early_memory import EarlyMemory
 from gascompile.runtime.executor import Executor
 from gascompile.runtime.session import Session
@@ -50,14 +50,17 @@ class Unit:
     """Memory taken ahead for the first session."""
     fusion: LoadedFusion | None = None
     """The ops that run as compiled kernels; ``None`` where all run one by one."""
+    graphs: str = "auto"
+    """``off`` gives a device its ops one by one."""
+    graph_report: GraphReport | None = None
 
     @staticmethod
-    def of(bundle: Bundle) -> Unit:
+    def of(bundle: Bundle, *, graphs: str = "auto") -> Unit:
         """Verify the plan, ask for its device, and insert its moves."""
         verify(bundle.plan)
         admit_plan(bundle.plan)
         program = to_device(bundle.program, device_of(bundle.plan.machine))
-        unit = Unit(bundle=bundle, graph_module=insert(program, bundle.plan))
+        unit = Unit(bundle=bundle, graph_module=insert(program, bundle.plan), graphs=graphs)
         if not needs_import(bundle.program.in_spec + bundle.program.out_spec):
             _ = unit.in_spec, unit.out_spec
         return unit
@@ -137,7 +140,7 @@ class CompiledModel:
             self._last = unit
             executor = self._activate(unit)
             outputs = executor.run(*leaves)
-            unit.last_run = executor.last_run
+            unit.last_run, unit.graph_report = executor.last_run, executor.graph_report
         return pytree.tree_unflatten(outputs, out_spec)
 
     @property
@@ -170,6 +173,14 @@ class CompiledModel:
         """How many ops of ``plan`` run as compiled kernels, or why none does; ``None`` for ``fuse="off"``."""
         fusion = self._current().fusion
         return fusion.report if fusion is not None else None
+
+    @property
+    def graphs(self) -> GraphReport | None:
+        """How many ops of ``plan`` the latest call ran in CUDA graphs, or why none yet.
+
+        ``None`` before the first call, for ``graphs="off"``, and where the machine has no GPU.
+        """
+        return self._current().graph_report
 
     @property
     def format_report(self) -> FormatReport:
@@ -301,7 +312,13 @@ class CompiledModel:
             unit.bundle, cache_dir=self._cache_dir, progress=self._bar, early=early
         )
         fused = unit.fusion.segments if unit.fusion is not None else ()
-        self._executor = Executor(self._session, unit.graph_module, unit.bundle.plan, fused=fused)
+        self._executor = Executor(
+            self._session,
+            unit.graph_module,
+            unit.bundle.plan,
+            fused=fused,
+            graphs=unit.graphs == "auto",
+        )
         self._active = unit
         return self._executor
 

@@ -13,6 +13,7 @@ CACHE_VARIABLE = "GASCOMPILE_CACHE_DIR"
 
 WEIGHT_FORMS = ("bf16", "int8", "int4", "auto")
 FUSE = ("auto", "off")
+GRAPHS = ("auto", "off")
 
 
 def default_cache_dir() -> Path:
@@ -40,6 +41,8 @@ class CompileConfig:
     """``auto`` compiles the ops between two transfers into one kernel where that pays; ``off`` never does."""
     fuse_runs: float = 1000.0
     """Compiling kernels may take as long as they save in so many runs; infinity fuses whatever gains anything."""
+    graphs: str = field(default="auto", metadata={"fingerprint": False})
+    """``auto`` gives a device that has graphs the ops between two moves in one call; ``off`` one by one."""
     cache_dir: Path = field(default_factory=default_cache_dir, metadata={"fingerprint": False})
 
     def __post_init__(self) -> None:
@@ -53,7 +56,8 @@ class CompileConfig:
             )
         if self.fuse not in FUSE:
             raise ValueError(f"fuse is one of {', '.join(FUSE)}, not {self.fuse!r}")
-
+        if self.graphs not in GRAPHS:
+            raise ValueError(f"graphs is one of {', '.join(GRAPHS)}, not {self.graphs!r}")
         if not self.fuse_runs >= 0:
             raise ValueError(f"fuse_runs is a number of runs, not {self.fuse_runs}")
 

@@ -118,11 +118,12 @@ class Job:
             _log.info("the cached plan %s is made again: %s", folder, reason)
         elif cached is not None:
             try:
-                return self._with_kernels(Unit.of(self._with_weights(cached, checkpoint)))
+                bundle = self._with_weights(cached, checkpoint)
+                return self._with_kernels(Unit.of(bundle, graphs=self.config.graphs))
             except (PlanVerificationError, FormatError) as error:
                 _log.warning("the cached plan %s is refused (%s); planning again", folder, error)
         bundle = self._plan(args, kwargs, checkpoint, prints)
-        unit = self._fused(Unit.of(bundle))
+        unit = self._fused(Unit.of(bundle, graphs=self.config.graphs))
         bundle = unit.bundle
         # The model's own states are bound to the model of the day; they are no part of the plan.
         kept = replace(bundle, held=self._constants(bundle))
@@ -327,6 +328,7 @@ def compile(  # noqa: A001 - the public name, as in torch.compile
     weights: str | None = None,
     fuse: str = "auto",
     fuse_runs: float = 1000.0,
+    graphs: str = "auto",
 ) -> CompiledModel:
     """Plan ``model`` for ``budget`` and return it ready to run.
 
@@ -349,6 +351,7 @@ def compile(  # noqa: A001 - the public name, as in torch.compile
         fuse: ``"auto"`` compiles the ops between two transfers where that pays, ``"off"`` never does.
         fuse_runs: compiling kernels may take as long as they are predicted to save in so many runs. Infinity
             fuses whatever gains anything.
+        graphs: ``"auto"`` gives a GPU the ops between two moves in one call, as a CUDA graph; ``"off"`` one by one.
 
     Raises:
         CaptureError: the model cannot be traced.
@@ -364,6 +367,7 @@ def compile(  # noqa: A001 - the public name, as in torch.compile
         weights=weights,
         fuse=fuse,
         fuse_runs=fuse_runs,
+        graphs=graphs,
         **({"cache_dir": Path(cache_dir)} if cache_dir is not None else {}),
     )
     job = make_job(
@@ -375,25 +379,20 @@ def compile(  # noqa: A001 - the public name, as in torch.compile
         config=config,
     )
     positional = positional_names(model)
-    if example_inputs is None:
-        return CompiledModel(
-            positional=positional,
-            units=[],
-            prepare=job.prepare,
-            exact=job.without_loss().prepare,
-            cache_dir=config.cache_dir,
-        )
-    args, kwargs = split_inputs(example_inputs)
-    early = EarlyMemory(job.most_arena_bytes())
-    try:
-        unit = job.prepare(*normalize_call(model, args, kwargs))
-    except BaseException:
-        early.discard()
-        raise
-    unit.early = early
+    units: list[Unit] = []
+    if example_inputs is not None:
+        args, kwargs = split_inputs(example_inputs)
+        early = EarlyMemory(job.most_arena_bytes())
+        try:
+            units.append(job.prepare(*normalize_call(model, args, kwargs)))
+        except BaseException:
+            early.discard()
+            raise
+        units[0].early = early
     return CompiledModel(
         positional=positional,
-        units=[unit],
+        units=units,
+        prepare=None if units else job.prepare,
         exact=job.without_loss().prepare,
         cache_dir=config.cache_dir,
     )

@@ -50,3 +50,15 @@ class RunReport:
     stalls: tuple[Stall, ...] = ()
     process_peak_bytes: int = 0
     """The kernel's high-water mark of the whole process, interpreter and libraries included."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphReport:
+    """How much of a plan a device is given in graphs, each one call for many ops."""
+
+    num_ops: int
+    """Ops that run in graphs."""
+    num_graphs: int
+    num_all_ops: int
+    reason: str = ""
+    """Why none does, or not yet; empty where some do."""

@@ -15,8 +15,9 @@ from torch import fx
 
 from gascompile.errors import DeviceError, PlanMismatchError, UnsupportedOpError
 from gascompile.ir import Plan
-from gascompile.reports import RunReport
+from gascompile.reports import GraphReport, RunReport
 from gascompile.runtime.fused import FusedSegment
+from gascompile.runtime.graphs import GraphRuns, make_room
 from gascompile.runtime.meter import LiveBytes, process_peak_bytes
 from gascompile.runtime.mover import PlanMover
 from gascompile.runtime.residents import resident_addresses
@@ -37,6 +38,7 @@ class Executor:
         paranoid: bool = False,
         measure: bool = True,
         fused: Sequence[FusedSegment] = (),
+        graphs: bool = True,
     ) -> None:
         """Prepare ``graph_module``, the program with the moves of ``plan`` inserted.
 
@@ -51,6 +53,8 @@ class Executor:
             measure: ``False`` leaves out ``last_run``: a run of a device then returns once everything has
                 been given to it, and nothing ever blocks the host but what is not yet read.
             fused: ops that run as compiled kernels.
+            graphs: give a device that has graphs the ops between two moves in one call, see ``GraphRuns``; never
+                in paranoid runs.
 
         Raises:
             PlanMismatchError: session, graph and plan do not belong together.
@@ -62,7 +66,14 @@ class Executor:
         self._measure = measure
         self.mover = PlanMover(session, plan, overlap=overlap, paranoid=paranoid)
         self._schedule: Schedule = compile_steps(graph_module, plan, session, self.mover, fused)
+        is_wanted = graphs and not paranoid and session.device.graphs() is not None
+        self._graphs = GraphRuns(session, plan, self._schedule) if is_wanted else None
         self.last_run: RunReport | None = None
+
+    @property
+    def graph_report(self) -> GraphReport | None:
+        """How many ops run in how many graphs, or why none does; ``None`` where none was asked for or can be."""
+        return self._graphs.report if self._graphs is not None else None
 
     def run(self, *inputs: Any) -> tuple[Any, ...]:
         """Run the program on its flat inputs and return its flat outputs.
@@ -74,48 +85,67 @@ class Executor:
             StorageError: a weight cannot be read, a file has changed, the session is closed.
             PlanMismatchError: the number of inputs is wrong.
         """
-        schedule = self._schedule
-        if len(inputs) != len(schedule.inputs):
+        if len(inputs) != len(self._schedule.inputs):
             raise PlanMismatchError(
-                f"the program takes {len(schedule.inputs)} inputs, not {len(inputs)}"
+                f"the program takes {len(self._schedule.inputs)} inputs, not {len(inputs)}"
             )
         with self._session.run(self) as warm, torch.no_grad():
-            device = self._session.device
-            start_s = time.perf_counter()
-            device.begin()
-            self.mover.begin(warm=warm)
-            values = list(schedule.slots)
-            inputs_bytes = self._place(values, inputs)
-            given = {slot: value for (_, slot), value in zip(schedule.inputs, inputs, strict=True)}
-            live = self.mover.live = LiveBytes(schedule.num_metered)
-            self._interpret(values, live)
+            if self._graphs is None:
+                make_room(self._session, self._plan)
+                return self._run(self._schedule, inputs, warm=warm)
+            try:
+                outputs = self._run(self._graphs.begin(inputs), inputs, warm=warm)
+                self._graphs.done(self.mover.live.peak_bytes)
+            except BaseException:
+                self._graphs.undone()
+                raise
+            return outputs
+
+    def _run(self, schedule: Schedule, inputs: tuple[Any, ...], *, warm: bool) -> tuple[Any, ...]:
+        device, graphs = self._session.device, self._graphs
+        start_s = time.perf_counter()
+        device.begin()
+        self.mover.begin(warm=warm)
+        values = list(schedule.slots)
+        inputs_bytes = self._place(values, inputs)
+        given = {slot: value for (_, slot), value in zip(schedule.inputs, inputs, strict=True)}
+        live = self.mover.live = LiveBytes(schedule.num_metered)
+        self._interpret(schedule, values, live)
+        outputs = tuple(
+            given[slot] if slot in given else self.mover.own(values[slot])
+            for slot in schedule.outputs
+        )
+        if graphs is not None:
             outputs = tuple(
-                given[slot] if slot in given else self.mover.own(values[slot])
-                for slot in schedule.outputs
+                value if slot in given else graphs.own(value)
+                for slot, value in zip(schedule.outputs, outputs, strict=True)
             )
-            if self._measure:
-                # Compute alone: what the next run has asked for ahead stays on its way.
-                if (end := device.mark()) is not None:
-                    end.wait()
-                live_bytes = inputs_bytes + live.peak_bytes + self.mover.copied_bytes
-                self.last_run = self._report(time.perf_counter() - start_s, live_bytes)
+            live.peak_bytes = max(live.peak_bytes, graphs.live_bytes)
+        if self._measure:
+            # Compute alone: what the next run has asked for ahead stays on its way.
+            if (end := device.mark()) is not None:
+                end.wait()
+            live_bytes = inputs_bytes + live.peak_bytes + self.mover.copied_bytes
+            self.last_run = self._report(time.perf_counter() - start_s, live_bytes)
         return outputs
 
     def _place(self, values: list[Any], inputs: tuple[Any, ...]) -> int:
         """Put the inputs into their slots, on the device; return the bytes that this took there."""
+        if self._graphs is not None and (placed := self._graphs.place(values, inputs)) is not None:
+            return placed
         taken_bytes = 0
         for (_, slot), value in zip(self._schedule.inputs, inputs, strict=True):
             values[slot] = value
             if isinstance(value, torch.Tensor):
-                values[slot] = placed = self._session.device.place(value)
-                taken_bytes += placed.nbytes if placed is not value else 0
+                values[slot] = there = self._session.device.place(value)
+                taken_bytes += there.nbytes if there is not value else 0
         return taken_bytes
 
-    def _interpret(self, values: list[Any], live: LiveBytes) -> None:
+    def _interpret(self, schedule: Schedule, values: list[Any], live: LiveBytes) -> None:
         op = 0
         record = live.record
         try:
-            for function, gather, result, meter, frees, op in self._schedule.steps:  # noqa: B007
+            for function, gather, result, meter, frees, op, _ in schedule.steps:  # noqa: B007
                 values[result] = function(*gather(values))
                 if meter is not None:
                     record(meter, values[result])

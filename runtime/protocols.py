@@ -104,8 +104,70 @@ class HostMemory(Memory, Protocol):
     def memory(self) -> memoryview: ...
 
 
+class Sharer(Protocol):
+    """Who keeps memory of the device from run to run, and can do without."""
+
+    @property
+    def held_bytes(self) -> int:
+        """What it keeps."""
+        ...
+
+    def give_back(self) -> None:
+        """Keep nothing, until the next runs."""
+        ...
+
+
 Instant = Any
 """What ``Device.clock`` returns: a time on the host or an event on the device."""
+
+
+class Graph(Protocol):
+    """What compute was given once, to be given to it again in one call."""
+
+    def replay(self) -> None:
+        """Give it to compute; it reads and writes the addresses of when it was captured."""
+        ...
+
+
+class Graphs(Protocol):
+    """Graphs of one sequence of work, which share memory: they are replayed in the order of their capture.
+
+    Memory that tensors of one graph had is taken again by graphs that are captured once those tensors are
+    gone, as it is where ops run one by one.
+    """
+
+    @property
+    def most_bytes(self) -> int:
+        """The most memory that their tensors took at once: they hold it as long as they are."""
+        ...
+
+    def begin(self) -> None:
+        """Block until the device is idle and give memory back that nobody uses: captures follow."""
+        ...
+
+    def capture(self) -> AbstractContextManager[Graph]:
+        """Make a graph of what the calling thread gives to compute in the context; none of it is done yet.
+
+        Raises:
+            RuntimeError: something in it cannot be captured.
+        """
+        ...
+
+    def settle(self) -> None:
+        """After a capture, once nothing is referenced that only its beginning needed: count what it keeps."""
+        ...
+
+    def room(self, value: torch.Tensor) -> torch.Tensor:
+        """Return memory of the device for values laid out as ``value``."""
+        ...
+
+    def load(self, target: torch.Tensor, value: torch.Tensor) -> None:
+        """Let compute copy ``value``, of the host or the device, to ``target``."""
+        ...
+
+    def close(self) -> None:
+        """Give the graphs and their memory back; blocks until the device is idle. Idempotent."""
+        ...
 
 
 class Device(Protocol):
@@ -171,7 +233,7 @@ class Device(Protocol):
         ...
 
     def peak_bytes(self) -> int | None:
-        """Return the most that has been allocated since ``begin``; ``None`` where nobody counts."""
+        """Return the most that was allocated since ``begin``, that of graphs included; ``None`` where nobody counts."""
         ...
 
     def place(self, value: torch.Tensor) -> torch.Tensor:
@@ -180,6 +242,10 @@ class Device(Protocol):
 
     def keep(self, value: torch.Tensor) -> torch.Tensor:
         """Return a contiguous copy of ``value`` in the device's memory, beside the arena; itself on the host."""
+        ...
+
+    def graphs(self) -> Graphs | None:
+        """Return an empty sequence of graphs; ``None`` where the device has none."""
         ...
 
     def out_of_memory(self, what: str, error: BaseException) -> DeviceError:

@@ -41,6 +41,7 @@ from gascompile.runtime.protocols import (
     HostMemory,
     Memory,
     Reader,
+    Sharer,
     Ticket,
     TransferEngine,
     read_at,
@@ -136,7 +137,7 @@ class Session:
             [self.arena],
             self._pinned,
         )
-        self._lock = threading.Lock()
+        self._lock, self.sharers = threading.Lock(), weakref.WeakSet[Sharer]()
         # Before the first run only resident weights are on their way: there is nothing to drain.
         self._closed, self._settled = False, True
         self._views: dict[tuple[str, int], torch.Tensor] = {}

@@ -20,6 +20,7 @@ from gascompile.errors import PlanMismatchError, UnsupportedOpError
 from gascompile.ir import Plan
 from gascompile.program import op_name
 from gascompile.runtime.fused import FusedSegment, bind, segment_nodes
+from gascompile.runtime.graph_rules import ARRIVAL, MOVE, RELEASE, Trait, trait_of
 from gascompile.runtime.meter import Meter, fused_meter, make_meters
 from gascompile.runtime.mover import PlanMover, due_ops
 from gascompile.runtime.session import Session
@@ -40,6 +41,8 @@ class Step(NamedTuple):
     frees: tuple[int, ...]
     op: int
     """Index of the op, or of the next one for a move."""
+    trait: Trait = Trait()
+    """What a graph of the device has to know of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,7 +154,7 @@ class _Builder:
         elif node.target is moves.wait:
             self._move(node, self._mover.wait_at, (self._next_op, *arguments))
         elif node.target is moves.release:
-            self._move(node, self._mover.release, arguments)
+            self._move(node, self._mover.release, arguments, RELEASE)
         elif node.target is moves.settle:
             self._move(node, self._mover.settle_at, (self._next_op, *arguments))
         elif node.target in moves.HEAP_MOVES:
@@ -164,34 +167,49 @@ class _Builder:
     def _detach(self, slot: int) -> None:
         """Copy an output that lies in the arena at once: its visit may end before the run does."""
         self._steps.append(
-            Step(self._mover.out_of_arena, _only(slot), slot, None, (), self._next_op)
+            Step(
+                self._mover.out_of_arena,
+                _only(slot),
+                slot,
+                None,
+                (),
+                self._next_op,
+                Trait((slot,), ""),
+            )
         )
 
-    def _move(self, node: fx.Node, function: Callable[..., Value], arguments: Value) -> None:
+    def _move(
+        self, node: fx.Node, function: Callable[..., Value], arguments: Value, why: str = MOVE
+    ) -> None:
         call = partial(function, *arguments)
         slot = self._slot(node)
-        frees = self._freed(node, slot)
-        self._steps.append(Step(call, _nothing, slot, None, frees, self._next_op))
+        frees, trait = self._freed(node, slot), Trait((), why)
+        self._steps.append(Step(call, _nothing, slot, None, frees, self._next_op, trait))
 
     def _move_value(self, node: fx.Node, name: str, arguments: Value) -> None:
         """Move the memory of a value: the last argument, the others are fixed."""
         call = partial(getattr(self._mover, name), *arguments[:-1])
         gather, slot = self._gather(arguments[-1:]), self._slot(node)
-        self._steps.append(Step(call, gather, slot, None, self._freed(node, slot), self._next_op))
+        frees, trait = self._freed(node, slot), Trait(self._reads(node), MOVE)
+        self._steps.append(Step(call, gather, slot, None, frees, self._next_op, trait))
 
     def _compute(self, node: fx.Node) -> None:
         self._await_residents(node)
-        meter = None
+        meter, num_ops = None, 0
         op = self._next_op
         if op < len(self._plan.ops) and op_name(node) == self._plan.ops[op].name:
-            meter = self._meters[op]
+            meter, num_ops = self._meters[op], 1
             self._next_op += 1
         function, gather = self._prepare(node, op)
         if meter is not None and meter.births and _may_return_its_input(node.target):
             function = _owning(function)
         function = self._mover.watched(function, node.name)
         slot = self._slot(node)
-        self._steps.append(Step(function, gather, slot, meter, self._freed(node, slot), op))
+        frees, trait = self._freed(node, slot), trait_of(node, self._reads(node), num_ops)
+        self._steps.append(Step(function, gather, slot, meter, frees, op, trait))
+
+    def _reads(self, node: fx.Node) -> tuple[int, ...]:
+        return tuple(self._slot_of[n] for n in node.all_input_nodes if n in self._slot_of)
 
     def _segment(self, fused: FusedSegment, nodes: list[fx.Node]) -> None:
         """Make one step of the ops of a segment, and of the views around it that others read."""
@@ -213,10 +231,13 @@ class _Builder:
             births, self._meters[first : self._next_op], sum(fused.kernel.scratch_bytes)
         )
         made = self._slot(outputs[0] if len(outputs) == 1 else None)
-        self._steps.append(Step(function, gather, made, meter, (), first))
+        reads = tuple(self._slot_of[named[name]] for name in segment.inputs)
+        trait = Trait(reads, "", name=segment.ops[-1], num_ops=len(ops))
+        self._steps.append(Step(function, gather, made, meter, (), first, trait))
         freed = {made} if len(outputs) > 1 else set()
         for i, node in enumerate(outputs if len(outputs) > 1 else ()):
-            self._steps.append(Step(_element(i), _only(made), self._slot(node), None, (), first))
+            trait, slot = Trait((made,), "", launches=False), self._slot(node)
+            self._steps.append(Step(_element(i), _only(made), slot, None, (), first, trait))
         for name in segment.views_after:
             self._view(named[name], first)
         for node in ops:
@@ -226,8 +247,8 @@ class _Builder:
     def _view(self, node: fx.Node, op: int) -> None:
         """Take a view of a segment's inputs or outputs."""
         function, gather = self._prepare(node, op)
-        slot = self._slot(node)
-        self._steps.append(Step(function, gather, slot, None, (), op))
+        slot, trait = self._slot(node), trait_of(node, self._reads(node))
+        self._steps.append(Step(function, gather, slot, None, (), op, trait))
         if node in self._returned:
             self._detach(slot)
 
@@ -243,7 +264,8 @@ class _Builder:
                 continue
             self._awaited.add(name)
             call = partial(self._mover.resident_at, self._next_op, name)
-            self._steps.append(Step(call, _nothing, self._slot(None), None, (), self._next_op))
+            slot, trait = self._slot(None), Trait((), ARRIVAL)
+            self._steps.append(Step(call, _nothing, slot, None, (), self._next_op, trait))
 
     def _freed(self, node: fx.Node, slot: int) -> tuple[int, ...]:
         """Return the slots that nobody reads after ``node``; a result that nobody reads is one."""

@@ -60,6 +60,9 @@ class CpuDevice:
     def keep(self, value: torch.Tensor) -> torch.Tensor:
         return value
 
+    def graphs(self) -> None:
+        return None
+
     def out_of_memory(self, what: str, error: BaseException) -> DeviceError:
         return DeviceError(f"there is no memory for {what}: {error}", cause="device memory")
 

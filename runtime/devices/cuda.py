@@ -19,6 +19,7 @@ import torch
 
 from gascompile.errors import DeviceError
 from gascompile.runtime.arena import Arena
+from gascompile.runtime.devices.cuda_graphs import CudaGraphs, Pools
 from gascompile.runtime.early_memory import EarlyMemory
 from gascompile.runtime.probe import DEVICE_MEMORY, PINNED_MEMORY, device_memory, require_memory
 from gascompile.runtime.protocols import Event, Instant
@@ -51,6 +52,18 @@ class CudaApi:
     def keep(self, value: torch.Tensor, device: torch.device) -> torch.Tensor:
         """Return a copy that is there when this returns, for any stream."""
         return value.contiguous().to(device, copy=True)
+
+    def room(self, value: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """Return memory for a value laid out as ``place`` lays it out."""
+        return torch.empty_like(value, device=device)
+
+    def load(self, target: torch.Tensor, value: torch.Tensor) -> None:
+        """Queue a copy to ``target``; pinned values are waited for, as in ``place``."""
+        target.copy_(value, non_blocking=not (value.is_cpu and value.is_pinned()))
+
+    def drop_workspaces(self) -> None:
+        """Forget the memory that products work in, one per stream; the next product on a stream takes some."""
+        torch._C._cuda_clearCublasWorkspaces()
 
 
 class CudaMemory:
@@ -181,6 +194,7 @@ class CudaDevice:
         self._lock = threading.Lock()
         self._compute: Any = None
         self._before_bytes = 0
+        self._pools = Pools(self._cuda, self.torch_device)
 
     def arena(self, size_bytes: int, early: EarlyMemory | None = None) -> CudaMemory:
         """Take the arena; raises ``DeviceError`` that says who holds the memory that is missing."""
@@ -211,7 +225,7 @@ class CudaDevice:
         if self._compute is not None and self._compute != current:
             current.wait_stream(self._compute)
         self._compute = current
-        self._cuda.reset_peak_memory_stats(self.torch_device)
+        self._pools.begin()
 
     def mark(self) -> CudaEvent:
         event = self._cuda.Event()
@@ -237,15 +251,20 @@ class CudaDevice:
             stream.synchronize()
 
     def peak_bytes(self) -> int:
-        """Return ``max_memory_allocated`` since ``begin``, less what others held when the session opened."""
-        most = int(self._cuda.max_memory_allocated(self.torch_device))
-        return max(most - self._before_bytes, 0)
+        """Return ``max_memory_allocated`` since ``begin``, less what others held when the session opened.
+
+        Memory that graphs write to counts whether or not torch counts it.
+        """
+        return max(self._pools.peak_bytes() - self._before_bytes, 0)
 
     def place(self, value: torch.Tensor) -> torch.Tensor:
         return self._api.place(value, self.torch_device)
 
     def keep(self, value: torch.Tensor) -> torch.Tensor:
         return self._api.keep(value, self.torch_device)
+
+    def graphs(self) -> CudaGraphs:
+        return CudaGraphs(self._api, self.torch_device, self._pools)
 
     def out_of_memory(self, what: str, error: BaseException) -> DeviceError:
         """Return what to raise where torch could not allocate ``what``."""
@@ -262,6 +281,7 @@ class CudaDevice:
 
     def close(self) -> None:
         self.synchronize()
+        self._pools.close()
         self._streams.clear()
 
     def _current(self) -> Any:

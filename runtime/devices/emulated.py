@@ -204,6 +204,9 @@ class EmulatedDevice:
     def keep(self, value: torch.Tensor) -> torch.Tensor:
         return value.clone(memory_format=torch.contiguous_format)
 
+    def graphs(self) -> None:
+        return None
+
     def out_of_memory(self, what: str, error: BaseException) -> DeviceError:
         return DeviceError(f"there is no memory for {what}: {error}", cause="device memory")
 

@@ -140,6 +140,10 @@ class WatchedDevice:
     def keep(self, value: torch.Tensor) -> torch.Tensor:
         return self._inner.keep(value)
 
+    def graphs(self) -> None:
+        # A replay says nothing of its accesses.
+        return None
+
     def out_of_memory(self, what: str, error: BaseException) -> DeviceError:
         return self._inner.out_of_memory(what, error)
 

@@ -19,6 +19,7 @@ import torch
 
 from gascompile.runtime.arena import POISON
 from gascompile.runtime.devices.cuda import CudaApi
+from tests.runtime.devices.fake_graphs import FakeGraph, FakePool
 
 _OTHERS_BYTES = 1 << 20
 """What others hold of the device."""
@@ -111,6 +112,10 @@ class FakeRuntime:
         self.allocated_bytes = self.peak_bytes = _OTHERS_BYTES
         self.pinned: dict[int, int] = {}
         self.num_pins = 0
+        self.capturing = False
+        self.captured: list[FakeGraph] = []
+        """Graphs that are, in the order of their capture."""
+        self.pools: list[FakePool] = []
 
     def _named(self, name: str) -> FakeStream:
         stream = FakeStream(name, self._lock)
@@ -131,12 +136,15 @@ class FakeRuntime:
         if self.allocated_bytes + size_bytes > self.total_bytes:
             raise torch.OutOfMemoryError("the fake device is full")
         self.allocations.append(size_bytes)
-        self.allocated_bytes += size_bytes
-        self.peak_bytes = max(self.peak_bytes, self.allocated_bytes)
-        weakref.finalize(tensor.untyped_storage(), self._freed, size_bytes)
+        self.took(size_bytes)
+        weakref.finalize(tensor.untyped_storage(), self.gave, size_bytes)
         return tensor
 
-    def _freed(self, size_bytes: int) -> None:
+    def took(self, size_bytes: int) -> None:
+        self.allocated_bytes += size_bytes
+        self.peak_bytes = max(self.peak_bytes, self.allocated_bytes)
+
+    def gave(self, size_bytes: int) -> None:
         self.allocated_bytes -= size_bytes
 
     # ------------------------------------------------------------ torch.cuda
@@ -156,8 +164,10 @@ class FakeRuntime:
     def stream(self, stream: FakeStream) -> Iterator[None]:
         before = self.current_stream()
         self._current.stream = stream
-        yield
-        self._current.stream = before
+        try:
+            yield
+        finally:
+            self._current.stream = before
 
     def current_stream(self, _device: torch.device | None = None) -> FakeStream:
         found: FakeStream = getattr(self._current, "stream", self.compute)
@@ -200,7 +210,14 @@ class FakeRuntime:
         return 0
 
     def empty_cache(self) -> None:
-        raise AssertionError("empty_cache waits for the device and gives memory away")
+        self.count("device")
+
+    def graph_pool_handle(self) -> FakePool:
+        self.pools.append(FakePool(self))
+        return self.pools[-1]
+
+    def CUDAGraph(self) -> FakeGraph:  # noqa: N802 - torch's name
+        return FakeGraph(self)
 
 
 class FakeApi(CudaApi):
@@ -233,6 +250,12 @@ class FakeApi(CudaApi):
 
     def keep(self, value: torch.Tensor, device: torch.device) -> torch.Tensor:
         return self.runtime.allocate(super().keep(value, device))
+
+    def room(self, value: torch.Tensor, device: torch.device) -> torch.Tensor:
+        return self.runtime.allocate(super().room(value, device))
+
+    def drop_workspaces(self) -> None:
+        pass
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
