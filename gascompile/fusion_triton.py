@@ -31,6 +31,7 @@ _OPTIONS = {
     "alignment_asserts": False,
     "assert_indirect_indexing": False,
     "combo_kernels": False,
+    "compile_threads": 1,  # else other processes compile what is written here, too
     "coordinate_descent_tuning": False,
     "max_autotune": False,
     "max_autotune_pointwise": False,
@@ -216,16 +217,20 @@ def _heuristics(decorator: ast.expr) -> tuple[dict[str, Any], Any]:
     expression = ast.fix_missing_locations(ast.Expression(body=decorator))
     # Inductor wrote it just now, from the ops of the segment.
     settings = eval(compile(expression, "<generated>", "eval"), names)  # noqa: S307
-    configs: list[Any] = []
-    before = triton_heuristics.cached_autotune
-    triton_heuristics.cached_autotune = lambda _hints, found, *_, **__: configs.extend(found)
+    found: list[Any] = []
+
+    def note(size_hints: object, configs: Sequence[Any], *_: object, **__: object) -> None:
+        found.extend(configs)
+
+    before: Any = triton_heuristics.cached_autotune
+    vars(triton_heuristics)["cached_autotune"] = note
     try:
         getattr(triton_heuristics, kind)(**settings)
     finally:
-        triton_heuristics.cached_autotune = before
-    if not configs:
+        vars(triton_heuristics)["cached_autotune"] = before
+    if not found:
         raise UnsupportedOpError(f"Inductor has no configuration for its kernel, a {kind}")
-    return settings, configs[0]
+    return settings, found[0]
 
 
 def _grid(
