@@ -93,6 +93,24 @@ def divide(schedule: Schedule, refused: Mapping[int, str]) -> list[Group | Step]
     return [*parts, *put_off]
 
 
+def more_bytes(parts: Sequence[Group | Step], sizes: Mapping[int, int]) -> int:
+    """Return about the most that graphs of ``parts`` take beside what their steps take op by op.
+
+    What steps between groups make is copied, and what a group is the last to read stays until it is captured.
+
+    Args:
+        parts: of ``divide``.
+        sizes: bytes of what steps made, by slot.
+    """
+    groups = [part for part in parts if isinstance(part, Group)]
+    copied_bytes = sum(sizes.get(slot, 0) for group in groups for slot in group.entries)
+    longer = [
+        sum(sizes.get(slot, 0) for slot in {*group.frees} - {step.result for step in group.steps})
+        for group in groups
+    ]
+    return 2 * copied_bytes + max(longer, default=0)
+
+
 def _leave(slots: Sequence[int], made_in: Mapping[int, Group]) -> None:
     for slot in slots:
         group = made_in.get(slot)

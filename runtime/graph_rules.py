@@ -26,23 +26,13 @@ RANDOM: Final = "it draws random numbers"
 FOREIGN: Final = "it is no op of torch's or GASCompile's own"
 MASK: Final = "it selects with a mask, whose elements are counted on the host"
 ELSEWHERE: Final = "it reads or makes a tensor outside of the device's memory"
+WAITS: Final = "its kernels wait for the device"
 UNKNOWN: Final = "nobody says that it can be captured"
 
 _NAMESPACES = ("aten", "prims", "gascompile")
 _MODULES = ("operator", "_operator", "math", "gascompile", "torch")
-_WAITING = (
-    "linalg",
-    "cholesky",
-    "svd",
-    "eig",
-    "lu_",
-    "geqrf",
-    "qr",
-    "ctc_loss",
-    "histc",
-    "is_nonzero",
-)
-"""Parts of the names of ops whose kernels wait for the device without a tag that says so."""
+_WAITING = ("linalg", "cholesky", "svd", "eig", "lu_", "lstsq", "geqrf", "qr", "ctc_loss", "histc")
+"""How the names of ops begin whose kernels wait for the device, or may, without a tag that says so."""
 _INDEXING = ("index", "_unsafe_index", "index_put", "index_put_", "_index_put_impl_")
 
 
@@ -84,10 +74,12 @@ def host_reason(node: fx.Node) -> str:
         return FOREIGN
     name = _short_name(target)
     tags = target.tags
-    if torch.Tag.data_dependent_output in tags or any(part in name for part in _WAITING):
+    if torch.Tag.data_dependent_output in tags or name == "is_nonzero":
         return VALUES
     if torch.Tag.dynamic_output_shape in tags and name not in _INDEXING:
         return VALUES
+    if name.lstrip("_").startswith(_WAITING):
+        return WAITS
     if torch.Tag.nondeterministic_seeded in tags and not _is_without_chance(node):
         return RANDOM
     return ""

@@ -24,7 +24,7 @@ import torch
 from gascompile.errors import PlanMismatchError
 from gascompile.ir import Plan
 from gascompile.reports import GraphReport
-from gascompile.runtime.graph_groups import Group, divide, interpret
+from gascompile.runtime.graph_groups import Group, divide, interpret, more_bytes
 from gascompile.runtime.graph_replay import Entries, Replay
 from gascompile.runtime.graph_rules import tensors_in, value_reason
 from gascompile.runtime.protocols import Graphs
@@ -69,7 +69,7 @@ class GraphRuns:
         self._at_hand: tuple[Signature, list[tuple[torch.Tensor, int]]] = ((), [])
         self._surveyed: Signature | None = None
         self._refused: dict[int, str] = {}
-        self._returned_bytes: dict[int, int] = {}
+        self._sizes: dict[int, int] = {}
         self._live_bytes = 0
         self._graphs: Graphs | None = None
         self._entries: Entries | None = None
@@ -168,21 +168,20 @@ class GraphRuns:
     def _survey(self) -> Schedule:
         self._refused.clear()
         steps = [
-            step
-            if step.trait.host
-            else step._replace(function=partial(self._observe, i, step.function))
+            step._replace(function=partial(self._observe, i, step.function))
             for i, step in enumerate(self._plain.steps)
         ]
         return replace(self._plain, steps=tuple(steps))
 
     def _observe(self, i: int, function: Any, *values: Value) -> Value:
-        """Call an op, and note what its values say against a graph."""
+        """Make a step, and note what its values say against a graph."""
         result = function(*values)
-        step = self._plain.steps[i]
+        step, arena = self._plain.steps[i], self._session.arena
         reason = value_reason(step.trait, values, result, self._device.torch_device)
-        if reason:
+        if reason and not step.trait.host:
             self._refused[i] = reason
-        self._returned_bytes[step.result] = sum(t.nbytes for t in tensors_in((result,)))
+        made = [t for t in tensors_in((result,)) if not arena.contains(t)]
+        self._sizes[step.result] = sum(t.nbytes for t in made)
         return result
 
     def _end_survey(self) -> None:
@@ -190,8 +189,11 @@ class GraphRuns:
         if any(_version(tensor) != version for tensor, version in inputs):
             self._stop("an op writes to an input", warn=False)
             return
-        copied = sum(self._returned_bytes.get(slot, 0) for slot in set(self._plain.outputs))
-        self._keep_budget(copied, "with copies of its outputs a run would take")
+        here = self._device.torch_device.type
+        more = sum(x.nbytes for x, _ in inputs if x.device.type == here)
+        more += sum(self._sizes.get(slot, 0) for slot in set(self._plain.outputs))
+        more += more_bytes(divide(self._plain, self._refused), self._sizes)
+        self._keep_budget(more, "with graphs a run would take")
 
     # ------------------------------------------------------------ the run of the capture
 

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from gascompile.runtime.arena import POISON
 from gascompile.runtime.devices.cuda import CudaApi
@@ -246,13 +247,15 @@ class FakeApi(CudaApi):
 
     def place(self, value: torch.Tensor, device: torch.device) -> torch.Tensor:
         assert device.type == "cpu"
-        return self.runtime.allocate(value.clone())
+        with _disable_current_modes():
+            return self.runtime.allocate(value.clone())
 
     def keep(self, value: torch.Tensor, device: torch.device) -> torch.Tensor:
         return self.runtime.allocate(super().keep(value, device))
 
     def room(self, value: torch.Tensor, device: torch.device) -> torch.Tensor:
-        return self.runtime.allocate(super().room(value, device))
+        with _disable_current_modes():
+            return self.runtime.allocate(super().room(value, device))
 
     def drop_workspaces(self) -> None:
         pass

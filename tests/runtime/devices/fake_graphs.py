@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from gascompile.runtime.arena import POISON
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 aten = torch.ops.aten
 _WAIT = (aten._local_scalar_dense, aten.nonzero, aten.masked_select, aten.equal)
-_ALIGNMENT = 512
+_ALIGNMENT = 64
 
 
 def over(address: int, size_bytes: int) -> torch.Tensor:
@@ -53,8 +53,10 @@ class FakePool:
         made = torch.empty(0, dtype=value.dtype)
         made.set_(storage, value.storage_offset(), value.shape, value.stride())
         made.copy_(value)
-        self._runtime.took(wanted)
-        weakref.finalize(storage, self._give, address, wanted)
+        # Counted without the rounding, which is large beside tensors of tests.
+        counted = value.untyped_storage().nbytes()
+        self._runtime.took(counted)
+        weakref.finalize(storage, self._give, address, wanted, counted)
         return made
 
     def owns(self, address: int) -> bool:
@@ -72,10 +74,10 @@ class FakePool:
         self.taken[address] = wanted
         return address
 
-    def _give(self, address: int, size_bytes: int) -> None:
+    def _give(self, address: int, size_bytes: int, counted: int) -> None:
         del self.taken[address]
         self.free.insert(0, (address, size_bytes))
-        self._runtime.gave(size_bytes)
+        self._runtime.gave(counted)
 
 
 class FakeGraph:
@@ -128,11 +130,12 @@ class FakeGraph:
     def _run(self) -> None:
         for name, storage in self._external:
             assert storage() is not None, f"{name} reads memory that was given back"
-        for function, args, kwargs, results in self._calls:
-            found = pytree.tree_leaves(function(*args, **kwargs))
-            fresh = [x for x in found if isinstance(x, torch.Tensor)]
-            for target, value in zip(results, fresh if results else (), strict=True):
-                target.copy_(value)
+        with _disable_current_modes():
+            for function, args, kwargs, results in self._calls:
+                found = pytree.tree_leaves(function(*args, **kwargs))
+                fresh = [x for x in found if isinstance(x, torch.Tensor)]
+                for target, value in zip(results, fresh if results else (), strict=True):
+                    target.copy_(value)
         for address, size_bytes in self._never_read:
             spoil(address, size_bytes)
 
@@ -149,7 +152,10 @@ class _Recorder(TorchDispatchMode):
         self._made: list[tuple[int, int]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        with _disable_current_modes():
+            return self._recorded(func, args, kwargs or {})
+
+    def _recorded(self, func: Any, args: Any, kwargs: Any) -> Any:
         given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         masks = func in (aten.index.Tensor, aten.index_put.default) and any(
             x.dtype == torch.bool
@@ -187,12 +193,15 @@ class _Recorder(TorchDispatchMode):
         """Nothing was done while capturing."""
         for address, size_bytes in self._made:
             spoil(address, size_bytes)
-        for address, before in self._before.items():
-            over(address, before.nbytes).copy_(before)
+        with _disable_current_modes():
+            for address, before in self._before.items():
+                over(address, before.nbytes).copy_(before)
 
     def _note_writes(self, func: Any, args: Any, kwargs: Any) -> None:
+        silent = "batch_norm" in str(func)  # writes to its statistics and does not say so
         for i, argument in enumerate(func._schema.arguments):
-            if argument.alias_info is None or not argument.alias_info.is_write:
+            is_write = argument.alias_info is not None and argument.alias_info.is_write
+            if not is_write and not silent:
                 continue
             value = args[i] if i < len(args) else kwargs.get(argument.name)
             for x in pytree.tree_leaves(value):
@@ -212,6 +221,25 @@ class _Recorder(TorchDispatchMode):
         # A number that torch wrapped is a part of the launch.
         is_number = not x.dim() and not self._pool.owns(x.untyped_storage().data_ptr())
         return x if is_number else _alias(x)
+
+
+class Counted(TorchDispatchMode):
+    """Counts what ops return as memory of the device while it is there, as torch's allocator does."""
+
+    def __init__(self, runtime: FakeRuntime) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._runtime = runtime
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = pytree.tree_leaves((args, kwargs))
+        known = {x.untyped_storage().data_ptr() for x in given if isinstance(x, torch.Tensor)}
+        result = func(*args, **(kwargs or {}))
+        for x in pytree.tree_leaves(result):
+            storage = x.untyped_storage() if isinstance(x, torch.Tensor) else None
+            if storage is not None and storage.nbytes() and storage.data_ptr() not in known:
+                self._runtime.took(storage.nbytes())
+                weakref.finalize(storage, self._runtime.gave, storage.nbytes())
+        return result
 
 
 def _alias(x: torch.Tensor) -> torch.Tensor:
