@@ -131,6 +131,7 @@ class CudaGraphs:
                     # What was raised says more than that the capture is no good.
                     with suppress(RuntimeError):
                         made.end()
+                        made.reset()
                     raise
                 made.end()
             self._api.drop_workspaces()
