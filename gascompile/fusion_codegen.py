@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -86,6 +86,7 @@ def inductor_module(
     *,
     options: Mapping[str, object],
     device: str = "cpu",
+    anywhere: Collection[int] = (),
 ) -> str:
     """Return the source of the Python module that Inductor writes for ``function``.
 
@@ -95,6 +96,7 @@ def inductor_module(
         outputs: how results have to lie in memory.
         options: of Inductor, beside those of every kernel.
         device: where the tensors are; they are never made, so it need not be there.
+        anywhere: which inputs may begin at any element, in place of a round address.
 
     Raises:
         UnsupportedOpError: it cannot.
@@ -111,8 +113,7 @@ def inductor_module(
     try:
         with mode, torch.no_grad(), config.patch({**_OPTIONS, **options}):
             fakes = [
-                torch.empty_strided(i.shape, i.stride, dtype=getattr(torch, i.dtype), device=device)
-                for i in inputs
+                _fake(of, device, offset=int(place in anywhere)) for place, of in enumerate(inputs)
             ]
             traced = make_fx(function, decomposition_table=select_decomp_table())(*fakes)
             _keep_strides(traced.graph, outputs)
@@ -130,6 +131,14 @@ def inductor_module(
         # Lowerings signal what they cannot do in all of these ways.
         raise UnsupportedOpError(f"Inductor has no code for it: {error}") from error
     return source
+
+
+def _fake(of: Layout, device: str, *, offset: int) -> torch.Tensor:
+    """Return a tensor of a layout that begins ``offset`` elements into its memory."""
+    dtype: torch.dtype = getattr(torch, of.dtype)
+    last = sum((n - 1) * step for n, step in zip(of.shape, of.stride, strict=True))
+    memory = torch.empty(last + 1 + offset, dtype=dtype, device=device)
+    return memory.as_strided(of.shape, of.stride, offset)
 
 
 def _keep_strides(graph: fx.Graph, outputs: Sequence[Layout]) -> None:

@@ -25,6 +25,7 @@ from gascompile.fusion_codegen import (
 )
 from gascompile.gpu_target import GpuTarget, seen_by_inductor
 from gascompile.kernels import Kernel, Launch
+from gascompile.passes.segments import lies_anywhere
 from gascompile.runtime.fused import one_by_one
 
 _OPTIONS = {
@@ -91,7 +92,12 @@ def generate_triton(
     read, made = [known_layout(n) for n in inputs], [known_layout(n) for n in outputs]
     with seen_by_inductor(target):
         module = inductor_module(
-            one_by_one(nodes, inputs, outputs), read, made, options=_known_options(), device="cuda"
+            one_by_one(nodes, inputs, outputs),
+            read,
+            made,
+            options=_known_options(),
+            device="cuda",
+            anywhere=[place for place, node in enumerate(inputs) if lies_anywhere(node)],
         )
         functions, call = _taken_apart(module)
     recorder = Recorder(len(inputs))

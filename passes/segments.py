@@ -19,7 +19,7 @@ from torch import fx
 
 from gascompile import moves
 from gascompile.ir import Offload, OpSpec, Plan
-from gascompile.kernels import Layout, Segment
+from gascompile.kernels import ALIGNMENT_BYTES, Layout, Segment
 from gascompile.passes.liveness import live_bytes
 from gascompile.program import op_name
 
@@ -70,6 +70,27 @@ def layout(node: fx.Node) -> Layout | None:
         shape=tuple(int(n) for n in value.shape),
         stride=tuple(int(n) for n in value.stride()),
     )
+
+
+def lies_anywhere(node: fx.Node) -> bool:
+    """Return whether the tensor of ``node`` may begin beside the multiples of ``ALIGNMENT_BYTES``.
+
+    Weights lie in the arena as they do in their files, which align them to their own elements at best; so do
+    views of them. Other views may begin anywhere in their tensor. What ops make begins at such a multiple.
+    """
+    value = node.meta["val"]
+    if value.storage_offset() * value.element_size() % ALIGNMENT_BYTES:
+        return True
+    while _is_alias(node) and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return node.target in (moves.resident, moves.wait)
+
+
+def _is_alias(node: fx.Node) -> bool:
+    if node.target is operator.getitem:
+        return True
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and any(returned.alias_info for returned in schema.returns)
 
 
 def _is_dynamic(node: fx.Node) -> bool:
@@ -282,7 +303,7 @@ def _key(run: Sequence[fx.Node], parts: _Parts) -> str:
     lines = []
     for i, node in enumerate(parts.inputs):
         names[node] = f"in{i}"
-        lines.append(f"in{i} {layout(node)}")
+        lines.append(f"in{i} {layout(node)}{' anywhere' if lies_anywhere(node) else ''}")
     for node in _inner_nodes(run, parts.inputs, parts.outputs):
         names[node] = f"v{len(names)}"
         arguments = _text((node.args, dict(sorted(node.kwargs.items()))), names)

@@ -102,6 +102,9 @@ class FakeLibrary:
         """Whether launches compute."""
         self.refuses = 0
         """The error that launches end with."""
+        self.num_computed = 0
+        self.queue: Callable[[Callable[[], None]], None] = lambda work: work()
+        """What a launch's work is handed to."""
         # ``ctypes`` writes attributes on its functions; bound methods take none.
         self.cuLaunchKernel = lambda *given: self._launch(*given)  # noqa: PLW0108
 
@@ -159,8 +162,13 @@ class FakeLibrary:
         source, run = self.functions[(function.value or 0) - 1]
         values = tuple(ctypes.c_uint64.from_address(int(place)).value for place in pointers)
         self.launches.append(Launched(source.symbol, grid, block, shared, stream, values))
-        if self.runs:
+
+        def compute() -> None:
+            self.num_computed += 1
             _interpret(source, run, grid, values)
+
+        if self.runs:
+            self.queue(compute)
         return 0
 
 

@@ -216,6 +216,19 @@ def test_what_is_more_than_loops_is_refused(function: Function) -> None:
 
 
 @needs_interpreter
+def test_inputs_that_may_begin_anywhere_are_read_so() -> None:
+    nodes = traced(chain, torch.randn(32), torch.randn(32))
+    first = parts(nodes)[0][0]
+    with first.meta["val"].fake_mode:
+        first.meta["val"] = torch.empty(33)[1:]
+    call, library, found = bound(nodes)
+    assert found.kernel.aligned == (1,)
+    odd, y = torch.randn(33)[1:], torch.randn(32)
+    assert_close(call(odd, y), chain(odd, y))
+    assert library.launches
+
+
+@needs_interpreter
 def test_inputs_that_lie_otherwise_are_computed_op_by_op() -> None:
     call, library, found = bound(traced(chain, torch.randn(4, 8), torch.randn(4, 8)))
     assert found.kernel.aligned == (0, 1)
