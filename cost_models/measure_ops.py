@@ -16,6 +16,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from gascompile import wire_ops
 from gascompile.cost_models.measure_compute import Weights
 from gascompile.cost_models.rehearse import (
     made_up,
@@ -32,16 +33,24 @@ _MOST_BYTES = 256 << 20
 _NUM_CALLS = 15
 _CALLS_LIMIT_S = 0.06
 """For the calls of one op."""
-_BY_ROWS = (torch.ops.aten.linear.default, torch.ops.aten.embedding.default)
+_BY_ROWS = (
+    torch.ops.aten.linear.default,
+    torch.ops.aten.embedding.default,
+    wire_ops.LINEAR,
+)
 """Ops whose weight may be replaced by fewer of its rows."""
 
 
 def signature(node: fx.Node, program: Program) -> str | None:
     """Return what the seconds of an op depend on; ``None`` for one that cannot be called on made-up values."""
     target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
+    if not isinstance(target, torch._ops.OpOverload):
+        return None
+    if target.namespace != "aten" and target is not wire_ops.LINEAR:
         return None
     parts = [str(target)]
+    if target is wire_ops.LINEAR:
+        parts.append("compiled" if wire_ops.has_kernels() else "plain")
     for leaf in pytree.tree_leaves((node.args, node.kwargs)):
         if not isinstance(leaf, fx.Node):
             parts.append(repr(leaf))
@@ -135,7 +144,7 @@ class _Call:
         if node.target not in _BY_ROWS or value.dim() != 2:
             return None
         rows = room_bytes // (value.shape[1] * value.element_size())
-        if node.target is torch.ops.aten.linear.default:
+        if node.target is not torch.ops.aten.embedding.default:
             if len(self._args) > 2 and self._args[2] is not None:
                 return None  # the bias has the weight's rows
             self.scale = value.shape[0] / rows

@@ -20,7 +20,16 @@ from gascompile.errors import UnsupportedOpError
 from gascompile.ir import ComputeRate, Machine, MemoryRate
 
 _PARTS_OF_COMPLEX = {"complex32": "float16", "complex64": "float32", "complex128": "float64"}
-_CPU_DECODING_BYTES = {"bfloat16": 1.0, "float16": 1.0, "float32": 1.0, "int8": 2.2, "int4": 3.5}
+_CPU_DECODING_BYTES = {
+    "bfloat16": 1.0,
+    "float16": 1.0,
+    "float32": 1.0,
+    "int8": 2.2,
+    "int9": 5.0,
+    "int10": 4.0,
+    "int12": 3.2,
+    "int4": 3.5,
+}
 _FUSED_ROWS = 16
 _GPU_COMPUTE_BYTES = 2
 _MEMORY_BOUND_PREFIXES = ("int", "uint", "bool")

@@ -20,7 +20,7 @@ import torch
 from gascompile.checkpoint import Checkpoint
 from gascompile.errors import UnsupportedOpError
 from gascompile.form_allocation import CEILINGS, TARGETS, UNMEASURED_CEILINGS, Choice, allocate
-from gascompile.packing import DEFAULT_GROUPS
+from gascompile.packing import DEFAULT_GROUPS, FORMS, LOW_BITS
 from gascompile.program import BoundSpec, Program
 from gascompile.sensitivity import Sensitivity
 from gascompile.wire_ops import FormSpec, wire_matrix
@@ -36,12 +36,19 @@ FLOATING = frozenset(("float64", "float32", "bfloat16", "float16"))
 _EMBEDDING = torch.ops.aten.embedding.default
 _LINEAR = torch.ops.aten.linear.default
 _Uses = set[object]
-TRIED: Final[Mapping[str, tuple[str, ...]]] = {"int8": ("int8",), "int4": ("int4", "int8")}
+TRIED: Final[Mapping[str, tuple[str, ...]]] = {
+    "int8": tuple(LOW_BITS),
+    "int4": ("int4", *LOW_BITS),
+}
 """Packed forms that each of ``weights=`` chooses among, beside two bytes a value."""
-_USUAL_ERRORS: Final[Mapping[str, float]] = {"int8": 0.0058, "int4": 0.072, "bfloat16": 0.0017}
+_USUAL_ERRORS: Final[Mapping[str, float]] = {
+    "int4": 0.072,
+    **{form: 0.0048 / (1 << low_bits) for form, low_bits in LOW_BITS.items()},
+    "bfloat16": 0.0017,
+}
 """Of weights whose values follow a bell curve."""
 _LEAST_GAIN = 1 / 4
-"""Of the median of the layers around, per value: inputs of one token, say, tell nothing of what attention compares."""
+"""Of the mean of the layers around, per value: inputs of one token, say, tell nothing of what attention compares."""
 _AROUND = 4
 
 
@@ -154,7 +161,7 @@ def _allocated(
         errors = {wide: 0.0 if is_narrow else _USUAL_ERRORS[wide]}
         measured = sensitivities[name].errors if sensitivities else {}
         for form in TRIED[weights]:
-            if form == "int8" or bound.shape[1] % DEFAULT_GROUPS[form] == 0:
+            if form != "int4" or bound.shape[1] % DEFAULT_GROUPS[form] == 0:
                 errors[form] = measured.get(form, _USUAL_ERRORS[form])
         choices[name] = [
             Choice(form, _size_bytes(form, bound.shape), gains[name] * error**2)
@@ -174,7 +181,7 @@ def _gains(
     densities = [sensitivities[name].gain / size for name, size in numel.items()]
     around = [densities[max(i - _AROUND, 0) : i + _AROUND + 1] for i in range(len(densities))]
     return {
-        name: size * max(density, _LEAST_GAIN * statistics.median(near))
+        name: size * max(density, _LEAST_GAIN * statistics.fmean(near))
         for (name, size), density, near in zip(numel.items(), densities, around, strict=True)
     }
 
@@ -210,5 +217,6 @@ def _matrices(program: Program) -> dict[str, _Uses]:
 
 
 def _bits(form: str) -> int:
-    bits = {"int4": 4, "int8": 8}
-    return bits[form] if form in bits else 8 * getattr(torch, form).itemsize
+    if form in FORMS:
+        return 4 if form == "int4" else 8 + LOW_BITS[form]
+    return 8 * int(getattr(torch, form).itemsize)

@@ -48,11 +48,11 @@ def built_for() -> dict[str, str]:
         "code": _CODE_VERSION,
         "torch": str(torch.__version__),
         "capability": torch.backends.cpu.get_cpu_capability(),
-        "processor": _processor_features(),
+        "processor": processor_features(),
     }
 
 
-def _processor_features() -> str:
+def processor_features() -> str:
     """Return a digest of the processor's instruction sets; a compiler may use any of them."""
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     found = next((x for x in lines if x.lower().startswith(("flags", "features"))), "")
@@ -92,8 +92,15 @@ def build(sources: Sequence[str]) -> bytes:
         return (Path(folder) / "kernels.so").read_bytes()
 
 
-def compile_library(source: str, *, libraries: Sequence[str]) -> bytes:
-    """Return the shared library of a C++ source that uses torch's headers and these of its libraries.
+def compile_library(
+    source: str, *, libraries: Sequence[str] = (), flags: Sequence[str] = ("-O2",)
+) -> bytes:
+    """Return the shared library of a C++ source that may use torch's headers.
+
+    Args:
+        source: the C++ text.
+        libraries: those of torch's that it is linked with.
+        flags: of the compiler.
 
     Raises:
         NoCompilerError: there is no compiler.
@@ -105,7 +112,7 @@ def compile_library(source: str, *, libraries: Sequence[str]) -> bytes:
     with tempfile.TemporaryDirectory(prefix="gascompile-library-") as folder:
         path = Path(folder) / "library.cpp"
         path.write_text(source, encoding="utf-8")
-        command = [compiler(), "-O2", "-shared", "-fPIC", "-std=c++20"]
+        command = [compiler(), *flags, "-shared", "-fPIC", "-std=c++20"]
         command += [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"]
         command += [f"-I{torch_folder / 'include'}", str(path), f"-L{torch_folder / 'lib'}"]
         command += [*(f"-l{name}" for name in libraries), "-o", "library.so"]

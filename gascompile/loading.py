@@ -19,6 +19,7 @@ from gascompile.fusion import load_kernels
 from gascompile.ir import FileStamp
 from gascompile.machine import host_name, this_machine_name
 from gascompile.progress import task
+from gascompile.wire_kernels import use_wire_kernels
 
 
 def load(
@@ -62,6 +63,7 @@ def load(
     if checkpoint is not None:
         weights = _moved(weights, Path(checkpoint))
     unit = Unit.of(_checked(bundle, weights))
+    use_wire_kernels(bundle.program.forms, default_cache_dir(), make=False)
     if bundle.fusion is not None:
         unit.fusion = load_kernels(bundle, cache_dir=default_cache_dir(), trust=trust_kernels)
     return CompiledModel(positional=bundle.positional, units=[unit])

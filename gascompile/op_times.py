@@ -17,6 +17,7 @@ from gascompile.ir import Machine, Workload
 from gascompile.machine import op_times_path, this_machine_name
 from gascompile.program import Program
 from gascompile.runtime.early_memory import no_pages_taken
+from gascompile.wire_kernels import use_wire_kernels
 
 _log = logging.getLogger(__name__)
 
@@ -43,6 +44,8 @@ def measured_times(
         return {}
     if total_s < _WORTH_S:
         return {}
+    # What is measured is what will run.
+    use_wire_kernels(program.forms, cache_dir, make=True)
     nodes = dict(zip((op.name for op in workload.ops), program.op_nodes(), strict=True))
     costly = sorted(workload.ops, key=lambda op: -op.time_s[tier])
     names = {op.name: signature(nodes[op.name], program) for op in costly}

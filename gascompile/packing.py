@@ -3,9 +3,12 @@
 A packed weight is one matrix of bytes, ``[rows, row_bytes]``. A row holds all that its values need, so that
 a range of rows, or a single one, is a range of bytes like that of any weight.
 
-``int8``
-    The row's values as signed bytes, a zero where they are odd, then one bfloat16 scale per group of columns.
-    A value is ``q * scale``, with ``q`` from -127 to 127.
+``int8``, ``int9``, ``int10``, ``int12``
+    A value is ``q * (step * code)``: ``q`` a signed number of so many bits, ``code`` four bits per group of columns,
+    ``step`` a bfloat16 per ``GROUPS_PER_STEP`` groups. Such products are exact in float32. First come the upper
+    eight bits of every ``q`` as signed bytes; then the lower ones, if any, in planes: of ``low_bytes`` bytes, byte
+    ``i`` holds those of the columns ``i``, ``i + low_bytes`` and so on, the first in its lowest bits. Then the codes,
+    two a byte, the even group in the low four bits; then, at an even address, the steps.
 ``int4``
     Two values a byte, the even column in the low four bits, as unsigned numbers 0 to 15; then one float16
     scale per group of columns, then one float16 minimum per group. A value is ``q * scale + minimum``.
@@ -20,19 +23,26 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
-LAYOUT = 2
+LAYOUT = 3
 """Of the rows: weights packed in another one are packed again."""
-FORMS = ("int8", "int4")
+LOW_BITS: Final[Mapping[str, int]] = MappingProxyType(
+    {"int8": 0, "int9": 1, "int10": 2, "int12": 4}
+)
+"""Forms of signed numbers, and how many bits of these lie beside the upper eight."""
+FORMS = (*LOW_BITS, "int4")
 """The forms that are row-packed; every other form is a plain matrix of its dtype."""
-GROUPS = (32, 64, 128)
+GROUPS = (16, 32, 64, 128)
 """How many columns may share a scale, and in ``int4`` a minimum."""
-DEFAULT_GROUPS: Final[Mapping[str, int]] = MappingProxyType({"int8": 64, "int4": 32})
+DEFAULT_GROUPS: Final[Mapping[str, int]] = MappingProxyType(
+    {**dict.fromkeys(LOW_BITS, 16), "int4": 32}
+)
 """Groups that weights are packed in: halving them takes as many bits more as it makes values finer."""
 ROW_ALIGNMENT = 16
 """Bytes; the length of every row is a multiple of it."""
-INT8_LARGEST = 127
 INT4_LARGEST = 15
-_SCALE_BYTES = 2
+LARGEST_CODE = 15
+GROUPS_PER_STEP = 16
+_HALF_BYTES = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,11 +50,17 @@ class Parts:
     """What one packed row is made of; offsets are in bytes from the row's start."""
 
     values_bytes: int
-    """Bytes that hold values; they start at offset 0."""
+    """Bytes that hold values, or the upper eight bits of each; they start at offset 0."""
+    low_bytes: int
+    """Bytes of the lower bits, which follow."""
     scales_offset: int
+    """Where the scales begin, or their codes."""
     num_scales: int
     minima_offset: int | None
-    """Where as many minima as there are scales begin; ``None`` for ``int8``, which has none."""
+    """Where as many minima as there are scales begin; ``None`` for other forms than ``int4``."""
+    steps_offset: int | None
+    """Where the steps begin that the codes count; ``None`` for ``int4``."""
+    num_steps: int
     used_bytes: int
     """Everything before the zeros at the end."""
     row_bytes: int
@@ -55,7 +71,7 @@ def packed_parts(form: str, columns: int, group: int) -> Parts:
 
     Args:
         form: one of ``FORMS``.
-        columns: values in a row, at least 1; for ``int4`` a multiple of ``group``. The last group of ``int8``
+        columns: values in a row, at least 1; for ``int4`` a multiple of ``group``. The last group of other forms
             may be shorter.
         group: one of ``GROUPS``.
 
@@ -64,20 +80,42 @@ def packed_parts(form: str, columns: int, group: int) -> Parts:
     """
     _check(form, columns, group)
     num_scales = -(-columns // group)
-    values_bytes = columns if form == "int8" else columns // 2
-    scales_offset = _round_up(values_bytes, _SCALE_BYTES)
-    end = scales_offset + num_scales * _SCALE_BYTES
-    minima_offset = end if form == "int4" else None
-    if minima_offset is not None:
-        end += num_scales * _SCALE_BYTES
+    if form == "int4":
+        scales_offset = columns // 2
+        minima_offset = scales_offset + num_scales * _HALF_BYTES
+        used_bytes = minima_offset + num_scales * _HALF_BYTES
+        return Parts(
+            values_bytes=columns // 2,
+            low_bytes=0,
+            scales_offset=scales_offset,
+            num_scales=num_scales,
+            minima_offset=minima_offset,
+            steps_offset=None,
+            num_steps=0,
+            used_bytes=used_bytes,
+            row_bytes=_round_up(used_bytes, ROW_ALIGNMENT),
+        )
+    low_bytes = -(-columns * LOW_BITS[form] // 8)
+    scales_offset = columns + low_bytes
+    steps_offset = _round_up(scales_offset + -(-num_scales // 2), _HALF_BYTES)
+    num_steps = -(-num_scales // GROUPS_PER_STEP)
+    used_bytes = steps_offset + num_steps * _HALF_BYTES
     return Parts(
-        values_bytes=values_bytes,
+        values_bytes=columns,
+        low_bytes=low_bytes,
         scales_offset=scales_offset,
         num_scales=num_scales,
-        minima_offset=minima_offset,
-        used_bytes=end,
-        row_bytes=_round_up(end, ROW_ALIGNMENT),
+        minima_offset=None,
+        steps_offset=steps_offset,
+        num_steps=num_steps,
+        used_bytes=used_bytes,
+        row_bytes=_round_up(used_bytes, ROW_ALIGNMENT),
     )
+
+
+def largest_value(form: str) -> int:
+    """Return the largest ``q`` of a form of signed numbers; the smallest is its negative."""
+    return (1 << 7 + LOW_BITS[form]) - 1
 
 
 def row_bytes(form: str, columns: int, group: int) -> int:

@@ -46,6 +46,7 @@ from gascompile.store import STORE
 from gascompile.to_program import Capture
 from gascompile.units import reserve_bytes
 from gascompile.weights import Resolved, resolve_weights, with_held_tensors
+from gascompile.wire_kernels import use_wire_kernels
 
 _log = logging.getLogger("gascompile")
 
@@ -136,12 +137,13 @@ class Job:
             return unit
         folder, runs = self.config.cache_dir, self.config.fuse_runs
         unit.bundle = fuse_ops(unit.bundle, unit.graph_module, cache_dir=folder, runs=runs)
-        assert unit.bundle.fusion is not None, "fuse_ops says what is fused, or why nothing is"
-        return self._with_kernels(unit, compile_s=unit.bundle.fusion.compile_s)
+        fusion = unit.bundle.fusion
+        return self._with_kernels(unit, compile_s=fusion.compile_s if fusion is not None else 0.0)
 
     def _with_kernels(self, unit: Unit, compile_s: float = 0.0) -> Unit:
+        folder = self.config.cache_dir
+        use_wire_kernels(unit.bundle.program.forms, folder, make=True)
         if unit.bundle.fusion is not None:
-            folder = self.config.cache_dir
             unit.fusion = load_kernels(unit.bundle, cache_dir=folder, compile_s=compile_s)
         return unit
 

@@ -6,15 +6,25 @@ from collections.abc import Iterator
 
 import torch
 
-from gascompile.packing import INT4_LARGEST, INT8_LARGEST, packed_parts
+from gascompile.packing import (
+    GROUPS_PER_STEP,
+    INT4_LARGEST,
+    LARGEST_CODE,
+    LOW_BITS,
+    Parts,
+    largest_value,
+    packed_parts,
+)
 from gascompile.wire_ops import decoded
 
 _SHRINK = (1.0, 0.9, 0.8)
-_SHRINK_INT8 = (1.0, 0.99, 0.98, 0.965)
+_SHRINK_SIGNED = (1.0, 0.99, 0.98, 0.965)
 """Shares of a group's range that are tried: cutting the farthest values off may make the others finer."""
 _FIT_TURNS = 2
 _LEAST_SCALE = 1e-7
 """Above float16's smallest subnormal: groups of one value keep a scale that can be divided by."""
+_ABOVE = 1 + 2.0**-8
+"""Times a step before it is rounded to bfloat16: it then reaches the largest value."""
 _CHUNK_VALUES = 1 << 18
 """Values that are searched at once: caches hold them from one step of the search to the next."""
 
@@ -53,10 +63,13 @@ def _packed(rows: torch.Tensor, form: str, group: int) -> torch.Tensor:
     num_rows, columns = rows.shape
     parts = packed_parts(form, columns, group)
     out = torch.zeros((num_rows, parts.row_bytes), dtype=torch.uint8)
-    if form == "int8":
-        values, scales = _search_int8(rows, group)
-        out[:, :columns] = values.view(torch.uint8)
-        out[:, parts.scales_offset : parts.used_bytes] = scales.view(torch.uint8)
+    if form != "int4":
+        values, codes, steps = _search_signed(rows, group, largest_value(form))
+        _write_signed(out, values, parts, LOW_BITS[form])
+        pairs = torch.nn.functional.pad(codes, (0, parts.num_scales % 2)).unflatten(1, (-1, 2))
+        scales_end = parts.scales_offset + pairs.shape[1]
+        out[:, parts.scales_offset : scales_end] = pairs[..., 0] | (pairs[..., 1] << 4)
+        out[:, parts.steps_offset : parts.used_bytes] = steps.view(torch.uint8)
         return out
     values, scales, minima = _search(rows.reshape(-1, group))
     pairs = values.view(num_rows, columns // 2, 2)
@@ -67,26 +80,56 @@ def _packed(rows: torch.Tensor, form: str, group: int) -> torch.Tensor:
     return out
 
 
-def _search_int8(rows: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the values of ``rows`` and the scales of their groups that leave the least squared error found."""
+def _search_signed(
+    rows: torch.Tensor, group: int, largest: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the values of ``rows``, the codes of their groups and the steps of the least squared error found."""
     num_rows, columns = rows.shape
     groups = torch.nn.functional.pad(rows, (0, -columns % group)).view(num_rows, -1, group)
-    largest = groups.abs().amax(2, keepdim=True) / INT8_LARGEST
-    best_error = torch.full_like(largest, torch.inf)
-    best_values, best_scales = torch.zeros_like(groups), torch.zeros_like(largest)
-    for share in _SHRINK_INT8:
-        scales = (largest * share).to(torch.bfloat16).float()
-        # A subnormal scale could take its quotients out of every range.
-        scales = torch.where(scales < torch.finfo(torch.float32).tiny, 1.0, scales)
-        values = (groups / scales).round_().clamp_(-INT8_LARGEST, INT8_LARGEST)
+    needed = groups.abs().amax(2, keepdim=True).div_(largest)
+    steps, step = _steps(needed.squeeze(2), largest)
+    divisor = torch.where(step == 0, 1.0, step)
+    best_error = torch.full_like(needed, torch.inf)
+    best_values, best_codes = torch.zeros_like(groups), torch.zeros_like(needed)
+    for share in _SHRINK_SIGNED:
+        codes = (needed * share / divisor).ceil_().clamp_(1, LARGEST_CODE)
+        scales = codes * step
+        values = groups / torch.where(scales == 0, 1.0, scales)
+        values = values.round_().clamp_(-largest, largest).mul_(step != 0)
         error = (values * scales).sub_(groups).square_().sum(2, keepdim=True)
         # Squares of the largest float32 values are infinite; the first scale serves then.
-        better = (error < best_error) | (best_scales == 0)
+        better = (error < best_error) | (best_codes == 0)
         best_error = torch.where(better, error, best_error)
-        best_scales = torch.where(better, scales, best_scales)
+        best_codes = torch.where(better, codes, best_codes)
         torch.where(better, values, best_values, out=best_values)
-    values = best_values.view(num_rows, -1)[:, :columns].to(torch.int8)
-    return values.contiguous(), best_scales.view(num_rows, -1).to(torch.bfloat16)
+    values = best_values.view(num_rows, -1)[:, :columns].to(torch.int16)
+    return values, best_codes.squeeze(2).to(torch.uint8), steps
+
+
+def _steps(needed: torch.Tensor, largest: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the bfloat16 steps of rows of groups that need such scales, and for each group its own in float32."""
+    num_groups = needed.shape[1]
+    padded = torch.nn.functional.pad(needed, (0, -num_groups % GROUPS_PER_STEP))
+    steps = padded.unflatten(1, (-1, GROUPS_PER_STEP)).amax(2).mul_(_ABOVE / LARGEST_CODE)
+    steps.clamp_max_(torch.finfo(torch.float32).max / (LARGEST_CODE * largest) / _ABOVE)
+    # Quotients by a subnormal step could leave every range.
+    steps.masked_fill_(steps < torch.finfo(torch.float32).tiny, 0.0)
+    rounded = steps.to(torch.bfloat16)
+    of_groups = rounded.float().repeat_interleave(GROUPS_PER_STEP, 1)[:, :num_groups, None]
+    return rounded, of_groups
+
+
+def _write_signed(out: torch.Tensor, values: torch.Tensor, parts: Parts, low_bits: int) -> None:
+    """Write the upper eight bits of ``values`` into the rows of ``out``, then the lower ones in planes."""
+    columns = values.shape[1]
+    out[:, :columns] = (values >> low_bits).to(torch.int8).view(torch.uint8)
+    if not low_bits:
+        return
+    low = (values & ((1 << low_bits) - 1)).to(torch.uint8)
+    plane = out[:, columns : columns + parts.low_bytes]
+    for place, begin in enumerate(range(0, columns, parts.low_bytes)):
+        piece = low[:, begin : begin + parts.low_bytes]
+        plane[:, : piece.shape[1]] |= piece << (place * low_bits)
 
 
 def _search(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

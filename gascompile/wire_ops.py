@@ -1,20 +1,30 @@
 """Ops on weights in their wire form: a linear layer, its tiles, and decoding. Plain torch, any device.
 
 A weight arrives in fewer bytes than it is computed in. ``wire_linear`` decodes it in blocks of rows into a
-scratch that stays in the caches and multiplies block by block, so no decoded weight is ever whole in memory.
-Wire forms are ``bfloat16`` and ``float16``, plain matrices, and the row-packed ``int8`` and ``int4`` of
-``packing``. What differs from group to group alone is taken out of the product where it can be: ``int4`` adds
-its minima by the sums of each group of inputs.
+scratch that stays in the caches and multiplies block by block, so no decoded weight is ever whole in memory; where
+compiled ``Kernels`` are installed, they multiply few rows without any scratch, and decode.
+Wire forms are ``bfloat16`` and ``float16``, plain matrices, and the row-packed ones of ``packing``. What differs
+from group to group alone is taken out of the product where it can be: ``int4`` adds its minima by the sums of
+each group of inputs.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
 import torch
 
-from gascompile.packing import DEFAULT_GROUPS, FORMS, INT4_LARGEST, packed_parts, row_bytes
+from gascompile.packing import (
+    DEFAULT_GROUPS,
+    FORMS,
+    GROUPS_PER_STEP,
+    INT4_LARGEST,
+    LARGEST_CODE,
+    LOW_BITS,
+    packed_parts,
+    row_bytes,
+)
 
 PLAIN: Final = ("bfloat16", "float16", "float32")
 """Wire forms that are matrices of a dtype of torch's."""
@@ -24,6 +34,45 @@ _MANY_ROWS = 32
 """From so many rows of inputs on twice as many: the product takes longer than decoding, and threads that wait for
 each other after every block cost more than what the cache saves. [Empirical]"""
 _ROW_GROUP = 16
+
+
+class Kernels(Protocol):
+    """Compiled code for what is plain torch here; each says whether the shapes and dtypes were for it."""
+
+    def linear(
+        self, out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, form: str, group: int
+    ) -> bool:
+        """Do what ``linear_into`` does, for few rows of inputs."""
+        ...
+
+    def linear_by_blocks(
+        self,
+        out: torch.Tensor,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        form: str,
+        group: int,
+        scratch: torch.Tensor,
+    ) -> bool:
+        """Do what ``linear_into`` does, with a scratch of some rows as wide as ``x``."""
+        ...
+
+    def decode(self, out: torch.Tensor, weight: torch.Tensor, form: str, group: int) -> bool:
+        """Write the values of packed rows of signed numbers into ``out``, a matrix."""
+        ...
+
+
+_kernels: list[Kernels] = []
+
+
+def use_kernels(kernels: Kernels | None) -> None:
+    """Let ``kernels`` compute what they can in this process, in place of those before; ``None`` is plain torch."""
+    _kernels[:] = [] if kernels is None else [kernels]
+
+
+def has_kernels() -> bool:
+    """Return whether compiled code computes what it can."""
+    return bool(_kernels)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,11 +105,15 @@ def linear_into(
         x: ``[m, columns]``, in the dtype that is computed in.
         weight: the wire matrix of ``rows`` rows.
         form: its form.
-        group: columns per scale in ``int8`` and ``int4``.
+        group: columns per scale in packed forms.
     """
     columns = x.shape[1]
     _check_width(weight, form, columns, group)
+    if any(kernels.linear(out, x, weight, form, group) for kernels in _kernels):
+        return
     scratch = x.new_empty((_block_rows(x.shape[0], columns, weight.shape[0]), columns))
+    if any(k.linear_by_blocks(out, x, weight, form, group, scratch) for k in _kernels):
+        return
     if form == "int4" and x.dtype == torch.float32:
         _int4_into(out, x, weight, scratch, group)
         return
@@ -69,18 +122,28 @@ def linear_into(
         block, part = scratch[: rows.shape[0]], out[:, begin : begin + rows.shape[0]]
         if form not in FORMS:
             block.copy_(rows)
-        elif form == "int8" and x.dtype == torch.float32:
-            _int8_into(block, rows, group)
+        elif x.dtype == torch.float32:
+            _signed_into(block, rows, form, group)
         else:
             block.copy_(decoded(rows, form, columns, group, torch.float32))
         torch.mm(x, block.t(), out=part)
 
 
-def _int8_into(out: torch.Tensor, rows: torch.Tensor, group: int) -> None:
-    """Write the values of packed rows into ``out``, ``[..., columns]`` in float32."""
-    columns = out.shape[-1]
+def _signed_into(out: torch.Tensor, rows: torch.Tensor, form: str, group: int) -> None:
+    """Write the values of packed rows of signed numbers into ``out``, ``[..., columns]`` in float32."""
+    if any(kernels.decode(out, rows, form, group) for kernels in _kernels):
+        return
+    columns, low_bits = out.shape[-1], LOW_BITS[form]
+    parts = packed_parts(form, columns, group)
     out.copy_(rows[..., :columns].view(torch.int8))
-    scales = _scales(rows, "int8", columns, group)
+    if low_bits:
+        out.mul_(1 << low_bits)
+        low = rows[..., columns : columns + parts.low_bytes]
+        for place, begin in enumerate(range(0, columns, parts.low_bytes)):
+            part = out[..., begin : begin + parts.low_bytes]
+            bits = torch.bitwise_right_shift(low[..., : part.shape[-1]], place * low_bits)
+            part.add_(bits.bitwise_and_((1 << low_bits) - 1))
+    scales = _scales(rows, form, columns, group)
     whole = columns // group
     if whole:
         groups = out[..., : whole * group].unflatten(-1, (whole, group))
@@ -123,9 +186,9 @@ def decoded(
     if form not in FORMS:
         return rows.to(dtype)
     _check_width(rows, form, columns, group)
-    if form == "int8":
+    if form != "int4":
         values = torch.empty((*rows.shape[:-1], columns), device=rows.device)
-        _int8_into(values, rows, group)
+        _signed_into(values, rows, form, group)
         return values.to(dtype)
     num_groups = columns // group
     packed = rows[..., : columns // 2]
@@ -139,7 +202,7 @@ def decoded(
 
 
 def _check_width(rows: torch.Tensor, form: str, columns: int, group: int) -> None:
-    """Refuse rows of another layout: earlier versions kept one scale per row of ``int8``."""
+    """Refuse rows of another layout: earlier versions kept other scales."""
     if form in FORMS and rows.shape[-1] != row_bytes(form, columns, group):
         raise ValueError(
             f"{columns} columns as {form} in groups of {group} take {row_bytes(form, columns, group)} bytes a row, "
@@ -150,8 +213,17 @@ def _check_width(rows: torch.Tensor, form: str, columns: int, group: int) -> Non
 def _scales(rows: torch.Tensor, form: str, columns: int, group: int) -> torch.Tensor:
     """Return the scales of packed rows in float32, ``[..., number of scales]``."""
     parts = packed_parts(form, columns, group)
-    dtype = torch.bfloat16 if form == "int8" else torch.float16
-    return _field(rows, parts.scales_offset, parts.num_scales, dtype)
+    if parts.steps_offset is None:
+        return _field(rows, parts.scales_offset, parts.num_scales, torch.float16)
+    pairs = rows[..., parts.scales_offset : parts.scales_offset + -(-parts.num_scales // 2)]
+    scales = torch.empty(
+        (*rows.shape[:-1], parts.num_steps * GROUPS_PER_STEP // 2, 2), device=rows.device
+    )
+    scales[..., : pairs.shape[-1], 0].copy_(pairs & LARGEST_CODE)
+    scales[..., : pairs.shape[-1], 1].copy_(pairs >> 4)
+    steps = _field(rows, parts.steps_offset, parts.num_steps, torch.bfloat16)
+    scales = scales.view(*rows.shape[:-1], parts.num_steps, GROUPS_PER_STEP)
+    return scales.mul_(steps.unsqueeze(-1)).flatten(-2)[..., : parts.num_scales]
 
 
 def _minima(rows: torch.Tensor, columns: int, group: int) -> torch.Tensor:
@@ -200,7 +272,7 @@ def linear_tile(
         begin: first output feature of the tile.
         features: output features of the layer.
         form: the weight's wire form.
-        group: columns per scale in ``int8`` and ``int4``.
+        group: columns per scale in packed forms.
     """
     if out is None:
         out = x.new_empty((*x.shape[:-1], features))
@@ -264,8 +336,10 @@ def linear_workspace_bytes(x: torch.Tensor, weight: torch.Tensor, form: str, gro
     if x.dtype != torch.float32:
         decoding_bytes = decode_workspace_bytes(block * columns, form, group)
         return size_bytes + decoding_bytes + 4 * block * columns
-    if form == "int8":
-        return size_bytes + num_scales * (2 + 4)
+    if form != "int4":
+        low_bytes = block * packed_parts(form, columns, group).low_bytes
+        num_scales += block * GROUPS_PER_STEP  # the last step may have fewer groups
+        return size_bytes + num_scales * (4 + 1) + low_bytes
     # Scales in float32, and minima in both dtypes.
     size_bytes += num_scales * (4 + 2 + 4) + block * columns // 2
     size_bytes += m * columns * itemsize + m * (columns // group) * itemsize
@@ -275,8 +349,8 @@ def linear_workspace_bytes(x: torch.Tensor, weight: torch.Tensor, form: str, gro
 def decode_workspace_bytes(num_values: int, form: str, group: int, dtype_bytes: int = 4) -> int:
     """Return at least what decoding ``num_values`` allocates at once beside its result."""
     size_bytes = _FEW_BYTES
-    if form == "int8":
-        size_bytes += 8 * num_values  # a scale per group, and rows may be short
+    if form in LOW_BITS:
+        size_bytes += 9 * num_values  # a scale per group, and rows may be short
     elif form == "int4":
         size_bytes += num_values // 2 + num_values // group * (2 + 4)
     if form in FORMS and dtype_bytes != 4:

@@ -1,4 +1,4 @@
-"""The Triton kernels that multiply 1 to 16 rows by a weight as it lies: int8, int4 or plain, read once.
+"""The Triton kernels that multiply 1 to 16 rows by a weight as it lies: packed or plain, read once.
 
 Decoding is bound by the bytes of the weight, so a program owns a few outputs and walks along their rows. One
 row of ``x`` is multiplied and added element by element, and summed up at the end. More rows are padded to 16
@@ -15,8 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
-from gascompile.packing import packed_parts
-from gascompile.runtime.kernels.dequantise import int8_tile
+from gascompile.packing import LOW_BITS, packed_parts
+from gascompile.runtime.kernels.dequantise import int4_tile, signed_tile
 from gascompile.runtime.kernels.launching import INTERPRETED, launch_device
 from gascompile.runtime.kernels.rounding import rounded
 from gascompile.runtime.kernels.tiling import PADDED_ROWS, Tiling, choose_tiling
@@ -71,7 +71,7 @@ def _one_row(
 
 
 @triton.jit
-def _one_row_int8(
+def _one_row_signed(
     x,
     weight,
     bias,
@@ -81,8 +81,10 @@ def _one_row_int8(
     num_groups,
     stride,
     scales_offset,
+    steps_offset,
     part: tl.constexpr,
     group: tl.constexpr,
+    low_bits: tl.constexpr,
     divided: tl.constexpr,
     block_outputs: tl.constexpr,
     block_groups: tl.constexpr,
@@ -95,37 +97,24 @@ def _one_row_int8(
     end = tl.minimum(begin + part, num_groups)
     for step in range(0, part, block_groups):
         number = begin + step + tl.arange(0, block_groups)
-        q, scale = int8_tile(weight, start, in_outputs, number, end, columns, scales_offset, group)
+        values = signed_tile(
+            weight,
+            start,
+            in_outputs,
+            number,
+            end,
+            columns,
+            scales_offset,
+            steps_offset,
+            group,
+            low_bits,
+        )
         column = (number * group)[:, None] + tl.arange(0, group)[None, :]
         mask = (number < end)[:, None] & (column < columns)
         factor = tl.load(x + column, mask=mask, other=0.0).to(tl.float32)
-        sums += q * scale[:, :, None] * factor[None, :, :]
+        sums += values * factor[None, :, :]
     total = tl.sum(tl.sum(sums, axis=2), axis=1)
     _store(total, bias, out, 0, output, in_outputs, outputs, 1, divided)
-
-
-@triton.jit
-def _int4_tile(
-    weight, start, in_outputs, number, end, scales_offset, minima_offset, group: tl.constexpr
-):
-    """Return the even and the odd values of some groups of some outputs, ``[outputs, groups, group / 2]``."""
-    half: tl.constexpr = group // 2
-    inside = in_outputs[:, None] & (number < end)[None, :]
-    where = (start[:, None] + number[None, :] * half)[:, :, None]
-    both = tl.load(
-        weight + where + tl.arange(0, half)[None, None, :], mask=inside[:, :, None], other=0
-    )
-    scales = (weight + start[:, None] + scales_offset + 2 * number[None, :]).to(
-        tl.pointer_type(tl.float16)
-    )
-    minima = (weight + start[:, None] + minima_offset + 2 * number[None, :]).to(
-        tl.pointer_type(tl.float16)
-    )
-    scale = tl.load(scales, mask=inside, other=0.0).to(tl.float32)[:, :, None]
-    minimum = tl.load(minima, mask=inside, other=0.0).to(tl.float32)[:, :, None]
-    return (both & 15).to(tl.float32) * scale + minimum, (both >> 4).to(
-        tl.float32
-    ) * scale + minimum
 
 
 @triton.jit
@@ -153,9 +142,8 @@ def _one_row_int4(
     begin = tl.program_id(1) * part
     end = tl.minimum(begin + part, num_groups)
     for step in range(0, part, block_groups):
-        first = begin + step
-        number = first + tl.arange(0, block_groups)
-        even, odd = _int4_tile(
+        number = begin + step + tl.arange(0, block_groups)
+        even, odd = int4_tile(
             weight, start, in_outputs, number, end, scales_offset, minima_offset, group
         )
         column = (number * group)[:, None] + 2 * tl.arange(0, half)[None, :]
@@ -206,7 +194,18 @@ def _few_rows(
 
 
 @triton.jit
-def _few_rows_int8(
+def _dot(values, factor, sums, dtype: tl.constexpr):
+    """Add ``values @ factor`` to ``sums``; what bfloat16 cannot hold of a value is multiplied on its own."""
+    high = rounded(values, dtype)
+    sums = tl.dot(high.to(factor.dtype), factor, sums, input_precision="ieee")
+    if dtype == tl.bfloat16:
+        low = rounded(values - high.to(tl.float32), dtype)
+        sums = tl.dot(low.to(factor.dtype), factor, sums, input_precision="ieee")
+    return sums
+
+
+@triton.jit
+def _few_rows_signed(
     x,
     weight,
     bias,
@@ -218,49 +217,47 @@ def _few_rows_int8(
     x_stride,
     stride,
     scales_offset,
+    steps_offset,
     part: tl.constexpr,
     group: tl.constexpr,
+    low_bits: tl.constexpr,
     divided: tl.constexpr,
     operand: tl.constexpr,
     padded_rows: tl.constexpr,
     block_outputs: tl.constexpr,
+    block_groups: tl.constexpr,
 ) -> None:
-    """Multiply bytes, which every operand holds exactly, group by group, and scale the sums."""
+    width: tl.constexpr = block_groups * group
     output = tl.program_id(0) * block_outputs + tl.arange(0, block_outputs)
     in_outputs = output < outputs
     start = output.to(tl.int64) * stride
-    values = weight.to(tl.pointer_type(tl.int8))
-    scales = (weight + start + scales_offset).to(tl.pointer_type(tl.bfloat16))
     row = tl.arange(0, padded_rows)
     x_start = row.to(tl.int64) * x_stride
     sums = tl.zeros((block_outputs, padded_rows), dtype=tl.float32)
     begin = tl.program_id(1) * part
     end = tl.minimum(begin + part, num_groups)
-    for step in range(part):
-        number = begin + step
-        inside = in_outputs & (number < end)
-        column = number * group + tl.arange(0, group)
-        in_columns = (column < columns) & (number < end)
-        mask = in_outputs[:, None] & in_columns[None, :]
-        tile = tl.load(values + start[:, None] + column[None, :], mask=mask, other=0)
+    for step in range(0, part, block_groups):
+        first = begin + step
+        values = signed_tile(
+            weight,
+            start,
+            in_outputs,
+            first + tl.arange(0, block_groups),
+            end,
+            columns,
+            scales_offset,
+            steps_offset,
+            group,
+            low_bits,
+        )
+        column = first * group + tl.arange(0, width)
+        in_columns = (column < columns) & (column < end * group)
         mask = (row < rows)[None, :] & in_columns[:, None]
         factor = tl.load(x + x_start[None, :] + column[:, None], mask=mask, other=0.0)
-        found = tl.dot(tile.to(operand), factor.to(operand), input_precision="ieee")
-        scale = tl.load(scales + number, mask=inside, other=0.0).to(tl.float32)
-        sums += found * scale[:, None]
+        values = tl.reshape(values, (block_outputs, width))
+        sums = _dot(values, factor.to(operand), sums, x.dtype.element_ty)
     inside = in_outputs[:, None] & (row < rows)[None, :]
     _store(sums, bias, out, row[None, :], output[:, None], inside, outputs, rows, divided)
-
-
-@triton.jit
-def _dot(values, factor, sums, dtype: tl.constexpr):
-    """Add ``values @ factor`` to ``sums``; what bfloat16 cannot hold of a value is multiplied on its own."""
-    high = rounded(values, dtype)
-    sums = tl.dot(high.to(factor.dtype), factor, sums, input_precision="ieee")
-    if dtype == tl.bfloat16:
-        low = rounded(values - high.to(tl.float32), dtype)
-        sums = tl.dot(low.to(factor.dtype), factor, sums, input_precision="ieee")
-    return sums
 
 
 @triton.jit
@@ -296,7 +293,7 @@ def _few_rows_int4(
     for step in range(0, part, block_groups):
         first = begin + step
         number = first + tl.arange(0, block_groups)
-        even, odd = _int4_tile(
+        even, odd = int4_tile(
             weight, start, in_outputs, number, end, scales_offset, minima_offset, group
         )
         column = first * group + 2 * tl.arange(0, width)
@@ -370,10 +367,14 @@ def _kernel_and_arguments(
         return (_one_row if rows == 1 else _few_rows), arguments
     arguments |= {"scales_offset": parts.scales_offset, "num_groups": parts.num_scales}
     arguments |= {"group": group, "part": tiling.part_columns // group}
-    if form == "int4" or rows == 1:
-        arguments["block_groups"] = tiling.block_columns // group
+    arguments["block_groups"] = tiling.block_columns // group
     if form == "int4":
         arguments["minima_offset"] = parts.minima_offset
         return (_one_row_int4 if rows == 1 else _few_rows_int4), arguments
-    arguments["columns"] = columns
-    return (_one_row_int8 if rows == 1 else _few_rows_int8), arguments
+    assert form is not None, "packed parts are of a form"
+    arguments |= {
+        "steps_offset": parts.steps_offset,
+        "low_bits": LOW_BITS[form],
+        "columns": columns,
+    }
+    return (_one_row_signed if rows == 1 else _few_rows_signed), arguments

@@ -33,7 +33,7 @@ def choose_tiling(
     rows: int, outputs: int, columns: int, *, form: str | None, group: int = 0
 ) -> Tiling:
     """Return the tiling of ``x[rows, columns] @ W[outputs, columns]^T``; a packed ``form`` has a ``group``."""
-    fewest = _FEWEST_COLUMNS if form is None else group
+    fewest = max(_FEWEST_COLUMNS, group)
     if rows == 1:
         # An int4 byte holds two columns, so that a row has to be twice as wide to fill the same loads.
         widest = 2048 if form == "int4" else 1024
@@ -41,9 +41,7 @@ def choose_tiling(
         block_outputs = _clamped(_ONE_ROW_TILE // block_columns, 4, 32)
         least = 1
     else:
-        # Sums of an int8 weight are scaled group by group.
-        most = group if form == "int8" else _FEW_ROWS_COLUMNS
-        block_columns = _clamped(columns, fewest, most)
+        block_columns = _clamped(columns, fewest, _FEW_ROWS_COLUMNS)
         block_outputs, least = 64, 16
     while block_outputs > least and _blocks(outputs, block_outputs) < TARGET_PROGRAMS:
         block_outputs //= 2

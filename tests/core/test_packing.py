@@ -6,18 +6,35 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gascompile.packing import FORMS, GROUPS, ROW_ALIGNMENT, packed_parts, row_bytes
+from gascompile.packing import (
+    FORMS,
+    GROUPS,
+    GROUPS_PER_STEP,
+    ROW_ALIGNMENT,
+    packed_parts,
+    row_bytes,
+)
 
 
 def test_int8_row_by_hand() -> None:
     parts = packed_parts("int8", 100, 32)
-    assert (parts.values_bytes, parts.scales_offset, parts.num_scales) == (100, 100, 4)
-    assert (parts.minima_offset, parts.used_bytes, parts.row_bytes) == (None, 108, 112)
+    assert (parts.values_bytes, parts.low_bytes) == (100, 0)
+    assert (parts.scales_offset, parts.num_scales) == (100, 4)
+    assert (parts.steps_offset, parts.num_steps, parts.minima_offset) == (102, 1, None)
+    assert (parts.used_bytes, parts.row_bytes) == (104, 112)
 
 
-def test_int8_scale_of_an_odd_row_is_aligned() -> None:
-    parts = packed_parts("int8", 13, 64)
-    assert (parts.scales_offset, parts.used_bytes, parts.row_bytes) == (14, 16, 16)
+def test_int10_row_by_hand() -> None:
+    parts = packed_parts("int10", 2050, 16)
+    assert (parts.values_bytes, parts.low_bytes) == (2050, 513)
+    assert (parts.scales_offset, parts.num_scales) == (2563, 129)
+    assert (parts.steps_offset, parts.num_steps) == (2628, 9)
+    assert (parts.used_bytes, parts.row_bytes) == (2646, 2656)
+
+
+def test_steps_of_an_odd_row_are_aligned() -> None:
+    parts = packed_parts("int8", 14, 64)
+    assert (parts.scales_offset, parts.steps_offset, parts.row_bytes) == (14, 16, 32)
 
 
 def test_int4_row_by_hand() -> None:
@@ -32,20 +49,27 @@ def test_parts_follow_each_other_aligned_and_padded_by_less_than_the_alignment(
 ) -> None:
     columns = group * groups
     parts = packed_parts(form, columns, group)
-    width = 2
-    assert parts.values_bytes * (1 if form == "int8" else 2) == columns
-    assert 0 <= parts.scales_offset - parts.values_bytes < width
-    assert parts.scales_offset % width == 0
-    scales_end = parts.scales_offset + parts.num_scales * width
-    assert parts.used_bytes == (scales_end if form == "int8" else scales_end + groups * width)
-    assert parts.minima_offset == (None if form == "int8" else scales_end)
+    bits = int(form.removeprefix("int"))
+    assert (parts.values_bytes + parts.low_bytes) * 8 == columns * bits
+    assert parts.num_scales == groups
+    assert parts.scales_offset == parts.values_bytes + parts.low_bytes
+    if form == "int4":
+        assert parts.scales_offset % 2 == 0 and parts.steps_offset is None
+        assert parts.minima_offset == parts.scales_offset + 2 * groups
+        assert parts.used_bytes == parts.minima_offset + 2 * groups
+    else:
+        assert parts.steps_offset is not None and parts.minima_offset is None
+        assert parts.steps_offset % 2 == 0
+        assert 0 <= 2 * (parts.steps_offset - parts.scales_offset) - groups < 4
+        assert (parts.num_steps - 1) * GROUPS_PER_STEP < groups <= parts.num_steps * GROUPS_PER_STEP
+        assert parts.used_bytes == parts.steps_offset + 2 * parts.num_steps
     assert parts.row_bytes % ROW_ALIGNMENT == 0
     assert 0 <= parts.row_bytes - parts.used_bytes < ROW_ALIGNMENT
     assert row_bytes(form, columns, group) == parts.row_bytes
 
 
 def test_unknown_form_is_named() -> None:
-    with pytest.raises(ValueError, match="'int3' is no packed form; packed forms are int8, int4"):
+    with pytest.raises(ValueError, match="'int3' is no packed form; packed forms are int8, int9, "):
         packed_parts("int3", 64, 32)
 
 
@@ -56,7 +80,7 @@ def test_no_columns() -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_unknown_group(form: str) -> None:
-    with pytest.raises(ValueError, match="groups of 32, 64, 128 columns, not of 48"):
+    with pytest.raises(ValueError, match="groups of 16, 32, 64, 128 columns, not of 48"):
         row_bytes(form, 96, 48)
 
 

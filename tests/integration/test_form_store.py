@@ -64,7 +64,7 @@ def assert_right(folder: Path) -> None:
     """Check that the store holds one file, whole, and nothing half-written."""
     (file,) = (f for f in (folder / "store").iterdir() if f.name != ".lock")
     exact = load_file(folder / "model.safetensors")["w"]
-    assert torch.equal(load_file(file)["w"], pack(exact, "int8", 64))
+    assert torch.equal(load_file(file)["w"], pack(exact, "int8", 16))
     assert 0 < conversion_errors(file)["w"] < 0.02
 
 

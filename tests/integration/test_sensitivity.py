@@ -132,24 +132,29 @@ def wires(compiled: gascompile.CompiledModel) -> dict[str, str]:
     return {weight.name: weight.wire for weight in compiled.format_report.weights}
 
 
+def bits(wire: str) -> int:
+    return 16 if wire == "bfloat16" else int(wire.removeprefix("int"))
+
+
 @pytest.mark.parametrize("form", ["int8", "int4"])
 def test_the_weight_that_matters_most_moves_in_more_bits(
     form: str, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(forms_choice, "TARGETS", {"int8": 0.0, "int4": 0.0})
-    monkeypatch.setattr(forms_choice, "CEILINGS", {"int8": 0.55, "int4": 0.40})
+    monkeypatch.setattr(forms_choice, "CEILINGS", {"int8": 0.56, "int4": 0.40})
     torch.manual_seed(0)
     model, ids = Uneven().eval(), torch.randint(0, 3000, (2, 5))
     options: dict[str, Any] = {"example_inputs": (ids,), "cache_dir": cache, "fuse": "off"}
     with gascompile.compile(model, "24MiB", **options, weights=form) as compiled:
         found, report = wires(compiled), compiled.format_report
         error = compiled.measure_error(ids).relative_error
-    assert found["mix.weight"] == {"int8": "bfloat16", "int4": "int8"}[form]
-    assert form in (found["up.weight"], found["down.weight"], found["head.weight"])
+    others = [found[name] for name in ("up.weight", "down.weight", "head.weight")]
+    assert bits(found["mix.weight"]) > max(map(bits, others))
+    assert form in others
     packed = {"up.weight", "down.weight", "head.weight", "mix.weight"}
     numel = sum(model.get_parameter(name).numel() for name in packed)
     size_bytes = sum(w.size_bytes for w in report.weights if w.name in packed)
-    assert size_bytes <= {"int8": 0.55, "int4": 0.40}[form] * 2 * numel
+    assert size_bytes <= {"int8": 0.56, "int4": 0.40}[form] * 2 * numel
     assert 0 < error < {"int8": 0.006, "int4": 0.08}[form]
 
 
@@ -207,6 +212,7 @@ def test_where_measuring_fails_the_first_layers_count_most(
             model, "24MiB", example_inputs=(ids,), cache_dir=cache, weights="int8", fuse="off"
         ) as compiled,
     ):
-        assert wires(compiled)["mix.weight"] == "bfloat16"
+        found = wires(compiled)
+        assert bits(found["mix.weight"]) > bits(found["head.weight"])
     assert "no derivative" in caplog.text
     assert not list(cache.glob("sensitivities/*"))

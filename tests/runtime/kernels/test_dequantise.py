@@ -7,7 +7,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gascompile.packing import GROUPS
+from gascompile.packing import GROUPS, LOW_BITS
+from gascompile.quantize import pack
 from gascompile.runtime.kernels import reference
 from gascompile.runtime.kernels.checks import DTYPES
 from gascompile.runtime.kernels.dequantise import unpack
@@ -29,14 +30,15 @@ def check(packed: torch.Tensor, columns: int, dtype: torch.dtype, form: str, gro
 @given(
     rows=st.integers(1, 9),
     columns=COLUMNS,
+    form=st.sampled_from(list(LOW_BITS)),
     group=st.sampled_from(GROUPS),
     dtype=st.sampled_from(DTYPES),
 )
-def test_int8(
-    device: torch.device, rows: int, columns: int, group: int, dtype: torch.dtype
+def test_signed_forms(
+    device: torch.device, rows: int, columns: int, form: str, group: int, dtype: torch.dtype
 ) -> None:
-    weight = torch.randn(rows, columns, device=device)
-    check(reference.pack_int8(weight, group), columns, dtype, "int8", group)
+    weight = torch.randn(rows, columns)
+    check(pack(weight, form, group).to(device), columns, dtype, form, group)
 
 
 @EXAMPLES
@@ -47,15 +49,14 @@ def test_int8(
     dtype=st.sampled_from(DTYPES),
 )
 def test_int4(device: torch.device, rows: int, groups: int, group: int, dtype: torch.dtype) -> None:
-    weight = torch.randn(rows, groups * group, device=device)
-    check(reference.pack_int4(weight, group), groups * group, dtype, "int4", group)
+    weight = torch.randn(rows, groups * group)
+    check(pack(weight, "int4", group).to(device), groups * group, dtype, "int4", group)
 
 
-@pytest.mark.parametrize(("form", "columns"), [("int8", 101), ("int4", 96)])
+@pytest.mark.parametrize(("form", "columns"), [("int8", 101), ("int10", 101), ("int4", 96)])
 def test_rows_within_a_staging_area(device: torch.device, form: str, columns: int) -> None:
     """Some rows of a weight, at an address that only the scales' own alignment fits, rows further apart."""
-    weight = torch.randn(40, columns, device=device)
-    packed = reference.pack_int8(weight, 32) if form == "int8" else reference.pack_int4(weight)
+    packed = pack(torch.randn(40, columns), form, 32).to(device)
     staging = torch.full((40, packed.shape[1] + 20), 255, dtype=torch.uint8, device=device)
     staging = staging.view(-1)[4:-16].view(-1)
     area = staging.as_strided(
@@ -65,11 +66,13 @@ def test_rows_within_a_staging_area(device: torch.device, form: str, columns: in
     check(area[3:31], columns, torch.bfloat16, form, 32)
 
 
-@pytest.mark.parametrize("form", ["int8", "int4"])
+@pytest.mark.parametrize("form", ["int8", "int9", "int12", "int4"])
 def test_every_byte_is_understood(device: torch.device, form: str) -> None:
     """Bytes as they may come, -128 included, which packing does not write."""
     rows = torch.arange(256, dtype=torch.uint8, device=device).repeat(2, 2)
-    weight = torch.randn(2, 512 if form == "int8" else 1024, device=device)
-    packed = reference.pack_int8(weight, 32) if form == "int8" else reference.pack_int4(weight)
+    weight = torch.randn(2, 1024 if form == "int4" else 512)
+    packed = pack(weight, form, 32).to(device)
     packed[:, :512] = rows
+    if form in ("int9", "int12"):
+        packed[:, 512:576] = rows[:, :64]
     check(packed, weight.shape[1], torch.float32, form, 32)

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from gascompile.quantize import pack
 from gascompile.runtime import kernels
 from gascompile.runtime.kernels import launching, reference
 
 X = torch.randn(2, 64)
-PACKED = reference.pack_int4(torch.randn(5, 64))
+PACKED = pack(torch.randn(5, 64), "int4", 32)
 
 HERE = [pytest.param("cpu"), pytest.param("cuda", marks=pytest.mark.gpu)]
 

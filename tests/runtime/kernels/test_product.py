@@ -8,12 +8,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gascompile.packing import GROUPS
+from gascompile.quantize import pack
 from gascompile.runtime.kernels import reference
 from gascompile.runtime.kernels.checks import DTYPES
 from gascompile.runtime.kernels.product import linear
 from gascompile.runtime.kernels.tiling import choose_tiling
 
-FORMS = (None, "int8", "int4")
+FORMS = (None, "int8", "int9", "int10", "int12", "int4")
 
 
 def packed_and_exact(
@@ -22,8 +23,7 @@ def packed_and_exact(
     """Return a weight in ``form``, and the values that it then stands for."""
     if form is None:
         return weight, weight.double()
-    pack = reference.pack_int8 if form == "int8" else reference.pack_int4
-    packed = pack(weight, group)
+    packed = pack(weight.cpu(), form, group).to(weight.device)
     values = torch.empty(weight.shape, device=weight.device)
     reference.unpack(packed, values, form=form, group=group)
     return packed, values.double()
@@ -74,7 +74,7 @@ def test_random_shapes(
 @pytest.mark.parametrize("rows", [1, 3])
 def test_divided_columns(device: torch.device, form: str | None, rows: int) -> None:
     """Few outputs of many columns are summed in parts; the last part is shorter, and the bias added once."""
-    columns = {"int8": 20_010, "int4": 20_032}.get(form or "", 20_000)
+    columns = {None: 20_000, "int4": 20_032}.get(form, 20_010)
     tiling = choose_tiling(rows, 3, columns, form=form, group=32)
     assert tiling.parts > 1 and columns % tiling.part_columns
     x = torch.randn(rows, columns, device=device)

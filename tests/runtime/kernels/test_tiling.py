@@ -13,8 +13,8 @@ from gascompile.runtime.kernels.tiling import TARGET_PROGRAMS, choose_tiling
     rows=st.integers(1, 16),
     outputs=st.integers(1, 200_000),
     columns=st.integers(1, 60_000),
-    form=st.sampled_from([None, "int8", "int4"]),
-    group=st.sampled_from([32, 64, 128]),
+    form=st.sampled_from([None, "int8", "int10", "int4"]),
+    group=st.sampled_from([16, 32, 64, 128]),
 )
 def test_parts_cover_the_columns_once(
     rows: int, outputs: int, columns: int, form: str | None, group: int
@@ -24,7 +24,7 @@ def test_parts_cover_the_columns_once(
     assert tiling.part_columns % tiling.block_columns == 0
     for block in (tiling.block_outputs, tiling.block_columns):
         assert block & (block - 1) == 0
-    if form == "int4":
+    if form is not None:
         assert tiling.block_columns % group == 0
     if rows > 1:
         assert tiling.block_outputs >= 16 and tiling.block_columns >= 32

@@ -1,0 +1,207 @@
+"""Compiled products with weights on the wire against float64 and plain torch, over all forms and odd shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from gascompile import wire_ops
+from gascompile.fusion_build import has_compiler
+from gascompile.packing import GROUPS, LOW_BITS
+from gascompile.quantize import pack
+from gascompile.runtime import wire
+from gascompile.runtime.wire import MAX_FEW_ROWS, WireKernels
+from gascompile.wire_kernels import use_wire_kernels
+
+pytestmark = pytest.mark.skipif(not has_compiler(), reason="needs a C++ compiler")
+FORMS = ("bfloat16", "int4", *LOW_BITS)
+SOME = {"weight": "int8"}
+EXAMPLES = settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+
+
+@pytest.fixture(autouse=True)
+def _plain_again() -> Iterator[None]:
+    before = list(wire_ops._kernels)
+    yield
+    wire_ops.use_kernels(before[0] if before else None)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture
+def kernels(folder: Path) -> WireKernels:
+    wire_ops.use_kernels(None)
+    use_wire_kernels(SOME, folder, make=True)
+    (found,) = wire_ops._kernels
+    assert isinstance(found, WireKernels)
+    return found
+
+
+def packed(outputs: int, columns: int, form: str, group: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a wire matrix that ends where its memory does, and its values."""
+    weight = pack(torch.randn(outputs, columns) * torch.rand(outputs, 1) * 3, form, group)
+    wire_ops.use_kernels(None)
+    return weight, wire_ops.decoded(weight, form, columns, group, torch.float32).double()
+
+
+def is_near(result: torch.Tensor, x: torch.Tensor, values: torch.Tensor) -> bool:
+    """Return whether a product is right to some roundings of what was added up."""
+    exact = x.double() @ values.T
+    added = x.double().abs() @ values.T.abs()
+    return bool(((result.double() - exact).abs() <= 2e-6 * added).all())
+
+
+@EXAMPLES
+@given(
+    form=st.sampled_from(FORMS),
+    columns=st.integers(1, 700),
+    group=st.sampled_from(GROUPS),
+    rows=st.integers(1, MAX_FEW_ROWS + 3),
+    outputs=st.integers(1, 70),
+    room=st.integers(1, 70),
+)
+def test_products_equal_float64(
+    form: str,
+    columns: int,
+    group: int,
+    rows: int,
+    outputs: int,
+    room: int,
+    kernels: WireKernels,
+) -> None:
+    if form == "int4":
+        columns = -(-columns // group) * group
+    weight, values = packed(outputs, columns, form, group)
+    x = torch.randn(rows, columns)
+    area = torch.full((rows, outputs + 5), 7.0)
+    out = area[:, 2 : 2 + outputs]
+    is_odd = LOW_BITS.get(form, 0) and -(-columns * LOW_BITS[form] // 8) % 16
+    is_known = not is_odd and (form != "int4" or group % 32 == 0)
+    did = kernels.linear(out, x, weight, form, group)
+    assert did == (is_known and rows <= MAX_FEW_ROWS)
+    assert not did or is_near(out, x, values)
+    scratch = torch.full((room + 1, columns), 7.0)
+    out.fill_(7.0)
+    did = kernels.linear_by_blocks(out, x, weight, form, group, scratch[:room])
+    assert did == (is_known and room >= torch.get_num_threads())
+    assert not did or is_near(out, x, values)
+    assert bool((scratch[room:] == 7).all())
+    assert bool((area[:, :2] == 7).all() and (area[:, 2 + outputs :] == 7).all())
+    wire_ops.use_kernels(kernels)
+    wire_ops.linear_into(out, x, weight, form, group)
+    assert is_near(out, x, values)
+
+
+@EXAMPLES
+@given(
+    form=st.sampled_from(list(LOW_BITS)),
+    columns=st.integers(1, 700),
+    group=st.sampled_from(GROUPS),
+    rows=st.integers(1, 9),
+)
+def test_decoded_values_are_those_of_plain_torch_bit_for_bit(
+    form: str, columns: int, group: int, rows: int, kernels: WireKernels
+) -> None:
+    weight, values = packed(rows, columns, form, group)
+    out = torch.full((rows + 1, columns), 7.0)
+    wire_ops.use_kernels(kernels)
+    if kernels.decode(out[:rows], weight, form, group):
+        assert torch.equal(out[:rows].double(), values)
+        assert bool((out[rows] == 7).all())
+    found = wire_ops.decoded(weight, form, columns, group, torch.float32)
+    assert torch.equal(found.double(), values)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_rows_of_a_staging_area(kernels: WireKernels, form: str) -> None:
+    """Some rows of a larger weight, at an odd distance and address."""
+    weight, values = packed(12, 256, form, 32)
+    step = weight.shape[1] + 7
+    area = torch.full((12 * step + 1,), 99, dtype=torch.uint8).to(weight.dtype)
+    rows = area[1:].as_strided(weight.shape, (step, 1))
+    rows.copy_(weight)
+    x, out = torch.randn(2, 256), torch.empty(2, 5)
+    assert kernels.linear(out, x, rows[4:9], form, 32)
+    assert is_near(out, x, values[4:9])
+    out.zero_()
+    assert kernels.linear_by_blocks(out, x, rows[4:9], form, 32, torch.empty(8, 256))
+    assert is_near(out, x, values[4:9])
+
+
+def test_every_byte_is_understood(kernels: WireKernels) -> None:
+    """Bytes as they may come, -128 included, which packing does not write."""
+    weight, _ = packed(4, 256, "int10", 16)
+    weight[:, : 256 + 64] = torch.arange(320).to(torch.uint8) * torch.tensor([[1], [3], [7], [11]])
+    wire_ops.use_kernels(None)
+    values = wire_ops.decoded(weight, "int10", 256, 16, torch.float32)
+    out = torch.empty(4, 256)
+    assert kernels.decode(out, weight, "int10", 16)
+    assert torch.equal(out, values)
+
+
+def test_what_is_not_for_it_is_left_to_plain_torch(kernels: WireKernels) -> None:
+    weight, _ = packed(8, 64, "bfloat16", 0)
+    x = torch.randn(2, 64)
+    out = torch.full((2, 8), 7.0)
+    for other in (x.double(), x.bfloat16(), torch.randn(MAX_FEW_ROWS + 1, 64)):
+        wanted = out.new_empty(other.shape[0], 8, dtype=other.dtype)
+        assert not kernels.linear(wanted, other, weight, "bfloat16", 0)
+    assert not kernels.linear(out, x, weight.half(), "float16", 0)
+    assert not kernels.linear(out.T.contiguous().T, x, weight, "bfloat16", 0)
+    assert bool((out == 7).all())
+
+
+def test_without_forms_nothing_is_compiled(tmp_path: Path) -> None:
+    wire_ops.use_kernels(None)
+    use_wire_kernels({}, tmp_path, make=True)
+    assert not wire_ops.has_kernels() and not list(tmp_path.iterdir())
+
+
+def test_loading_compiles_nothing(tmp_path: Path, kernels: WireKernels) -> None:
+    del kernels
+    wire_ops.use_kernels(None)
+    use_wire_kernels(SOME, tmp_path, make=False)
+    assert not wire_ops.has_kernels() and not list(tmp_path.iterdir())
+
+
+def test_a_damaged_library_is_compiled_again(
+    tmp_path: Path, folder: Path, kernels: WireKernels, caplog: pytest.LogCaptureFixture
+) -> None:
+    del kernels
+    (whole,) = (folder / "native").iterdir()
+    path = tmp_path / "native" / whole.name
+    path.parent.mkdir()
+    path.write_bytes(whole.read_bytes()[:100])
+    wire_ops.use_kernels(None)
+    use_wire_kernels(SOME, tmp_path, make=True)
+    assert wire_ops.has_kernels() and path.stat().st_size == whole.stat().st_size
+    assert "is damaged" in caplog.text
+
+
+def test_without_a_compiler_plain_torch_serves(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    wire_ops.use_kernels(None)
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    use_wire_kernels(SOME, tmp_path, make=True)
+    assert not wire_ops.has_kernels()
+    assert "no C++ compiler 'no-such-compiler'" in caplog.text
+
+
+def test_another_library_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "other.so"
+    path.write_bytes(b"no library")
+    with pytest.raises(OSError, match=r"other\.so"):
+        wire.install(path)
