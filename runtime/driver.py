@@ -96,12 +96,12 @@ class CudaDriver:
 
         def call(addresses: Sequence[int]) -> None:
             write[len(addresses)](slots, 0, *addresses)
-            arguments = (x, y, z, threads, 1, 1, shared_bytes, stream(device), pointers, None)
-            code = launch(handle, *arguments)
+            queue = stream(device)
+            code = launch(handle, x, y, z, threads, 1, 1, shared_bytes, queue, pointers, None)
             if code == _INVALID_CONTEXT:
                 # The first call of a thread that torch has not computed in.
                 self._enter(device)
-                code = launch(handle, *arguments)
+                code = launch(handle, x, y, z, threads, 1, 1, shared_bytes, queue, pointers, None)
             if code:
                 self._check(code, "launch a kernel")
 

@@ -144,21 +144,24 @@ def _on_gpu(
     made = tuple(_layout(of) for of in kernel.outputs)
     launches = tuple(code.launcher(launch, device.index or 0) for launch in kernel.launches)
     is_single = len(made) == 1
-    scratch_bytes, aligned = kernel.scratch_bytes, kernel.aligned
+    scratch_bytes = kernel.scratch_bytes
+    masks = [ALIGNMENT_BYTES - 1 if i in kernel.aligned else 0 for i in range(len(wanted))]
     empty, uint8 = torch.empty_strided, torch.uint8
 
     def call(*values: torch.Tensor) -> Value:
         addresses = [value.data_ptr() for value in values]
-        fits = not any(addresses[place] % ALIGNMENT_BYTES for place in aligned) and all(
-            value.stride() == stride
-            and value.shape == shape
-            and value.dtype == dtype
-            and value.device == device
-            for value, (shape, stride, dtype) in zip(values, wanted, strict=True)
-        )
-        if not fits:
-            made_by_ops = eager(*values)
-            return made_by_ops[0] if is_single else made_by_ops
+        for value, address, (shape, stride, dtype), mask in zip(
+            values, addresses, wanted, masks, strict=True
+        ):
+            if (
+                address & mask
+                or value.stride() != stride
+                or value.shape != shape
+                or value.dtype != dtype
+                or value.device != device
+            ):
+                made_by_ops = eager(*values)
+                return made_by_ops[0] if is_single else made_by_ops
         # All of it is the current stream's: scratch may be handed out again before the kernel has run.
         outputs = [
             empty(shape, stride, dtype=dtype, device=device) for shape, stride, dtype in made

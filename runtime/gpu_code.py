@@ -6,7 +6,7 @@ import operator
 import threading
 from collections.abc import Callable, Mapping, Sequence
 
-from gascompile.errors import StorageError
+from gascompile.errors import DeviceError, StorageError
 from gascompile.kernels import GpuFunction, KernelFiles, Launch
 from gascompile.runtime.driver import CudaDriver
 
@@ -60,8 +60,12 @@ class GpuCode:
                     f"the fused kernels lack the function '{symbol}': its image is not within "
                     f"their {len(self._code)} bytes"
                 )
-            module = self._driver.load(image, device)
-            self._handles[key] = self._driver.function(module, symbol, function.shared_bytes)
+            try:
+                module = self._driver.load(image, device)
+                self._handles[key] = self._driver.function(module, symbol, function.shared_bytes)
+            except DeviceError as error:
+                error.add_note('compile with fuse="off" to run the ops of fused kernels one by one')
+                raise
         return self._handles[key]
 
 
