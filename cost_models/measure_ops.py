@@ -50,7 +50,7 @@ def signature(node: fx.Node, program: Program) -> str | None:
         return None
     parts = [str(target)]
     if target is wire_ops.LINEAR:
-        parts.append("compiled" if wire_ops.has_kernels() else "plain")
+        parts.append("plain" if wire_ops.kernels_for() is None else "compiled")
     for leaf in pytree.tree_leaves((node.args, node.kwargs)):
         if not isinstance(leaf, fx.Node):
             parts.append(repr(leaf))

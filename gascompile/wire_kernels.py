@@ -27,7 +27,7 @@ def use_wire_kernels(forms: Mapping[str, object], cache_dir: Path, *, make: bool
         cache_dir: where the library is kept, in ``native/``.
         make: compile it if it is not there; otherwise plain torch serves, which takes two to three times as long.
     """
-    if not forms or wire_ops.has_kernels():
+    if not forms or wire_ops.kernels_for() is not None:
         return
     source = importlib.resources.files("gascompile.runtime").joinpath(wire.SOURCE).read_text()
     digest = serial.digest([source, LAYOUT, list(_FLAGS), processor_features()])

@@ -62,17 +62,25 @@ class Kernels(Protocol):
         ...
 
 
-_kernels: list[Kernels] = []
+_kernels: dict[str, Kernels] = {}
 
 
-def use_kernels(kernels: Kernels | None) -> None:
-    """Let ``kernels`` compute what they can in this process, in place of those before; ``None`` is plain torch."""
-    _kernels[:] = [] if kernels is None else [kernels]
+def use_kernels(kernels: Kernels | None, *, device: str = "cpu") -> None:
+    """Let ``kernels`` compute what they can in this process, in place of those before; ``None`` is plain torch.
+
+    Args:
+        kernels: compiled code.
+        device: of the tensors that they are for.
+    """
+    if kernels is None:
+        _kernels.pop(device, None)
+    else:
+        _kernels[device] = kernels
 
 
-def has_kernels() -> bool:
-    """Return whether compiled code computes what it can."""
-    return bool(_kernels)
+def kernels_for(device: str = "cpu") -> Kernels | None:
+    """Return the compiled code that computes what it can on a device, if there is any."""
+    return _kernels.get(device)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,10 +117,11 @@ def linear_into(
     """
     columns = x.shape[1]
     _check_width(weight, form, columns, group)
-    if any(kernels.linear(out, x, weight, form, group) for kernels in _kernels):
+    kernels = _kernels.get(x.device.type)
+    if kernels is not None and kernels.linear(out, x, weight, form, group):
         return
     scratch = x.new_empty((_block_rows(x.shape[0], columns, weight.shape[0]), columns))
-    if any(k.linear_by_blocks(out, x, weight, form, group, scratch) for k in _kernels):
+    if kernels is not None and kernels.linear_by_blocks(out, x, weight, form, group, scratch):
         return
     if form == "int4" and x.dtype == torch.float32:
         _int4_into(out, x, weight, scratch, group)
@@ -131,8 +140,12 @@ def linear_into(
 
 def _signed_into(out: torch.Tensor, rows: torch.Tensor, form: str, group: int) -> None:
     """Write the values of packed rows of signed numbers into ``out``, ``[..., columns]`` in float32."""
-    if any(kernels.decode(out, rows, form, group) for kernels in _kernels):
-        return
+    kernels = _kernels.get(out.device.type)
+    if kernels is None or not kernels.decode(out, rows, form, group):
+        _plain_signed_into(out, rows, form, group)
+
+
+def _plain_signed_into(out: torch.Tensor, rows: torch.Tensor, form: str, group: int) -> None:
     columns, low_bits = out.shape[-1], LOW_BITS[form]
     parts = packed_parts(form, columns, group)
     out.copy_(rows[..., :columns].view(torch.int8))
@@ -177,18 +190,24 @@ def _int4_into(
 
 
 def decoded(
-    rows: torch.Tensor, form: str, columns: int, group: int, dtype: torch.dtype
+    rows: torch.Tensor,
+    form: str,
+    columns: int,
+    group: int,
+    dtype: torch.dtype,
+    *,
+    plain: bool = False,
 ) -> torch.Tensor:
     """Return wire rows, ``[..., row_bytes]`` or ``[..., columns]``, as values ``[..., columns]`` of ``dtype``.
 
-    A value is computed in float32 and rounded once.
+    A value is computed in float32 and rounded once; ``plain`` keeps to plain torch, whatever is installed.
     """
     if form not in FORMS:
         return rows.to(dtype)
     _check_width(rows, form, columns, group)
     if form != "int4":
         values = torch.empty((*rows.shape[:-1], columns), device=rows.device)
-        _signed_into(values, rows, form, group)
+        (_plain_signed_into if plain else _signed_into)(values, rows, form, group)
         return values.to(dtype)
     num_groups = columns // group
     packed = rows[..., : columns // 2]

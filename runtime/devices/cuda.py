@@ -21,6 +21,7 @@ from gascompile.errors import DeviceError
 from gascompile.runtime.arena import Arena
 from gascompile.runtime.devices.cuda_graphs import CudaGraphs, Pools
 from gascompile.runtime.early_memory import EarlyMemory
+from gascompile.runtime.kernels.on_wire import install as install_wire_kernels
 from gascompile.runtime.probe import DEVICE_MEMORY, PINNED_MEMORY, device_memory, require_memory
 from gascompile.runtime.protocols import Event, Instant
 from gascompile.units import format_size
@@ -187,6 +188,7 @@ class CudaDevice:
 
     def __init__(self, index: int | None = None, *, api: CudaApi | None = None) -> None:
         """Use a device; ``api`` is what stands in for CUDA where there is no GPU."""
+        install_wire_kernels()
         self._api = api or CudaApi()
         self._cuda = self._api.runtime
         self.torch_device = self._api.device(index)

@@ -20,7 +20,7 @@ def cast_copy(source: torch.Tensor, out: torch.Tensor) -> None:
 def unpack(packed: torch.Tensor, out: torch.Tensor, *, form: str, group: int) -> None:
     """Write the values of a row-packed weight to ``out`` ``[rows, columns]``, computed in float32."""
     for rows in _chunks(out.shape):
-        out[rows] = decoded(packed[rows], form, out.shape[1], group, torch.float32)
+        out[rows] = decoded(packed[rows], form, out.shape[1], group, torch.float32, plain=True)
 
 
 def linear(
@@ -37,7 +37,9 @@ def linear(
     for rows in _chunks((weight.shape[0], x.shape[1])):
         part = weight[rows]
         values = (
-            part.float() if form is None else decoded(part, form, x.shape[1], group, torch.float32)
+            part.float()
+            if form is None
+            else decoded(part, form, x.shape[1], group, torch.float32, plain=True)
         )
         added = None if bias is None else bias[rows].float()
         out[:, rows] = torch.nn.functional.linear(wide, values, added).to(out.dtype)

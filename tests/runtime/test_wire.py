@@ -28,9 +28,9 @@ EXAMPLES = settings(
 
 @pytest.fixture(autouse=True)
 def _plain_again() -> Iterator[None]:
-    before = list(wire_ops._kernels)
+    before = wire_ops.kernels_for()
     yield
-    wire_ops.use_kernels(before[0] if before else None)
+    wire_ops.use_kernels(before)
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def kernels(folder: Path) -> WireKernels:
     wire_ops.use_kernels(None)
     use_wire_kernels(SOME, folder, make=True)
-    (found,) = wire_ops._kernels
+    found = wire_ops.kernels_for()
     assert isinstance(found, WireKernels)
     return found
 
@@ -164,14 +164,14 @@ def test_what_is_not_for_it_is_left_to_plain_torch(kernels: WireKernels) -> None
 def test_without_forms_nothing_is_compiled(tmp_path: Path) -> None:
     wire_ops.use_kernels(None)
     use_wire_kernels({}, tmp_path, make=True)
-    assert not wire_ops.has_kernels() and not list(tmp_path.iterdir())
+    assert wire_ops.kernels_for() is None and not list(tmp_path.iterdir())
 
 
 def test_loading_compiles_nothing(tmp_path: Path, kernels: WireKernels) -> None:
     del kernels
     wire_ops.use_kernels(None)
     use_wire_kernels(SOME, tmp_path, make=False)
-    assert not wire_ops.has_kernels() and not list(tmp_path.iterdir())
+    assert wire_ops.kernels_for() is None and not list(tmp_path.iterdir())
 
 
 def test_a_damaged_library_is_compiled_again(
@@ -184,7 +184,7 @@ def test_a_damaged_library_is_compiled_again(
     path.write_bytes(whole.read_bytes()[:100])
     wire_ops.use_kernels(None)
     use_wire_kernels(SOME, tmp_path, make=True)
-    assert wire_ops.has_kernels() and path.stat().st_size == whole.stat().st_size
+    assert wire_ops.kernels_for() is not None and path.stat().st_size == whole.stat().st_size
     assert "is damaged" in caplog.text
 
 
@@ -196,7 +196,7 @@ def test_without_a_compiler_plain_torch_serves(
     wire_ops.use_kernels(None)
     monkeypatch.setenv("CXX", "no-such-compiler")
     use_wire_kernels(SOME, tmp_path, make=True)
-    assert not wire_ops.has_kernels()
+    assert wire_ops.kernels_for() is None
     assert "no C++ compiler 'no-such-compiler'" in caplog.text
 
 
