@@ -170,7 +170,7 @@ def test_damaged_kernels_are_refused(bundle: Path, suffix: str) -> None:
 def test_kernels_for_another_processor_are_not_run(
     bundle: Path, gated: Gated, rows: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gascompile.fusion_build._processor_features", lambda: "older")
+    monkeypatch.setattr("gascompile.fusion_build.processor_features", lambda: "older")
     with gascompile.load(bundle, trust_kernels=True) as loaded:
         assert loaded.fused is not None
         assert loaded.fused.num_ops == 0
