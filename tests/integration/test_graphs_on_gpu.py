@@ -54,5 +54,6 @@ def test_equal_to_ops_one_by_one_within_the_budget(name: str, is_small: bool, ca
         for found, expected in zip(results, wanted, strict=True):
             for value, other in zip(host(found), expected, strict=True):
                 torch.testing.assert_close(value, other, rtol=0, atol=0)
-        if name == "llama" or not is_small:
+        graphs = compiled.graphs
+        if graphs is not None and (name == "llama" or not is_small):
             assert graphs.num_ops > 0.5 * graphs.num_all_ops, graphs.reason
