@@ -73,9 +73,11 @@ def _shown(target: GpuTarget) -> Iterator[None]:
     before = {name: table[name] for name in names if name in table}
     properties, backend_hash = cuda.get_device_properties, _triton.triton_hash_with_backend
     table.update(dict.fromkeys(names, shown))
+    # What has been found out about this machine is forgotten, as is then what holds for the other.
+    remembered = [f for f in (*vars(_triton).values(), DeviceProperties.create) if _is_cached(f)]
     cuda.get_device_properties = lambda device=None: target
     _triton.triton_hash_with_backend = lambda: "none"  # type: ignore[assignment]
-    DeviceProperties.create.cache_clear()
+    _forget(remembered)
     try:
         yield
     finally:
@@ -84,7 +86,16 @@ def _shown(target: GpuTarget) -> Iterator[None]:
         table.update(before)
         cuda.get_device_properties = properties
         _triton.triton_hash_with_backend = backend_hash
-        DeviceProperties.create.cache_clear()
+        _forget(remembered)
+
+
+def _is_cached(value: object) -> bool:
+    return hasattr(value, "cache_clear")
+
+
+def _forget(functions: list[Any]) -> None:
+    for function in functions:
+        function.cache_clear()
 
 
 def _interface(target: GpuTarget) -> Any:

@@ -10,6 +10,7 @@ import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._triton import has_triton
 
 from gascompile.errors import UnsupportedOpError
 from gascompile.fusion_cubin import compile_image, joined
@@ -191,9 +192,11 @@ def test_equal_segments_are_equal_kernels_and_nothing_is_measured() -> None:
     assert source.num_warps in (1, 2, 4, 8, 16)
 
 
-def test_torch_answers_for_itself_again_afterwards() -> None:
-    before = torch.cuda.get_device_properties
+def test_torch_answers_for_itself_before_and_afterwards() -> None:
+    before, has_gpu = torch.cuda.get_device_properties, has_triton()
+    assert has_gpu == torch.cuda.is_available()
     generated(traced(lambda x: x.tanh() * 2, torch.randn(4)))
+    assert has_triton() == has_gpu
     assert torch.cuda.get_device_properties is before
     if not torch.cuda.is_available():
         with pytest.raises((AssertionError, RuntimeError)):
