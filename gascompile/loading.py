@@ -11,7 +11,7 @@ from gascompile.admission import admit_saved
 from gascompile.bundle import Bundle, Weights, content_stamp, read_bundle, relocate
 from gascompile.checkpoint import open_checkpoint
 from gascompile.compiled import CompiledModel, Unit
-from gascompile.config import default_cache_dir
+from gascompile.config import CompileConfig, default_cache_dir
 from gascompile.emulated import emulated_name
 from gascompile.errors import CheckpointError, PlanMismatchError, StorageError
 from gascompile.fingerprint import versions
@@ -28,6 +28,7 @@ def load(
     checkpoint: str | os.PathLike[str] | None = None,
     any_machine: bool = False,
     trust_kernels: bool = False,
+    graphs: str = "auto",
 ) -> CompiledModel:
     """Open a bundle written by ``CompiledModel.save``. The plan is verified again before it is used.
 
@@ -38,6 +39,7 @@ def load(
             whatever this machine gives.
         trust_kernels: run the bundle's fused kernels although they were not compiled here. They are machine
             code: say so only if you trust who made the bundle. Without it such ops run one by one.
+        graphs: as in ``compile``.
 
     Where reads take another path here than the plan was made for, its predictions are made anew and it warns.
 
@@ -48,7 +50,7 @@ def load(
         PlanVerificationError: the plan breaks a budget or a dependency.
         StorageError: a weight file is missing or its content has changed.
     """
-    path = Path(folder)
+    path, config = Path(folder), CompileConfig(graphs=graphs)
     bundle = read_bundle(path)
     _check_versions(bundle.versions, path)
     name = bundle.plan.machine.name
@@ -62,7 +64,7 @@ def load(
     weights = bundle.weights
     if checkpoint is not None:
         weights = _moved(weights, Path(checkpoint))
-    unit = Unit.of(_checked(bundle, weights))
+    unit = Unit.of(_checked(bundle, weights), graphs=config.graphs)
     use_wire_kernels(bundle.program.forms, default_cache_dir(), make=False)
     if bundle.fusion is not None:
         unit.fusion = load_kernels(bundle, cache_dir=default_cache_dir(), trust=trust_kernels)

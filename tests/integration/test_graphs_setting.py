@@ -19,9 +19,14 @@ def test_only_known_settings_are_taken(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("graphs", ["auto", "off"])
-def test_a_compiled_model_hands_the_setting_on(cache: Path, graphs: str) -> None:
+def test_a_compiled_model_hands_the_setting_on(cache: Path, tmp_path: Path, graphs: str) -> None:
     model, x = torch.nn.Linear(8, 8), torch.randn(2, 8)
     with gascompile.compile(model, None, (x,), cache_dir=cache, graphs=graphs) as compiled:
         torch.testing.assert_close(compiled(x), model(x).detach())
         assert compiled.graphs is None, "the processor has none"
         assert [unit.graphs for unit in compiled._units] == [graphs]
+        compiled.save(tmp_path)
+    with gascompile.load(tmp_path, graphs=graphs) as loaded:
+        assert [unit.graphs for unit in loaded._units] == [graphs]
+    with pytest.raises(ValueError, match="graphs is one of"):
+        gascompile.load(tmp_path, graphs="on")
