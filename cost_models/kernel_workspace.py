@@ -62,7 +62,9 @@ def kernel_workspace_bytes(
         return linear_workspace_bytes(x, weight, form, group) + product_bytes
     if func is wire_ops.DECODE:
         result = outputs[0]
-        return decode_workspace_bytes(result.numel(), args[1], args[3], result.element_size())
+        return decode_workspace_bytes(
+            result.numel() // args[2], args[2], args[1], args[3], result.element_size()
+        )
     if name == "aten::_scaled_dot_product_flash_attention_for_cpu_backward":
         return size_bytes + _attention_backward_bytes(inputs)
     if name == "aten::convolution_backward":

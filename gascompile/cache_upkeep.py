@@ -74,8 +74,12 @@ def items(cache_dir: Path) -> list[CacheItem]:
     ]
     code = [
         _file_item(path, ItemKind.CODE, label, ok=True)
-        for folder, label in (("kernels", "fused kernels"), ("native", "page memory"))
-        for path in (cache_dir / folder).glob("[!.]*.so")
+        for folder, label, files in (
+            ("kernels", "fused kernels", "[!.]*.so"),
+            ("native", "page memory", "pages-*.so"),
+            ("native", "products with packed weights", "wire-*.so"),
+        )
+        for path in (cache_dir / folder).glob(files)
     ]
     files = [item for item in (*weights, *code, *machines) if item is not None]
     order = list(ItemKind)

@@ -20,7 +20,7 @@ from gascompile import serial
 from gascompile.bundle import Weights
 from gascompile.config import CompileConfig
 from gascompile.forms_choice import matrices_to_pack
-from gascompile.packing import FORMS
+from gascompile.packing import FORMS, LAYOUT
 from gascompile.program import Program
 from gascompile.progress import task
 from gascompile.sensitivity import Sensitivity, measure_sensitivities
@@ -88,7 +88,7 @@ def _key(matrices: Sequence[str], weights: Weights) -> str:
         [name, [[known[e.path], e.offset, e.size_bytes] for e in weights.sources[name].extents]]
         for name in sorted(matrices)
     ]
-    text = json.dumps([_FORMAT, list(FORMS), parts])
+    text = json.dumps([_FORMAT, LAYOUT, list(FORMS), parts])
     return hashlib.blake2b(text.encode(), digest_size=20).hexdigest()
 
 

@@ -38,14 +38,15 @@ def measured_times(
     Raises:
         StorageError: ``cache_dir`` cannot be written to.
     """
+    if machine.compute_backend != "cuda":
+        # What is measured is what will run.
+        use_wire_kernels(program.forms, cache_dir, make=True)
     tier = machine.compute_tier
     total_s = sum(op.time_s[tier] for op in workload.ops)
     if machine.compute_backend != "cpu" or machine.name != this_machine_name():
         return {}
     if total_s < _WORTH_S:
         return {}
-    # What is measured is what will run.
-    use_wire_kernels(program.forms, cache_dir, make=True)
     nodes = dict(zip((op.name for op in workload.ops), program.op_nodes(), strict=True))
     costly = sorted(workload.ops, key=lambda op: -op.time_s[tier])
     names = {op.name: signature(nodes[op.name], program) for op in costly}

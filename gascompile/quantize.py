@@ -14,6 +14,7 @@ from gascompile.packing import (
     Parts,
     largest_value,
     packed_parts,
+    row_bytes,
 )
 from gascompile.wire_ops import decoded
 
@@ -39,6 +40,8 @@ def pack(weight: torch.Tensor, form: str, group: int) -> torch.Tensor:
     """
     if form in ("bfloat16", "float16", "float32"):
         return weight.to(getattr(torch, form))
+    if not weight.shape[0]:
+        return torch.empty((0, row_bytes(form, weight.shape[1], group)), dtype=torch.uint8)
     step = max(1, _CHUNK_VALUES // weight.shape[1])
     return torch.cat([_packed(rows.float(), form, group) for rows in weight.split(step)])
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import importlib.resources
 import logging
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 from gascompile import serial, wire_ops
 from gascompile.errors import StorageError
 from gascompile.fusion_build import KernelBuildError, compile_library, processor_features
+from gascompile.native_library import kept_library
 from gascompile.packing import LAYOUT
 from gascompile.runtime import wire
 
@@ -17,6 +19,8 @@ _log = logging.getLogger("gascompile")
 
 _FLAGS = ("-O3", "-march=native", "-fopenmp", "-fno-exceptions", "-nodefaultlibs")
 """Without the OpenMP library itself: torch has loaded one, and two would each keep threads of their own."""
+_FAILED: set[Path] = set()
+"""Folders for which it could not be made: trying again takes seconds."""
 
 
 def use_wire_kernels(forms: Mapping[str, object], cache_dir: Path, *, make: bool) -> None:
@@ -27,21 +31,19 @@ def use_wire_kernels(forms: Mapping[str, object], cache_dir: Path, *, make: bool
         cache_dir: where the library is kept, in ``native/``.
         make: compile it if it is not there; otherwise plain torch serves, which takes two to three times as long.
     """
-    if not forms or wire_ops.kernels_for() is not None:
+    if not forms or wire_ops.kernels_for() is not None or cache_dir in _FAILED:
         return
     source = importlib.resources.files("gascompile.runtime").joinpath(wire.SOURCE).read_text()
-    digest = serial.digest([source, LAYOUT, list(_FLAGS), processor_features()])
-    path = cache_dir / "native" / f"wire-{digest[:16]}.so"
     try:
-        if path.exists():
-            try:
-                wire.install(path)
-            except (OSError, AttributeError) as error:
-                _log.warning("%s is damaged (%s) and is compiled again", path, error)
-            else:
-                return
-        if make:
-            serial.write_atomic(path, compile_library(source, flags=_FLAGS))
-            wire.install(path)
+        digest = serial.digest([source, LAYOUT, list(_FLAGS), processor_features()])
+        path = cache_dir / "native" / f"wire-{digest[:16]}.so"
+        found = kept_library(path, partial(compile_library, source, flags=_FLAGS) if make else None)
+        if found is not None:
+            wire.install(found)
+            return
+        reason = f"{path} is not there; compile a model with such weights here once"
     except (KernelBuildError, StorageError, OSError, AttributeError) as error:
-        _log.warning("weights on the wire are decoded by plain torch, which is slower: %s", error)
+        reason = str(error)
+    if make:
+        _FAILED.add(cache_dir)
+    _log.warning("weights on the wire are decoded by plain torch, which is slower: %s", reason)

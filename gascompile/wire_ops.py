@@ -353,28 +353,31 @@ def linear_workspace_bytes(x: torch.Tensor, weight: torch.Tensor, form: str, gro
         return size_bytes
     num_scales = block * -(-columns // group)
     if x.dtype != torch.float32:
-        decoding_bytes = decode_workspace_bytes(block * columns, form, group)
+        decoding_bytes = decode_workspace_bytes(block, columns, form, group)
         return size_bytes + decoding_bytes + 4 * block * columns
     if form != "int4":
-        low_bytes = block * packed_parts(form, columns, group).low_bytes
-        num_scales += block * GROUPS_PER_STEP  # the last step may have fewer groups
-        return size_bytes + num_scales * (4 + 1) + low_bytes
+        return size_bytes + decode_workspace_bytes(block, columns, form, group)
     # Scales in float32, and minima in both dtypes.
     size_bytes += num_scales * (4 + 2 + 4) + block * columns // 2
     size_bytes += m * columns * itemsize + m * (columns // group) * itemsize
     return size_bytes
 
 
-def decode_workspace_bytes(num_values: int, form: str, group: int, dtype_bytes: int = 4) -> int:
-    """Return at least what decoding ``num_values`` allocates at once beside its result."""
-    size_bytes = _FEW_BYTES
-    if form in LOW_BITS:
-        size_bytes += 9 * num_values  # a scale per group, and rows may be short
-    elif form == "int4":
-        size_bytes += num_values // 2 + num_values // group * (2 + 4)
-    if form in FORMS and dtype_bytes != 4:
-        size_bytes += 4 * num_values
-    return size_bytes
+def decode_workspace_bytes(
+    num_rows: int, columns: int, form: str, group: int, dtype_bytes: int = 4
+) -> int:
+    """Return at least what decoding wire rows allocates at once beside its result."""
+    if form not in FORMS:
+        return _FEW_BYTES
+    parts = packed_parts(form, columns, group)
+    row_bytes = columns // 2 + parts.num_scales * (2 + 4)
+    if form != "int4":
+        # Codes twice, scales and steps in float32, lower bits as bytes and in float32.
+        row_bytes = parts.num_scales + 2 + parts.num_steps * (4 * GROUPS_PER_STEP + 2 + 4)
+        row_bytes += parts.low_bytes * (1 + 4)
+    if dtype_bytes != 4:
+        row_bytes += 4 * columns
+    return _FEW_BYTES + num_rows * row_bytes
 
 
 _FEW_BYTES = 1 << 10

@@ -57,12 +57,14 @@ float of_bfloat16(const uint8_t* from) {
 float of_float16(const uint8_t* from) {
   uint16_t half;
   std::memcpy(&half, from, 2);
-  // Exponent and digits one place further up, where the exponent counts from another number: exact for all but
-  // infinities, which packing refuses.
-  const uint32_t bits = static_cast<uint32_t>(half & 0x7fff) << 13;
-  float found;
-  std::memcpy(&found, &bits, 4);
-  found *= 0x1p112f;
+  // Exact for all but infinities, which packing refuses. Subnormals go by integers: where the processor takes those of
+  // float32 for zeros, these are none.
+  const uint32_t size = half & 0x7fff;
+  float found = static_cast<float>(size) * 0x1p-24f;
+  if (size >= 0x400) {
+    const uint32_t bits = (size << 13) + ((127 - 15) << 23);
+    std::memcpy(&found, &bits, 4);
+  }
   return half & 0x8000 ? -found : found;
 }
 
@@ -260,7 +262,9 @@ int gas_many_rows(int64_t form, const Layout* layout, const Task* task, float* s
                   int64_t block_rows, int64_t num_threads, Sgemm* sgemm) {
   const int64_t columns = layout->columns, num_blocks = (task->outputs + block_rows - 1) / block_rows;
   const int width = static_cast<int>(columns), rows = static_cast<int>(task->rows);
-  const int out_stride = static_cast<int>(task->out_stride);
+  // Of a single row nothing follows.
+  const int64_t stride = task->out_stride < task->outputs ? task->outputs : task->out_stride;
+  const int out_stride = static_cast<int>(stride);
   const float one = 1, zero = 0;
   return for_form(form, *layout, [&](const auto& read) {
 #pragma omp parallel for schedule(dynamic) num_threads(num_threads)

@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch
 
 from gascompile import wire_ops
-from gascompile.packing import FORMS, LOW_BITS, packed_parts
+from gascompile.packing import FORMS, LOW_BITS, packed_parts, row_bytes
 
 SOURCE: Final = "wire.cpp"
 MAX_FEW_ROWS: Final = 4
@@ -67,7 +67,7 @@ class WireKernels:
         self, out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, form: str, group: int
     ) -> bool:
         """Write ``x @ decoded(weight).T`` into ``out`` for a few rows of ``x``, without a scratch."""
-        if x.shape[0] > MAX_FEW_ROWS or not _is_for_us(out, x, weight, form):
+        if x.shape[0] > MAX_FEW_ROWS or not _is_for_us(out, x, weight, form, group):
             return False
         layout = self._layout(form, x.shape[1], group)
         x = _ordered(x, form, group)
@@ -84,11 +84,13 @@ class WireKernels:
         scratch: torch.Tensor,
     ) -> bool:
         """Do the same for any number of rows; ``scratch`` is a matrix as wide as ``x``."""
-        num_threads = torch.get_num_threads()
+        room = scratch.shape[0] // _ROW_GROUP
+        num_threads = max(1, min(torch.get_num_threads(), room))
         fewest = -(-weight.shape[0] // (_FEWEST_BLOCKS * num_threads))
         block_rows = min(scratch.shape[0] // num_threads, -(-fewest // _ROW_GROUP) * _ROW_GROUP)
-        if not (block_rows and self._sgemm and _is_for_us(out, x, weight, form)):
+        if self._sgemm is None or not _is_for_us(out, x, weight, form, group):
             return False
+        assert scratch.is_contiguous() and scratch.shape[1] == x.shape[1], "a scratch as wide as x"
         layout = self._layout(form, x.shape[1], group)
         x = _ordered(x, form, group)
         task = _task(out, x, weight)
@@ -101,7 +103,9 @@ class WireKernels:
         """Write the values of packed rows of signed numbers into ``out``, ``[rows, columns]``."""
         if form not in LOW_BITS or out.dim() != 2 or not out.is_contiguous():
             return False
-        if not (_is_float32(out) and _is_rows(weight)):
+        if not (_is_float32(out) and _is_rows(weight, out.shape[1], form, group)):
+            return False
+        if weight.shape[0] != out.shape[0]:
             return False
         layout = self._layout(form, out.shape[1], group)
         task = _task(out, out, weight)
@@ -151,16 +155,22 @@ def _ordered(x: torch.Tensor, form: str, group: int) -> torch.Tensor:
     return pairs.transpose(-1, -2).contiguous()
 
 
-def _is_for_us(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, form: str) -> bool:
+def _is_for_us(
+    out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, form: str, group: int
+) -> bool:
+    """Return whether everything is as the library takes it to be; what is not is refused, or done, by plain torch."""
+    if form not in _CODES or x.dim() != 2 or x.shape[1] < 1:
+        return False
     is_in_rows = out.shape[-1] == 1 or out.stride(-1) == 1
     return (
-        form in _CODES
-        and _is_float32(x)
+        _is_float32(x)
         and _is_float32(out)
+        and out.shape == (x.shape[0], weight.shape[0])
         and is_in_rows
         # A row of outputs that is broadcast would be written by several.
         and (out.shape[0] == 1 or out.stride(0) >= out.shape[1])
-        and _is_rows(weight)
+        and max(x.shape[1], *out.shape, out.stride(0)) < 2**31
+        and _is_rows(weight, x.shape[1], form, group)
     )
 
 
@@ -168,8 +178,15 @@ def _is_float32(tensor: torch.Tensor) -> bool:
     return tensor.dtype == torch.float32 and tensor.device.type == "cpu"
 
 
-def _is_rows(weight: torch.Tensor) -> bool:
-    return weight.device.type == "cpu" and (weight.stride(1) == 1 or weight.shape[1] == 1)
+def _is_rows(weight: torch.Tensor, columns: int, form: str, group: int) -> bool:
+    is_packed = form in FORMS
+    return (
+        weight.device.type == "cpu"
+        and weight.dim() == 2
+        and weight.dtype == (torch.uint8 if is_packed else torch.bfloat16)
+        and weight.shape[1] == (row_bytes(form, columns, group) if is_packed else columns)
+        and (weight.stride(1) == 1 or weight.shape[1] == 1)
+    )
 
 
 def install(path: Path) -> None:

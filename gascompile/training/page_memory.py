@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.resources
 import logging
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -12,6 +13,7 @@ import torch
 from gascompile import serial
 from gascompile.errors import StorageError
 from gascompile.fusion_build import KernelBuildError, compile_library
+from gascompile.native_library import kept_library
 from gascompile.runtime.pages import Pages
 
 _log = logging.getLogger(__name__)
@@ -41,13 +43,9 @@ def _loaded(cache_dir: Path) -> Pages | None:
     digest = serial.digest([source, str(torch.__version__), torch.compiled_with_cxx11_abi()])
     path = cache_dir / "native" / f"pages-{digest[:16]}.so"
     try:
-        if path.exists():
-            try:
-                return Pages(path)
-            except OSError as error:
-                _log.warning("%s is damaged (%s) and is compiled again", path, error)
-        serial.write_atomic(path, compile_library(source, libraries=("c10",)))
-        return Pages(path)
+        kept = kept_library(path, partial(compile_library, source, libraries=("c10",)))
+        assert kept is not None, "what is missing is built"
+        return Pages(kept)
     except (KernelBuildError, StorageError, OSError) as error:
         _log.warning("no page memory: %s; steps run on the heap, and slower", error)
         return None
