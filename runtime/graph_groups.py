@@ -96,7 +96,8 @@ def divide(schedule: Schedule, refused: Mapping[int, str]) -> list[Group | Step]
 def more_bytes(parts: Sequence[Group | Step], sizes: Mapping[int, int]) -> int:
     """Return about the most that graphs of ``parts`` take beside what their steps take op by op.
 
-    What steps between groups make is copied, and what a group is the last to read stays until it is captured.
+    What steps between groups make is copied, what they and the caller read stays, and what a group is the last to read
+    stays until it is captured.
 
     Args:
         parts: of ``divide``.
@@ -104,11 +105,12 @@ def more_bytes(parts: Sequence[Group | Step], sizes: Mapping[int, int]) -> int:
     """
     groups = [part for part in parts if isinstance(part, Group)]
     copied_bytes = sum(sizes.get(slot, 0) for group in groups for slot in group.entries)
+    kept_bytes = sum(sizes.get(slot, 0) for group in groups for slot in group.exits)
     longer = [
         sum(sizes.get(slot, 0) for slot in {*group.frees} - {step.result for step in group.steps})
         for group in groups
     ]
-    return 2 * copied_bytes + max(longer, default=0)
+    return 2 * copied_bytes + kept_bytes + max(longer, default=0)
 
 
 def _leave(slots: Sequence[int], made_in: Mapping[int, Group]) -> None:

@@ -23,10 +23,18 @@ from gascompile.runtime.devices.pacing import Disorder, Pacing, sleep_until
 from gascompile.runtime.early_memory import EarlyMemory
 from gascompile.runtime.protocols import Event, Instant
 
+_LIBC = ctypes.CDLL(None)
+"""Unlike ``ctypes.memmove`` it lets other threads run meanwhile: those of other links, and compute."""
+_LIBC.memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+_LIBC.memset.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t)
 
+
+@dataclass(frozen=True, slots=True)
 class _Done:
     """The event of the compute stream: the host computes, so what it was given is done."""
 
+    lag_s: float = 0.0
+    """By how much later than on a device: a thread wakes up some time after what it waited for."""
     reached = True
 
     def wait(self) -> None:
@@ -45,6 +53,8 @@ class _Copy:
     after: Event | None
     opens: bool
     ready_s: float
+    end_s: float = 0.0
+    """When it ends, on the clock of ``time.perf_counter``; known once it has begun."""
     _ended: threading.Event = field(default_factory=threading.Event)
 
     @property
@@ -87,6 +97,8 @@ class EmulatedStream:
     ) -> Event:
         assert target.nbytes == source.nbytes, "a copy is of one size"
         ready_s = time.perf_counter() if since_s is None else since_s
+        if isinstance(after, _Done):
+            ready_s -= after.lag_s
         copy = _Copy(target, source, after, opens, ready_s)
         with self._lock:
             self._last = copy
@@ -116,14 +128,15 @@ class EmulatedStream:
         assert target is not None
         assert source is not None
         if self._late:
-            ctypes.memset(target.data_ptr(), POISON, target.nbytes)
+            _LIBC.memset(target.data_ptr(), POISON, target.nbytes)
         ready_s = copy.ready_s + self._pacing.delay_s()
         end_s = self._pacing.end_s(self._link, target.nbytes, ready_s, opens=copy.opens)
+        copy.end_s = end_s
         if not self._late:
-            ctypes.memmove(target.data_ptr(), source.data_ptr(), target.nbytes)
+            _LIBC.memmove(target.data_ptr(), source.data_ptr(), target.nbytes)
         sleep_until(end_s)
         if self._late:
-            ctypes.memmove(target.data_ptr(), source.data_ptr(), target.nbytes)
+            _LIBC.memmove(target.data_ptr(), source.data_ptr(), target.nbytes)
 
 
 class EmulatedDevice:
@@ -150,6 +163,7 @@ class EmulatedDevice:
         self._late = late
         self._streams: dict[str, EmulatedStream] = {}
         self._lock = threading.Lock()
+        self._lag_s = 0.0
 
     def arena(self, size_bytes: int, early: EarlyMemory | None = None) -> Arena:
         if size_bytes > self.capacity_bytes:
@@ -175,13 +189,17 @@ class EmulatedDevice:
             return self._streams[link]
 
     def begin(self) -> None:
-        pass
+        self._lag_s = 0.0
 
     def mark(self) -> Event:
-        return _DONE
+        return _Done(self._lag_s)
 
     def hold(self, event: Event) -> None:
+        """Block until ``event``. What is given to links from then on counts from its end: nothing wakes up there."""
+        given_s = time.perf_counter() - self._lag_s
         event.wait()
+        end_s = event.end_s if isinstance(event, _Copy) else given_s
+        self._lag_s = max(time.perf_counter() - max(given_s, end_s), 0.0)
 
     def clock(self) -> Instant:
         return time.perf_counter()

@@ -38,7 +38,8 @@ def test_results_and_memory_of_fused_models(name: str, gpu: FusedGpu, cache: Pat
     expected = eager(model, inputs)
     with pytest.raises(gascompile.InfeasiblePlanError) as error:
         gascompile.compile(model, 0, example_inputs=inputs, machine=gpu.machine, cache_dir=cache)
-    for budget, graphs in ((None, "auto"), (error.value.required_bytes, "off")):
+    smallest = error.value.required_bytes
+    for budget, graphs in ((None, "auto"), (smallest, "off"), (smallest, "auto")):
         options = {"machine": gpu.machine, "cache_dir": cache, "graphs": graphs, **ALWAYS}
         with gascompile.compile(model, budget, example_inputs=inputs, **options) as compiled:
             assert compiled.fused is not None
@@ -48,10 +49,10 @@ def test_results_and_memory_of_fused_models(name: str, gpu: FusedGpu, cache: Pat
                 assert_close(compiled(**inputs), expected)
                 # With graphs, the second run replays them.
                 assert gpu.library.num_computed - before >= compiled.fused.num_segments
-            report, plan = compiled.last_run, compiled.plan
-            assert report is not None
-            assert report.peak_bytes["gpu"] <= plan.budget_bytes["gpu"]
-            if graphs == "auto":
+                report, plan = compiled.last_run, compiled.plan
+                assert report is not None
+                assert report.peak_bytes["gpu"] <= plan.budget_bytes["gpu"]
+            if budget is None:
                 assert compiled.graphs is not None
                 assert compiled.graphs.num_ops > compiled.fused.num_ops, compiled.graphs.reason
     assert set(gpu.compiled.values()) == {1}, "each kernel is compiled once"
