@@ -56,7 +56,7 @@ def session_of(toy: Toy, plan: Plan, api: FakeApi) -> Session:
 
 
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("tiers", [{"cpu"}, {"nvme"}, {"cpu", "nvme"}], ids="+".join)
+@pytest.mark.parametrize("tiers", [{"cpu"}, {"nvme"}, {"cpu", "nvme"}], ids=["cpu", "nvme", "both"])
 def test_the_second_run_captures_and_later_ones_replay(
     tmp_path: Path, tiers: set[str], seed: int
 ) -> None:
