@@ -193,7 +193,9 @@ class GraphRuns:
         more = sum(x.nbytes for x, _ in inputs if x.device.type == here)
         more += sum(self._sizes.get(slot, 0) for slot in set(self._plain.outputs))
         more += more_bytes(divide(self._plain, self._refused), self._sizes)
-        self._keep_budget(more, "with graphs a run would take")
+        # Graphs may keep at once what ops have one after the other, for which the plan's own peak is the bound.
+        planned = self._plan.peak_bytes.get(self._plan.machine.compute_tier, 0)
+        self._keep_budget(more, "with graphs a run would take", least_bytes=planned)
 
     # ------------------------------------------------------------ the run of the capture
 
@@ -278,11 +280,14 @@ class GraphRuns:
 
     # ------------------------------------------------------------ giving up
 
-    def _keep_budget(self, more_bytes: int, what: str) -> None:
-        """Give graphs up where the run at hand and ``more_bytes`` are beyond the plan's budget."""
+    def _keep_budget(self, more_bytes: int, what: str, *, least_bytes: int = 0) -> None:
+        """Give graphs up where the run at hand, or ``least_bytes``, and ``more_bytes`` are beyond the plan's budget."""
         counted = self._device.peak_bytes()
         limit_bytes = self._plan.budget_bytes.get(self._plan.machine.compute_tier)
-        if counted is None or limit_bytes is None or counted + more_bytes <= limit_bytes:
+        if counted is None or limit_bytes is None:
+            return
+        counted = max(counted, least_bytes)
+        if counted + more_bytes <= limit_bytes:
             return
         self._stop(
             f"{what} {format_size(counted + more_bytes)} of the budget of {format_size(limit_bytes)}",
