@@ -16,6 +16,8 @@ from gascompile.program import Program
 
 _MOST_BYTES = 256 << 20
 """Of inputs and of any one result: a program with more is not rehearsed."""
+_MOST_PASSES = 50
+"""Through the program: more say nothing new."""
 _DISTURBED = 3.0
 """Times the median: a call of so long was interrupted."""
 
@@ -32,7 +34,7 @@ def rehearse(
 ) -> Mapping[str, float]:
     """Return the mean seconds of a call by signature, of the ops reached within ``limit_s``.
 
-    The program runs again and again until then; its first pass, which takes memory for the first time,
+    The program runs again and again, fifty times or until then; its first pass, which takes memory for the first time,
     counts only where there is no other. Large weights lie in ``weights``, each in another place than the one before.
     An op with a weight that does not fit in twice, or one that refuses made-up values, is passed over.
     """
@@ -42,7 +44,9 @@ def rehearse(
     stop = time.perf_counter() + limit_s
     first = rehearsal.run(stop)
     times_s: dict[str, list[float]] = defaultdict(list)
-    while time.perf_counter() < stop:
+    passes = 1
+    while passes < _MOST_PASSES and time.perf_counter() < stop:
+        passes += 1
         for name, found in rehearsal.run(stop).items():
             times_s[name] += found
     return {name: mean_undisturbed(times_s.get(name) or found) for name, found in first.items()}

@@ -13,8 +13,9 @@ from pathlib import Path
 from gascompile import serial
 from gascompile.cost_models.measure_compute import op_overhead_s
 from gascompile.cost_models.measure_ops import measure_ops, signature
+from gascompile.emulated import emulated_name
 from gascompile.ir import Machine, Workload
-from gascompile.machine import op_times_path, this_machine_name
+from gascompile.machine import host_name, op_times_path, this_machine_name
 from gascompile.program import Program
 from gascompile.runtime.early_memory import no_pages_taken
 from gascompile.wire_kernels import use_wire_kernels
@@ -22,7 +23,7 @@ from gascompile.wire_kernels import use_wire_kernels
 _log = logging.getLogger(__name__)
 
 _FORMAT = "gascompile.op_times/1"
-_WORTH_S = 0.01
+_WORTH_S = 0.002
 """A program that runs for less is planned by formulas: measuring would take longer than it saves."""
 _LIMIT_S = 2.0
 """For the measurements of one program."""
@@ -43,9 +44,7 @@ def measured_times(
         use_wire_kernels(program.forms, cache_dir, make=True)
     tier = machine.compute_tier
     total_s = sum(op.time_s[tier] for op in workload.ops)
-    if machine.compute_backend != "cpu" or machine.name != this_machine_name():
-        return {}
-    if total_s < _WORTH_S:
+    if not _computes_here(machine) or total_s < _WORTH_S:
         return {}
     nodes = dict(zip((op.name for op in workload.ops), program.op_nodes(), strict=True))
     costly = sorted(workload.ops, key=lambda op: -op.time_s[tier])
@@ -63,6 +62,17 @@ def measured_times(
     # What calling from a plan costs beyond calling from a loop was fitted on a run.
     beyond_s = max(sum(rate.op_overhead_s for rate in machine.memory) - op_overhead_s(), 0.0)
     return {op: known[name] + beyond_s for op, name in names.items() if name and name in known}
+
+
+def _computes_here(machine: Machine) -> bool:
+    """Return whether it is this processor that runs the ops: as itself, or as the emulated accelerator."""
+    match machine.compute_backend:
+        case "cpu":
+            return machine.name == this_machine_name()
+        case "emulated":
+            return machine.name == emulated_name(host_name())
+        case _:
+            return False
 
 
 def _read(path: Path) -> Mapping[str, float]:

@@ -53,6 +53,7 @@ class _Request:
         "ended",
         "error",
         "event",
+        "helper",
         "landing",
         "link",
         "next_piece",
@@ -66,12 +67,14 @@ class _Request:
         delivery: Delivery,
         link: str,
         on_done: Callable[[], None] | None,
+        helper: Callable[[_Request], None] | None,
     ) -> None:
         self.landing = landing
         self.delivery = delivery
         self.event: Event | None = None
         self.link = link
         self.on_done = on_done
+        self.helper = helper
         self.next_piece = 0
         self.open_pieces = 0
         self.error: BaseException | None = None
@@ -91,6 +94,8 @@ class _Request:
         return self.error is not None or self.next_piece == len(self.landing.pieces)
 
     def wait(self) -> None:
+        if self.helper is not None:
+            self.helper(self)
         self.ended.wait()
         if isinstance(self.error, StorageError):
             # A new object each time: several waiters must not share one traceback.
@@ -150,7 +155,8 @@ class Engine:
 
         Returns at once. The smallest ``key`` is served first, equal ones in the order of submission.
         ``on_done`` is called by a reading thread once all bytes have arrived. Memory of the host is read
-        into at once, whatever ``after`` says.
+        into at once, whatever ``after`` says; who waits for it, and is not called back, reads along: all
+        threads may be in the middle of large chunks.
         """
         own = self._memory if memory is None else memory
         delivery: Delivery = (
@@ -158,7 +164,8 @@ class Engine:
             if isinstance(own, memoryview)
             else own(landing, address, link, after)
         )
-        request = _Request(landing, delivery, link, on_done)
+        helps = memory is not None and on_done is None
+        request = _Request(landing, delivery, link, on_done, self._help if helps else None)
         with self._lock:
             if self._closed:
                 raise StorageError("the engine is closed; open a new session")
@@ -166,7 +173,7 @@ class Engine:
                 request.ended.set()
                 return request
             heapq.heappush(self._heap, (key, next(self._order), request))
-            self._work_ready.notify(len(landing.pieces))
+            self._work_ready.notify(len(landing.pieces) - helps)
         return request
 
     def drain(self) -> None:
@@ -205,6 +212,32 @@ class Engine:
             self._serve_piece(*task)
             # A request may hold memory of the caller's, which must not live until the next one comes.
             del task
+            with self._lock:
+                self._in_flight -= 1
+                if not self._in_flight:
+                    self._idle.notify_all()
+
+    def _help(self, request: _Request) -> None:
+        """Read chunks of ``request`` on the thread that waits for it, until none is left to be taken.
+
+        An interrupt may end it anywhere. So these reads are not in flight: nobody has to wait for them.
+        """
+        while (piece := self._next_piece(request)) is not None:
+            self._serve_piece(request, piece)
+        with self._lock:
+            # No thread comes by for it, and it holds memory of the caller's.
+            self._heap = [entry for entry in self._heap if entry[2] is not request]
+            heapq.heapify(self._heap)
+
+    def _next_piece(self, request: _Request) -> Piece | None:
+        with self._lock:
+            return None if request.exhausted else self._take_from(request)
+
+    def _take_from(self, request: _Request) -> Piece:
+        piece = request.landing.pieces[request.next_piece]
+        request.next_piece += 1
+        request.open_pieces += 1
+        return piece
 
     def _serve_piece(self, request: _Request, piece: Piece) -> None:
         taken: tuple[str, ...] = ()
@@ -228,11 +261,8 @@ class Engine:
                     return None
                 self._work_ready.wait()
             request = self._heap[0][2]
-            piece = request.landing.pieces[request.next_piece]
-            request.next_piece += 1
-            request.open_pieces += 1
             self._in_flight += 1
-            return request, piece
+            return request, self._take_from(request)
 
     def _finish(
         self, request: _Request, taken: tuple[str, ...], error: BaseException | None
@@ -248,10 +278,6 @@ class Engine:
                 request.event = request.delivery.end()
                 request.error = _raised_by(request.on_done)
             request.ended.set()
-        with self._lock:
-            self._in_flight -= 1
-            if not self._in_flight:
-                self._idle.notify_all()
 
     def _read_piece(self, piece: Piece, request: _Request) -> tuple[str, ...]:
         """Read one chunk whole and return the paths it took."""

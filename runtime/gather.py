@@ -7,7 +7,6 @@ is known on the host only once compute has got there, so this blocks the host.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -56,6 +55,7 @@ class RowReader:
         found = torch.empty(shape, dtype=dtype, device=device.torch_device)
         target = found.view(-1).view(torch.uint8)
         after = device.mark()
+        stream = device.stream(link, ahead=True) if self._buffer is not None else None
         rows = indices.flatten()
         row_bytes = target.numel() // max(1, rows.numel())
         position = 0
@@ -64,15 +64,17 @@ class RowReader:
             size_bytes = landing.size_bytes
             memory = target.numpy().data if self._buffer is None else self._buffer.memory
             place = position if self._buffer is None else 0
-            since_s = time.perf_counter()
+            booking = None
+            if stream is not None:
+                booking = stream.book(size_bytes, after=after)
             wait(session.engine.submit(landing, place, key=key, link=link, memory=memory))
-            if self._buffer is not None:
-                event = device.stream(link).copy(
+            if self._buffer is not None and stream is not None:
+                event = stream.copy(
                     target[position : position + size_bytes],
                     self._buffer.bytes(0, size_bytes),
                     name=tensor,
                     after=after,
-                    since_s=since_s,
+                    booking=booking,
                 )
                 # The next rows come through the same memory.
                 event.wait()

@@ -41,8 +41,24 @@ class Event(Protocol):
         ...
 
 
+class Booking(Protocol):
+    """The place of a transfer in the time table of its link, taken when it was asked for."""
+
+
 class CopyStream(Protocol):
     """One direction of one link: copies are done one after the other, beside compute."""
+
+    def book(self, size_bytes: int, *, after: Event | None = None) -> Booking | None:
+        """Note that a transfer has been asked for whose copies follow once their bytes are read.
+
+        An emulated link is at it from now on, before whatever is asked for later. A real one needs no note: its
+        reads are part of the transfer.
+
+        Args:
+            size_bytes: of all copies together.
+            after: the transfer starts no earlier.
+        """
+        ...
 
     def copy(
         self,
@@ -51,8 +67,7 @@ class CopyStream(Protocol):
         *,
         name: str,
         after: Event | None = None,
-        opens: bool = True,
-        since_s: float | None = None,
+        booking: Booking | None = None,
     ) -> Event:
         """Queue a copy of bytes and return the event of its end; returns at once.
 
@@ -63,9 +78,7 @@ class CopyStream(Protocol):
             source: as many bytes.
             name: of the tensor, for messages.
             after: the copy starts no earlier.
-            opens: the copy is the first of its transfer, which pays the link's latency once.
-            since_s: when the transfer was asked for, on the clock of ``time.perf_counter``, if a read came
-                first: an emulated link has been at it since then.
+            booking: of the transfer that the copy is a part of; ``None`` for one that is a transfer of its own.
         """
         ...
 
@@ -204,8 +217,14 @@ class Device(Protocol):
         """Take page-aligned host memory that the device copies from; raises ``DeviceError``."""
         ...
 
-    def stream(self, link: str) -> CopyStream:
-        """Return the stream of a link, ``cpu->gpu`` for instance; made once."""
+    def stream(self, link: str, *, ahead: bool = False) -> CopyStream:
+        """Return a stream of a link, ``cpu->gpu`` for instance; made once.
+
+        Args:
+            link: its name in the machine.
+            ahead: the one for a few bytes that compute is held up by: they go beside whatever the link is at,
+                not behind all that it has been asked for.
+        """
         ...
 
     def begin(self) -> None:

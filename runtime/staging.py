@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -88,7 +87,7 @@ class Staged:
         self._target = target
         self._stream = stream
         self._after = after
-        self._since_s = time.perf_counter()
+        self._booking = stream.book(landing.size_bytes, after=after)
         self._last: Event | None = None
         self._lock = threading.Lock()
 
@@ -113,13 +112,11 @@ class Staged:
             return None
         part = source[low - piece.position : high - piece.position]
         with self._lock:
-            opens = self._last is None
             self._last = self._stream.copy(
                 self._target[low:high],
                 part,
                 name=landing.name,
                 after=self._after,
-                opens=opens,
-                since_s=self._since_s,
+                booking=self._booking,
             )
             return self._last

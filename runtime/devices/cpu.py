@@ -27,7 +27,7 @@ class CpuDevice:
     def pinned(self, size_bytes: int) -> Arena:
         return Arena(size_bytes)
 
-    def stream(self, link: str) -> CopyStream:
+    def stream(self, link: str, *, ahead: bool = False) -> CopyStream:  # noqa: ARG002
         raise DeviceError(
             f"the CPU has no stream for the link '{link}': it computes where files go"
         )

@@ -23,7 +23,7 @@ from gascompile.runtime.devices.cuda_graphs import CudaGraphs, Pools
 from gascompile.runtime.early_memory import EarlyMemory
 from gascompile.runtime.kernels.on_wire import install as install_wire_kernels
 from gascompile.runtime.probe import DEVICE_MEMORY, PINNED_MEMORY, device_memory, require_memory
-from gascompile.runtime.protocols import Event, Instant
+from gascompile.runtime.protocols import Booking, Event, Instant
 from gascompile.units import format_size
 
 _SHORTEST_STALL_S = 20e-6
@@ -155,6 +155,9 @@ class CudaStream:
         # Reading threads share it: what a copy waits for, the copy and its event belong together.
         self._lock = threading.Lock()
 
+    def book(self, size_bytes: int, *, after: Event | None = None) -> None:  # noqa: ARG002
+        return None
+
     def copy(
         self,
         target: torch.Tensor,
@@ -162,8 +165,7 @@ class CudaStream:
         *,
         name: str,  # noqa: ARG002 - part of the protocol
         after: Event | None = None,
-        opens: bool = True,  # noqa: ARG002 - the link has its own latency
-        since_s: float | None = None,  # noqa: ARG002 - and its own time
+        booking: Booking | None = None,  # noqa: ARG002 - the link has its own time
     ) -> CudaEvent:
         with self._lock, self._cuda.stream(self._stream):
             if after is not None:
@@ -192,7 +194,7 @@ class CudaDevice:
         self._api = api or CudaApi()
         self._cuda = self._api.runtime
         self.torch_device = self._api.device(index)
-        self._streams: dict[str, CudaStream] = {}
+        self._streams: dict[tuple[str, bool], CudaStream] = {}
         self._lock = threading.Lock()
         self._compute: Any = None
         self._before_bytes = 0
@@ -216,11 +218,11 @@ class CudaDevice:
     def pinned(self, size_bytes: int) -> PinnedMemory:
         return PinnedMemory(size_bytes, self._cuda)
 
-    def stream(self, link: str) -> CudaStream:
+    def stream(self, link: str, *, ahead: bool = False) -> CudaStream:
         with self._lock:
-            if link not in self._streams:
-                self._streams[link] = CudaStream(self._api, self.torch_device)
-            return self._streams[link]
+            if (link, ahead) not in self._streams:
+                self._streams[link, ahead] = CudaStream(self._api, self.torch_device)
+            return self._streams[link, ahead]
 
     def begin(self) -> None:
         current = self._cuda.current_stream(self.torch_device)

@@ -1,6 +1,6 @@
 """An accelerator that every machine has: a bounded piece of RAM behind links of set bandwidths.
 
-Each link is a thread that copies in the order it was asked, at the pace of the machine's numbers; events are
+Each link is a thread that copies in the order it was given, at the pace of the machine's numbers; events are
 what it has done. Compute runs on the host and blocks where a device's compute stream would wait. So plans for
 three tiers run, in the time that they predict, where there is no accelerator; with late copies and a
 ``Disorder`` whatever they leave unordered comes out wrong.
@@ -21,7 +21,7 @@ from gascompile.ir import Machine
 from gascompile.runtime.arena import POISON, Arena
 from gascompile.runtime.devices.pacing import Disorder, Pacing, sleep_until
 from gascompile.runtime.early_memory import EarlyMemory
-from gascompile.runtime.protocols import Event, Instant
+from gascompile.runtime.protocols import Booking, Event, Instant
 
 _LIBC = ctypes.CDLL(None)
 """Unlike ``ctypes.memmove`` it lets other threads run meanwhile: those of other links, and compute."""
@@ -44,6 +44,37 @@ class _Done:
 _DONE = _Done()
 
 
+class EmulatedBooking:
+    """A transfer in the time table of its link: entered when it was asked for, or once what it waits for is over."""
+
+    def __init__(
+        self, link: str, pacing: Pacing, size_bytes: int, after: Event | None, *, ahead: bool
+    ) -> None:
+        self._link = link
+        self._ahead = ahead
+        self._pacing = pacing
+        self._size_bytes = size_bytes
+        self._passed_s: float | None = None
+        if after is None or after.reached:
+            self.enter(time.perf_counter() - (after.lag_s if isinstance(after, _Done) else 0.0))
+
+    @property
+    def is_entered(self) -> bool:
+        return self._passed_s is not None
+
+    def enter(self, ready_s: float) -> None:
+        """Plan the transfer, which could begin at ``ready_s``."""
+        self._passed_s = self._pacing.begin_s(
+            self._link, self._size_bytes, ready_s, ahead=self._ahead
+        )
+
+    def pass_next(self, size_bytes: int) -> float:
+        """Return when the next ``size_bytes`` have passed; for the thread of the link."""
+        assert self._passed_s is not None
+        self._passed_s += self._pacing.seconds(self._link, size_bytes)
+        return self._passed_s
+
+
 @dataclass(slots=True)
 class _Copy:
     """A copy in its link's queue; its own end as an ``Event``."""
@@ -51,30 +82,34 @@ class _Copy:
     target: torch.Tensor | None
     source: torch.Tensor | None
     after: Event | None
-    opens: bool
-    ready_s: float
+    booking: EmulatedBooking
     end_s: float = 0.0
-    """When it ends, on the clock of ``time.perf_counter``; known once it has begun."""
-    _ended: threading.Event = field(default_factory=threading.Event)
+    """When it ends, on the clock of ``time.perf_counter``; known once its bytes are there."""
+    _moved: threading.Event = field(default_factory=threading.Event)
 
     @property
     def reached(self) -> bool:
-        return self._ended.is_set()
+        return self._moved.is_set() and time.perf_counter() >= self.end_s
 
     def wait(self) -> None:
-        self._ended.wait()
+        self._moved.wait()
+        # By the clock, not by a thread of the link: it would wake up late, and so would who waits for it.
+        sleep_until(self.end_s)
 
-    def end(self) -> None:
+    def moved(self, end_s: float) -> None:
+        """Note that the bytes are there, though nobody may know of it before ``end_s``."""
         # Whoever keeps the event keeps no memory.
         self.target = self.source = self.after = None
-        self._ended.set()
+        self.end_s = end_s
+        self._moved.set()
 
 
 class EmulatedStream:
     """One link: a queue and a thread."""
 
-    def __init__(self, link: str, pacing: Pacing, *, late: bool) -> None:
+    def __init__(self, link: str, pacing: Pacing, *, late: bool, ahead: bool) -> None:
         self._link = link
+        self._ahead = ahead
         self._pacing = pacing
         self._late = late
         self._queue: queue.SimpleQueue[_Copy | None] = queue.SimpleQueue()
@@ -85,6 +120,9 @@ class EmulatedStream:
         )
         self._thread.start()
 
+    def book(self, size_bytes: int, *, after: Event | None = None) -> EmulatedBooking:
+        return EmulatedBooking(self._link, self._pacing, size_bytes, after, ahead=self._ahead)
+
     def copy(
         self,
         target: torch.Tensor,
@@ -92,15 +130,13 @@ class EmulatedStream:
         *,
         name: str,  # noqa: ARG002 - part of the protocol
         after: Event | None = None,
-        opens: bool = True,
-        since_s: float | None = None,
+        booking: Booking | None = None,
     ) -> Event:
         assert target.nbytes == source.nbytes, "a copy is of one size"
-        ready_s = time.perf_counter() if since_s is None else since_s
-        if isinstance(after, _Done):
-            ready_s -= after.lag_s
-        copy = _Copy(target, source, after, opens, ready_s)
         with self._lock:
+            booked = booking or self.book(target.nbytes, after=after)
+            assert isinstance(booked, EmulatedBooking), "a booking of this device"
+            copy = _Copy(target, source, after, booked)
             self._last = copy
             self._queue.put(copy)
         return copy
@@ -118,25 +154,23 @@ class EmulatedStream:
         while (copy := self._queue.get()) is not None:
             if copy.after is not None and not copy.after.reached:
                 copy.after.wait()
-                copy.ready_s = time.perf_counter()
-            self._carry_out(copy)
-            copy.end()
+            if not copy.booking.is_entered:
+                copy.booking.enter(time.perf_counter())
+            copy.moved(self._carry_out(copy))
             del copy
 
-    def _carry_out(self, copy: _Copy) -> None:
+    def _carry_out(self, copy: _Copy) -> float:
+        """Move the bytes and return when the link would have; late ones are moved no earlier."""
         target, source = copy.target, copy.source
         assert target is not None
         assert source is not None
         if self._late:
             _LIBC.memset(target.data_ptr(), POISON, target.nbytes)
-        ready_s = copy.ready_s + self._pacing.delay_s()
-        end_s = self._pacing.end_s(self._link, target.nbytes, ready_s, opens=copy.opens)
-        copy.end_s = end_s
-        if not self._late:
-            _LIBC.memmove(target.data_ptr(), source.data_ptr(), target.nbytes)
-        sleep_until(end_s)
+        end_s = copy.booking.pass_next(target.nbytes) + self._pacing.delay_s()
         if self._late:
-            _LIBC.memmove(target.data_ptr(), source.data_ptr(), target.nbytes)
+            sleep_until(end_s)
+        _LIBC.memmove(target.data_ptr(), source.data_ptr(), target.nbytes)
+        return end_s
 
 
 class EmulatedDevice:
@@ -161,7 +195,7 @@ class EmulatedDevice:
         self._machine = machine.name
         self._pacing = Pacing(machine, disorder)
         self._late = late
-        self._streams: dict[str, EmulatedStream] = {}
+        self._streams: dict[tuple[str, bool], EmulatedStream] = {}
         self._lock = threading.Lock()
         self._lag_s = 0.0
 
@@ -178,15 +212,17 @@ class EmulatedDevice:
     def pinned(self, size_bytes: int) -> Arena:
         return Arena(size_bytes)
 
-    def stream(self, link: str) -> EmulatedStream:
+    def stream(self, link: str, *, ahead: bool = False) -> EmulatedStream:
         with self._lock:
-            if link not in self._streams:
+            if (link, ahead) not in self._streams:
                 if link not in self._pacing:
                     raise DeviceError(
                         f"the machine '{self._machine}' has no link '{link}'; plan for this machine"
                     )
-                self._streams[link] = EmulatedStream(link, self._pacing, late=self._late)
-            return self._streams[link]
+                self._streams[link, ahead] = EmulatedStream(
+                    link, self._pacing, late=self._late, ahead=ahead
+                )
+            return self._streams[link, ahead]
 
     def begin(self) -> None:
         self._lag_s = 0.0

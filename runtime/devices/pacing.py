@@ -1,8 +1,8 @@
 """When the copies of emulated links begin and end: bandwidths and latencies of a machine, kept on average.
 
-A copy's end is planned when it begins, from the end of the one before it and not from when a thread woke
-up: late wake-ups do not add up. Links that share a pipe share its bandwidth: a pipe admits a copy when the
-bytes of the one before would have passed at its own rate.
+A transfer is planned when it is asked for, from the end of the one before it and not from when a thread woke
+up: late wake-ups do not add up, and who is served first does not hang on them. Links that share a pipe share its
+bandwidth: a pipe admits a transfer when the bytes of the one before would have passed at its own rate.
 """
 
 from __future__ import annotations
@@ -12,7 +12,10 @@ import threading
 import time
 from dataclasses import dataclass
 
-from gascompile.ir import Machine
+from gascompile.ir import Link, Machine
+
+_OVERSLEPT_S = 120e-6
+"""How much longer than asked for a thread may sleep: the last of a wait is spent looking at the clock."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,29 +52,42 @@ class Pacing:
             # Most copies are quick, some are very late: that mixes orders more than even delays do.
             return self._disorder.longest_delay_s * self._random.random() ** 4
 
-    def end_s(self, link: str, size_bytes: int, ready_s: float, *, opens: bool) -> float:
-        """Plan a copy and return when it ends, on the clock of ``time.perf_counter``.
+    def begin_s(self, link: str, size_bytes: int, ready_s: float, *, ahead: bool = False) -> float:
+        """Plan a transfer and return when its first byte passes, on the clock of ``time.perf_counter``.
+
+        Transfers have links and pipes in the order in which they are planned.
 
         Args:
             link: what it goes over.
-            size_bytes: of the copy.
+            size_bytes: of the transfer.
             ready_s: when it could begin, were the link free.
-            opens: the latency of the link counts.
+            ahead: it goes beside what the link is at, and what comes later has the less of the link.
         """
         spec = self._links[link]
-        latency_s = spec.latency_s if opens else 0.0
+        if ahead:
+            return self._ahead_s(spec, size_bytes, ready_s)
         with self._lock:
             free_s = [self._pipe_free_s.get(pipe, 0.0) for pipe in spec.shared]
             start_s = max(ready_s, self._link_free_s.get(link, 0.0), *free_s)
-            end_s = start_s + latency_s + size_bytes / spec.bandwidth_bytes_per_s
-            self._link_free_s[link] = end_s
+            first_s = start_s + spec.latency_s
+            self._link_free_s[link] = first_s + size_bytes / spec.bandwidth_bytes_per_s
             for pipe in spec.shared:
                 if pipe in self._pipe_rates:
                     self._pipe_free_s[pipe] = start_s + size_bytes / self._pipe_rates[pipe]
-            return end_s
+            return first_s
+
+    def _ahead_s(self, spec: Link, size_bytes: int, ready_s: float) -> float:
+        with self._lock:
+            free_s = max(ready_s, self._link_free_s.get(spec.name, 0.0))
+            self._link_free_s[spec.name] = free_s + size_bytes / spec.bandwidth_bytes_per_s
+        return ready_s + spec.latency_s
+
+    def seconds(self, link: str, size_bytes: int) -> float:
+        """Return how long so many bytes take to pass."""
+        return size_bytes / self._links[link].bandwidth_bytes_per_s
 
 
 def sleep_until(end_s: float) -> None:
-    """Block until ``time.perf_counter`` says ``end_s``."""
+    """Block until ``time.perf_counter`` says ``end_s``, to a few microseconds."""
     while (left_s := end_s - time.perf_counter()) > 0:
-        time.sleep(left_s)
+        time.sleep(max(left_s - _OVERSLEPT_S, 0.0))

@@ -11,7 +11,15 @@ import torch
 
 from gascompile.errors import DeviceError
 from gascompile.runtime.early_memory import EarlyMemory
-from gascompile.runtime.protocols import CopyStream, Device, Event, HostMemory, Instant, Memory
+from gascompile.runtime.protocols import (
+    Booking,
+    CopyStream,
+    Device,
+    Event,
+    HostMemory,
+    Instant,
+    Memory,
+)
 from gascompile.runtime.races import COMPUTE, Clock, Races, host_thread
 
 
@@ -41,6 +49,11 @@ class WatchedStream:
         self._inner = inner
         self._races = races
 
+    def book(self, size_bytes: int, *, after: Event | None = None) -> Booking | None:
+        # What orders the copies is what they themselves wait for.
+        inner = after.inner if isinstance(after, WatchedEvent) else after
+        return self._inner.book(size_bytes, after=inner)
+
     def copy(
         self,
         target: torch.Tensor,
@@ -48,8 +61,7 @@ class WatchedStream:
         *,
         name: str,
         after: Event | None = None,
-        opens: bool = True,
-        since_s: float | None = None,
+        booking: Booking | None = None,
     ) -> Event:
         races, link = self._races, self._link
         if isinstance(after, WatchedEvent):
@@ -59,9 +71,7 @@ class WatchedStream:
         races.access(link, source, writes=False, name=name, what=what)
         races.access(link, target, writes=True, name=name, what=what)
         clock = races.mark(link)
-        inner = self._inner.copy(
-            target, source, name=name, after=after, opens=opens, since_s=since_s
-        )
+        inner = self._inner.copy(target, source, name=name, after=after, booking=booking)
         return WatchedEvent(inner, clock, races)
 
 
@@ -102,10 +112,12 @@ class WatchedDevice:
     def pinned(self, size_bytes: int) -> HostMemory:
         return self._inner.pinned(size_bytes)
 
-    def stream(self, link: str) -> WatchedStream:
-        if link not in self._streams:
-            self._streams[link] = WatchedStream(link, self._inner.stream(link), self._races)
-        return self._streams[link]
+    def stream(self, link: str, *, ahead: bool = False) -> WatchedStream:
+        name = f"{link} ahead" if ahead else link
+        if name not in self._streams:
+            inner = self._inner.stream(link, ahead=ahead)
+            self._streams[name] = WatchedStream(name, inner, self._races)
+        return self._streams[name]
 
     def begin(self) -> None:
         self._inner.begin()

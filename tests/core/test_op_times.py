@@ -13,8 +13,15 @@ from torch import nn
 from gascompile import op_times
 from gascompile.capture import capture
 from gascompile.cost_models import measure_ops
+from gascompile.emulated import emulated_machine, emulated_name
 from gascompile.ir import Machine, Workload
-from gascompile.machine import op_times_path, preset, remember_machine, this_machine_name
+from gascompile.machine import (
+    host_name,
+    op_times_path,
+    preset,
+    remember_machine,
+    this_machine_name,
+)
 from gascompile.passes.annotate import annotate
 from gascompile.passes.retime import retime
 from gascompile.program import Program
@@ -79,6 +86,18 @@ def test_another_machine_goes_by_its_rates(tmp_path: Path, measured: list[list[s
     program, workload = problem(machine)
     assert op_times.measured_times(program, workload, machine, tmp_path) == {}
     assert measured == []
+
+
+def test_the_emulated_accelerator_computes_on_this_processor(
+    tmp_path: Path, measured: list[list[str]]
+) -> None:
+    machine = emulated_machine(replace(THIS, name=host_name()))
+    program, workload = problem(machine)
+    times_s = op_times.measured_times(program, workload, machine, tmp_path)
+    assert set(times_s) == {op.name for op in workload.ops}
+    elsewhere = replace(machine, name=emulated_name("another host"))
+    assert op_times.measured_times(program, workload, elsewhere, tmp_path) == {}
+    assert len(measured) == 1
 
 
 def test_a_short_program_is_not_measured(

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from pathlib import Path
 
 import pytest
 import torch
 
+from gascompile.errors import StorageError
 from gascompile.ir import Extent, IoSettings, WeightSource
 from gascompile.runtime.engine import Engine
 from gascompile.runtime.files import SourceFiles
 from gascompile.runtime.landing import Landing, plan_landing
+from gascompile.runtime.protocols import read_at
 from gascompile.runtime.rows import rows_landing, tile_source
 from gascompile.tiles import Tile
 from gascompile.units import reserve_bytes
@@ -97,3 +100,45 @@ def _is_held(memory: bytearray) -> bool:
 
 def test_no_rows_are_no_reads(source: WeightSource) -> None:
     assert rows_landing(source, []).pieces == ()
+
+
+def test_rows_are_read_while_every_thread_is_at_something_else(
+    source: WeightSource, table: torch.Tensor
+) -> None:
+    """Without the help of who waits for them they would come after the chunks that threads are reading."""
+    begun, gate = threading.Event(), threading.Event()
+
+    def reader(descriptor: int, into: memoryview, offset: int) -> int:
+        if threading.current_thread() is not threading.main_thread():
+            begun.set()
+            gate.wait()
+        return read_at(descriptor, into, offset)
+
+    files = SourceFiles([extent.path for extent in source.extents])
+    engine = Engine(files, memoryview(bytearray(1)), IoSettings(num_threads=1), reader=reader)
+    bulk, rows = bytearray(WIDTH * 4), bytearray(2 * WIDTH * 4)
+    held = engine.submit(
+        rows_landing(source, [0]), 0, key=0, link="", memory=memoryview(bulk), on_done=lambda: None
+    )
+    assert begun.wait(10)
+    engine.submit(rows_landing(source, [3, 1]), 0, key=1, link="", memory=memoryview(rows)).wait()
+    assert bytes(rows) == table[[3, 1]].numpy().tobytes()
+    assert not held.done
+    gate.set()
+    held.wait()
+    engine.close()
+    files.close()
+
+
+def test_an_error_of_the_thread_that_helps_is_its_own(source: WeightSource) -> None:
+    def reader(descriptor: int, into: memoryview, offset: int) -> int:
+        raise OSError(5, "the drive is gone")
+
+    files = SourceFiles([extent.path for extent in source.extents])
+    engine = Engine(files, memoryview(bytearray(1)), IoSettings(num_threads=1), reader=reader)
+    rows = memoryview(bytearray(WIDTH * 4))
+    with pytest.raises(StorageError, match="the drive is gone"):
+        engine.submit(rows_landing(source, [3]), 0, key=0, link="", memory=rows).wait()
+    engine.drain()
+    engine.close()
+    files.close()

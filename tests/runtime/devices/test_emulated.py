@@ -17,7 +17,7 @@ from gascompile.runtime.devices.emulated import EmulatedDevice
 from gascompile.runtime.devices.pacing import Disorder
 from gascompile.runtime.devices.watched import WatchedDevice, WatchedEvent, WatchedStream
 from gascompile.runtime.executor import Executor
-from gascompile.runtime.protocols import CopyStream, Event
+from gascompile.runtime.protocols import Booking, CopyStream, Event
 from gascompile.runtime.races import COMPUTE, Races, host_thread
 from gascompile.runtime.session import Session
 from gascompile.units import KIB, reserve_bytes
@@ -131,7 +131,8 @@ class Forgetful(WatchedDevice):
         known = self.races.mark(COMPUTE)
         self.harmful = any(known.get(x, 0) < count for x, count in event.clock.items())
 
-    def stream(self, link: str) -> WatchedStream:
+    def stream(self, link: str, *, ahead: bool = False) -> WatchedStream:
+        assert not ahead, "no model here gathers rows"
         if link not in self._streams:
             self._streams[link] = ForgetfulStream(link, self._inner.stream(link), self._races, self)
         return self._streams[link]
@@ -180,13 +181,12 @@ class ForgetfulStream(WatchedStream):
         *,
         name: str,
         after: Event | None = None,
-        opens: bool = True,
-        since_s: float | None = None,
+        booking: Booking | None = None,
     ) -> Event:
         assert after is not None or name.endswith("bias"), "only residents come unconditionally"
         if after is not None and self._device.forgets(self._name, target):
             after = None
-        return super().copy(target, source, name=name, after=after, opens=opens, since_s=since_s)
+        return super().copy(target, source, name=name, after=after, booking=booking)
 
 
 def run_twice(toy: Toy, plan: Plan, device: Forgetful) -> None:
