@@ -6,6 +6,7 @@ import hashlib
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import tempfile
 from collections.abc import Sequence
@@ -17,6 +18,8 @@ from gascompile.errors import GASCompileError
 from gascompile.fusion_codegen import HEADER
 
 _TIMEOUT_S = 300.0
+_FIRST_TO_GO = ("sh", "-c", 'echo 1000 2>&- >/proc/self/oom_score_adj; exec "$0" "$@"')
+"""Runs a command that the kernel kills before any other where memory runs out: it would kill the largest, this one."""
 _CODE_VERSION = "3"
 """Raised where sources or calls change in meaning, so that older kernels are not taken for today's."""
 
@@ -123,10 +126,20 @@ def compile_library(
 def _run(command: list[str], folder: str) -> None:
     try:
         done = subprocess.run(
-            command, cwd=folder, capture_output=True, text=True, check=False, timeout=_TIMEOUT_S
+            [*_FIRST_TO_GO, *command],
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=_TIMEOUT_S,
         )
     except subprocess.TimeoutExpired as error:
         raise KernelBuildError(f"'{command[0]}' took more than {_TIMEOUT_S:.0f} s") from error
+    # g++ says so of the program it calls; of itself nobody but its parent can.
+    if done.returncode == -signal.SIGKILL or "Killed signal" in done.stderr:
+        raise KernelBuildError(
+            f"'{command[0]}' was killed, probably as memory ran out; it takes about 400 MB beside this process"
+        )
     if done.returncode:
         first = next((x for x in done.stderr.splitlines() if "error" in x), done.stderr[:200])
         raise KernelBuildError(f"'{command[0]}' failed: {first.strip()}")
