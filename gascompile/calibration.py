@@ -6,7 +6,6 @@ a single resource sees is in the numbers: calls from Python, waiting threads, re
 
 from __future__ import annotations
 
-import logging
 import os
 import shutil
 import statistics
@@ -21,9 +20,9 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from gascompile.busy import warned_if_busy
 from gascompile.compiled import CompiledModel
 from gascompile.cost_models import correct
-from gascompile.cost_models.host import OtherWork
 from gascompile.cost_models.measure import THOROUGH, Effort, Stage, measure_machine
 from gascompile.cost_models.measure_disk import Reader
 from gascompile.cost_models.replay import replay_plan
@@ -33,14 +32,10 @@ from gascompile.machine import made_folder, remember_machine
 from gascompile.passes.annotate import annotate
 from gascompile.pipeline import compile as compile_model
 
-_log = logging.getLogger(__name__)
-
 _NUM_STAGES = 7
 _NUM_GPU_STAGES = 2
 _PREFIX = ".gascompile-calibration-"
 _STALE_S = 3600.0
-_BUSY_PROCESSORS = 0.3
-"""So much work of others makes two waiting threads unreliable."""
 _RUNS_LIMIT_S = 2.0
 """For the repetitions of one run; on an idle machine they take half of it."""
 _STREAMED = "all_streamed"
@@ -105,19 +100,11 @@ def calibrate_machine(
         StorageError: ``cache_dir`` cannot be made or written to.
     """
     folder = made_folder(Path(cache_dir))
-    others = OtherWork()
-    others.begin()
-    machine = measure_machine(folder=folder, read=read, effort=effort, stage=stage)
-    with _scratch(folder) as scratch:
-        machine = corrected_by_runs(machine, scratch, trials or Trials(), stage)
-    machine = with_gpu(machine, folder, read, effort, stage)
-    if others.num_processors() > _BUSY_PROCESSORS:
-        _log.warning(
-            "other processes kept %.1f of %d processors busy during the calibration, so its numbers are too low: "
-            "calibrate again when the machine is idle",
-            others.num_processors(),
-            os.cpu_count(),
-        )
+    with warned_if_busy("this machine"):
+        machine = measure_machine(folder=folder, read=read, effort=effort, stage=stage)
+        with _scratch(folder) as scratch:
+            machine = corrected_by_runs(machine, scratch, trials or Trials(), stage)
+        machine = with_gpu(machine, folder, read, effort, stage)
     remember_machine(machine, folder)
     return machine
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from gascompile import serial
+from gascompile.busy import warned_if_busy
 from gascompile.cost_models.host import cpu_model, file_system_id, memory_limit
 from gascompile.cost_models.measure import SHORT, machine_name, measure_machine
 from gascompile.cost_models.measure_disk import Reader
@@ -86,7 +87,8 @@ def remembered_machine(cache_dir: str | os.PathLike[str]) -> Machine | None:
 
 def remember_machine(machine: Machine, cache_dir: Path) -> None:
     """Write this machine's numbers, in place of what was remembered; raises ``StorageError``."""
-    op_times_path(cache_dir).unlink(missing_ok=True)
+    for path in (op_times_path(cache_dir), step_times_path(cache_dir)):
+        path.unlink(missing_ok=True)
     serial.write_atomic(remembered_path(cache_dir), serial.dumps(machine))
 
 
@@ -97,7 +99,8 @@ def measure_briefly(*, cache_dir: str | os.PathLike[str], read: Reader) -> Machi
         StorageError: ``cache_dir`` cannot be made or written to.
     """
     folder = made_folder(Path(cache_dir))
-    machine = with_gpu(measure_machine(folder=folder, read=read), folder, read, SHORT)
+    with warned_if_busy("this machine"):
+        machine = with_gpu(measure_machine(folder=folder, read=read), folder, read, SHORT)
     remember_machine(machine, folder)
     return machine
 
@@ -140,6 +143,11 @@ def remembered_path(cache_dir: Path) -> Path:
 def op_times_path(cache_dir: Path) -> Path:
     """Return the file for what ops take on this machine; it goes with the machine's numbers."""
     return remembered_path(made_folder(cache_dir)).with_suffix(".ops.json")
+
+
+def step_times_path(cache_dir: Path) -> Path:
+    """Return the file for what the ops of training steps take; it goes with the machine's numbers, too."""
+    return remembered_path(made_folder(cache_dir)).with_suffix(".ops.steps.json")
 
 
 def _with_memory_limit(machine: Machine) -> Machine:

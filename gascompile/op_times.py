@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from gascompile import serial
+from gascompile.busy import warned_if_busy
 from gascompile.cost_models.measure_compute import op_overhead_s
 from gascompile.cost_models.measure_ops import measure_ops, signature
 from gascompile.emulated import emulated_name
@@ -53,7 +54,7 @@ def measured_times(
     known = _read(path)
     missing = [nodes[op] for op, name in names.items() if name is not None and name not in known]
     if missing:
-        with no_pages_taken():
+        with warned_if_busy("this model"), no_pages_taken():
             new = measure_ops(missing, program, limit_s=_LIMIT_S)
         known = {**known, **new}
         if new:

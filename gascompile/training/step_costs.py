@@ -21,10 +21,11 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from gascompile import serial
+from gascompile.busy import warned_if_busy
 from gascompile.cost_models.rehearse import made_up
 from gascompile.errors import NanLossError
 from gascompile.ir import Budget, Machine, Workload
-from gascompile.machine import op_times_path, this_machine_name
+from gascompile.machine import step_times_path, this_machine_name
 from gascompile.program import Program
 from gascompile.runtime.pages import Pages
 from gascompile.training.step_program import StepProgram
@@ -131,13 +132,14 @@ def step_costs(
     if machine.name != this_machine_name() or total_s < _WORTH_S:
         return {}
     kinds = {node: _kind(node) for node in program.op_nodes()}
-    path = op_times_path(cache_dir).with_suffix(".steps.json")
+    path = step_times_path(cache_dir)
     known = _read(path)
     missing = {kind for kind in kinds.values() if kind is not None} - set(known)
     if missing:
         rehearsal = _Rehearsal(kinds, missing, min(room_bytes // 3, _MOST_BYTES))
         context = pages.active(0) if pages else torch.no_grad()
-        with context, torch.no_grad(), torch.random.fork_rng(devices=()):
+        quiet = warned_if_busy("this step")
+        with quiet, context, torch.no_grad(), torch.random.fork_rng(devices=()):
             # A step finds its pages taken by the one before; so are these, before anything is timed.
             torch.empty(min(room_bytes // 3, _MOST_BYTES), dtype=torch.uint8).fill_(0)
             known = {**known, **rehearsal.run(pages)}
