@@ -21,7 +21,7 @@ from gascompile.capture import capture
 from gascompile.checkpoint import Checkpoint, open_checkpoint
 from gascompile.compiled import CompiledModel, Unit
 from gascompile.config import CompileConfig
-from gascompile.device_budget import placed_bytes, plan_with_host, without_sizes
+from gascompile.device_budget import plan_on_device, without_sizes
 from gascompile.errors import FormatError, PlanVerificationError
 from gascompile.fingerprint import module_fingerprint, versions
 from gascompile.form_calibration import calibrate
@@ -264,9 +264,8 @@ class Job:
                 for name in annotation.unknown_ops
             )
             warnings += source_warnings(self.machine)
-            inputs_bytes = placed_bytes(workload, self.machine)
 
-            def make(budget: Budget) -> Plan:
+            def make(taken_bytes: int, budget: Budget) -> Plan:
                 return make_plan(
                     workload,
                     self.machine,
@@ -276,11 +275,11 @@ class Job:
                     mip_gap=self.config.mip_gap,
                     strategy=self.config.strategy,
                     warnings=warnings,
-                    reserved_bytes=self.reserved_bytes + inputs_bytes,
+                    reserved_bytes=self.reserved_bytes + taken_bytes,
                     pinned=self.pinned,
                 )
 
-            return plan_with_host(make, workload, self.machine, self.budget)
+            return plan_on_device(make, workload, self.machine, self.budget)
 
     def retimed(self, program: Program, workload: Workload) -> Workload:
         """Return the workload with the seconds that this machine was measured to take for its ops."""

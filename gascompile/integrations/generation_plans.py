@@ -17,7 +17,7 @@ import torch
 
 from gascompile import serial
 from gascompile.compiled import Unit
-from gascompile.device_budget import placed_bytes
+from gascompile.device_budget import graphs_room_bytes, placed_bytes
 from gascompile.errors import FormatError, InfeasiblePlanError, StorageError
 from gascompile.ir import TensorKind, Workload
 from gascompile.passes.annotate import annotate
@@ -153,10 +153,12 @@ def _split(decode: _Stage, prefill: _Stage) -> Split:
         for live, workload in zip(lives, workloads, strict=True)
     ]
     needed_bytes = union_bytes + max(own_bytes)
+    # Decoding finds what prefill keeps in its arena: it, too, leaves the room that decoding's graphs take.
+    room_bytes = graphs_room_bytes(workloads[0], decode.machine, decode.budget)
     return Split(
         prefill_tokens=prefill.tokens,
         decode_reserved_bytes=needed_bytes - lives[0].state_bytes - own_bytes[0],
-        prefill_reserved_bytes=needed_bytes - lives[1].state_bytes - own_bytes[1],
+        prefill_reserved_bytes=needed_bytes - lives[1].state_bytes - own_bytes[1] + room_bytes,
     )
 
 

@@ -20,7 +20,9 @@ from torch.utils import _pytree as pytree
 from gascompile.calls import bind_call, normalize_call, positional_names
 from gascompile.compiled import Unit
 from gascompile.config import CompileConfig
+from gascompile.device_budget import graphs_bytes, placed_bytes
 from gascompile.integrations.huggingface import register_pytrees
+from gascompile.machine_files import preset
 from gascompile.pipeline import make_job
 from gascompile.runtime.devices.cuda import CudaDevice
 from gascompile.runtime.executor import Executor
@@ -109,6 +111,20 @@ def test_the_budget_holds_or_graphs_are_given_up(name: str, cache: Path) -> None
         assert max(found) <= budget_bytes
         assert used or share < 3.0
         assert not used or share >= 1.0
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "convnet", "tied", "t5", "mamba2"])
+def test_the_room_that_plans_leave_is_enough(name: str, cache: Path) -> None:
+    register_pytrees()
+    model, inputs = zoo.make(name)
+    unit = in_smallest_budget(model, inputs, cache)
+    leaves = pytree.tree_leaves(bind_call(positional_names(model), (), inputs))
+    plan = unit.bundle.plan
+    room_bytes = graphs_bytes(plan.workload, preset("h200-gen5"))
+    budget_bytes = plan.peak_bytes["gpu"] + placed_bytes(plan.workload, plan.machine) + room_bytes
+    found, used = peaks(with_budget(unit, budget_bytes), leaves, graphs=True)
+    assert used
+    assert max(found) <= budget_bytes
 
 
 @pytest.mark.parametrize("is_small", [True, False], ids=["streamed", "resident"])
