@@ -21,7 +21,7 @@ from gascompile.wire_ops import decoded
 _SHRINK = (1.0, 0.9, 0.8)
 """Shares of a group's range that are tried: cutting the farthest values off may make the others finer."""
 _SHRINK_SIGNED = (1.0, 0.96)
-"""Scales are codes of four bits: a little less than needed is the next lower code, and others are hardly ever better."""
+"""Scales are codes of four bits: a little less than needed is the next lower code, and others are hardly better."""
 _FIT_TURNS = 2
 _LEAST_SCALE = 1e-7
 """Above float16's smallest subnormal: groups of one value keep a scale that can be divided by."""

@@ -12,37 +12,18 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from gascompile.errors import StorageError
 from gascompile.ir import Extent, IoSettings, WeightSource
 from gascompile.runtime.files import SourceFile, SourceFiles
-from gascompile.runtime.landing import Landing, Piece, plan_landing
+from gascompile.runtime.landing import InPlace, Landing, Piece, plan_landing
 from gascompile.runtime.protocols import Delivery, Event, Reader, Receive, read_at
 from gascompile.units import PAGE_BYTES, align_up
 
 DIRECT = "O_DIRECT"
 PAGE_CACHE = "page cache"
-
-
-class InPlace:
-    """A ``Delivery`` straight into memory: there is nothing left to do once a chunk is read."""
-
-    __slots__ = ("_address", "_memory")
-
-    def __init__(self, memory: memoryview, address: int) -> None:
-        self._memory = memory
-        self._address = address
-
-    @contextmanager
-    def room(self, piece: Piece) -> Iterator[memoryview]:
-        start = self._address + piece.position
-        yield self._memory[start : start + piece.size_bytes]
-
-    def end(self) -> None:
-        return None
 
 
 class _Request:
@@ -202,6 +183,7 @@ class Engine:
                 f"the read of '{request.landing.name}' was cancelled: its run or its session has ended"
             )
             if not request.open_pieces:
+                request.delivery.give_up()
                 request.ended.set()
         self._heap.clear()
 
@@ -222,12 +204,22 @@ class Engine:
 
         An interrupt may end it anywhere. So these reads are not in flight: nobody has to wait for them.
         """
-        while (piece := self._next_piece(request)) is not None:
-            self._serve_piece(request, piece)
-        with self._lock:
-            # No thread comes by for it, and it holds memory of the caller's.
-            self._heap = [entry for entry in self._heap if entry[2] is not request]
-            heapq.heapify(self._heap)
+        try:
+            while (piece := self._next_piece(request)) is not None:
+                try:
+                    taken = self._read_piece(piece, request)
+                except BaseException:
+                    # What was raised leads to the caller's frames and their tensors: the request must not keep it.
+                    name = request.landing.name
+                    self._finish(request, (), StorageError(f"the read of '{name}' has failed"))
+                    request.ended.wait()
+                    raise
+                self._finish(request, taken, None)
+        finally:
+            with self._lock:
+                # No thread comes by for it, and it holds memory of the caller's.
+                self._heap = [entry for entry in self._heap if entry[2] is not request]
+                heapq.heapify(self._heap)
 
     def _next_piece(self, request: _Request) -> Piece | None:
         with self._lock:
@@ -277,6 +269,8 @@ class Engine:
             if request.error is None:
                 request.event = request.delivery.end()
                 request.error = _raised_by(request.on_done)
+            else:
+                request.delivery.give_up()
             request.ended.set()
 
     def _read_piece(self, piece: Piece, request: _Request) -> tuple[str, ...]:

@@ -67,7 +67,12 @@ class RowReader:
             booking = None
             if stream is not None:
                 booking = stream.book(size_bytes, after=after)
-            wait(session.engine.submit(landing, place, key=key, link=link, memory=memory))
+            try:
+                wait(session.engine.submit(landing, place, key=key, link=link, memory=memory))
+            except BaseException:
+                if booking is not None:
+                    booking.cancel()
+                raise
             if self._buffer is not None and stream is not None:
                 event = stream.copy(
                     target[position : position + size_bytes],

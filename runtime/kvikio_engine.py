@@ -22,9 +22,8 @@ import torch
 from gascompile.errors import StorageError
 from gascompile.ir import IoSettings
 from gascompile.runtime.devices.watched import WatchedEvent
-from gascompile.runtime.engine import InPlace
 from gascompile.runtime.kvikio_path import POSIX, PathTaken, buffer_of, import_kvikio, path_taken
-from gascompile.runtime.landing import Landing, Piece
+from gascompile.runtime.landing import InPlace, Landing, Piece
 from gascompile.runtime.probe import GpuFacts, look
 from gascompile.runtime.races import Races, host_thread
 

@@ -10,6 +10,7 @@ that continues another one at a different offset, the odd bytes where two extent
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -42,6 +43,27 @@ class Landing:
     shift_bytes: int
     size_bytes: int
     pieces: tuple[Piece, ...]
+
+
+class InPlace:
+    """A ``Delivery`` straight into memory: there is nothing left to do once a chunk is read."""
+
+    __slots__ = ("_address", "_memory")
+
+    def __init__(self, memory: memoryview, address: int) -> None:
+        self._memory = memory
+        self._address = address
+
+    @contextmanager
+    def room(self, piece: Piece) -> Iterator[memoryview]:
+        start = self._address + piece.position
+        yield self._memory[start : start + piece.size_bytes]
+
+    def end(self) -> None:
+        return None
+
+    def give_up(self) -> None:
+        return None
 
 
 def plan_landing(

@@ -44,6 +44,10 @@ class Event(Protocol):
 class Booking(Protocol):
     """The place of a transfer in the time table of its link, taken when it was asked for."""
 
+    def cancel(self) -> None:
+        """Leave what no copy was given for to others: no more copies come."""
+        ...
+
 
 class CopyStream(Protocol):
     """One direction of one link: copies are done one after the other, beside compute."""
@@ -318,6 +322,10 @@ class Delivery(Protocol):
 
     def end(self) -> Event | None:
         """All chunks were delivered: return what compute has to hold on."""
+        ...
+
+    def give_up(self) -> None:
+        """No more chunks come, though some are missing."""
         ...
 
 

@@ -102,6 +102,10 @@ class Staged:
         """Return the event of the copy that was queued last, which is the last to end."""
         return self._last
 
+    def give_up(self) -> None:
+        if self._booking is not None:
+            self._booking.cancel()
+
     def _copy(self, piece: Piece, source: torch.Tensor) -> Event | None:
         """Queue the copy of what a chunk holds of the tensor: pages around it are left out."""
         landing = self._landing

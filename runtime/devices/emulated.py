@@ -54,6 +54,8 @@ class EmulatedBooking:
         self._ahead = ahead
         self._pacing = pacing
         self._size_bytes = size_bytes
+        self._given_bytes = 0
+        self._first_s = 0.0
         self._passed_s: float | None = None
         if after is None or after.reached:
             self.enter(time.perf_counter() - (after.lag_s if isinstance(after, _Done) else 0.0))
@@ -64,9 +66,22 @@ class EmulatedBooking:
 
     def enter(self, ready_s: float) -> None:
         """Plan the transfer, which could begin at ``ready_s``."""
-        self._passed_s = self._pacing.begin_s(
+        self._first_s = self._passed_s = self._pacing.begin_s(
             self._link, self._size_bytes, ready_s, ahead=self._ahead
         )
+
+    def give(self, size_bytes: int) -> None:
+        """Note that a copy of so many bytes was queued."""
+        self._given_bytes += size_bytes
+
+    def cancel(self) -> None:
+        if self.is_entered:
+            given_s = self._first_s + self._pacing.seconds(self._link, self._given_bytes)
+            end_s = self._first_s + self._pacing.seconds(self._link, self._size_bytes)
+            unused_s = end_s - max(given_s, time.perf_counter())
+            if unused_s > 0:
+                self._pacing.give_back(self._link, unused_s, ahead=self._ahead)
+        self._size_bytes = self._given_bytes
 
     def pass_next(self, size_bytes: int) -> float:
         """Return when the next ``size_bytes`` have passed; for the thread of the link."""
@@ -136,6 +151,7 @@ class EmulatedStream:
         with self._lock:
             booked = booking or self.book(target.nbytes, after=after)
             assert isinstance(booked, EmulatedBooking), "a booking of this device"
+            booked.give(target.nbytes)
             copy = _Copy(target, source, after, booked)
             self._last = copy
             self._queue.put(copy)

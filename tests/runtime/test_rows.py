@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
+import weakref
 from pathlib import Path
 
 import pytest
@@ -142,3 +144,35 @@ def test_an_error_of_the_thread_that_helps_is_its_own(source: WeightSource) -> N
     engine.drain()
     engine.close()
     files.close()
+
+
+@pytest.mark.parametrize("raised", [OSError, KeyboardInterrupt])
+def test_a_failed_read_keeps_nothing_of_its_callers(
+    source: WeightSource, raised: type[BaseException]
+) -> None:
+    """Activations of a run that has failed would stay in memory beside those of the next."""
+
+    def reader(descriptor: int, into: memoryview, offset: int) -> int:
+        raise raised(5, "the drive is gone")
+
+    held: list[weakref.ref[torch.Tensor]] = []
+
+    def run() -> None:
+        activation = torch.zeros(8)
+        held.append(weakref.ref(activation))
+        rows = memoryview(bytearray(WIDTH * 4))
+        engine.submit(rows_landing(source, [3]), 0, key=0, link="", memory=rows).wait()
+
+    files = SourceFiles([extent.path for extent in source.extents])
+    engine = Engine(files, memoryview(bytearray(1)), IoSettings(num_threads=1), reader=reader)
+    gc.disable()
+    try:
+        # One row in one extent: the thread that waits reads it.
+        with pytest.raises((StorageError, KeyboardInterrupt), match="the drive is gone") as caught:
+            run()
+        del caught
+        assert held[0]() is None
+    finally:
+        gc.enable()
+        engine.close()
+        files.close()

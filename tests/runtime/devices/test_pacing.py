@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from pathlib import Path
 
 import pytest
 
+from gascompile.errors import StorageError
+from gascompile.ir import Extent, IoSettings, WeightSource
 from gascompile.runtime.devices import emulated
 from gascompile.runtime.devices.emulated import EmulatedDevice
 from gascompile.runtime.devices.pacing import Pacing
+from gascompile.runtime.engine import Engine
+from gascompile.runtime.files import SourceFiles
+from gascompile.runtime.landing import plan_landing
+from gascompile.runtime.staging import Staging
+from gascompile.units import PAGE_BYTES
 from tests.runtime.devices.machines import accelerator
 
 MACHINE = accelerator(up=200.0, down=100.0, nvme=100.0, latency_s=1.0)
@@ -72,4 +81,70 @@ def test_an_event_is_reached_at_its_time_and_no_earlier() -> None:
     copy.wait()
     assert time.perf_counter() >= copy.end_s
     assert [*reached, copy.reached] == [False, True]
+    device.close()
+
+
+def test_a_cancelled_booking_leaves_its_time_to_others() -> None:
+    device = EmulatedDevice(accelerator(up=200.0, nvme=100.0, latency_s=0.0))
+    arena, host = device.arena(64), device.pinned(64)
+    stream = device.stream("nvme->gpu")
+    start_s = time.perf_counter()
+    booking = stream.book(4000)
+    stream.copy(arena.bytes(0, 10), host.bytes(0, 10), name="w", booking=booking)
+    booking.cancel()
+    booking.cancel()
+    given_s = time.perf_counter() - start_s
+    ends: list[float] = []
+    copies = [
+        device.stream(link).copy(arena.bytes(16, 26), host.bytes(16, 26), name="v")
+        for link in ("nvme->gpu", "cpu->gpu")
+    ]
+    for copy in copies:
+        copy.wait()
+        assert isinstance(copy, emulated._Copy)
+        ends.append(copy.end_s - start_s)
+    device.close()
+    # Bytes 0 to 10 take the link 0.1 s, the next ten until 0.2; its pipe admits the third at 0.15.
+    assert ends == [pytest.approx(0.2, abs=given_s + 1e-6)] * 2
+
+
+def test_a_read_that_fails_or_is_cancelled_keeps_no_place_on_its_link(tmp_path: Path) -> None:
+    path = tmp_path / "w"
+    path.write_bytes(bytes(PAGE_BYTES))
+    machine = accelerator(nvme=1.0, latency_s=0.0)
+    device = EmulatedDevice(machine)
+    arena, files = device.arena(2 * PAGE_BYTES), SourceFiles([str(path)])
+    staging = Staging(device, arena, machine.io)
+    begun, gate = threading.Event(), threading.Event()
+
+    def reader(descriptor: int, into: memoryview, offset: int) -> int:
+        begun.set()
+        gate.wait()
+        raise OSError(5, "the drive is gone")
+
+    engine = Engine(files, staging.delivery, IoSettings(num_threads=1), reader=reader)
+    source = WeightSource(
+        name="w",
+        dtype="uint8",
+        shape=(PAGE_BYTES,),
+        extents=(Extent(path=str(path), offset=0, size_bytes=PAGE_BYTES),),
+    )
+    landing = plan_landing(source, chunk_bytes=PAGE_BYTES, is_direct=files.is_direct)
+    tickets = [engine.submit(landing, 0, key=i, link="nvme->gpu") for i in range(2)]
+    assert begun.wait(10)
+    drain = threading.Thread(target=engine.drain)
+    drain.start()
+    with pytest.raises(StorageError, match="cancelled"):
+        tickets[1].wait()
+    gate.set()
+    drain.join()
+    assert tickets[0].failed
+    engine.close()
+    files.close()
+    # The two would have taken over two hours.
+    start_s = time.perf_counter()
+    copy = device.stream("nvme->gpu").copy(arena.bytes(0, 0), arena.bytes(0, 0), name="v")
+    copy.wait()
+    assert isinstance(copy, emulated._Copy)
+    assert copy.end_s - start_s < 60
     device.close()
