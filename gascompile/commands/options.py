@@ -68,6 +68,15 @@ MachineName = Annotated[
         help="A preset or a machine file; by default this machine.",
     ),
 ]
+OtherMachineName = Annotated[
+    str | None,
+    typer.Option(
+        "--machine",
+        "-m",
+        metavar="NAME|FILE",
+        help="A preset or a machine file for the links; ops keep the plan's times. By default the plan's machine.",
+    ),
+]
 CacheDir = Annotated[
     Path | None,
     typer.Option(
@@ -142,6 +151,18 @@ def format_of(path: Path) -> str:
     except (FormatError, StorageError):
         return ""
     return str(data.get("format", "")) if isinstance(data, dict) else ""
+
+
+def require_plan_or_bundle(path: Path) -> None:
+    """Refuse a folder that is no bundle, such as the model's own.
+
+    Raises:
+        FormatError: ``path`` is such a folder.
+    """
+    if path.is_dir() and not is_bundle(path):
+        raise FormatError(
+            f"{path} holds no manifest.json, so it is no bundle; name a plan file or a bundle"
+        )
 
 
 def is_bundle(path: Path) -> bool:

@@ -77,6 +77,11 @@ def note(text: str, *, style: str = "") -> Text:
     return Text(text, style=style)
 
 
+def counted(number: int, noun: str) -> str:
+    """Return ``1 weight`` or ``2 weights``."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def warnings_block(warnings: Iterable[str]) -> list[Text]:
     """Return one line per warning."""
     return [note(f"warning: {text}", style="yellow") for text in warnings]

@@ -142,6 +142,7 @@ def make_plan_of(
 
 def read_plan(path: Path) -> Plan:
     """Read the plan of a plan file or of a bundle; it is not verified yet."""
+    opt.require_plan_or_bundle(path)
     if opt.is_bundle(path):
         from gascompile.bundle import read_bundle
 

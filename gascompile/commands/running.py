@@ -12,17 +12,17 @@ from rich.console import RenderableType
 
 from gascompile import serial
 from gascompile.commands import options as opt
-from gascompile.commands.output import emit, fields, note, reserved_stdout, warnings_block
+from gascompile.commands.output import counted, emit, fields, note, reserved_stdout, warnings_block
 from gascompile.commands.summary import sizes
 from gascompile.config import WEIGHT_FORMS
 from gascompile.errors import CheckpointError
+from gascompile.ir import Plan
 from gascompile.units import format_size, format_time
 
 if TYPE_CHECKING:  # torch comes with these, which help and wrong usage need not wait for
     from gascompile.commands.eager import Difference
     from gascompile.compiled import CompiledModel
     from gascompile.form_report import FormatReport, MeasuredError
-    from gascompile.ir import Plan
     from gascompile.reports import RunReport
 
 RunSource = Annotated[
@@ -67,6 +67,10 @@ MeasureError = Annotated[
 AnyMachine = Annotated[
     bool, typer.Option("--any-machine", help="Run a bundle that was made on another machine.")
 ]
+
+
+UNLIKELY_SPEED = 1.5
+"""Where measured and predicted seconds differ by this factor, people are told what may be behind it."""
 
 
 @dataclass(slots=True)
@@ -136,7 +140,12 @@ def run(
 
 
 def _require_form(source: str, weights: str | None, *, any_machine: bool) -> None:
-    """Refuse what is for bundles alone."""
+    """Refuse what is for bundles alone, and plans, which hold neither a program nor weights."""
+    if opt.format_of(Path(source)) == Plan.FORMAT:
+        raise typer.BadParameter(
+            f"{source} is a plan, which holds neither the model nor its weights; name the source it was made from, or "
+            "a bundle of 'gascompile run SOURCE --save DIR'"
+        )
     if any_machine:
         raise typer.BadParameter(f"{source} is no bundle; --any-machine is for bundles")
     if weights is not None and weights not in WEIGHT_FORMS:
@@ -246,6 +255,8 @@ def _report(
     }
     rows = [*_rows(plan, report, job.seconds), *_form_rows(job.formats, job.error)]
     parts: list[RenderableType] = [fields(f"Run of {plan.workload.name}", rows)]
+    if said := advice(plan, report, job.seconds):
+        parts.append(note(said))
     if difference is not None:
         parts.append(note(difference.sentence()))
     if save is not None:
@@ -255,11 +266,23 @@ def _report(
         raise typer.Exit(1)
 
 
+def advice(plan: Plan, report: RunReport, seconds: list[float]) -> str:
+    """Return why a run and its prediction are far apart, where that is known."""
+    if report.seconds < plan.certificate.limit_s / UNLIKELY_SPEED:
+        return (
+            "The run was faster than its limit, so the machine's numbers are too low, as when it was measured while it "
+            "was busy. Measure it again: gascompile calibrate"
+        )
+    if len(seconds) == 1 and report.seconds > UNLIKELY_SPEED * plan.certificate.predicted_s:
+        return "A first run also loads the resident weights: --repeat 3 shows a warm one."
+    return ""
+
+
 def _form_rows(formats: FormatReport, error: MeasuredError | None) -> list[tuple[str, str]]:
     rows = [("weights", sizes(formats.size_bytes))]
     if formats.relative_error:
         num_rounded = sum(weight.relative_error > 0 for weight in formats.weights)
-        text = f"at most {formats.relative_error:.2%} of a weight's norm, {num_rounded} weights"
+        text = f"at most {formats.relative_error:.2%} of a weight's norm, {counted(num_rounded, 'weight')}"
         rows.append(("rounded", text))
     if error is not None:
         rows.append(("outputs off by", f"{error.relative_error:.2%} of their norm"))
@@ -277,7 +300,7 @@ def _rows(plan: Plan, report: RunReport, seconds: list[float]) -> list[tuple[str
             "share of limit",
             f"{report.share_of_limit:.1%} of {format_time(plan.certificate.limit_s)}",
         ),
-        ("stalled", f"{format_time(report.stall_s)} in {len(report.stalls)} waits"),
+        ("stalled", f"{format_time(report.stall_s)} in {counted(len(report.stalls), 'wait')}"),
         ("moved", sizes(report.link_bytes)),
         (
             "peak",

@@ -10,7 +10,7 @@ from rich.console import RenderableType
 
 from gascompile import serial
 from gascompile.commands import options as opt
-from gascompile.commands.output import emit, fields, grid, note, reserved_stdout
+from gascompile.commands.output import counted, emit, fields, grid, note, reserved_stdout
 from gascompile.commands.plans import PlanArgument, read_plan
 from gascompile.commands.summary import sizes
 from gascompile.ir import Machine, Plan
@@ -36,7 +36,7 @@ PictureFile = Annotated[
 
 def simulate(
     plan_path: PlanArgument,
-    machine: opt.MachineName = None,
+    machine: opt.OtherMachineName = None,
     output: opt.Output = None,
     trace: TraceFile = None,
     picture: PictureFile = None,
@@ -60,7 +60,16 @@ def simulate(
         "machine": target.name,
         "timeline": serial.to_json(found),
     }
+    if target != made.machine:
+        written.append(_kept_times(made.machine, target))
     emit(json, data, *_parts(made, found), *(note(line) for line in written))
+
+
+def _kept_times(planned: Machine, target: Machine) -> str:
+    return (
+        f"Ops take what they take on {planned.name}; the links are those of {target.name}. For its ops, too, make a "
+        "plan for it: gascompile plan SOURCE --machine"
+    )
 
 
 def trace_of(made: Plan, target: Machine) -> Trace:
@@ -104,7 +113,10 @@ def _parts(made: Plan, found: Trace) -> list[RenderableType]:
         ("machine", found.machine),
         ("one iteration", format_time(found.seconds)),
         ("first iteration", format_time(found.first_iteration_s)),
-        ("stalled", f"{format_time(stalled_s)} in {len(found.stalls)} waits{_causes(found)}"),
+        (
+            "stalled",
+            f"{format_time(stalled_s)} in {counted(len(found.stalls), 'wait')}{_causes(found)}",
+        ),
         ("peak", sizes({tier: curve.peak_bytes for tier, curve in found.memory.items()})),
         ("planned peak", sizes(found.peak_bytes)),
     ]

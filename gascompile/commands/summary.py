@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.console import RenderableType
 
-from gascompile.commands.output import fields, grid
+from gascompile.commands.output import counted, fields, grid
 from gascompile.ir import Certificate, OpSpec, Plan, TensorKind, TensorPlan, Workload
 from gascompile.units import format_size, format_time
 
@@ -55,7 +55,7 @@ def _form_rows(plan: Plan) -> list[tuple[str, str]]:
 
 
 def _count(weights: Sequence[TensorPlan]) -> str:
-    return f"{len(weights)} weights, {format_size(sum(w.size_bytes for w in weights))}"
+    return f"{counted(len(weights), 'weight')}, {format_size(sum(w.size_bytes for w in weights))}"
 
 
 def _certificate_rows(certificate: Certificate) -> list[tuple[str, str]]:

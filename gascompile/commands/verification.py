@@ -10,9 +10,9 @@ from typing import Annotated
 import typer
 
 from gascompile.commands import options as opt
-from gascompile.commands.output import emit, note
+from gascompile.commands.output import counted, emit, note
 from gascompile.commands.plans import PlanArgument
-from gascompile.errors import FormatError, StorageError
+from gascompile.errors import StorageError
 from gascompile.ir import FileStamp, Plan
 from gascompile.units import format_size
 
@@ -30,10 +30,7 @@ def verify(plan_path: PlanArgument, weights: Rehash = False, json: opt.JsonFlag 
     from gascompile.passes.verify import verify as check
 
     stamps: tuple[FileStamp, ...] = ()
-    if plan_path.is_dir() and not opt.is_bundle(plan_path):
-        raise FormatError(
-            f"{plan_path} holds no manifest.json, so it is no bundle; name a plan file or a bundle"
-        )
+    opt.require_plan_or_bundle(plan_path)
     if opt.is_bundle(plan_path):
         from gascompile.bundle import read_bundle
 
@@ -56,7 +53,11 @@ def verify(plan_path: PlanArgument, weights: Rehash = False, json: opt.JsonFlag 
         "weight_files": [stamp.path for stamp in stamps],
         "weights_rehashed": weights,
     }
-    files = f"; {len(stamps)} weight files of {format_size(size_bytes)} unchanged" if stamps else ""
+    files = (
+        f"; {counted(len(stamps), 'weight file')} of {format_size(size_bytes)} unchanged"
+        if stamps
+        else ""
+    )
     emit(
         json, data, note(f"ok: {plan_path} keeps its budgets in all {len(plan.steps)} steps{files}")
     )

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ import torch
 from safetensors.torch import save_file
 
 from gascompile import __version__, serial
+from gascompile.commands.running import advice
 from gascompile.ir import Plan
+from gascompile.reports import RunReport
 from tests.core.command_line import failure as _failure
 from tests.core.command_line import json_of as _data
 from tests.core.command_line import ok as _ok
@@ -300,6 +303,33 @@ def test_run_a_bundle(bundle: Path, tmp_path: Path) -> None:
     assert _failure("run", str(bundle), "--check")[0] == 2
     assert _failure("run", str(bundle), "--weights", str(tmp_path))[0] == 1
     assert _failure("run", str(bundle), "--inputs", str(tmp_path / "absent.safetensors"))[0] == 1
+
+
+def test_run_refuses_a_plan(plan_file: Path) -> None:
+    code, message = _failure("run", str(plan_file))
+    assert (code, "is a plan" in message) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [([0.1], "gascompile calibrate"), ([0.9], ""), ([4.0], "--repeat 3"), ([9.0, 4.0], "")],
+)
+def test_a_run_far_from_its_prediction_says_why(
+    plan_file: Path, seconds: list[float], words: str
+) -> None:
+    made = Plan.load(plan_file)
+    certificate = replace(made.certificate, predicted_s=1.0, lower_bound_s=0.9, limit_s=0.8)
+    report = RunReport(
+        seconds=seconds[-1],
+        peak_bytes={},
+        link_bytes={},
+        stall_s=0.0,
+        share_of_limit=1.0,
+        paths={},
+    )
+    said = advice(replace(made, certificate=certificate), report, seconds)
+    assert words in said
+    assert bool(said) == bool(words)
 
 
 def test_run_needs_inputs(toy: str) -> None:

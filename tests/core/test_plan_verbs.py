@@ -63,6 +63,11 @@ def test_simulate(plan_file: Path, tmp_path: Path) -> None:
     assert "nvme" in (tmp_path / "plan.svg").read_text()
     assert failure("simulate", str(plan_file), "--picture", str(tmp_path / "plan.bmp"))[0] == 2
     assert json_of("simulate", str(plan_file), "-m", "rtx4090-gen4")["machine"] == "rtx4090-gen4"
+    kept = "the links are those of rtx4090-gen4"
+    assert kept in " ".join(ok("simulate", str(plan_file), "-m", "rtx4090-gen4").split())
+    assert kept not in " ".join(shown.split())
+    code, message = failure("simulate", str(tmp_path))
+    assert (code, "no bundle" in message) == (1, True)
     bare = tmp_path / "bare.json"
     serial.write_atomic(bare, serial.dumps(replace(made.machine, links=())))
     code, message = failure("simulate", str(plan_file), "-m", str(bare))
