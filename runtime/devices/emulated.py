@@ -80,7 +80,7 @@ class EmulatedBooking:
             end_s = self._first_s + self._pacing.seconds(self._link, self._size_bytes)
             unused_s = end_s - max(given_s, time.perf_counter())
             if unused_s > 0:
-                self._pacing.give_back(self._link, unused_s, ahead=self._ahead)
+                self._pacing.give_back(self._link, unused_s)
         self._size_bytes = self._given_bytes
 
     def pass_next(self, size_bytes: int) -> float:

@@ -82,15 +82,19 @@ class Pacing:
             self._link_free_s[spec.name] = free_s + size_bytes / spec.bandwidth_bytes_per_s
         return ready_s + spec.latency_s
 
-    def give_back(self, link: str, time_s: float, *, ahead: bool = False) -> None:
-        """Note that so many planned seconds of a link, and of its pipes, are not used."""
-        spec = self._links[link]
+    def give_back(self, link: str, time_s: float) -> None:
+        """Note that so many planned seconds of a link are not used."""
         with self._lock:
             self._link_free_s[link] -= time_s
-            for pipe in () if ahead else spec.shared:
-                if pipe in self._pipe_rates:
-                    share = spec.bandwidth_bytes_per_s / self._pipe_rates[pipe]
-                    self._pipe_free_s[pipe] -= time_s * share
+            for pipe in self._links[link].shared:
+                # No pipe is busy for longer than all of its links.
+                ends_s = (
+                    end_s
+                    for name, end_s in self._link_free_s.items()
+                    if pipe in self._links[name].shared
+                )
+                if pipe in self._pipe_free_s:
+                    self._pipe_free_s[pipe] = min(self._pipe_free_s[pipe], max(ends_s))
 
     def seconds(self, link: str, size_bytes: int) -> float:
         """Return how long so many bytes take to pass."""
