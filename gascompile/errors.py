@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gascompile.units import format_size
+from gascompile.units import format_enough, format_size
 
 
 class GASCompileError(Exception):
@@ -66,7 +66,8 @@ class InfeasiblePlanError(GASCompileError):
         super().__init__(
             f"the budget of {format_size(limit_bytes)} ({limit_bytes} bytes) for tier '{tier}' is too small: op '{op}' "
             f"needs {format_size(required_bytes)}{_in_words(demands)}. The smallest feasible budget is "
-            f"{required_bytes} bytes; pass budget={required_bytes} or more, or smaller example inputs."
+            f"{required_bytes} bytes: give '{tier}' {format_enough(required_bytes)} or more, or pass smaller example "
+            "inputs."
         )
 
     def __reduce__(self) -> tuple[object, ...]:

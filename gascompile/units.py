@@ -77,6 +77,15 @@ def format_size(size_bytes: float) -> str:
     return f"{size_bytes:.0f} B"
 
 
+def format_enough(size_bytes: int) -> str:
+    """Return a size as a budget is given that is at least this one: ``format_enough(10752384) == '10.26MiB'``."""
+    for unit, scale in (("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
+        if size_bytes >= scale:
+            hundredths = -(-size_bytes * 100 // scale)
+            return f"{hundredths // 100}.{hundredths % 100:02}{unit}"
+    return str(size_bytes)
+
+
 def format_time(time_s: float) -> str:
     """Return a duration for people: seconds, milliseconds or microseconds."""
     for unit, scale in (("s", 1.0), ("ms", 1e-3)):

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from gascompile.units import (
     PAGE_BYTES,
     align_up,
+    format_enough,
     format_size,
     format_time,
     parse_size,
@@ -80,3 +81,9 @@ def test_a_reservation_holds_a_direct_read_at_any_offset(size_bytes: int, offset
 
 def test_nothing_reserves_nothing() -> None:
     assert reserve_bytes(0) == 0
+
+
+@given(size_bytes=st.integers(0, 1 << 50))
+def test_what_is_enough_is_a_budget_of_at_least_the_size(size_bytes: int) -> None:
+    enough_bytes = parse_size(format_enough(size_bytes))
+    assert size_bytes <= enough_bytes <= size_bytes * 1.01 + 1
