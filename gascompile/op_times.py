@@ -15,6 +15,7 @@ from gascompile.busy import warned_if_busy
 from gascompile.cost_models.measure_compute import op_overhead_s
 from gascompile.cost_models.measure_ops import measure_ops, signature
 from gascompile.emulated import emulated_name
+from gascompile.errors import StorageError
 from gascompile.ir import Machine, Workload
 from gascompile.machine import host_name, op_times_path, this_machine_name
 from gascompile.program import Program
@@ -38,7 +39,7 @@ def measured_times(
     The first plan of a program takes two to three seconds to measure them and 128 MiB of memory meanwhile.
 
     Raises:
-        StorageError: ``cache_dir`` cannot be written to.
+        StorageError: ``cache_dir`` cannot be made.
     """
     if machine.compute_backend != "cuda":
         # What is measured is what will run.
@@ -59,10 +60,20 @@ def measured_times(
         known = {**known, **new}
         if new:
             text = json.dumps({"format": _FORMAT, "seconds": known}, indent=1)
-            serial.write_atomic(path, text + "\n")
+            keep_times(path, text)
     # What calling from a plan costs beyond calling from a loop was fitted on a run.
     beyond_s = max(sum(rate.op_overhead_s for rate in machine.memory) - op_overhead_s(), 0.0)
     return {op: known[name] + beyond_s for op, name in names.items() if name and name in known}
+
+
+def keep_times(path: Path, text: str) -> None:
+    """Write measured times to ``path``; a disk that cannot keep them costs the next plan, not this one."""
+    try:
+        serial.write_atomic(path, text + "\n")
+    except StorageError as error:
+        _log.warning(
+            "measured times are not kept, and are measured again for the next plan: %s", error
+        )
 
 
 def _computes_here(machine: Machine) -> bool:
