@@ -26,6 +26,7 @@ from gascompile.cost_models.rehearse import made_up
 from gascompile.errors import NanLossError
 from gascompile.ir import Budget, Machine, Workload
 from gascompile.machine import step_times_path, this_machine_name
+from gascompile.op_times import keep_times
 from gascompile.program import Program
 from gascompile.runtime.pages import Pages
 from gascompile.training.step_program import StepProgram
@@ -76,7 +77,7 @@ def costed_workload(
     """Return the planning problem of a step with what its ops were found to take here.
 
     Raises:
-        StorageError: ``cache_dir`` cannot be written to.
+        StorageError: ``cache_dir`` cannot be made.
     """
     workload = step_workload(program, machine)
     costs = step_costs(
@@ -126,7 +127,7 @@ def step_costs(
     ``room_bytes`` beside what the single op needs.
 
     Raises:
-        StorageError: ``cache_dir`` cannot be written to.
+        StorageError: ``cache_dir`` cannot be made.
     """
     total_s = sum(op.time_s[machine.compute_tier] for op in workload.ops)
     if machine.name != this_machine_name() or total_s < _WORTH_S:
@@ -146,7 +147,7 @@ def step_costs(
         if pages is not None:
             pages.trim()
         text = json.dumps({"format": _FORMAT, "costs": serial.to_json(known)}, indent=1)
-        serial.write_atomic(path, text + "\n")
+        keep_times(path, text)
     return {node.name: known[kind] for node, kind in kinds.items() if kind and kind in known}
 
 

@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from gascompile import op_times
+from gascompile import op_times, serial
 from gascompile.capture import capture
 from gascompile.cost_models import measure_ops
 from gascompile.emulated import emulated_machine, emulated_name
+from gascompile.errors import StorageError
 from gascompile.ir import Machine, Workload
 from gascompile.machine import (
     host_name,
@@ -79,6 +80,24 @@ def test_a_damaged_file_is_measured_again(
     op_times_path(tmp_path).write_text(text)
     assert op_times.measured_times(program, workload, THIS, tmp_path)
     assert len(measured) == 2
+
+
+def test_a_full_disk_costs_no_plan(
+    tmp_path: Path,
+    measured: list[list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def full(path: Path, data: object) -> None:
+        raise StorageError(f"cannot write {path}: the disk is full")
+
+    monkeypatch.setattr(serial, "write_atomic", full)
+    program, workload = problem()
+    for _ in range(2):
+        times_s = op_times.measured_times(program, workload, THIS, tmp_path)
+        assert set(times_s) == {op.name for op in workload.ops}
+    assert len(measured) == 2
+    assert caplog.text.count("the disk is full") == 2
 
 
 def test_another_machine_goes_by_its_rates(tmp_path: Path, measured: list[list[str]]) -> None:
