@@ -36,7 +36,7 @@ def measured_times(
 ) -> Mapping[str, float]:
     """Return seconds by op name: those that count most of ``workload``, where ``machine`` is this one.
 
-    The first plan of a program takes two to three seconds to measure them and 128 MiB of memory meanwhile.
+    The first plan of a program takes up to three seconds to measure them and 128 MiB of memory meanwhile.
 
     Raises:
         StorageError: ``cache_dir`` cannot be made.
