@@ -88,6 +88,8 @@ def _in_words(demands: tuple[Demand, ...]) -> str:
     """Return the demands by kind with the largest of each: ``weights 4.00 MiB ('a', 'b' and 2 more) at 'op'``."""
     kinds: dict[tuple[str, str], list[Demand]] = {}
     for demand in demands:
+        if not demand.size_bytes:
+            continue
         kinds.setdefault((demand.kind, demand.op), []).append(demand)
     parts = []
     for (kind, op), group in kinds.items():
