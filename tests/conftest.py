@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -38,6 +39,17 @@ def _private_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         patch.setenv("HF_HUB_OFFLINE", "1")
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _interrupts() -> Iterator[None]:
+    """Take SIGINT as a terminal's shell leaves it: background jobs and ``nohup`` start with it ignored.
+
+    Processes that tests start inherit what is ignored, so they are put right by this, too.
+    """
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(autouse=True)

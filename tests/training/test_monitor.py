@@ -72,7 +72,8 @@ def test_a_folder_of_logs_needs_tensorboard(
 
 
 def test_event_files_hold_what_was_measured(tmp_path: Path) -> None:
-    reading = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
     model = new_model().train()
     losses = []
     with compiled(model, adamw(model), tmp_path) as step:
@@ -82,7 +83,7 @@ def test_event_files_hold_what_was_measured(tmp_path: Path) -> None:
                 monitor(losses[-1])
         assert step.last_run is not None
         peak_bytes = step.last_run.peak_bytes["cpu"]
-    found = reading.EventAccumulator(str(tmp_path / "logs")).Reload()
+    found = EventAccumulator(str(tmp_path / "logs")).Reload()
     events = found.Scalars("train/loss")
     assert [event.step for event in events] == [1, 2, 3]
     assert [event.value for event in events] == [float(loss) for loss in losses]
