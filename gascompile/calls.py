@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 
@@ -44,3 +46,14 @@ def bind_call(
     return (), dict(
         sorted(merged.items(), key=lambda item: (order.get(item[0], len(order)), item[0]))
     )
+
+
+def copies(leaves: Iterable[Any]) -> list[Any]:
+    """Return the leaves of a call with tensors copied: laid out, and sharing memory with each other, as they are."""
+    detached: dict[int, torch.Tensor] = {}
+    found = [
+        detached.setdefault(id(leaf), leaf.detach()) if isinstance(leaf, torch.Tensor) else leaf
+        for leaf in leaves
+    ]
+    memo: dict[int, Any] = {}
+    return [copy.deepcopy(leaf, memo) if isinstance(leaf, torch.Tensor) else leaf for leaf in found]

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from gascompile.admission import accepts_inputs_on, admit_plan, device_of
 from gascompile.bundle import Bundle, Weights, content_stamp, require_unchanged, write_bundle
-from gascompile.calls import bind_call
+from gascompile.calls import bind_call, copies
 from gascompile.config import default_cache_dir
 from gascompile.errors import PlanMismatchError
 from gascompile.form_report import FormatReport, MeasuredError, format_report, output_error
@@ -195,8 +195,8 @@ class CompiledModel:
     def measure_error(self, *args: Any, **kwargs: Any) -> MeasuredError:
         """Return how far the outputs are from those of the weights as stored, which run in the same budget.
 
-        The plan for those is made at the first call and kept in the cache. Buffers that calls change are
-        put back.
+        The plan for those is made at the first call and kept in the cache. Both runs get copies of the inputs and
+        draw the same random numbers; buffers that calls change, and the random numbers to come, are put back.
 
         Raises:
             PlanMismatchError: the model was loaded from a bundle, which knows the rounded weights only; or the
@@ -210,22 +210,26 @@ class CompiledModel:
             )
         bound_args, bound_kwargs = bind_call(self._positional, args, kwargs)
         leaves, spec = pytree.tree_flatten((bound_args, bound_kwargs))
-        with self._turn:
+        with self._turn, torch.random.fork_rng(devices=[]):
             unit = self._unit_for(leaves, spec, bound_args, bound_kwargs)
             self._last = unit
-            found = self._run_unchanged(unit, leaves)
-            exact = self._run_unchanged(self._exact(bound_args, bound_kwargs), leaves)
+            exact_unit = self._exact(bound_args, bound_kwargs)
+            found, exact = (self._run_unchanged(u, leaves) for u in (unit, exact_unit))
         return output_error(found, exact)
 
     def _run_unchanged(self, unit: Unit, leaves: list[Any]) -> Any:
-        """Run a plan once in a session of its own and put the buffers that this changes back."""
+        """Run a plan once in a session of its own; what this changes is as before."""
         self._close_session()
         before = {name: tensor.detach().clone() for name, tensor in unit.bundle.held.items()}
-        outputs = self._activate(unit).run(*leaves)
-        found = pytree.tree_map_only(torch.Tensor, torch.Tensor.clone, outputs)
-        self._close_session()
-        for name, tensor in unit.bundle.held.items():
-            tensor.detach().copy_(before[name])
+        on_host = device_of(unit.bundle.plan.machine).type == "cpu"
+        try:
+            with torch.random.fork_rng(devices=[] if on_host else None):
+                outputs = self._activate(unit).run(*copies(leaves))
+            found = pytree.tree_map_only(torch.Tensor, torch.Tensor.clone, outputs)
+        finally:
+            self._close_session()
+            for name, tensor in unit.bundle.held.items():
+                tensor.detach().copy_(before[name])
         return pytree.tree_unflatten(found, unit.out_spec)
 
     @property

@@ -65,7 +65,6 @@ class PlanMover:
         self._iteration = 0
         self._visits: dict[tuple[str, int], Ticket] = {}
         self._delivered: set[tuple[str, int]] = set()
-        self._present: set[tuple[str, int]] = set()
         self._links: dict[str, str] = {}
         self._views: dict[tuple[str, int], torch.Tensor] = {}
         self._due: dict[tuple[str, int], int] = {}
@@ -103,7 +102,7 @@ class PlanMover:
             return
         self._iteration = 0
         self._visits.clear()
-        self._present.clear()
+        self._delivered.clear()
         if self._paranoid:
             self._poison_streamed()
         for step, op in self._wrapped:
@@ -308,7 +307,6 @@ class PlanMover:
 
     def release(self, tensor: str, address: int) -> None:
         """Note that a visit is over; in a paranoid run its bytes are spoiled, so that a late reader shows."""
-        self._present.discard((tensor, address))
         self._end_visit((tensor, address))
         if self._paranoid:
             landing = self._session.landing(tensor)

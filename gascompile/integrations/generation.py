@@ -62,7 +62,7 @@ class Generator:
                 model was made for, at most 1024.
             prefill_tokens: most tokens of the prompt to read at once. More is faster and needs more
                 memory; it shrinks by itself where the budget is small.
-            cache_dir: where plans, the machine profile and spilled weights are kept.
+            cache_dir: where plans, the machine profile and spilled weights are kept, and activations that move.
             machine: ``None`` for this machine, measured once and remembered.
             time_limit_s: wall clock for the solver, per plan.
 
@@ -80,16 +80,16 @@ class Generator:
         self._vocabulary = int(lm.get_input_embeddings().num_embeddings)
         self.eos_token_ids = _eos_token_ids(lm)
         self._step = DecodingStep(lm, self.max_length).eval()
+        self._cache_dir = default_cache_dir() if cache_dir is None else Path(cache_dir)
+        # Ops run one by one here, so kernels would be compiled for nothing.
+        config = CompileConfig(time_limit_s=time_limit_s, cache_dir=self._cache_dir, fuse="off")
         job = make_job(
             self._step,
             budget,
             checkpoint=weights,
             dynamic_shapes=None,
             machine=machine,
-            config=CompileConfig(
-                time_limit_s=time_limit_s,
-                cache_dir=default_cache_dir() if cache_dir is None else Path(cache_dir),
-            ),
+            config=config,
         )
         self._units = plan_generation(job, min(prefill_tokens, self.max_length - 1))
         self._held: list[int] = []
@@ -217,7 +217,7 @@ class Generator:
             sources={name: s for b in bundles for name, s in b.weights.sources.items()},
             stamps=tuple(stamps.values()),
             states={name: tensor for b in bundles for name, tensor in b.held.items()},
-            spill_folder=default_cache_dir() / "spill",
+            spill_folder=self._cache_dir / "spill",
         )
         self._executors = {
             name: Executor(self._session, unit.graph_module, unit.bundle.plan)

@@ -11,6 +11,7 @@ from torch import nn
 
 import gascompile
 from gascompile import serial
+from gascompile.calls import copies
 from gascompile.errors import InfeasiblePlanError, UnsupportedOpError
 from gascompile.form_report import FormatReport, output_error
 from gascompile.form_trials import fastest_form
@@ -109,6 +110,49 @@ def test_measuring_leaves_the_buffers_of_the_model_alone(cache: Path) -> None:
         assert 0 < error.relative_error < 0.02
         assert float(compiled.states["calls"]) == 1
         torch.testing.assert_close(compiled(x), expected, rtol=0, atol=0.05)
+
+
+class Restless(nn.Module):
+    """Changes its inputs, of which one is a view of the other, and draws random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(256, 256)
+
+    def forward(self, x: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+        x.mul_(2.0)
+        found: torch.Tensor = self.layer(x) + row + torch.rand_like(x)
+        row.zero_()
+        return found
+
+
+def test_both_runs_of_a_measurement_see_the_same_inputs_and_random_numbers(cache: Path) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(3, 256)
+    row, given = x[1:2], x.clone()
+    with gascompile.compile(
+        Restless(), example_inputs=(x, row), cache_dir=cache, weights="int8", fuse="off"
+    ) as compiled:
+        before = torch.get_rng_state()
+        error = compiled.measure_error(x, row).relative_error
+        assert 0 < error < 0.02
+        assert compiled.measure_error(x, row).relative_error == error
+        assert torch.equal(torch.get_rng_state(), before)
+        assert torch.equal(x, given)
+
+
+def test_copies_of_a_call_share_memory_as_its_tensors_do() -> None:
+    base = torch.arange(12.0).reshape(3, 4)
+    leaves = [base.t(), base[1], base[1], 3, torch.ones(1).expand(5)]
+    leaves.append(leaves[1])
+    found = copies(leaves)
+    assert [x.stride() for x in found if isinstance(x, torch.Tensor)] == [
+        x.stride() for x in leaves if isinstance(x, torch.Tensor)
+    ]
+    assert found[5] is found[1]
+    found[1].zero_()
+    assert found[0][:, 1].tolist() == found[2].tolist() == [0.0] * 4
+    assert base[1].tolist() == [4.0, 5.0, 6.0, 7.0]
 
 
 def test_a_bundle_knows_its_errors_but_not_the_exact_weights(cache: Path, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import transformers
 from torch import nn
 
 from gascompile import pipeline
+from gascompile.config import CACHE_VARIABLE
 from gascompile.errors import (
     CheckpointError,
     InfeasiblePlanError,
@@ -222,6 +223,18 @@ def test_a_damaged_memo_is_planned_again(
     with _open(llama[0], "1GiB", tmp_path) as generator:
         assert list(generator.stream(PROMPT, 4)) == first
     assert "cannot be used" in caplog.text
+
+
+def test_all_that_is_kept_lies_in_the_cache_folder_and_no_kernels_are_made(
+    llama: tuple[Path, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "elsewhere"))
+    with _open(llama[1], 400_000, tmp_path / "here") as generator:
+        assert list(generator.stream(PROMPT, 2)) == _eager(llama[1], PROMPT, 2)
+        assert generator._session is not None
+        assert generator._session._spill_folder == tmp_path / "here" / "spill"
+    assert not (tmp_path / "elsewhere").exists()
+    assert not (tmp_path / "here" / "kernels").exists()
 
 
 def test_a_longer_prompt_is_read_from_where_it_differs(
