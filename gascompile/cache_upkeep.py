@@ -17,6 +17,7 @@ from pathlib import Path
 from gascompile import plan_cache
 from gascompile.errors import StorageError
 from gascompile.store import exclusive
+from gascompile.store_check import NOTES
 
 GRACE_S = 3600.0
 """Files younger than this may belong to a process at work and are left alone by ``collect``."""
@@ -193,7 +194,7 @@ def _leftovers(cache_dir: Path) -> Iterator[CacheItem]:
         for path in (cache_dir / folder).glob(".*"):
             item = (
                 None
-                if path.name == ".lock"
+                if path.name in {".lock", NOTES}
                 else _file_item(path, ItemKind.LEFTOVER, folder, ok=False)
             )
             if item is not None and item.age_s > GRACE_S:

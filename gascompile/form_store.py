@@ -2,7 +2,7 @@
 
 The file's name is a hash of what it is made from: the stamps of the source files, where each weight lies in
 them, and its form. Weights are streamed through block by block, so memory stays small whatever the model;
-the error of each is measured on the way and stands in the file's metadata.
+the error of each is measured on the way and stands in the file's metadata, with a hash of the whole.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from gascompile.packing import DEFAULT_GROUPS, FORMS, LAYOUT
 from gascompile.progress import task
 from gascompile.quantize import pack, squared_error
 from gascompile.store import exclusive
+from gascompile.store_check import Advance, Hash, is_whole, note_whole
 from gascompile.units import PAGE_BYTES, align_up, format_size
 from gascompile.weight_rows import WeightRows
 from gascompile.wire_ops import wire_matrix
@@ -35,6 +36,9 @@ from gascompile.wire_ops import wire_matrix
 _BLOCK_VALUES = 1 << 21
 _ERRORS = "gascompile.errors"
 _PACKING = "gascompile.packing"
+_CONTENT = "gascompile.content"
+_NO_CONTENT = "0" * 40
+"""Stands in the place of the hash while the file is hashed."""
 _NO_ERROR = f"{0.0:.6e}"
 
 
@@ -87,8 +91,9 @@ def converted(items: Mapping[str, Item], stamps: Sequence[FileStamp], store: Pat
     """
     target = store / f"{_key(items, stamps)}.safetensors"
     with exclusive(store / ".lock"):
-        if not target.exists():
+        if not is_whole(target, lambda advance: _holds(target, advance)):
             _write(items, stamps, target)
+            note_whole(target)
     return open_checkpoint(target)
 
 
@@ -126,7 +131,21 @@ def _key(items: Mapping[str, Item], stamps: Sequence[FileStamp]) -> str:
         ]
         for name, item in sorted(items.items())
     ]
-    return hashlib.blake2b(json.dumps([LAYOUT, parts]).encode(), digest_size=20).hexdigest()
+    raw = json.dumps([LAYOUT, _CONTENT, parts]).encode()
+    return hashlib.blake2b(raw, digest_size=20).hexdigest()
+
+
+def _holds(path: Path, advance: Advance) -> bool:
+    """Return whether a file has the hash that it says it has."""
+    size_bytes = path.stat().st_size
+    with open(path, "rb") as stream:
+        header = stream.read(8)
+        header += stream.read(min(int.from_bytes(header, "little"), size_bytes))
+    found = json.loads(header[8:])["__metadata__"][_CONTENT]
+    state = Hash()
+    state.add_file(path, len(header), size_bytes - len(header), advance)
+    state.add(header.replace(found.encode(), _NO_CONTENT.encode(), 1))
+    return bool(state.text() == found)
 
 
 def _write(items: Mapping[str, Item], stamps: Sequence[FileStamp], target: Path) -> None:
@@ -146,11 +165,13 @@ def _write(items: Mapping[str, Item], stamps: Sequence[FileStamp], target: Path)
     total_bytes = sum(item.source.size_bytes for item in items.values())
     try:
         with temporary.open("wb") as out, task("Converting weights", total_bytes) as advance:
-            out.write(_header(items, order, errors))
+            out.write(_header(items, order, errors, _NO_CONTENT))
+            content = _Hashed(out)
             for name in order:
-                errors[name] = f"{_convert(items[name], out, advance):.6e}"
+                errors[name] = f"{_convert(items[name], content, advance):.6e}"
+            content.hash.add(_header(items, order, errors, _NO_CONTENT))
             out.seek(0)
-            out.write(_header(items, order, errors))
+            out.write(_header(items, order, errors, content.hash.text()))
             out.flush()
             os.fsync(out.fileno())
         used = {extent.path for item in items.values() for extent in item.source.extents}
@@ -173,10 +194,24 @@ def _itemsize(item: Item) -> int:
     return dtype.itemsize
 
 
-def _header(items: Mapping[str, Item], order: Sequence[str], errors: Mapping[str, str]) -> bytes:
-    """Return the head of the file; errors have a fixed width, so its length is known before they are."""
+class _Hashed:
+    """Writes to a file and hashes what it writes."""
+
+    def __init__(self, out: BinaryIO) -> None:
+        self._out = out
+        self.hash = Hash()
+
+    def write(self, content: memoryview) -> None:
+        self._out.write(content)
+        self.hash.add(content)
+
+
+def _header(
+    items: Mapping[str, Item], order: Sequence[str], errors: Mapping[str, str], content: str
+) -> bytes:
+    """Return the head of the file; errors and hash have a fixed width, so its length is known before they are."""
     entries: dict[str, object] = {
-        "__metadata__": {_ERRORS: json.dumps(errors), _PACKING: str(LAYOUT)}
+        "__metadata__": {_CONTENT: content, _ERRORS: json.dumps(errors), _PACKING: str(LAYOUT)}
     }
     position = 0
     for name in order:
@@ -194,7 +229,7 @@ def _header(items: Mapping[str, Item], order: Sequence[str], errors: Mapping[str
     return len(raw).to_bytes(8, "little") + raw
 
 
-def _convert(item: Item, out: BinaryIO, advance: Callable[[int], None]) -> float:
+def _convert(item: Item, out: _Hashed, advance: Callable[[int], None]) -> float:
     """Write one weight in its wire form and return its relative error."""
     wrong = total = 0.0
     for block in _blocks(item):

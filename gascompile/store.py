@@ -1,7 +1,7 @@
 """The weight store: tensors that have no file of their own, spilled once under the hash of their content.
 
 Processes share it: a file is written under a temporary name and renamed, so that it is there whole or
-not at all, and two that write the same content meet at the same name.
+not at all, and two that write the same content meet at the same name. One that no longer holds it is written again.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import hashlib
 import os
 import re
 import shutil
@@ -22,6 +21,7 @@ from safetensors.torch import save_file
 
 from gascompile.checkpoint import Checkpoint, open_checkpoint
 from gascompile.errors import StorageError
+from gascompile.store_check import Advance, Hash, is_whole, note_whole
 from gascompile.units import format_size
 
 STORE = "store"
@@ -30,12 +30,27 @@ STORE = "store"
 
 def content_digest(tensors: Mapping[str, torch.Tensor]) -> str:
     """Return a hash of names, dtypes, shapes and bytes."""
-    state = hashlib.blake2b(digest_size=20)
+    state = Hash()
     for name in sorted(tensors):
         tensor = tensors[name].detach()
-        state.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
-        state.update(_flat_bytes(tensor).numpy().data)
-    return state.hexdigest()
+        state.add(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|")
+        state.add(_flat_bytes(tensor).numpy().data)
+    return state.text()
+
+
+def file_digest(path: Path, advance: Advance) -> str:
+    """Return ``content_digest`` of the tensors in a safetensors file.
+
+    Raises:
+        CheckpointError: it is none.
+        OSError: it cannot be read.
+    """
+    state = Hash()
+    for name, source in sorted(open_checkpoint(path).sources.items()):
+        state.add(f"{name}|torch.{source.dtype}|{source.shape}|")
+        for extent in source.extents:
+            state.add_file(extent.path, extent.offset, extent.size_bytes, advance)
+    return state.text()
 
 
 def is_spilled(path: Path) -> bool:
@@ -56,10 +71,12 @@ def spill(tensors: Mapping[str, torch.Tensor], store: Path) -> Checkpoint:
     Raises:
         StorageError: the disk is too full, which is found before writing, or cannot be written.
     """
-    target = store / f"{content_digest(tensors)}.safetensors"
+    digest = content_digest(tensors)
+    target = store / f"{digest}.safetensors"
     with exclusive(store / ".lock"):
-        if not target.exists():
+        if not is_whole(target, lambda advance: file_digest(target, advance) == digest):
             _write(tensors, target)
+            note_whole(target)
     return open_checkpoint(target)
 
 

@@ -1,4 +1,7 @@
-"""Weight files, opened once: a descriptor for direct reads, one for the page cache, and who the file was."""
+"""Weight files, opened once: a descriptor for direct reads, one for the page cache, and who the file was.
+
+Whoever writes to a file moves its times, so a file whose times stand as they did has the bytes that it had.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import contextlib
 import logging
 import os
 import threading
+import time
 from collections.abc import Iterable
 
 from gascompile.errors import StorageError
@@ -15,11 +19,26 @@ from gascompile.units import PAGE_BYTES
 
 _LOG = logging.getLogger(__name__)
 
-_Identity = tuple[int, int, int, int]
+_TICK_S = 0.01
+"""Of the coarsest clock that file systems take times from; two writes within one may leave the same."""
 
 
-def _identity(stat: os.stat_result) -> _Identity:
-    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
+def _is_same(was: os.stat_result, now: os.stat_result) -> bool:
+    """Return whether a file is the one it was, with the content that it had.
+
+    ``ctime`` moves with every write, also where the writer puts ``mtime`` back; and with a new link or other rights.
+    """
+    if (
+        now.st_mtime_ns != was.st_mtime_ns
+        or now.st_size != was.st_size
+        or now.st_ino != was.st_ino
+        or now.st_dev != was.st_dev
+    ):
+        return False
+    return now.st_ctime_ns == was.st_ctime_ns or (
+        (was.st_nlink, was.st_mode, was.st_uid, was.st_gid)
+        != (now.st_nlink, now.st_mode, now.st_uid, now.st_gid)
+    )
 
 
 class SourceFile:
@@ -35,7 +54,14 @@ class SourceFile:
                 f"cannot open the weight file {path}: {error.strerror}; "
                 "put it back where it was when the model was compiled, or compile again"
             ) from error
-        self.identity = _identity(os.fstat(self.buffered))
+        stat = os.fstat(self.buffered)
+        age_s = time.time() - max(stat.st_mtime, stat.st_ctime)
+        if age_s < _TICK_S:
+            # Later writes then have a later time, by which they are seen.
+            time.sleep(min(_TICK_S - age_s, _TICK_S))
+            stat = os.fstat(self.buffered)
+        self._stat = stat
+        self.device = stat.st_dev
         self.refusal = "this system has no O_DIRECT"
         flag = getattr(os, "O_DIRECT", 0)
         if flag:
@@ -44,6 +70,14 @@ class SourceFile:
             except OSError as error:
                 self.refusal = error.strerror or str(error)
         self.is_direct = self.direct >= 0
+
+    def require_unchanged(self, now: os.stat_result) -> None:
+        """Raise ``StorageError`` where the file is another one or may have another content than when it was opened."""
+        if not _is_same(self._stat, now):
+            raise StorageError(
+                f"the weight file {self.path} was changed or replaced while it was in use; compile again"
+            )
+        self._stat = now
 
     def close(self) -> None:
         """Close the descriptors."""
@@ -82,7 +116,7 @@ class SourceFiles:
     @property
     def devices(self) -> dict[str, int]:
         """The number of the device that each file is on, by path."""
-        return {path: file.identity[0] for path, file in self._files.items()}
+        return {path: file.device for path, file in self._files.items()}
 
     def is_direct(self, path: str) -> bool:
         """Return whether the file is read with O_DIRECT."""
@@ -108,7 +142,7 @@ class SourceFiles:
         self._warn(self._files[path], f"'{tensor}' is not aligned or is in pieces")
 
     def _warn(self, file: SourceFile, reason: str) -> None:
-        device = file.identity[0]
+        device = file.device
         with self._warn_lock:
             known = device in self._warned
             self._warned.add(device)
@@ -143,10 +177,19 @@ class SourceFiles:
                 raise StorageError(
                     f"the weight file {path} is gone: {error.strerror}; put it back or compile again"
                 ) from error
-            if _identity(opened) != file.identity or _identity(named) != file.identity:
-                raise StorageError(
-                    f"the weight file {path} was changed or replaced while it was in use; compile again"
-                )
+            file.require_unchanged(opened)
+            file.require_unchanged(named)
+
+    def recheck(self) -> None:
+        """Compare every file with what ``check`` has found: whoever has read from it since has read that.
+
+        A file that another has taken the name of counts as unchanged: the descriptors are of the first.
+
+        Raises:
+            StorageError: a file was written to.
+        """
+        for file in self._files.values():
+            file.require_unchanged(os.fstat(file.buffered))
 
     def close(self) -> None:
         """Close every file; idempotent."""

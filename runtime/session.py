@@ -321,7 +321,7 @@ class Session:
         Whatever ends a run but its last line leaves the session cold: the next run starts afresh.
 
         Raises:
-            StorageError: the session is closed, or a weight file is not what it was.
+            StorageError: the session is closed, or a weight file is not what it was, before or after the run.
         """
         with self._lock:
             if self._closed:
@@ -335,6 +335,7 @@ class Session:
                 if restart:
                     self._restart()
                 yield warm
+                self._files.recheck()
             except BaseException:
                 self._drain()
                 raise

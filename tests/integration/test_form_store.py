@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import BinaryIO
 
 import pytest
 import torch
@@ -21,6 +20,7 @@ from gascompile.checkpoint import Checkpoint, open_checkpoint
 from gascompile.errors import StorageError
 from gascompile.form_store import Item, conversion_errors, converted
 from gascompile.quantize import pack
+from gascompile.store_check import NOTES
 
 ROWS, COLUMNS = 600, 8192
 """Several blocks, so that there is a middle to be killed in."""
@@ -62,7 +62,7 @@ def convert(folder: Path) -> Checkpoint:
 
 def assert_right(folder: Path) -> None:
     """Check that the store holds one file, whole, and nothing half-written."""
-    (file,) = (f for f in (folder / "store").iterdir() if f.name != ".lock")
+    (file,) = (f for f in (folder / "store").iterdir() if f.name not in {".lock", NOTES})
     exact = load_file(folder / "model.safetensors")["w"]
     assert torch.equal(load_file(file)["w"], pack(exact, "int8", 16))
     assert 0 < conversion_errors(file)["w"] < 0.02
@@ -123,7 +123,7 @@ def test_a_disk_that_fills_up_is_told_and_leaves_nothing(
 ) -> None:
     whole = form_store._convert
 
-    def half(item: Item, out: BinaryIO, advance: Callable[[int], None]) -> float:
+    def half(item: Item, out: form_store._Hashed, advance: Callable[[int], None]) -> float:
         whole(item, out, advance)
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -141,7 +141,7 @@ def test_a_checkpoint_that_changes_meanwhile_is_not_kept(
 ) -> None:
     whole = form_store._convert
 
-    def changed(item: Item, out: BinaryIO, advance: Callable[[int], None]) -> float:
+    def changed(item: Item, out: form_store._Hashed, advance: Callable[[int], None]) -> float:
         os.utime(folder / "model.safetensors", (1, 1))
         return whole(item, out, advance)
 

@@ -16,6 +16,7 @@ from gascompile.calls import bind_call
 from gascompile.form_store import conversion_errors
 from gascompile.integrations.huggingface import register_pytrees
 from gascompile.quantize import pack
+from gascompile.store_check import NOTES
 from gascompile.wire_ops import LINEAR, FormSpec, decoded, linear_workspace_bytes
 from tests import zoo
 from tests.allocator import peak_growth_bytes
@@ -180,7 +181,7 @@ def test_infinite_weights_are_refused_and_leave_nothing_behind(cache: Path) -> N
         model.up.weight[3, 4] = torch.inf
     with pytest.raises(gascompile.CheckpointError, match=r"up\.weight"):
         gascompile.compile(model, example_inputs=(ids,), cache_dir=cache, weights="int8")
-    assert not [f for f in (cache / "store").glob(".*") if f.name != ".lock"]
+    assert not [f for f in (cache / "store").glob(".*") if f.name not in {".lock", NOTES}]
 
 
 def test_int8_keeps_values_whose_squares_float32_cannot_hold() -> None:

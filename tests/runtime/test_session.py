@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ import torch
 
 from gascompile.errors import PlanMismatchError, StorageError
 from gascompile.ir import IoSettings
+from gascompile.runtime.protocols import read_at
 from gascompile.runtime.session import Session
 from tests.runtime.toys import LINK, make_plan, mlp, stamp
 
@@ -73,6 +75,88 @@ def test_rewritten_file_is_refused_at_the_next_run(tmp_path: Path) -> None:
             stream.write(b"x")
         with pytest.raises(StorageError, match="compile again"):
             executor.run(torch.randn(4, 96))
+
+
+class Rewriter:
+    """A reader that changes one value of the file before the ``at``-th read from now, in place and unobtrusively."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.at = path, 0
+        self._lock = threading.Lock()
+
+    def write(self) -> None:
+        stat = self.path.stat()
+        with self.path.open("r+b") as stream:
+            stream.seek(-2, os.SEEK_END)
+            stream.write(bytes(2))
+        os.utime(self.path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+
+    def __call__(self, descriptor: int, into: memoryview, offset: int, /) -> int:
+        with self._lock:
+            self.at -= 1
+            if not self.at:
+                self.write()
+        return read_at(descriptor, into, offset)
+
+
+@pytest.mark.parametrize("at", [1, 3, 5])
+def test_a_file_that_is_written_to_in_a_run_gives_no_result(tmp_path: Path, at: int) -> None:
+    toy = mlp(tmp_path)
+    plan = make_plan(toy.workload, residents=frozenset(["layers.0.weight"]), seed=3)
+    reader = Rewriter(toy.path)
+    x = torch.randn(4, 96)
+    with toy.session(plan, reader=reader) as session:
+        executor = toy.executor(session, plan)
+        torch.testing.assert_close(executor.run(x), toy.eager(x))
+        reader.at = at
+        with pytest.raises(StorageError, match="changed or replaced while it was in use"):
+            executor.run(x)
+        with pytest.raises(StorageError, match="changed or replaced while it was in use"):
+            executor.run(x)
+
+
+def test_resident_weights_are_of_the_file_as_it_is(tmp_path: Path) -> None:
+    toy = mlp(tmp_path)
+    plan = make_plan(toy.workload, residents=frozenset(toy.weights))
+    reader = Rewriter(toy.path)
+    with toy.session(plan, reader=reader) as session:
+        executor = toy.executor(session, plan)
+        executor.run(torch.randn(4, 96))
+        reader.write()
+        with pytest.raises(StorageError, match="changed or replaced while it was in use"):
+            executor.run(torch.randn(4, 96))
+
+
+def test_a_name_that_goes_to_another_file_in_a_run_changes_the_next_one(tmp_path: Path) -> None:
+    toy = mlp(tmp_path)
+    plan = make_plan(toy.workload)
+    other = tmp_path / "other"
+    other.write_bytes(bytes(toy.path.stat().st_size))
+    reader = Rewriter(toy.path)
+    reader.write = lambda: os.replace(other, toy.path)  # type: ignore[method-assign]
+    x = torch.randn(4, 96)
+    with toy.session(plan, reader=reader) as session:
+        executor = toy.executor(session, plan)
+        reader.at = 2
+        torch.testing.assert_close(executor.run(x), toy.eager(x))
+        with pytest.raises(StorageError, match="changed or replaced while it was in use"):
+            executor.run(x)
+
+
+def test_new_links_and_rights_change_no_weights(tmp_path: Path) -> None:
+    toy = mlp(tmp_path)
+    plan = make_plan(toy.workload)
+    x = torch.randn(4, 96)
+    with toy.session(plan) as session:
+        executor = toy.executor(session, plan)
+        changes: list[Callable[[], object]] = [
+            lambda: os.link(toy.path, tmp_path / "link"),
+            lambda: toy.path.chmod(0o400),
+            (tmp_path / "link").unlink,
+        ]
+        for change in changes:
+            change()
+            torch.testing.assert_close(executor.run(x), toy.eager(x))
 
 
 def test_closed_session_says_so(tmp_path: Path) -> None:
