@@ -9,13 +9,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar
 
 import torch
 from safetensors import SafetensorError
@@ -23,27 +21,25 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 
 from gascompile import serial
+from gascompile.bundle_files import (
+    FORMAT,
+    FUSION,
+    KERNELS,
+    BundleFiles,
+    Weights,
+    digest_of,
+    read_bundle_files,
+    relocate,
+)
 from gascompile.errors import FormatError, StorageError
-from gascompile.ir import FileStamp, Plan, WeightSource
+from gascompile.files import open_regular
+from gascompile.ir import FileStamp, Plan
 from gascompile.kernels import Fusion, KernelFiles
 from gascompile.program import Program
 from gascompile.program_io import program_from_json, program_to_json
 
-FORMAT = "gascompile.bundle/1"
 _WEIGHTS_FOLDER = "weights"
-_FUSION = "fusion.json"
-_KERNELS = re.compile(r"kernels-([0-9a-f]{40})\.(json|so)")
-_FILES = ("program.json", "plan.json", "weights.json", "held.safetensors")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Weights:
-    """Where the weights of a bundle lie and what their files looked like."""
-
-    FORMAT: ClassVar[str] = "gascompile.weights/1"
-
-    sources: Mapping[str, WeightSource]
-    stamps: tuple[FileStamp, ...]
+_HEADER_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +81,7 @@ def write_bundle(
         ),
     }
     if bundle.fusion is not None:
-        contents[_FUSION] = serial.dumps(bundle.fusion).encode()
+        contents[FUSION] = serial.dumps(bundle.fusion).encode()
     for digest, files in bundle.kernels.items():
         contents[f"kernels-{digest}.json"] = files.record
         contents[f"kernels-{digest}.so"] = files.code
@@ -93,7 +89,7 @@ def write_bundle(
         "format": FORMAT,
         "positional": list(bundle.positional),
         "versions": dict(bundle.versions),
-        "files": {name: _digest(raw) for name, raw in contents.items()},
+        "files": {name: digest_of(raw) for name, raw in contents.items()},
     }
     contents["manifest.json"] = json.dumps(manifest, indent=1).encode()
     temporary = ""
@@ -124,60 +120,47 @@ def write_bundle(
             shutil.rmtree(temporary, ignore_errors=True)
 
 
-def read_bundle(folder: Path) -> Bundle:
+def read_bundle(folder: Path, *, allow_code: bool = False) -> Bundle:
     """Read a bundle and check every checksum; nothing in it is executed.
+
+    Args:
+        folder: the bundle.
+        allow_code: let its program call ops that are not on the list of ``program_ops``.
 
     Raises:
         FormatError: the folder is no bundle, is damaged, or is of a version this reader does not know.
         StorageError: a file cannot be read.
     """
-    manifest = serial.read_json(folder / "manifest.json")
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise FormatError(
-            f"{folder} is not a bundle of the format {FORMAT!r}; save it again with this version"
-        )
-    raw: dict[str, bytes] = {}
-    listed = manifest.get("files")
-    listed = listed if isinstance(listed, dict) else {}
-    fused = [name for name in listed if name == _FUSION or _KERNELS.fullmatch(name)]
-    for name in (*_FILES, *fused):
-        try:
-            raw[name] = (folder / name).read_bytes()
-        except OSError as error:
-            raise StorageError(f"cannot read {folder / name}: {error.strerror or error}") from error
-        if _digest(raw[name]) != listed.get(name):
-            raise FormatError(
-                f"{folder / name} is damaged: its checksum differs; save the bundle again"
-            )
+    files = read_bundle_files(folder)
+    where = "program.json"
+    data = serial.parse_json(files.raw[where], where=where)
+    program = program_from_json(data, where=where, allow_code=allow_code)
+    return Bundle(
+        program=program,
+        plan=files.plan,
+        weights=files.weights,
+        held=_read_held(files, program),
+        positional=files.positional,
+        versions=files.versions,
+        fusion=files.fusion,
+        kernels=_read_kernels(files.raw, folder),
+    )
+
+
+def _read_held(files: BundleFiles, program: Program) -> dict[str, torch.Tensor]:
+    """Return the held tensors; there are no more bytes of them than the program has names for."""
+    bound = program.bound.values()
+    most_bytes = sum(spec.size_bytes for spec in bound) + _HEADER_BYTES + 4096 * len(bound)
     try:
-        held = load_tensors(raw["held.safetensors"])
-        return Bundle(
-            program=program_from_json(json.loads(raw["program.json"]), where="program.json"),
-            plan=serial.from_json(Plan, json.loads(raw["plan.json"]), where="plan.json"),
-            weights=_absolute(
-                serial.from_json(Weights, json.loads(raw["weights.json"]), where="weights.json"),
-                folder,
-            ),
-            held=held,
-            positional=tuple(manifest["positional"]),
-            versions=dict(manifest["versions"]),
-            fusion=_read_fusion(raw),
-            kernels=_read_kernels(raw, folder),
-        )
-    except (SafetensorError, ValueError, KeyError) as error:
-        raise FormatError(f"{folder} is damaged ({error}); save the bundle again") from error
-
-
-def _read_fusion(raw: Mapping[str, bytes]) -> Fusion | None:
-    if _FUSION not in raw:
-        return None
-    return serial.from_json(Fusion, json.loads(raw[_FUSION]), where=_FUSION)
+        return load_tensors(files.read_held(most_bytes))
+    except (SafetensorError, ValueError, KeyError, RuntimeError) as error:
+        raise FormatError(f"{files.folder} is damaged ({error}); save the bundle again") from error
 
 
 def _read_kernels(raw: Mapping[str, bytes], folder: Path) -> dict[str, KernelFiles]:
     """Return the kernels among the files of a bundle; what they are called is what they are."""
     found: dict[str, KernelFiles] = {}
-    for digest in sorted({m.group(1) for m in map(_KERNELS.fullmatch, raw) if m is not None}):
+    for digest in sorted({m.group(1) for m in map(KERNELS.fullmatch, raw) if m is not None}):
         code = raw.get(f"kernels-{digest}.so", b"")
         files = KernelFiles(record=raw.get(f"kernels-{digest}.json", b""), code=code)
         if files.digest != digest:
@@ -194,25 +177,6 @@ def _umask() -> int:
     return mask
 
 
-def relocate(weights: Weights, places: Mapping[str, str]) -> Weights:
-    """Return ``weights`` with the paths that ``places`` names replaced."""
-    sources = {
-        name: replace(
-            source,
-            extents=tuple(replace(e, path=places.get(e.path, e.path)) for e in source.extents),
-        )
-        for name, source in weights.sources.items()
-    }
-    stamps = tuple(replace(s, path=places.get(s.path, s.path)) for s in weights.stamps)
-    return Weights(sources=sources, stamps=stamps)
-
-
-def _absolute(weights: Weights, folder: Path) -> Weights:
-    root = folder.resolve()
-    relative = [stamp.path for stamp in weights.stamps if not Path(stamp.path).is_absolute()]
-    return relocate(weights, {path: str(root / path) for path in relative})
-
-
 def _link_or_copy(source: str, target: Path) -> None:
     target.parent.mkdir(exist_ok=True)
     try:
@@ -220,10 +184,6 @@ def _link_or_copy(source: str, target: Path) -> None:
     except OSError:
         # Another file system, or one without links.
         shutil.copy2(source, target)
-
-
-def _digest(raw: bytes) -> str:
-    return hashlib.blake2b(raw, digest_size=20).hexdigest()
 
 
 def require_unchanged(stamp: FileStamp) -> None:
@@ -246,7 +206,7 @@ def content_stamp(stamp: FileStamp, progress: Callable[[int], None] = lambda n: 
     """
     state = hashlib.blake2b(digest_size=20)
     try:
-        with open(stamp.path, "rb") as stream:
+        with open(open_regular(stamp.path), "rb") as stream:
             while block := stream.read(16 << 20):
                 state.update(block)
                 progress(len(block))

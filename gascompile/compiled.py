@@ -15,7 +15,8 @@ import torch
 from torch.utils import _pytree as pytree
 
 from gascompile.admission import accepts_inputs_on, admit_plan, device_of
-from gascompile.bundle import Bundle, Weights, content_stamp, require_unchanged, write_bundle
+from gascompile.bundle import Bundle, content_stamp, require_unchanged, write_bundle
+from gascompile.bundle_files import Weights
 from gascompile.calls import bind_call, copies
 from gascompile.config import default_cache_dir
 from gascompile.errors import PlanMismatchError

@@ -17,7 +17,7 @@ from typing import Any
 from torch.utils import _pytree as pytree
 
 from gascompile import serial
-from gascompile.bundle import Weights
+from gascompile.bundle_files import Weights
 from gascompile.config import CompileConfig
 from gascompile.forms_choice import matrices_to_pack
 from gascompile.packing import FORMS, LAYOUT

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from gascompile.bundle import Weights
+from gascompile.bundle_files import Weights
 from gascompile.form_store import conversion_errors
 from gascompile.program import Program
 

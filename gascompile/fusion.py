@@ -283,7 +283,7 @@ def _refusal(bundle: Bundle, cache_dir: Path, *, trust: bool) -> str:
     if unknown and not trust:
         return (
             f"its kernels {unknown[0]} are machine code that was not compiled here; compile the model again, "
-            "or pass trust_kernels=True if you trust who made the bundle"
+            "or pass allow_code=True (--allow-code) if you trust who made the bundle"
         )
     return ""
 

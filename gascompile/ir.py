@@ -447,7 +447,11 @@ class Plan:
     @staticmethod
     def load(path: str | PathLike[str]) -> Plan:
         """Read a plan; raises ``FormatError`` or ``StorageError``. It is data: run ``verify`` before you trust it."""
-        return serial.load(Plan, path)
+        from gascompile.plan_check import check_plan_content
+
+        found = serial.load(Plan, path)
+        check_plan_content(found, where=f"{path}: $")
+        return found
 
 
 # ---------------------------------------------------------------- where weights come from

@@ -8,16 +8,19 @@ from dataclasses import replace
 from pathlib import Path
 
 from gascompile.admission import admit_saved
-from gascompile.bundle import Bundle, Weights, content_stamp, read_bundle, relocate
+from gascompile.bundle import Bundle, content_stamp, read_bundle
+from gascompile.bundle_check import check_program_of, check_weights
+from gascompile.bundle_files import Weights, relocate
 from gascompile.checkpoint import open_checkpoint
 from gascompile.compiled import CompiledModel, Unit
-from gascompile.config import CompileConfig, default_cache_dir
+from gascompile.config import CompileConfig
 from gascompile.emulated import emulated_name
 from gascompile.errors import CheckpointError, PlanMismatchError, StorageError
 from gascompile.fingerprint import versions
 from gascompile.fusion import load_kernels
 from gascompile.ir import FileStamp
 from gascompile.machine import host_name, this_machine_name
+from gascompile.passes.verify import verify
 from gascompile.progress import task
 from gascompile.wire_kernels import use_wire_kernels
 
@@ -27,18 +30,21 @@ def load(
     *,
     checkpoint: str | os.PathLike[str] | None = None,
     any_machine: bool = False,
-    trust_kernels: bool = False,
+    allow_code: bool = False,
+    cache_dir: str | os.PathLike[str] | None = None,
     graphs: str = "auto",
 ) -> CompiledModel:
-    """Open a bundle written by ``CompiledModel.save``. The plan is verified again before it is used.
+    """Open a bundle written by ``CompiledModel.save``: data, which is checked to be what it says before it is used.
 
     Args:
         folder: the bundle.
         checkpoint: where the weight files are now, if they were moved; their content must be the same.
         any_machine: accept a plan made on another machine. It keeps its budget here too; its speed is
             whatever this machine gives.
-        trust_kernels: run the bundle's fused kernels although they were not compiled here. They are machine
-            code: say so only if you trust who made the bundle. Without it such ops run one by one.
+        allow_code: run code that is no data: the bundle's compiled kernels, unless they were compiled here, and ops
+            beside torch's that this process has registered. Say so only if you trust who made the bundle. Without
+            it fused ops run one by one, with a warning that says what that costs.
+        cache_dir: where compiled kernels are kept and activations that move to a drive are written.
         graphs: as in ``compile``.
 
     Where reads take another path here than the plan was made for, its predictions are made anew and it warns.
@@ -46,12 +52,15 @@ def load(
     Raises:
         DeviceError: the plan computes on a GPU that cannot be used here, or whose memory others hold.
         FormatError: the bundle is damaged or of another version of the format.
-        PlanMismatchError: it was made by another version of torch or GASCompile, or on another machine.
+        PlanMismatchError: it was made by another version of torch or GASCompile, or on another machine; or its plan
+            is not one of its program.
+        CheckpointError: a weight is not the one that its program needs.
         PlanVerificationError: the plan breaks a budget or a dependency.
         StorageError: a weight file is missing or its content has changed.
     """
     path, config = Path(folder), CompileConfig(graphs=graphs)
-    bundle = read_bundle(path)
+    cache = Path(cache_dir).expanduser() if cache_dir is not None else config.cache_dir
+    bundle = read_bundle(path, allow_code=allow_code)
     _check_versions(bundle.versions, path)
     name = bundle.plan.machine.name
     here = this_machine_name()
@@ -60,15 +69,19 @@ def load(
             f"the plan in {path} was made for the machine '{name}', this is '{here}'; compile again "
             "here, or pass any_machine=True to run it as it is"
         )
+    verify(bundle.plan)
+    check_program_of(bundle.plan, bundle.program)
     bundle = replace(bundle, plan=admit_saved(bundle.plan))
     weights = bundle.weights
     if checkpoint is not None:
         weights = _moved(weights, Path(checkpoint))
-    unit = Unit.of(_checked(bundle, weights), graphs=config.graphs)
-    use_wire_kernels(bundle.program.forms, default_cache_dir(), make=False)
+    bundle = _checked(bundle, weights)
+    check_weights(bundle.plan, bundle.program, weights.sources, bundle.weights.stamps, bundle.held)
+    unit = Unit.of(bundle, graphs=config.graphs)
+    use_wire_kernels(bundle.program.forms, cache, make=False)
     if bundle.fusion is not None:
-        unit.fusion = load_kernels(bundle, cache_dir=default_cache_dir(), trust=trust_kernels)
-    return CompiledModel(positional=bundle.positional, units=[unit])
+        unit.fusion = load_kernels(bundle, cache_dir=cache, trust=allow_code)
+    return CompiledModel(positional=bundle.positional, units=[unit], cache_dir=cache)
 
 
 def _check_versions(saved: Mapping[str, str], path: Path) -> None:

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from gascompile import serial
 from gascompile.bundle import Bundle, read_bundle, write_bundle
-from gascompile.errors import FormatError, StorageError
+from gascompile.bundle_files import read_bundle_files
+from gascompile.errors import FormatError, StorageError, UnsupportedOpError
 
 _log = logging.getLogger("gascompile")
 
@@ -45,7 +46,7 @@ def read(folder: Path, prints: Mapping[str, str]) -> Bundle | None:
     if not folder.exists():
         return None
     try:
-        bundle = read_bundle(folder)
+        bundle = read_bundle(folder, allow_code=True)  # written here, by this user
     except (FormatError, StorageError) as error:
         _log.warning("the cache entry %s cannot be used (%s); planning again", folder.name, error)
         shutil.rmtree(folder, ignore_errors=True)
@@ -61,7 +62,7 @@ def write(folder: Path, bundle: Bundle, *, damaged: bool) -> None:
     """Keep ``bundle``; a cache that cannot be written costs time, not the job."""
     try:
         write_bundle(bundle, folder, overwrite=damaged)
-    except StorageError as error:
+    except (StorageError, UnsupportedOpError) as error:
         _log.warning("the plan is not kept: %s", error)
 
 
@@ -74,9 +75,9 @@ def entries(cache_dir: Path) -> list[CacheEntry]:
 def _entry(folder: Path) -> CacheEntry | None:
     name, ok, weight_files = "(damaged)", True, frozenset[str]()
     try:
-        bundle = read_bundle(folder)
-        name = bundle.program.name
-        weight_files = frozenset(stamp.path for stamp in bundle.weights.stamps)
+        files = read_bundle_files(folder)
+        name = files.plan.workload.name
+        weight_files = frozenset(stamp.path for stamp in files.weights.stamps)
     except (FormatError, StorageError):
         ok = False
     try:

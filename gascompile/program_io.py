@@ -1,15 +1,13 @@
 """Programs to JSON and back (``gascompile.program/1``), without pickle: loading one runs no code from it.
 
-Only ops that torch has registered and a closed list of Python operators can be named, so a file can
-call nothing else.
+What a file may hold is the grammar of ``program_grammar``, what it may call the list of ``program_ops``; both are
+checked before a node is made.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import keyword
 import math
-import operator
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,44 +15,19 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from gascompile import serial, wire_ops
+from gascompile import program_grammar as grammar
+from gascompile import serial
+from gascompile.call_types import check_call_type, check_registered, transformers_modules
 from gascompile.errors import FormatError, UnsupportedOpError
 from gascompile.ir import Forms
+from gascompile.packing import FORMS
 from gascompile.program import BoundSpec, Dim, InputSpec, Program
+from gascompile.program_ops import FUNCTION_NAMES, OPS_OF_LIBRARIES, check_call, draws, find_target
 
 FORMAT = "gascompile.program/1"
 
-_FUNCTIONS: dict[str, Callable[..., Any]] = {
-    f"operator.{name}": getattr(operator, name)
-    for name in (
-        "getitem",
-        "add",
-        "sub",
-        "mul",
-        "floordiv",
-        "truediv",
-        "mod",
-        "neg",
-        "pow",
-        "eq",
-        "ne",
-        "lt",
-        "le",
-        "gt",
-        "ge",
-        "and_",
-        "or_",
-        "not_",
-    )
-} | {
-    f"torch.{name}": getattr(torch, name)
-    for name in ("sym_max", "sym_min", "sym_not", "sym_float", "sym_int", "sym_ite")
-}
-_FUNCTIONS |= {"math.ceil": math.ceil, "math.floor": math.floor, "math.trunc": math.trunc}
-_FUNCTIONS |= {str(op): op for op in (wire_ops.LINEAR, wire_ops.DECODE)}
-_FUNCTION_NAMES = {function: name for name, function in _FUNCTIONS.items()}
-_LIBRARIES = ("transformers",)
-"""Installed libraries that a program may need imported: for their ops at once, for their types when called."""
+_TRANSFORMERS = "transformers"
+"""The library that a program may need imported: for its ops at once, for its types when called."""
 
 
 def program_to_json(program: Program) -> dict[str, Any]:
@@ -83,65 +56,105 @@ def program_to_json(program: Program) -> dict[str, Any]:
         "name": program.name,
         "nodes": nodes,
         "outputs": outputs,
-        "inputs": [_input_to_json(spec) for spec in program.inputs],
+        "inputs": [serial.to_json(spec) for spec in program.inputs],
         "bindings": dict(program.bindings),
         "bound": serial.to_json(program.bound),
         "states": sorted(program.states),
         "in_spec": program.in_spec,
         "out_spec": program.out_spec,
         "forms": serial.to_json(program.forms),
+        "draws": [node.name for node in program.op_nodes() if draws(node.target)],
     }
 
 
-def program_from_json(data: Any, *, where: str = "$") -> Program:
-    """Return the program of ``program_to_json``'s data.
+def program_from_json(data: Any, *, where: str = "$", allow_code: bool = False) -> Program:
+    """Return the program of ``program_to_json``'s data, which is checked before torch sees any of it.
+
+    Args:
+        data: JSON data from anywhere.
+        where: what messages call it.
+        allow_code: let it call ops that are not on the list of ``program_ops``.
 
     Raises:
-        FormatError: the data is damaged, of another format, or names an op that is not registered here.
+        FormatError: the data is damaged, of another format, or names what it may not, or what is not here.
     """
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         found = data.get("format") if isinstance(data, dict) else type(data).__name__
         raise FormatError(
             f"{where}: this reader knows the format {FORMAT!r}, the data says {found!r}"
         )
-    try:
-        _import_libraries(data)
-        return Program(
-            name=data["name"],
-            graph_module=_read_graph(data),
-            inputs=tuple(_input_from_json(spec, where) for spec in data["inputs"]),
-            bindings={str(node): str(name) for node, name in data["bindings"].items()},
-            bound={
-                name: serial.from_json(BoundSpec, spec, where=f"{where}.bound.{name}")
-                for name, spec in data["bound"].items()
-            },
-            states=frozenset(data["states"]),
-            in_spec=data["in_spec"],
-            out_spec=data["out_spec"],
-            forms={
-                name: serial.from_json(Forms, forms, where=f"{where}.forms.{name}")
-                for name, forms in data.get("forms", {}).items()
-            },
-        )
-    except (KeyError, TypeError, IndexError, AttributeError, ValueError) as error:
-        raise FormatError(
-            f"{where}: the program is damaged ({type(error).__name__}: {error})"
-        ) from error
+    grammar.check_program(data, where=where)
+    _import_libraries(data)
+    inputs = tuple(
+        serial.from_json(InputSpec, spec, where=f"{where}.inputs[{i}]")
+        for i, spec in enumerate(data["inputs"])
+    )
+    bound = {
+        name: serial.from_json(BoundSpec, spec, where=f"{where}.bound.{name!a}")
+        for name, spec in data["bound"].items()
+    }
+    forms = {
+        name: serial.from_json(Forms, spec, where=f"{where}.forms.{name!a}")
+        for name, spec in data.get("forms", {}).items()
+    }
+    _check_signature(inputs, bound, forms, where)
+    return Program(
+        name=data["name"],
+        graph_module=_read_graph(data, where, allow_code=allow_code),
+        inputs=inputs,
+        bindings=data["bindings"],
+        bound=bound,
+        states=frozenset(data["states"]),
+        in_spec=data["in_spec"],
+        out_spec=data["out_spec"],
+        forms=forms,
+    )
+
+
+def _check_signature(
+    inputs: tuple[InputSpec, ...],
+    bound: Mapping[str, BoundSpec],
+    forms: Mapping[str, Forms],
+    where: str,
+) -> None:
+    for i, spec in enumerate(inputs):
+        here = f"{where}.inputs[{i}]"
+        for dim in spec.shape:
+            if isinstance(dim, Dim) and not 0 <= dim.minimum <= dim.maximum <= grammar.MAX_SIZE:
+                grammar.refuse(
+                    here, f"the range of the dimension {grammar.shown(dim.name)} is none"
+                )
+        grammar.check_shape(spec.upper_shape(), here)
+        if spec.dtype is not None:
+            grammar.check_dtype(spec.dtype, here)
+        if spec.device not in grammar.DEVICES:
+            grammar.refuse(here, f"{grammar.shown(spec.device)} is no device of an input")
+        if not spec.path.isprintable() or len(spec.path) > grammar.MAX_NAME:
+            grammar.refuse(here, f"{grammar.shown(spec.path)} is no place in a call")
+    for name, weight in bound.items():
+        grammar.check_shape(weight.shape, f"{where}.bound.{name!a}")
+        grammar.check_dtype(weight.dtype, f"{where}.bound.{name!a}")
+    for name, form in forms.items():
+        for kind in (form.stored, form.wire, form.compute):
+            if kind not in grammar.DTYPES and kind not in FORMS:
+                grammar.refuse(f"{where}.forms.{name!a}", f"{grammar.shown(kind)} is no form")
 
 
 def load_treespec(text: str) -> pytree.TreeSpec:
-    """Return the pytree that ``text`` describes, with the libraries of its types imported.
+    """Return the pytree that ``text`` describes, with the parts of transformers that define its types imported.
 
     Raises:
-        FormatError: a type of it is unknown here.
+        FormatError: a type of it may not be named, or is unknown here.
     """
-    if _libraries_of(text):
+    check_call_type(text, where="the structure of a call")
+    if modules := transformers_modules(text):
         from gascompile.integrations.huggingface import register_types
 
-        register_types(text)
+        register_types(modules)
+    check_registered(text)
     try:
         return pytree.treespec_loads(text)
-    except (NotImplementedError, ValueError, KeyError, TypeError) as error:
+    except (NotImplementedError, ValueError, KeyError, TypeError, AssertionError) as error:
         raise FormatError(
             f"the program's inputs or outputs have a type that is not registered here ({error}); "
             "import the library that defines it first"
@@ -150,76 +163,44 @@ def load_treespec(text: str) -> pytree.TreeSpec:
 
 def needs_import(text: str) -> bool:
     """Return whether ``load_treespec`` would import a library."""
-    return any(library not in sys.modules for library in _libraries_of(text))
-
-
-def _libraries_of(text: str) -> list[str]:
-    return [library for library in _LIBRARIES if f'"{library}.' in text]
+    return bool(transformers_modules(text)) and _TRANSFORMERS not in sys.modules
 
 
 def _import_libraries(data: Mapping[str, Any]) -> None:
     """Import what registers the program's ops; what defines its types is only looked for, as it takes seconds.
 
     Raises:
-        FormatError: a library is not installed.
+        FormatError: the library is not installed.
     """
-    targets = {node.get("target", "") for node in data["nodes"]}
-    text = data["in_spec"] + data["out_spec"]
-    for library in _LIBRARIES:
-        has_ops = any(t.startswith(f"{library}.") for t in targets)
-        if not has_ops and library not in _libraries_of(text):
-            continue
-        if library not in sys.modules and importlib.util.find_spec(library) is None:
-            raise FormatError(
-                f"this program needs the library '{library}'; install it and try again"
-            )
-        if has_ops:
-            from gascompile.integrations.huggingface import register_ops
+    targets = {node["target"] for node in data["nodes"] if "target" in node}
+    has_ops = any(target in OPS_OF_LIBRARIES for target in targets)
+    if not has_ops and not transformers_modules(data["in_spec"] + data["out_spec"]):
+        return
+    if _TRANSFORMERS not in sys.modules and importlib.util.find_spec(_TRANSFORMERS) is None:
+        raise FormatError(
+            f"this program needs the library '{_TRANSFORMERS}'; install it and try again"
+        )
+    if has_ops:
+        from gascompile.integrations.huggingface import register_ops
 
-            register_ops(targets)
+        register_ops(targets)
 
 
 def _target_name(node: torch.fx.Node) -> str:
     target = node.target
     if isinstance(target, torch._ops.OpOverload):
         return str(target)
-    if callable(target) and target in _FUNCTION_NAMES:
-        return _FUNCTION_NAMES[target]
+    if callable(target) and target in FUNCTION_NAMES:
+        return FUNCTION_NAMES[target]
     raise UnsupportedOpError(
         f"op '{node.name}' calls {target}, which has no form in a saved program"
     )
 
 
-def _find_target(name: str) -> Callable[..., Any]:
-    if name in _FUNCTIONS:
-        return _FUNCTIONS[name]
-    namespace, _, rest = name.partition(".")
-    packet, _, overload = rest.rpartition(".")
-    try:
-        found = getattr(getattr(getattr(torch.ops, namespace), packet), overload)
-    except AttributeError as error:
-        raise FormatError(
-            f"the op '{name}' is not registered in this process; import the library that defines it"
-        ) from error
-    if not isinstance(found, torch._ops.OpOverload):
-        raise FormatError(f"'{name}' is not an op")
-    return found
-
-
 _ENUMS: dict[str, dict[str, Any]] = {
-    "dtype": {
-        str(v).removeprefix("torch."): v for v in vars(torch).values() if isinstance(v, torch.dtype)
-    },
-    "layout": {
-        str(v).removeprefix("torch."): v
-        for v in vars(torch).values()
-        if isinstance(v, torch.layout)
-    },
-    "memory_format": {
-        str(v).removeprefix("torch."): v
-        for v in vars(torch).values()
-        if isinstance(v, torch.memory_format)
-    },
+    kind: {name: getattr(torch, name) for name in names}
+    for kind, names in grammar.ENUMS.items()
+    if kind != "device"
 }
 
 
@@ -235,12 +216,10 @@ def _encode(arg: Any, node: torch.fx.Node) -> Any:
         return {
             "tuple" if isinstance(arg, tuple) else "list": [_encode(item, node) for item in arg]
         }
-    if isinstance(arg, slice):
-        return {"slice": [_encode(item, node) for item in (arg.start, arg.stop, arg.step)]}
     if isinstance(arg, torch.device):
         return {"device": str(arg)}
     if isinstance(arg, complex):
-        return {"complex": [arg.real, arg.imag]}
+        return {"complex": [_encode(arg.real, node), _encode(arg.imag, node)]}
     for kind, members in _ENUMS.items():
         if str(arg).removeprefix("torch.") in members and not isinstance(arg, str):
             return {kind: str(arg).removeprefix("torch.")}
@@ -261,61 +240,42 @@ def _decode(data: Any, nodes: Mapping[str, torch.fx.Node]) -> Any:
         return [_decode(item, nodes) for item in value]
     if kind == "tuple":
         return tuple(_decode(item, nodes) for item in value)
-    if kind == "slice":
-        return slice(*(_decode(item, nodes) for item in value))
     if kind == "device":
         return torch.device(value)
     if kind == "complex":
-        return complex(*value)
+        return complex(*(_decode(part, nodes) for part in value))
     return _ENUMS[kind][value]
 
 
-def _read_graph(data: Mapping[str, Any]) -> torch.fx.GraphModule:
+def _read_graph(data: Mapping[str, Any], where: str, *, allow_code: bool) -> torch.fx.GraphModule:
     graph = torch.fx.Graph()
     nodes: dict[str, torch.fx.Node] = {}
     targets: dict[str, Callable[..., Any]] = {}
-    for entry in data["nodes"]:
-        name = entry["name"]
-        if "target" not in entry:
+    drawing = []
+    for i, entry in enumerate(data["nodes"]):
+        name, called = entry["name"], entry.get("target")
+        if called is None:
             node = graph.create_node("placeholder", name, name=name)
         else:
-            target = targets.get(entry["target"]) or targets.setdefault(
-                entry["target"], _find_target(entry["target"])
-            )
+            here = f"{where}.nodes[{i}]"
+            if called not in targets:
+                targets[called] = find_target(called, allow_code=allow_code, where=here)
+            target = targets[called]
+            check_call(target, entry, nodes, here)
+            if draws(target):
+                drawing.append(name)
             args = tuple(_decode(arg, nodes) for arg in entry["args"])
             kwargs = {key: _decode(arg, nodes) for key, arg in entry["kwargs"].items()}
             node = graph.create_node("call_function", target, args, kwargs, name=name)
-        if not name.isidentifier() or keyword.iskeyword(name) or name in nodes:
-            raise FormatError(f"the node name {name!r} is not usable")
         node.name = name  # FX would rename a node called like a builtin, such as 'input'
         nodes[name] = node
+    if drawing != data.get("draws", []):
+        grammar.refuse(
+            f"{where}.draws", f"{len(drawing)} ops draw random numbers, and others are listed"
+        )
+    for value in data["outputs"]:
+        if not grammar.is_result(value, nodes):
+            grammar.refuse(f"{where}.outputs", f"{grammar.shown(value)} is no result of a node")
     graph.output(tuple(_decode(arg, nodes) for arg in data["outputs"]))
     graph.lint()
     return torch.fx.GraphModule(torch.nn.Module(), graph)
-
-
-def _input_to_json(spec: InputSpec) -> dict[str, Any]:
-    return {
-        "name": spec.name,
-        "path": spec.path,
-        "dtype": spec.dtype,
-        "shape": [serial.to_json(dim) if isinstance(dim, Dim) else dim for dim in spec.shape],
-        "device": spec.device,
-        "constant": spec.constant,
-    }
-
-
-def _input_from_json(data: Mapping[str, Any], where: str) -> InputSpec:
-    return InputSpec(
-        name=data["name"],
-        path=data["path"],
-        dtype=data["dtype"],
-        shape=tuple(
-            serial.from_json(Dim, dim, where=f"{where}.shape")
-            if isinstance(dim, dict)
-            else int(dim)
-            for dim in data["shape"]
-        ),
-        device=data["device"],
-        constant=data["constant"],
-    )

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from gascompile.errors import FormatError, StorageError
+from gascompile.files import MAX_JSON_BYTES, read_regular
 
 T = TypeVar("T")
 _SCALARS = frozenset({bool, int, float, str})
@@ -135,6 +136,12 @@ def _read_union(args: tuple[Any, ...], data: object, where: str) -> Any:
     if data is None and type(None) in args:
         return None
     members = [arg for arg in args if arg is not type(None)]
+    if scalars := [arg for arg in members if arg in _SCALARS]:
+        # A number or an object, such as a dimension that is fixed or named.
+        members = (
+            [arg for arg in members if arg not in _SCALARS] if isinstance(data, dict) else scalars
+        )
+        members = members or scalars
     if len(members) == 1:
         return _read(members[0], data, where)
     if not isinstance(data, dict):
@@ -207,36 +214,73 @@ def digest(value: object) -> str:
     return hashlib.blake2b(text.encode(), digest_size=20).hexdigest()
 
 
-def read_json(path: str | os.PathLike[str], *, strict: bool = False) -> Any:
-    """Return the JSON data of a file.
-
-    Args:
-        path: a file of UTF-8 text.
-        strict: refuse what Python's reader lets pass and the standard does not: ``NaN``, ``Infinity`` and
-            a key that stands twice in one object.
+def read_json(path: str | os.PathLike[str], *, strict: bool = True) -> Any:
+    """Return the JSON data of a file; ``strict`` as in ``parse_json``.
 
     Raises:
-        FormatError: the file is not JSON.
-        StorageError: the file cannot be read.
+        FormatError: the file is not JSON, or is larger than any of ours.
+        StorageError: the file cannot be read, or is no regular file.
+    """
+    raw = read_regular(path, max_bytes=MAX_JSON_BYTES)
+    return parse_json(raw, where=os.fsdecode(path), strict=strict)
+
+
+def parse_json(raw: bytes | str, *, where: str, strict: bool = True) -> Any:
+    """Return JSON data.
+
+    Args:
+        raw: UTF-8 text.
+        where: what messages call it.
+        strict: refuse what Python's reader lets pass and the standard does not: ``NaN``, ``Infinity`` and a
+            key that stands twice in one object. Files of other projects hold such.
+
+    Raises:
+        FormatError: it is not JSON, or nested more deeply than any format is.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise StorageError(f"cannot read {path}: {error.strerror or error}") from error
+        text = raw if isinstance(raw, str) else raw.decode("utf-8")
     except UnicodeDecodeError as error:
         raise FormatError(
-            f"{path} is not a text file in UTF-8, so not JSON; save it in UTF-8"
+            f"{where} is not a text file in UTF-8, so not JSON; save it in UTF-8"
         ) from error
     try:
-        if not strict:
-            return json.loads(text)
-        return json.loads(text, object_pairs_hook=_object, parse_constant=_refuse_constant)
+        hooks: dict[str, Any] = (
+            {"object_pairs_hook": _object, "parse_constant": _refuse_constant} if strict else {}
+        )
+        data = json.loads(text, **hooks)
     except RecursionError as error:
-        raise FormatError(
-            f"{path} is nested too deeply for any format of this package; write it again"
-        ) from error
+        raise _too_deep(where) from error
     except ValueError as error:
-        raise FormatError(f"{path} is not valid JSON: {error}; write it again") from error
+        raise FormatError(f"{where} is not valid JSON: {error}; write it again") from error
+    if _depth_exceeds(data, MAX_DEPTH):
+        raise _too_deep(where)
+    return data
+
+
+MAX_DEPTH = 64
+"""Of lists and objects in one another; what reads them may recurse."""
+
+
+def _too_deep(where: str) -> FormatError:
+    return FormatError(
+        f"{where} is nested too deeply for any format of this package; write it again"
+    )
+
+
+def _depth_exceeds(data: Any, limit: int) -> bool:
+    """Return whether ``data`` is nested more deeply than ``limit``."""
+    level = [data]
+    for _ in range(limit + 1):
+        level = [
+            item
+            for held in level
+            if isinstance(held, (dict, list))
+            for item in (held.values() if isinstance(held, dict) else held)
+            if isinstance(item, (dict, list))
+        ]
+        if not level:
+            return False
+    return True
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -253,7 +297,7 @@ def _refuse_constant(name: str) -> None:
 
 def load(cls: type[T], path: str | os.PathLike[str]) -> T:
     """Read one object of a versioned format from a file; raises as ``read_json`` and ``from_json`` do."""
-    return from_json(cls, read_json(path, strict=True), where=f"{path}: $")
+    return from_json(cls, read_json(path), where=f"{path}: $")
 
 
 def write_atomic(path: str | os.PathLike[str], data: bytes | str) -> None:

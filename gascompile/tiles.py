@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-_PATTERN = re.compile(r"(.*)\[(\d+):(\d+)\]", re.DOTALL)
+_PATTERN = re.compile(r"(.*)\[([0-9]{1,18}):([0-9]{1,18})\]", re.DOTALL)
 
 
 class Tile(NamedTuple):

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from gascompile.bundle import Weights
+from gascompile.bundle_files import Weights
 from gascompile.checkpoint import Checkpoint, match_weights
 from gascompile.errors import CheckpointError, UnsupportedOpError
 from gascompile.form_store import Item, converted

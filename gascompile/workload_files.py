@@ -23,7 +23,7 @@ def load_workload(path: str | os.PathLike[str], machine: Machine) -> Workload:
         StorageError: it cannot be read.
         UnsupportedOpError: an op has no time on the tier that computes.
     """
-    data = serial.read_json(path, strict=True)
+    data = serial.read_json(path)
     where = f"{os.fspath(path)}: $"
     # Lists are counted before a million objects are made from them.
     for field in ("tensors", "ops"):

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterable
 
 from gascompile.errors import StorageError
+from gascompile.files import open_regular
 from gascompile.ir import FileStamp, IoSettings, WeightSource
 from gascompile.runtime.landing import Landing, plan_landing
 from gascompile.units import PAGE_BYTES
@@ -48,7 +49,7 @@ class SourceFile:
         self.path = path
         self.direct = -1
         try:
-            self.buffered = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            self.buffered = open_regular(path)
         except OSError as error:
             raise StorageError(
                 f"cannot open the weight file {path}: {error.strerror}; "
@@ -66,7 +67,7 @@ class SourceFile:
         flag = getattr(os, "O_DIRECT", 0)
         if flag:
             try:
-                self.direct = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flag)
+                self.direct = open_regular(path, flags=flag)
             except OSError as error:
                 self.refusal = error.strerror or str(error)
         self.is_direct = self.direct >= 0

@@ -144,7 +144,7 @@ def read_plan(path: Path) -> Plan:
     """Read the plan of a plan file or of a bundle; it is not verified yet."""
     opt.require_plan_or_bundle(path)
     if opt.is_bundle(path):
-        from gascompile.bundle import read_bundle
+        from gascompile.bundle_files import read_bundle_files
 
-        return read_bundle(path).plan
+        return read_bundle_files(path).plan
     return Plan.load(path)

@@ -14,6 +14,7 @@ from gascompile.commands.output import counted, emit, note
 from gascompile.commands.plans import PlanArgument
 from gascompile.errors import StorageError
 from gascompile.ir import FileStamp, Plan
+from gascompile.serial import parse_json
 from gascompile.units import format_size
 
 Rehash = Annotated[
@@ -28,13 +29,17 @@ def verify(plan_path: PlanArgument, weights: Rehash = False, json: opt.JsonFlag 
     Example: [bold]gascompile verify compiled/ --weights[/bold]
     """
     from gascompile.passes.verify import verify as check
+    from gascompile.program_grammar import check_program
 
     stamps: tuple[FileStamp, ...] = ()
     opt.require_plan_or_bundle(plan_path)
     if opt.is_bundle(plan_path):
-        from gascompile.bundle import read_bundle
+        from gascompile.bundle_files import read_bundle_files
 
-        bundle = read_bundle(plan_path)
+        bundle = read_bundle_files(plan_path)
+        check_program(
+            parse_json(bundle.raw["program.json"], where="program.json"), where="program.json"
+        )
         plan, stamps = bundle.plan, bundle.weights.stamps
     elif weights:
         raise typer.BadParameter(

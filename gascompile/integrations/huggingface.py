@@ -18,8 +18,6 @@ from torch.utils import _pytree as pytree
 from gascompile.errors import CheckpointError, FormatError
 from gascompile.serial import read_json
 
-_TYPE_NAME = re.compile(r'"(transformers(?:\.[A-Za-z0-9_]+)+)\.[A-Za-z0-9_]+"')
-
 
 def register_pytrees() -> None:
     """Teach torch's pytrees the cache types that transformers models return.
@@ -83,13 +81,16 @@ def _cache_of_parts(parts: Iterable[Any], context: Any) -> Any:
     return DynamicCache(zip_longest(found["key_cache"], found["value_cache"], sizes))
 
 
-def register_types(specs: str) -> None:
+def register_types(modules: Iterable[str]) -> None:
     """Import the parts of transformers that define the types that a saved program takes or returns.
+
+    Args:
+        modules: those that ``call_types.transformers_modules`` found.
 
     Raises:
         FormatError: transformers, or a part of it, is missing.
     """
-    for module in sorted(set(_TYPE_NAME.findall(specs))):
+    for module in modules:
         try:
             importlib.import_module(module)
         except ImportError as error:

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch.utils import _pytree as pytree
 
 import gascompile
-from gascompile.bundle import _digest
+from gascompile.bundle_files import digest_of
 from tests import zoo
 from tests.integration.fused_models import ALWAYS, Gated, assert_close
 from tests.integration.test_models import eager
@@ -143,10 +143,10 @@ def test_code_of_unknown_origin_is_not_run(
     with caplog.at_level(logging.WARNING, logger="gascompile"), gascompile.load(bundle) as loaded:
         assert loaded.fused is not None
         assert loaded.fused.num_ops == 0
-        assert "trust_kernels=True" in loaded.fused.reason
+        assert "allow_code=True" in loaded.fused.reason
         assert torch.equal(loaded(**rows), eager(gated, rows)[0])
     assert len([r for r in caplog.records if "one by one" in r.getMessage()]) == 1
-    with gascompile.load(bundle, trust_kernels=True) as loaded:
+    with gascompile.load(bundle, allow_code=True) as loaded:
         assert loaded.fused is not None
         assert loaded.fused.num_ops > 0
         assert_close(loaded(**rows), eager(gated, rows))
@@ -159,19 +159,19 @@ def test_damaged_kernels_are_refused(bundle: Path, suffix: str) -> None:
     raw[len(raw) // 2] ^= 1
     file.write_bytes(raw)
     with pytest.raises(gascompile.FormatError, match="checksum differs"):
-        gascompile.load(bundle, trust_kernels=True)
+        gascompile.load(bundle, allow_code=True)
     manifest = json.loads((bundle / "manifest.json").read_text())
-    manifest["files"][file.name] = _digest(bytes(raw))
+    manifest["files"][file.name] = digest_of(bytes(raw))
     (bundle / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(gascompile.FormatError, match=r"kernels .* are damaged"):
-        gascompile.load(bundle, trust_kernels=True)
+        gascompile.load(bundle, allow_code=True)
 
 
 def test_kernels_for_another_processor_are_not_run(
     bundle: Path, gated: Gated, rows: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gascompile.fusion_build.processor_features", lambda: "older")
-    with gascompile.load(bundle, trust_kernels=True) as loaded:
+    with gascompile.load(bundle, allow_code=True) as loaded:
         assert loaded.fused is not None
         assert loaded.fused.num_ops == 0
         assert "were made for processor" in loaded.fused.reason

@@ -161,10 +161,10 @@ def test_code_of_unknown_origin_is_not_run(
         gascompile.load(bundle, any_machine=True) as loaded,
     ):
         assert loaded.fused is not None
-        assert "trust_kernels=True" in loaded.fused.reason
+        assert "allow_code=True" in loaded.fused.reason
         assert torch.equal(loaded(**rows), eager(gated, rows)[0])
     assert not gpu.library.images
-    with gascompile.load(bundle, any_machine=True, trust_kernels=True) as loaded:
+    with gascompile.load(bundle, any_machine=True, allow_code=True) as loaded:
         assert loaded.fused is not None
         assert loaded.fused.num_ops > 0
         assert_close(loaded(**rows), eager(gated, rows))
@@ -174,12 +174,12 @@ def test_kernels_for_another_capability_are_not_run(
     bundle: Path, gated: Gated, rows: dict[str, torch.Tensor], gpu: FusedGpu
 ) -> None:
     gpu.target = GpuTarget(major=8, minor=0, multi_processor_count=108)
-    with gascompile.load(bundle, any_machine=True, trust_kernels=True) as loaded:
+    with gascompile.load(bundle, any_machine=True, allow_code=True) as loaded:
         assert loaded.fused is not None
         assert "were made for capability 9.0, this is 8.0" in loaded.fused.reason
         assert torch.equal(loaded(**rows), eager(gated, rows)[0])
     gpu.target = None
-    with gascompile.load(bundle, any_machine=True, trust_kernels=True) as loaded:
+    with gascompile.load(bundle, any_machine=True, allow_code=True) as loaded:
         assert loaded.fused is not None
         assert "no GPU here" in loaded.fused.reason
     assert not gpu.library.images
@@ -190,7 +190,7 @@ def test_another_compiler_is_no_reason_to_leave_kernels_out(
 ) -> None:
     monkeypatch.setattr("gascompile.fusion_cubin.triton_version", lambda: "0.0")
     monkeypatch.setattr(fusion_backends, "missing_triton", lambda: "there is none")
-    with gascompile.load(bundle, any_machine=True, trust_kernels=True) as loaded:
+    with gascompile.load(bundle, any_machine=True, allow_code=True) as loaded:
         assert loaded.fused is not None
         assert loaded.fused.num_ops > 0
 
@@ -202,7 +202,7 @@ def test_damaged_kernels_are_refused(bundle: Path, suffix: str, gpu: FusedGpu) -
     raw[len(raw) // 2] ^= 1
     file.write_bytes(raw)
     with pytest.raises(gascompile.FormatError, match="checksum differs"):
-        gascompile.load(bundle, any_machine=True, trust_kernels=True)
+        gascompile.load(bundle, any_machine=True, allow_code=True)
     assert not gpu.library.images
 
 
@@ -249,7 +249,7 @@ def test_a_second_process_needs_neither_triton_nor_inductor(bundle: Path, root: 
                 assert not name.startswith(("triton", "torch._inductor")), f"imports {{name}}"
 
         sys.meta_path.insert(0, Refuse())
-        with gascompile.load({str(bundle)!r}, any_machine=True, trust_kernels=True) as loaded:
+        with gascompile.load({str(bundle)!r}, any_machine=True, allow_code=True) as loaded:
             loaded(x=torch.ones(3, 128))
             assert loaded.fused.num_ops > 0 and loaded.fused.compile_s == 0, loaded.fused
             assert len(launches) >= loaded.fused.num_segments

@@ -64,7 +64,7 @@ def test_a_bundle_brings_its_kernels(
     with gascompile.compile(gated, None, rows, cache_dir=kernels, **ALWAYS) as compiled:
         wanted = host(compiled(**rows))
         compiled.save(tmp_path / "bundle")
-    with gascompile.load(tmp_path / "bundle", trust_kernels=True) as loaded:
+    with gascompile.load(tmp_path / "bundle", allow_code=True) as loaded:
         assert loaded.fused is not None
         assert loaded.fused.num_ops > 0
         assert loaded.fused.compile_s == 0
