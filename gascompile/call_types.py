@@ -136,7 +136,7 @@ def _check_type(name: Any, context: Any, num_children: int, where: str) -> None:
 
 def _is_nothing(context: Any, num_children: int) -> bool:
     del num_children
-    return context == "null"
+    return bool(context == "null")
 
 
 def _loaded(context: Any) -> Any:
