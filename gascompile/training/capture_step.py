@@ -7,9 +7,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from gascompile.batches import admit
 from gascompile.training.joint import LossFunction, capture_joint
 from gascompile.training.optimizers import Rules
 from gascompile.training.outlines import Outlines
+from gascompile.training.requirements import require_followed
 from gascompile.training.settings import Settings
 from gascompile.training.step_program import StepProgram, step_program
 from gascompile.training.storages import Storages, named_tensors
@@ -33,6 +35,8 @@ def capture_step(
         CaptureError: the loss cannot be traced.
         UnsupportedOpError: the model or the optimizer is none that steps are made for.
     """
+    require_followed(model, optimizer)
+    admit(batch)
     _, tensors = named_tensors(model)
     missing = {name: tensor for name, tensor in tensors.items() if tensor.is_meta}
     with Outlines(missing):

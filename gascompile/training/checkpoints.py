@@ -25,6 +25,7 @@ from gascompile import serial
 from gascompile.checkpoint import read_safetensors_header
 from gascompile.errors import CheckpointError, FormatError, StorageError
 from gascompile.runtime.copying import write_all
+from gascompile.training.optimizers import TOTAL
 from gascompile.training.states import States
 from gascompile.training.tensor_files import (
     Entry,
@@ -37,7 +38,7 @@ from gascompile.training.tensor_files import (
 )
 from gascompile.training.unplanned import KeptState, kept_tensors, kept_values
 
-FORMAT = "gascompile.training-checkpoint/1"
+FORMAT = "gascompile.training-checkpoint/2"
 _NAME = re.compile(r"checkpoint-(\d{8})")
 _LOCK, _MANIFEST, _STATE = "lock", "manifest.json", "state.json"
 _TRAINED, _FROZEN = "model-trained.safetensors", "model-frozen.safetensors"
@@ -100,7 +101,7 @@ class CheckpointFolder:
         self, folder: Path, states: States, changing: frozenset[str], state: bytes
     ) -> frozenset[str]:
         """Write all files of a checkpoint; return the names of frozen tensors."""
-        trained, frozen, optimizer = _entries(states, changing)
+        trained, frozen, optimizer = _entries(states, changing, states.counts, states.pending)
         optimizer.update(kept_tensors(states.optimizer))
         names, digests = frozenset(frozen), {}
         linked = self._linked(folder, states.generation, names)
@@ -161,7 +162,9 @@ class CheckpointFolder:
                     f"{newest} keeps moments as {form!r}, this step as {states.rules.states!r}; compile with "
                     f"states={form!r}, or take it over through state_dict() and load_state_dict()"
                 )
-            shapes = _entries(states, changing)
+            counts = {name: state["updates"].get(name, 0) for name in states.counts}
+            pending = frozenset(state["pending"])
+            shapes = _entries(states, changing, counts, pending)
             own = KeptState(newest / _OPTIMIZER, state.get("optimizer_state", []))
             shapes[2].update(own.entries)
             whole = shapes[0] | shapes[1]
@@ -177,8 +180,8 @@ class CheckpointFolder:
             groups = [_group(group) for group in state["param_groups"]]
             kept = {"state": own.state} if "optimizer_state" in state else {}
             states.load_groups(groups, **kept)
+            states.forget(counts, pending)
             states.num_steps, states.num_batches = state["step"], state["num_batches"]
-            states.has_momenta = state["has_momenta"]
             frozen = frozenset(split.get(_FROZEN, {}))
             self._linkable = (newest, states.generation, frozen)
         extra: dict[str, Any] = state["extra"]
@@ -226,14 +229,19 @@ class CheckpointFolder:
 
 
 def _entries(
-    states: States, changing: frozenset[str]
+    states: States, changing: frozenset[str], counts: Mapping[str, int], pending: frozenset[str]
 ) -> tuple[dict[str, Entry], dict[str, Entry], dict[str, Entry]]:
-    """Return the tensors of the files: of the model those that change and the others, and all else."""
+    """Return the tensors of the files: of the model those that change and the others, and all else.
+
+    Args:
+        counts: updates of each parameter; what was never updated has zeros, which are not written.
+        pending: parameters whose totals hold a gradient.
+    """
     persistent = states.persistent
     trained: dict[str, Entry] = {}
     frozen: dict[str, Entry] = {}
     optimizer: dict[str, Entry] = {}
-    kept, seen = states.model.state_dict(), set()
+    kept, seen = states.model.state_dict(keep_vars=True), set()
     for name, own in states.names().items():
         if own and own not in seen:
             view = states.storages.views.get(own)
@@ -247,6 +255,8 @@ def _entries(
     for name in sorted(set(states.tensors) - seen):
         optimizer[f"other:{name}"] = made_of(persistent, name)
     for (parameter, key), tiles in states.tiles.items():
+        if not (parameter in pending if key == TOTAL else counts[parameter]):
+            continue
         like = states.like(parameter)
         if tiles[0].code is not None:
             # As they are: only the same tiles of a parameter laid out the same way can take them.
@@ -308,7 +318,8 @@ def _state_json(states: States, extra: Mapping[str, Any]) -> bytes:
     state = {
         "step": states.num_steps,
         "num_batches": states.num_batches,
-        "has_momenta": states.has_momenta,
+        "updates": {name: count for name, count in states.counts.items() if count},
+        "pending": sorted(states.pending),
         "optimizer": type(states.optimizer).__name__,
         "states": states.rules.states,
         "param_groups": plain,

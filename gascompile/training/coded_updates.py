@@ -34,11 +34,11 @@ from gascompile.training.update_ops import workspace_bytes as plain_workspace_by
 _library = torch.library.Library("gascompile_updates", "FRAGMENT")
 _library.define(
     "adam_coded(Tensor(a!) parameter, Tensor gradient, Tensor(b!) mean, Tensor(c!) square, Tensor hyper, "
-    "Tensor? scale, int begin, int end, bool decoupled) -> ()"
+    "Tensor? scale, int begin, int end, bool decoupled, int row=0) -> ()"
 )
 _library.define(
     "sgd_coded(Tensor(a!) parameter, Tensor gradient, Tensor(b!) momentum, Tensor hyper, Tensor? scale, "
-    "int begin, int end) -> ()"
+    "int begin, int end, int row=0) -> ()"
 )
 
 
@@ -85,8 +85,9 @@ def _adam_coded(
     begin: int,
     end: int,
     decoupled: bool,
+    row: int = 0,
 ) -> None:
-    options = adam_options(hyper, decoupled=decoupled)
+    options = adam_options(hyper, row, decoupled=decoupled)
     on_gpu = parameter.is_cuda
     workspace = None if on_gpu else updates.Workspace(min(end - begin, PIECE), options.step)
     # Without a copy of the gradient a GPU takes the whole range at once.
@@ -117,8 +118,9 @@ def _sgd_coded(
     scale: torch.Tensor | None,
     begin: int,
     end: int,
+    row: int = 0,
 ) -> None:
-    options = sgd_options(hyper)
+    options = sgd_options(hyper, row)
     on_gpu = parameter.is_cuda
     workspace = None if on_gpu else updates.sgd_workspace(min(end - begin, PIECE))
     whole = on_gpu and is_laid_out_as(gradient, parameter)

@@ -17,6 +17,7 @@ from gascompile.runtime.engine import read_blocks
 from gascompile.training.file_values import FileValues
 from gascompile.training.joint import LossFunction
 from gascompile.training.optimizers import StateForm, require_rule
+from gascompile.training.requirements import require_followed
 from gascompile.training.settings import OnNan, Settings
 from gascompile.training.step import TrainingStep
 from gascompile.training.unplanned import require_step
@@ -77,7 +78,7 @@ def compile_step(
             in it.
         InfeasiblePlanError: the budget is too small; names the smallest feasible one.
         UnsupportedOpError: an optimizer or an option without a rule; names those that have one. Parameters
-            that are not in float32 or not on the CPU.
+            that are not in float32 or not on the CPU. Models of several processes, or with hooks on gradients.
         NanLossError: at a call; see ``on_nan``.
         StorageError: a file cannot be written.
     """
@@ -90,6 +91,7 @@ def compile_step(
         unplanned=unplanned_optimizer,
     )
     (require_step if unplanned_optimizer else require_rule)(optimizer)
+    require_followed(model, optimizer)
     options: dict[str, Any] = {"cache_dir": Path(cache_dir)} if cache_dir is not None else {}
     config = CompileConfig(time_limit_s=time_limit_s, mip_gap=mip_gap, **options)
     resolved = resolve_machine(machine, cache_dir=config.cache_dir, read=read_blocks)

@@ -36,7 +36,7 @@ from gascompile.errors import CaptureError, UnsupportedOpError
 from gascompile.passes.bound_aliases import bound_aliases
 from gascompile.training.cumulative_norms import numbered_norms, take_counts
 from gascompile.training.exact_dropout import exact_dropout
-from gascompile.training.own_kernels import own_kernels
+from gascompile.training.own_kernels import own_kernels, uncompiled
 from gascompile.training.stand_ins import StandIns
 from gascompile.training.storages import Storages, View, named_tensors, places
 from gascompile.training.true_strides import true_strides
@@ -129,9 +129,8 @@ def capture_joint(
 
     Raises:
         CaptureError: the loss is no scalar, depends on no parameter, or cannot be traced.
-        UnsupportedOpError: the model has hooks that no trace shows.
+        UnsupportedOpError: the model has tensors that are not on the CPU.
     """
-    _refuse_untraceable(model)
     storages = storages or Storages(model)
     leaves, spec = pytree.tree_flatten(batch)
     stand_ins = StandIns(model, storages)
@@ -170,17 +169,8 @@ def _captured(wrapped: _Loss, leaves: list[Any]) -> fx.GraphModule:
             held[leaf] = tensor
 
 
-def _refuse_untraceable(model: nn.Module) -> None:
-    """Refuse what a trace would leave out without a word."""
-    for name, parameter in model.named_parameters():
-        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
-            raise UnsupportedOpError(
-                f"'{name}' has a gradient hook, which a planned step does not call; remove it, or clip by max_grad_norm"
-            )
-
-
 def _traced(wrapped: nn.Module, leaves: list[Any]) -> fx.GraphModule:
-    with contextlib.ExitStack() as stack, true_strides(), own_kernels():
+    with contextlib.ExitStack() as stack, true_strides(), own_kernels(), uncompiled():
         if any(isinstance(module, nn.LSTM) for module in wrapped.modules()):
             # The fused kernel hands its backward pass a workspace that no trace has.
             stack.callback(torch._C._set_mkldnn_enabled, torch._C._get_mkldnn_enabled())

@@ -81,6 +81,10 @@ class Slot:
     index: int
     """Number in ``optimizer.state_dict()``."""
     group: int
+    row: int
+    """Place among the group's slots: where the hyperparameters have its number of updates."""
+    is_frozen: bool
+    """Requires no gradient today."""
     tiles: tuple[tuple[Tile, ...], ...]
     """Per range of the parameter, one tile of each moment."""
     ranges: tuple[tuple[int, int], ...]
@@ -149,7 +153,7 @@ class Rules:
         Args:
             optimizer: over the model's parameters.
             names: name of each parameter by its ``id``.
-            trained: parameters that the loss gives a gradient.
+            trained: parameters that the loss gives a gradient. Those that it gives none today have room, too.
             states: how moments are kept.
 
         Raises:
@@ -168,9 +172,13 @@ class Rules:
                         f"parameter {index} of the optimizer is none of the model's; make it over model.parameters()"
                     )
                 name = names[id(parameter)]
-                if name in trained:
+                if name in trained or parameter.dtype == torch.float32:
                     self.slots[name] = self._slot(name, index, number, parameter)
                 index += 1
+        self.rows: list[list[str]] = [[] for _ in optimizer.param_groups]
+        """Names of each group's slots, in the order of their rows."""
+        for slot in self.slots.values():
+            self.rows[slot.group].append(slot.name)
 
     def require(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuse what has no rule; see ``require_rule``."""
@@ -193,6 +201,8 @@ class Rules:
             name=name,
             index=index,
             group=group,
+            row=sum(slot.group == group for slot in self.slots.values()),
+            is_frozen=not parameter.requires_grad,
             tiles=tuple(
                 tuple(
                     Tile(parameter=name, key=key, begin=begin, end=end, code=codes.get(key))
@@ -209,16 +219,37 @@ class Rules:
             return ("exp_avg", "exp_avg_sq")
         return ("momentum_buffer",) if group["momentum"] else ()
 
-    def hyper(self, group: int, step: int) -> torch.Tensor:
-        """Return the hyperparameters of a group for the ``step``-th update, from one on."""
-        values = self.optimizer.param_groups[group]
+    @property
+    def options(self) -> tuple[str, ...]:
+        """Return the names of what a group's hyperparameters begin with."""
+        return update_ops.ADAM if self.is_adam else update_ops.SGD
+
+    def hyper_length(self, group: int) -> int:
+        """Return the number of elements of ``hyper``."""
+        return len(self.options) + len(self.rows[group]) + 1
+
+    def hyper(self, group: int, counts: Mapping[str, int], number: int) -> torch.Tensor:
+        """Return the hyperparameters of a group: its options, the number of each slot's update, and of the step.
+
+        Args:
+            group: number of the group.
+            counts: updates of each slot so far.
+            number: of the step, from one on.
+        """
+        values = dict(self.optimizer.param_groups[group])
         if self.is_adam:
-            beta1, beta2 = values["betas"]
-            found = {**values, "beta1": beta1, "beta2": beta2, "step": step}
-            names = update_ops.ADAM
-        else:
-            found, names = {**values, "step": step}, update_ops.SGD
-        return torch.tensor([float(found[name]) for name in names], dtype=torch.float64)
+            values["beta1"], values["beta2"] = values["betas"]
+        options = [float(values[name]) for name in self.options]
+        steps = [counts[name] + 1 for name in self.rows[group]]
+        return torch.tensor([*options, *steps, number], dtype=torch.float64)
+
+    def tiles(self, *, accumulates: bool) -> list[Tile]:
+        """Return all that is kept of all parameters."""
+        found = []
+        for slot in self.slots.values():
+            found += [tile for tiles in slot.tiles for tile in tiles]
+            found += slot.totals if accumulates else ()
+        return found
 
     def insert(
         self,
@@ -249,11 +280,11 @@ class Rules:
             if self.is_adam:
                 decoupled = bool(group.get("decoupled_weight_decay", False))
                 place = (begin, end, decoupled) if is_coded else (begin, decoupled)
-                args = (parameter, gradient, *moments, hyper, scale, *place)
+                args = (parameter, gradient, *moments, hyper, scale, *place, slot.row)
                 target = coded_updates.adam_coded if is_coded else update_ops.adam
             else:
                 momentum = moments[0] if moments else None
-                args = (parameter, gradient, momentum, hyper, scale, begin, end)
+                args = (parameter, gradient, momentum, hyper, scale, begin, end, slot.row)
                 target = coded_updates.sgd_coded if is_coded else update_ops.sgd
             node = graph.call_function(target, args)
             node.meta["val"] = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -51,3 +52,14 @@ def own_kernels() -> Iterator[None]:
         for op, kernels in taken:
             op.py_kernels.update(kernels)
             op._dispatch_cache.clear()
+
+
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """Let what ``torch.compile`` was asked to compile run as it is written: a trace is made of its ops."""
+    if "torch._dynamo" not in sys.modules:
+        yield
+        return
+    settings: Any = torch._dynamo.config
+    with torch.compiler.set_stance("force_eager"), settings.patch(error_on_nested_fx_trace=False):
+        yield

@@ -56,13 +56,16 @@ class Settings:
         """Return whether the batch after ``num_batches`` others ends with an update."""
         return (num_batches + 1) % self.accumulate == 0
 
-    def program(self, *, updates: bool, trains: bool = True) -> StepOptions:
+    def program(
+        self, *, updates: bool, trains: bool = True, pending: frozenset[str] = frozenset()
+    ) -> StepOptions:
         """Return what a step does that ends with an update, one that only adds up gradients, or an evaluation."""
         return StepOptions(
             trains=trains,
             max_grad_norm=self.max_grad_norm,
             accumulates=self.accumulate > 1 or self.unplanned,
             updates=updates and not self.unplanned,
+            pending=pending,
             refuses_nan=trains and self.on_nan != "ignore",
         )
 

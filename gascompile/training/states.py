@@ -73,8 +73,11 @@ class States:
             slot.index: self.optimizer.state.get(self.tensor(slot.name), {})
             for slot in rules.slots.values()
         }
-        count, self.has_momenta = self._counts(entries)
-        self.num_steps, self.num_batches = count, 0
+        self.counts, self.num_steps = self._counts(entries)
+        """Updates of each parameter so far, by name; without planned updates the optimizer has its own."""
+        self.num_batches = 0
+        self.pending: frozenset[str] = frozenset()
+        """Parameters whose totals hold a gradient."""
         own = {name: tensor.detach() for name, tensor in self.tensors.items()}
         self.tiles: dict[tuple[str, str], list[Tile]] = {}
         """In order, by parameter and key."""
@@ -92,17 +95,12 @@ class States:
         for tensor in (*self.tensors.values(), *(v.tensor for v in storages.views.values())):
             tensor.data = torch.empty(0, dtype=tensor.dtype)
 
-    @property
-    def number(self) -> int:
-        """Number of the next update as the update rules count; without momenta it is the first."""
-        if self.rules.is_adam or not self.rules.plans_updates:
-            return self.num_steps + 1
-        return 2 if self.has_momenta else 1
-
     def stepped(self) -> None:
-        """Take note of an update."""
+        """Take note of an update of the parameters that had a gradient."""
         self.num_steps += 1
-        self.has_momenta = True
+        for name in self.pending:
+            self.counts[name] += 1
+        self.pending = frozenset()
 
     def tensor(self, name: str) -> torch.Tensor:
         """Return the model's own parameter or buffer, which is empty."""
@@ -167,11 +165,12 @@ class States:
 
     def _entries(self) -> Iterable[tuple[Slot, int, dict[str, Any]]]:
         """Yield what torch's optimizer would hold per trained parameter, after the first update."""
-        for slot in self.rules.slots.values() if self.has_momenta else ():
+        for slot in self.rules.slots.values():
             entry: dict[str, Any] = {}
-            if self.rules.is_adam:
-                entry["step"] = torch.tensor(float(self.num_steps))
-            for key in self._keys(slot):
+            count = self.counts[slot.name]
+            if count and self.rules.is_adam:
+                entry["step"] = torch.tensor(float(count))
+            for key in self._keys(slot) if count else ():
                 entry[key] = self.kept(slot.name, key)
             if entry:
                 yield slot, slot.index, entry
@@ -207,7 +206,7 @@ class States:
         model, state = found["model"], found["optimizer"]["state"]
         self.check_model({name: tuple(value.shape) for name, value in _tensors(model).items()})
         entries = {slot.index: state.get(slot.index, {}) for slot in self.rules.slots.values()}
-        count, has_momenta = self._counts(entries)
+        counts, num_steps = self._counts(entries)
         for slot in self.rules.slots.values():
             self._check_moments(slot, entries[slot.index])
         self.check_groups(found["optimizer"]["param_groups"])
@@ -221,10 +220,23 @@ class States:
                 kept[name].copy_(model[name])
         for slot in self.rules.slots.values():
             self._assign_moments(slot, entries[slot.index])
-        for parameter, key in self.tiles:
-            if key == TOTAL:
+        self.clear(self.pending, TOTAL)
+        self.counts, self.num_steps = counts, num_steps
+        self.pending, self.num_batches = frozenset(), 0
+
+    def forget(self, counts: Mapping[str, int], pending: frozenset[str]) -> None:
+        """Take these numbers over from a checkpoint; what it has no moments or totals of has zeros again."""
+        self.clear(self.pending - pending, TOTAL)
+        for slot in self.rules.slots.values():
+            if self.counts[slot.name] and not counts[slot.name]:
+                self.clear([slot.name], *self._keys(slot))
+        self.counts, self.pending = dict(counts), pending
+
+    def clear(self, parameters: Iterable[str], *keys: str) -> None:
+        """Let what is kept of parameters be zeros again."""
+        for parameter in parameters:
+            for key in keys:
                 self.keep(parameter, key, torch.zeros(self.like(parameter).shape))
-        self.num_steps, self.has_momenta, self.num_batches = count, has_momenta, 0
 
     def check_model(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Refuse the state of another model.
@@ -294,34 +306,23 @@ class States:
                 )
 
     def _assign_moments(self, slot: Slot, entry: Mapping[str, Any]) -> None:
-        shape = self.like(slot.name).shape
         for key in self._keys(slot):
-            value = entry.get(key)
-            self.keep(slot.name, key, torch.zeros(shape) if value is None else value)
+            if entry.get(key) is not None:
+                self.keep(slot.name, key, entry[key])
+            elif self.counts[slot.name]:
+                self.clear([slot.name], key)
 
-    def _counts(self, entries: Mapping[int, Mapping[str, Any]]) -> tuple[int, bool]:
-        """Return how often all parameters were updated, and whether they have moments."""
-        if not self.rules.plans_updates:
-            steps = [int(entry["step"]) for entry in entries.values() if "step" in entry]
-            return max(steps, default=0), False
-        if self.rules.is_adam:
-            found = {index: int(entry["step"]) if entry else 0 for index, entry in entries.items()}
-        else:
-            with_momentum = {s.index for s in self.rules.slots.values() if self._keys(s)}
-            found = {
-                i: int(e.get("momentum_buffer") is not None)
-                for i, e in entries.items()
-                if i in with_momentum
-            }
-        counts = set(found.values()) or {0}
-        if len(counts) > 1:
-            low, high = min(found, key=found.__getitem__), max(found, key=found.__getitem__)
-            raise CheckpointError(
-                f"the optimizer has updated parameter {low} {found[low]} times and parameter {high} "
-                f"{found[high]} times, which has no rule; start with an optimizer of its own for new parameters"
-            )
-        (count,) = counts
-        return (count if self.rules.is_adam else 0), count > 0
+    def _counts(self, entries: Mapping[int, Mapping[str, Any]]) -> tuple[dict[str, int], int]:
+        """Return how often each parameter was updated, as far as its rule counts, and how often any was."""
+        steps = [int(entry["step"]) for entry in entries.values() if "step" in entry]
+        counts = {}
+        for slot in self.rules.slots.values():
+            entry = entries[slot.index]
+            if self.rules.is_adam:
+                counts[slot.name] = int(entry["step"]) if entry else 0
+            else:
+                counts[slot.name] = int(entry.get("momentum_buffer") is not None)
+        return counts, max(steps, default=0)
 
     def give_back(self, *, moments: bool) -> None:
         """Fill the model again, and the optimizer where ``moments`` is true and memory allows it.
@@ -337,9 +338,8 @@ class States:
             tensor.data = self.persistent.taken(name)
         for view in self.storages.views.values():
             view.tensor.data = view.layout.within(self.tensors[view.owner].detach())
-        size_bytes = torch.float32.itemsize * sum(
-            tile.num_elements for tiles in self.tiles.values() for tile in tiles
-        )
+        tiles = (tile for tiles in self.tiles.values() for tile in tiles)
+        size_bytes = torch.float32.itemsize * sum(tile.num_elements for tile in tiles)
         available = _available_bytes()
         if moments and size_bytes + size_bytes // 16 + _BESIDE_BYTES > available:
             warnings.warn(

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from gascompile.batches import admit
 from gascompile.config import CompileConfig
 from gascompile.errors import (
     CheckpointError,
@@ -29,10 +30,12 @@ from gascompile.runtime.recording import Recording
 from gascompile.training.checkpoints import CheckpointFolder
 from gascompile.training.file_values import FileValues
 from gascompile.training.joint import LossFunction
-from gascompile.training.kinds import kind_of, leaf_kinds
-from gascompile.training.optimizers import structure
+from gascompile.training.kinds import kind_of
+from gascompile.training.optimizers import require_rule, structure
+from gascompile.training.requirements import require_alone, require_no_gradient
 from gascompile.training.settings import Settings
 from gascompile.training.states import States
+from gascompile.training.unit_table import UnitTable
 from gascompile.training.units import OPEN, Unit, UnitMaker
 from gascompile.training.unplanned import BudgetWatch, changed_by, update
 
@@ -71,7 +74,7 @@ class TrainingStep:
             settings=settings,
             values=values,
         )
-        self._units: dict[str, Unit] = {}
+        self._units = UnitTable(self._maker, settings)
         self._closed = False
         self._folders: dict[Path, CheckpointFolder] = {}
         self._watch = BudgetWatch(self._maker.transfer_bytes)
@@ -110,6 +113,7 @@ class TrainingStep:
         unit = self._unit(batch, trains=True, updates=updates)
         loss = self._run(unit, batch)
         states = self._open_states()
+        states.pending |= unit.program.gradients
         if updates and self._settings.unplanned:
             self._update_unplanned(states, unit)
         states.num_batches += 1
@@ -158,27 +162,29 @@ class TrainingStep:
             self._unit(batch, trains=True, updates=number == 0)
 
     def _unit(self, batch: Any, *, trains: bool, updates: bool = False) -> Unit:
+        admit(batch)
+        require_no_gradient(batch)
         self._require_unchanged()
         # One program for all of them, where torch's own optimizer updates.
         updates = updates and not self._settings.unplanned
         kind = kind_of(self._model, batch, trains=trains)
-        key = f"{kind} {updates}"
-        if key not in self._units:
-            others = [u for k, u in self._units.items() if u.trains and not k.startswith(kind)]
-            self._settings.require_replan(leaf_kinds(batch), len(others) if trains else 0)
-            self._settle_all()
-            try:
-                self._units[key] = self._maker.make(batch, trains=trains, updates=updates)
-            finally:
-                self._maker.leave()
-            self.plan = self._units[key].plan
-            if trains and self._settings.unplanned:
-                self._watch.look(self._open_states(), self.plan)
-        return self._units[key]
+        pending = self._states.pending if self._states and updates else frozenset()
+        unit = self._units.find(kind, updates=updates, pending=pending)
+        if unit is not None:
+            return unit
+        self._settle_all()
+        unit = self._units.make(kind, batch, trains=trains, updates=updates, pending=pending)
+        self.plan = unit.plan
+        if trains and self._settings.unplanned:
+            self._watch.look(self._open_states(), self.plan)
+        return unit
 
     def _require_unchanged(self) -> None:
         """Refuse a model that another step has taken over, and groups other than those planned for."""
         self._require_open()
+        require_alone()
+        if not self._settings.unplanned:
+            require_rule(self.optimizer)
         if self._states is None:
             if self._model in OPEN:
                 raise ValueError(
@@ -200,15 +206,16 @@ class TrainingStep:
     def _run(self, unit: Unit, batch: Any) -> torch.Tensor:
         states = self._open_states()
         groups = range(unit.program.num_groups)
-        hyper = [states.rules.hyper(group, states.number) for group in groups]
-        for other in self._units.values():
+        number = states.num_steps + 1
+        hyper = [states.rules.hyper(group, states.counts, number) for group in groups]
+        for other in self._units:
             if other is not unit:
                 self._settle(other)
         unit.program.require_outside()
         before = states.persistent.num_changes
         inputs = [*pytree.tree_leaves(batch), *unit.program.outside, *hyper]
         try:
-            with self._settings.watch(states.number):
+            with self._settings.watch(number):
                 (loss,), self.last_run = unit.iteration.run(inputs, self.recording)
         except BaseException as error:
             self._failure = traceback.format_exception_only(error)[-1].strip()
@@ -242,7 +249,7 @@ class TrainingStep:
             raise
 
     def _settle_all(self) -> None:
-        for unit in self._units.values():
+        for unit in self._units:
             self._settle(unit)
 
     def settle(self) -> None:
@@ -341,7 +348,7 @@ class TrainingStep:
         return self._folders.setdefault(path, CheckpointFolder(path))
 
     def _changing(self, states: States) -> frozenset[str]:
-        planned = (unit.program.program.states for unit in self._units.values())
+        planned = (unit.program.program.states for unit in self._units)
         return changed_by(states).union(*planned)
 
     def close(self) -> None:
@@ -360,14 +367,14 @@ class TrainingStep:
         if states is None:
             return
         OPEN.discard(self._model)
-        units, self._units = self._units, {}
+        units = self._units.clear()
         if self._failure:
             _log.warning(
                 "a step has failed (%s): what goes back into the model may be half updated",
                 self._failure,
             )
         try:
-            for unit in units.values():
+            for unit in units:
                 unit.iteration.settle()
                 # What activations took is free again before values come back.
                 unit.iteration.close()
@@ -376,7 +383,7 @@ class TrainingStep:
             states.give_back(moments=not self._failure)
             states.storages.restore()
         finally:
-            for unit in units.values():
+            for unit in units:
                 unit.iteration.close()
             states.persistent.close()
 

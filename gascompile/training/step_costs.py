@@ -43,6 +43,7 @@ _MOST_BYTES = 1 << 30
 """Of made-up values, as far as single ops do not need more."""
 _OWN = ("aten", "prims", "gascompile")
 """Beginnings of the namespaces of ops that may be run on made-up values."""
+_UPDATES = ("gascompile_updates.adam", "gascompile_updates.sgd")
 _CALL_S = 6e-6
 """What it takes to call an op from a plan, beside the op."""
 _REFUSALS = (
@@ -160,7 +161,9 @@ def _kind(node: fx.Node) -> str | None:
     if isinstance(target, torch._ops.OpOverload) and not target.namespace.startswith(_OWN):
         return None
     parts = [f"{torch.get_num_threads()} threads", str(node.target)]
-    for leaf in pytree.tree_leaves((node.args, node.kwargs)):
+    # Last of an update's arguments is the parameter's row, which costs nothing.
+    args = node.args[:-1] if str(target).startswith(_UPDATES) else node.args
+    for leaf in pytree.tree_leaves((args, node.kwargs)):
         if not isinstance(leaf, fx.Node):
             parts.append(repr(leaf))
             continue

@@ -34,6 +34,8 @@ class StepOptions:
     """Gradients are added to totals that persist, and updates take the totals."""
     updates: bool = True
     """False for a step that only adds to the totals."""
+    pending: frozenset[str] = frozenset()
+    """Parameters whose totals hold gradients of batches before, whether this one adds to them or not."""
     refuses_nan: bool = False
     """A loss that is NaN ends the step before anything that persists has changed."""
 
@@ -49,6 +51,8 @@ class StepProgram:
     """Inputs after the batch's leaves."""
     num_groups: int
     """Hyperparameters come after those, a tensor per group."""
+    gradients: frozenset[str]
+    """Parameters of the optimizer that the batch gives a gradient; others are left as they are."""
 
     def require_outside(self) -> None:
         """Refuse tensors from outside the model that are not what they were when the step was planned.
@@ -104,8 +108,14 @@ class _Builder:
             self._add_placeholders()
 
     def _add_placeholders(self) -> None:
-        """Add all that persists, whether this step touches it or not: memory is planned for all of it."""
+        """Add all that persists, whether this step touches it or not: memory is planned for all of it.
+
+        What is kept of frozen parameters is out of memory.
+        """
+        touched = self._gradient.keys() | self._options.pending
         for slot in self._rules.slots.values():
+            if slot.is_frozen and slot.name not in touched:
+                continue
             wanted = [tile for tiles in slot.tiles for tile in tiles]
             if self._options.accumulates:
                 wanted += slot.totals
@@ -118,11 +128,10 @@ class _Builder:
                 )
                 self._tiles[tile.name] = tile
                 self._tile_nodes[tile.name] = node
-        names = update_ops.ADAM if self._rules.is_adam else update_ops.SGD
         for number in range(len(self._rules.optimizer.param_groups)):
             node = self._graph.placeholder(f"hyper_{number}")
             node.meta["val"] = self._joint.loss.meta["val"].new_empty(
-                (len(names),), dtype=torch.float64
+                (self._rules.hyper_length(number),), dtype=torch.float64
             )
             self._hyper.append(node)
 
@@ -186,20 +195,20 @@ class _Builder:
 
     def take_gradients(self) -> None:
         """Add what becomes of gradients: sums, their norm, updates."""
-        options, slots = self._options, self._rules.slots.values()
+        options, slots = self._options, self._updated()
         clips = options.max_grad_norm is not None and options.updates
         sharing: dict[str, list[Slot]] = {}
         for slot in slots:
             sharing.setdefault(self._owner(slot.name), []).append(slot)
         for owner, members in sharing.items():
-            anchor = self._anchor(self._later(self._ends[owner], self._check))
+            end = self._ends.get(owner, self._joint.loss)
+            anchor = self._anchor(self._later(end, self._check))
             with self._graph.inserting_before(anchor):
                 for slot in members:
-                    gradients = [self._gradient[slot.name]]
-                    if options.accumulates:
-                        gradients = self._accumulate(slot)
+                    if options.accumulates and slot.name in self._gradient:
+                        self._accumulate(slot)
                     if options.updates and not clips:
-                        self._update(slot, gradients, None)
+                        self._update(slot, self._taken(slot), None)
             self._graph.erase_node(anchor)
         if clips:
             assert options.max_grad_norm is not None
@@ -207,6 +216,11 @@ class _Builder:
                 scale = self._clip(options.max_grad_norm)
                 for slot in slots:
                     self._update(slot, self._taken(slot), scale)
+
+    def _updated(self) -> list[Slot]:
+        """Return the parameters that have a gradient; as in eager, others do not even decay."""
+        touched = self._gradient.keys() | self._options.pending
+        return [slot for slot in self._rules.slots.values() if slot.name in touched]
 
     def _anchor(self, after: fx.Node) -> fx.Node:
         with self._graph.inserting_after(after):
@@ -218,21 +232,19 @@ class _Builder:
             return [self._tile_nodes[tile.name] for tile in slot.totals]
         return [self._gradient[slot.name]]
 
-    def _accumulate(self, slot: Slot) -> list[fx.Node]:
+    def _accumulate(self, slot: Slot) -> None:
         gradient = self._gradient[slot.name]
         layout = self._parameter[slot.name].meta["val"]
-        totals = self._taken(slot)
-        for total, (begin, _) in zip(totals, slot.ranges, strict=True):
+        for total, (begin, _) in zip(self._taken(slot), slot.ranges, strict=True):
             args = (total, gradient, list(layout.shape), list(layout.stride()), begin)
             node = self._graph.call_function(update_ops.accumulate, args)
             node.meta["val"] = None
-        return totals
 
     def _clip(self, limit: float) -> fx.Node:
         """Add the norm of all gradients; return what they are multiplied by."""
         val = self._joint.loss.meta["val"]
         norms = []
-        for slot in self._rules.slots.values():
+        for slot in self._updated():
             for gradient in self._taken(slot):
                 norm = self._graph.call_function(
                     torch.ops.aten.linalg_vector_norm.default, (gradient,)
@@ -256,8 +268,9 @@ class _Builder:
         nodes = {node.name: node for node in graph.nodes}
         bound = {bindings[p]: _bound(nodes[p]) for p in bindings}
         options = self._options
-        changed = self._rules.slots if options.trains and options.updates else ()
-        states = {*self._tiles, *map(self._owner, changed), *joint.mutations}
+        updated = self._updated() if options.trains and options.updates else ()
+        changed = {self._owner(slot.name) for slot in updated}
+        states = {*self._tiles, *changed, *joint.mutations}
         inputs = (*joint.inputs, *joint.outside, *(node.name for node in self._hyper))
         program = Program(
             name=name,
@@ -274,6 +287,7 @@ class _Builder:
             tiles=self._tiles,
             outside=tuple(joint.outside.values()),
             num_groups=len(self._hyper),
+            gradients=frozenset(self._gradient).intersection(self._rules.slots),
         )
 
 

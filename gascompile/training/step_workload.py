@@ -53,15 +53,15 @@ def _own_bytes(node: fx.Node) -> int:
                 parameter, gradient, moment.numel(), scaled=scale is not None
             )
         case update_ops.sgd:
-            parameter, gradient, *_, begin, end = values
+            parameter, gradient, *_, begin, end, _ = values
             return update_ops.workspace_bytes(parameter, gradient, end - begin, scaled=True)
         case coded_updates.adam_coded:
-            parameter, gradient, _, _, _, scale, begin, end, _ = values
+            parameter, gradient, _, _, _, scale, begin, end, *_ = values
             return coded_updates.workspace_bytes(
                 parameter, gradient, end - begin, scaled=scale is not None
             )
         case coded_updates.sgd_coded:
-            parameter, gradient, *_, begin, end = values
+            parameter, gradient, *_, begin, end, _ = values
             return coded_updates.workspace_bytes(parameter, gradient, end - begin, scaled=True)
         case update_ops.accumulate:
             total, gradient, shape, stride, _ = values

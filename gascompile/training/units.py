@@ -20,6 +20,7 @@ from gascompile.training.file_values import FileValues
 from gascompile.training.joint import LossFunction, capture_joint
 from gascompile.training.optimizers import Rules
 from gascompile.training.page_memory import page_memory
+from gascompile.training.requirements import require_followed
 from gascompile.training.settings import Settings, require_known
 from gascompile.training.states import Shapes, States
 from gascompile.training.step_costs import costed_workload
@@ -74,8 +75,13 @@ class UnitMaker:
         limits = budget.limits_bytes(machine)
         self.pages = page_memory(config.cache_dir, limits[machine.compute_tier])
 
-    def make(self, batch: Any, *, trains: bool, updates: bool) -> Unit:
+    def make(
+        self, batch: Any, *, trains: bool, updates: bool, pending: frozenset[str] = frozenset()
+    ) -> Unit:
         """Capture and plan what is run for batches like this one; take the values over at the first time.
+
+        Args:
+            pending: parameters that an update has to take beside those that the batch gives a gradient.
 
         Raises:
             CaptureError: the loss cannot be traced, or depends on no parameter.
@@ -84,6 +90,7 @@ class UnitMaker:
         """
         model = type(self._model).__name__
         name = f"step of {model}" if trains else f"evaluation of {model}"
+        require_followed(self._model, self.optimizer)
         if self._values is not None:
             self._values.enter()
         storages = self._storages = self._storages or Storages(self._model)
@@ -91,11 +98,15 @@ class UnitMaker:
             joint = capture_joint(self._model, self._loss_fn, batch, storages, trains=trains)
             names = {id(tensor): name for name, tensor in joint.tensors.items()}
             names.update((id(view.tensor), name) for name, view in storages.views.items())
-            trained = joint.gradients if trains else self._known().rules.slots
             kind = UnplannedRules if self._settings.unplanned else Rules
-            rules = kind(self.optimizer, names, list(trained), self._settings.states)
+            rules = kind(
+                self.optimizer,
+                names,
+                list(joint.gradients) if trains else [],
+                self._settings.states,
+            )
             tensors = dict(joint.tensors)
-            options = self._settings.program(trains=trains, updates=updates)
+            options = self._settings.program(trains=trains, updates=updates, pending=pending)
             program = step_program(joint, rules, name=name, options=options)
         with task("Planning"):
             workload = costed_workload(
@@ -106,7 +117,7 @@ class UnitMaker:
                 pages=self.pages,
             )
             plan = self._plan(workload)
-        states = self._own(rules, program, tensors)
+        states = self._own(rules, program, tensors, accumulates=options.accumulates)
         half = 2 * SPILL_BUFFER_BYTES
         iteration = Iteration(
             program.program.graph_module.graph,
@@ -139,12 +150,13 @@ class UnitMaker:
             # Steps go on beyond the budget, with a warning, once the optimizer has made its state: so does the rest.
             return found(0)
 
-    def _known(self) -> States:
-        assert self.states is not None, "a step is planned before an evaluation"
-        return self.states
-
     def _own(
-        self, rules: Rules, program: StepProgram, tensors: Mapping[str, torch.Tensor]
+        self,
+        rules: Rules,
+        program: StepProgram,
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        accumulates: bool,
     ) -> States:
         """Take parameters, buffers and moments over at the first plan."""
         if self.states is None:
@@ -154,7 +166,7 @@ class UnitMaker:
                 rules,
                 tensors,
                 storages=self._storages,
-                tiles=list(program.tiles.values()),
+                tiles=rules.tiles(accumulates=accumulates),
                 folder=self._config.cache_dir / "training",
                 buffers=memoryview(self._buffers)[: 2 * SPILL_BUFFER_BYTES],
                 pages=self.pages,

@@ -18,7 +18,6 @@ import torch
 from gascompile.checkpoint import read_safetensors_header
 from gascompile.errors import CheckpointError, UnsupportedOpError
 from gascompile.ir import Plan
-from gascompile.training import update_ops
 from gascompile.training.optimizers import Rules
 from gascompile.training.states import States
 from gascompile.training.tensor_files import Entry, of_tensor
@@ -45,10 +44,15 @@ class UnplannedRules(Rules):
         """Return nothing: what the optimizer keeps is its own."""
         return ()
 
-    def hyper(self, group: int, step: int) -> torch.Tensor:  # noqa: ARG002 - of all groups
-        """Return the number of the update alone."""
-        found = torch.zeros(len(update_ops.SGD), dtype=torch.float64)
-        found[-1] = step
+    def hyper(
+        self,
+        group: int,
+        counts: Mapping[str, int],  # noqa: ARG002 - the optimizer has its own
+        number: int,
+    ) -> torch.Tensor:
+        """Return the number of the step alone."""
+        found = torch.zeros(self.hyper_length(group), dtype=torch.float64)
+        found[-1] = number
         return found
 
 
@@ -71,8 +75,9 @@ def require_step(optimizer: torch.optim.Optimizer) -> None:
 
 @contextmanager
 def _in_torch(states: States) -> Iterator[list[torch.Tensor]]:
-    """Let parameters that are trained be in memory and have their gradients; yield them."""
-    persistent, trained = states.persistent, list(states.rules.slots.values())
+    """Let parameters that have gradients be in memory, and these, too; yield them. Others have none, as in eager."""
+    persistent = states.persistent
+    trained = [slot for slot in states.rules.slots.values() if slot.name in states.pending]
     totals = {slot.name: slot.totals[0].name for slot in trained}
     wanted = {*map(states.owner, totals), *totals.values()}
     persistent.rest({n for n in persistent.sizes if persistent.is_away(n)} - wanted)
@@ -99,12 +104,12 @@ def update(states: States, max_grad_norm: float | None) -> None:
         StorageError: a value cannot be read.
     """
     with _in_torch(states) as parameters:
+        totals = [parameter.grad for parameter in parameters if parameter.grad is not None]
         if max_grad_norm is not None:
             torch.nn.utils.clip_grad_norm_(parameters, max_grad_norm)
         states.optimizer.step()
-        for parameter in parameters:
-            assert parameter.grad is not None
-            parameter.grad.zero_()
+        for total in totals:
+            total.zero_()
 
 
 def changed_by(states: States) -> frozenset[str]:

@@ -16,10 +16,11 @@ from gascompile.errors import NanLossError
 from gascompile.runtime.kernels import updates
 from gascompile.runtime.kernels.updates import AdamOptions, SgdOptions
 
-ADAM = ("lr", "beta1", "beta2", "eps", "weight_decay", "maximize", "step")
-"""Elements of the hyperparameters of ``adam``, float64."""
-SGD = ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize", "step")
-"""Elements of those of ``sgd``; ``step`` counts from one."""
+ADAM = ("lr", "beta1", "beta2", "eps", "weight_decay", "maximize")
+"""What the hyperparameters of ``adam`` begin with, float64. Then, per parameter of the group, comes the number of
+its update, from one on, and last the number of the step."""
+SGD = ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize")
+"""What those of ``sgd`` begin with."""
 PIECE = 1 << 16
 """Elements that are copied, or taken out of their form, at a time."""
 _ALIGNED = 1 << 10
@@ -28,11 +29,11 @@ _ALIGNED = 1 << 10
 _library = torch.library.Library("gascompile_updates", "DEF")
 _library.define(
     "adam(Tensor(a!) parameter, Tensor gradient, Tensor(b!) mean, Tensor(c!) square, Tensor hyper, "
-    "Tensor? scale, int begin, bool decoupled) -> ()"
+    "Tensor? scale, int begin, bool decoupled, int row=0) -> ()"
 )
 _library.define(
     "sgd(Tensor(a!) parameter, Tensor gradient, Tensor(b!)? momentum, Tensor hyper, Tensor? scale, "
-    "int begin, int end) -> ()"
+    "int begin, int end, int row=0) -> ()"
 )
 _library.define(
     "accumulate(Tensor(a!) total, Tensor gradient, int[] shape, int[] stride, int begin) -> ()"
@@ -111,8 +112,9 @@ def _adam(
     scale: torch.Tensor | None,
     begin: int,
     decoupled: bool,
+    row: int = 0,
 ) -> None:
-    options = adam_options(hyper, decoupled=decoupled)
+    options = adam_options(hyper, row, decoupled=decoupled)
     on_gpu = parameter.is_cuda
     whole = (on_gpu or scale is None) and is_laid_out_as(gradient, parameter)
     for first, last in pieces(begin, begin + mean.numel(), whole=whole):
@@ -130,9 +132,9 @@ def _adam(
         del part  # so that the next piece takes its memory
 
 
-def adam_options(hyper: torch.Tensor, *, decoupled: bool) -> AdamOptions:
-    """Return the hyperparameters of ``adam`` by name."""
-    lr, beta1, beta2, eps, weight_decay, maximize, step = hyper.tolist()
+def adam_options(hyper: torch.Tensor, row: int, *, decoupled: bool) -> AdamOptions:
+    """Return the hyperparameters of ``adam`` by name, for the parameter of a row."""
+    lr, beta1, beta2, eps, weight_decay, maximize = hyper[: len(ADAM)].tolist()
     return AdamOptions(
         lr=lr,
         beta1=beta1,
@@ -141,7 +143,7 @@ def adam_options(hyper: torch.Tensor, *, decoupled: bool) -> AdamOptions:
         weight_decay=weight_decay,
         maximize=bool(maximize),
         decoupled=decoupled,
-        step=int(step),
+        step=int(hyper[len(ADAM) + row]),
     )
 
 
@@ -153,8 +155,9 @@ def _sgd(
     scale: torch.Tensor | None,
     begin: int,
     end: int,
+    row: int = 0,
 ) -> None:
-    options = sgd_options(hyper)
+    options = sgd_options(hyper, row)
     whole = parameter.is_cuda and is_laid_out_as(gradient, parameter)
     for first, last in pieces(begin, end, whole=whole):
         part, is_copy = part_of(parameter, gradient, begin, first, last)
@@ -169,9 +172,9 @@ def _sgd(
         del part
 
 
-def sgd_options(hyper: torch.Tensor) -> SgdOptions:
-    """Return the hyperparameters of ``sgd`` by name."""
-    lr, momentum, dampening, weight_decay, nesterov, maximize, step = hyper.tolist()
+def sgd_options(hyper: torch.Tensor, row: int) -> SgdOptions:
+    """Return the hyperparameters of ``sgd`` by name, for the parameter of a row."""
+    lr, momentum, dampening, weight_decay, nesterov, maximize = hyper[: len(SGD)].tolist()
     return SgdOptions(
         lr=lr,
         momentum=momentum,
@@ -179,7 +182,7 @@ def sgd_options(hyper: torch.Tensor) -> SgdOptions:
         weight_decay=weight_decay,
         nesterov=bool(nesterov),
         maximize=bool(maximize),
-        is_first=step == 1,
+        is_first=int(hyper[len(SGD) + row]) == 1,
     )
 
 

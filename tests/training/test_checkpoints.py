@@ -334,7 +334,7 @@ def test_an_interrupt_before_anything_has_changed_does_not_end_the_run(
 def test_who_is_interrupted_while_waiting_waits_again(step: TrainingStep) -> None:
     reference = plain_losses(2)
     assert losses(step, 0, 1) == reference[:1]
-    (unit,) = step._units.values()
+    (unit,) = step._units
     ticket = Mock(**{"wait.side_effect": [KeyboardInterrupt, None]})
     unit.iteration._pending = {**(unit.iteration._pending or {}), "one more": ticket}
     with pytest.raises(KeyboardInterrupt):

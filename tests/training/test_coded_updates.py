@@ -86,7 +86,7 @@ def test_the_op_equals_one_launch_of_the_kernel(turned: bool) -> None:
         launched[0].view(-1),
         gradient.contiguous().view(-1),
         (state_codes.parts(launched[1]), state_codes.parts(launched[2])),
-        update_ops.adam_options(HYPER, decoupled=False),
+        update_ops.adam_options(HYPER, 0, decoupled=False),
         scale=scale,
     )
     assert torch.allclose(parameter, launched[0], rtol=1e-6, atol=1e-7)

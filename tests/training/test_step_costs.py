@@ -211,7 +211,7 @@ def test_made_up_values_keep_to_a_third_of_the_room(machine: Machine, tmp_path: 
     assert pages is not None
     room_bytes = 12 * OPERAND_BYTES
     with compiled(replace(machine, name="another"), tmp_path, depth=16) as step:
-        (unit,) = step._units.values()
+        (unit,) = step._units
         pages.trim()
         pages.mark()
         before = pages.live_bytes
