@@ -9,12 +9,15 @@ from __future__ import annotations
 import traceback
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from gascompile.capture_record import Recorder
+from gascompile.code_origin import Origin, origin_of_file
 from gascompile.errors import CaptureError
 from gascompile.fake_twin import fake_twin
 from gascompile.to_program import Capture, to_program
@@ -39,8 +42,10 @@ def capture(
     """
     twin, canonical = fake_twin(model, device=device)
     args, kwargs = _on_device((args, dict(kwargs)), device)
+    recorder = Recorder(twin, versions=True)
+    recorder.follow(twin)
     try:
-        with torch.no_grad(), warnings.catch_warnings():
+        with recorder.around(), torch.no_grad(), warnings.catch_warnings():
             # Recurrent layers set up their own list of weights again while they are traced.
             warnings.filterwarnings("ignore", message=r".*\._flat_weights\[")
             exported = torch.export.export(
@@ -48,7 +53,8 @@ def capture(
             )
     except Exception as error:  # torch.export raises whatever the model's own code raises
         raise _capture_error(model, error) from error
-    return to_program(type(model).__name__, exported, canonical, args, kwargs)
+    captured = to_program(type(model).__name__, exported, canonical, args, kwargs)
+    return replace(captured, record=recorder.record(model))
 
 
 def _on_device(
@@ -70,12 +76,10 @@ def _on_device(
 
 
 def _capture_error(model: nn.Module, error: Exception) -> CaptureError:
-    torch_root = torch.__file__.rsplit("/", 1)[0]
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith(torch_root)
-        and not frame.filename.endswith(("gascompile/capture.py", "<string>"))
+        if origin_of_file(frame.filename) not in {Origin.TORCH, Origin.OWN, Origin.MADE}
     ]
     where = (
         f" at {frames[-1].filename}:{frames[-1].lineno}: {(frames[-1].line or '').strip()!r}"

@@ -11,6 +11,7 @@ import torch
 from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
+from gascompile.capture_record import CaptureRecord
 from gascompile.checkpoint import FILE_DTYPES
 from gascompile.errors import CaptureError, UnsupportedOpError
 from gascompile.passes.bound_aliases import bound_aliases
@@ -43,6 +44,8 @@ class Capture:
     """Tensors that are part of the graph but not of the module's parameters and buffers."""
     canonical: Mapping[str, str]
     """Name in the model -> name in the program; tied weights share one."""
+    record: CaptureRecord | None = None
+    """What the capture read beside these."""
 
 
 def to_program(

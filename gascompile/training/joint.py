@@ -32,6 +32,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils import _pytree as pytree
 
+from gascompile.capture_record import CaptureRecord, Recorder
 from gascompile.errors import CaptureError, UnsupportedOpError
 from gascompile.passes.bound_aliases import bound_aliases
 from gascompile.training.cumulative_norms import numbered_norms, take_counts
@@ -66,6 +67,8 @@ class Joint:
     """What ``bound`` names: parameters and buffers of the model."""
     views: Mapping[str, fx.Node]
     """Parameter that is a view of one of ``tensors`` -> the op that makes it."""
+    record: CaptureRecord
+    """What the trace read in Python, which a step bakes in."""
 
 
 class _Loss(nn.Module):
@@ -77,10 +80,12 @@ class _Loss(nn.Module):
         loss_fn: LossFunction,
         spec: pytree.TreeSpec,
         stand_ins: StandIns,
+        recorder: Recorder,
         *,
         trains: bool,
     ) -> None:
         super().__init__()
+        self._recorder = recorder
         self.model = model
         self._loss_fn, self._spec, self._trains = loss_fn, spec, trains
         self._stand_ins = stand_ins
@@ -94,7 +99,7 @@ class _Loss(nn.Module):
             id(real): self.get_buffer(f"{_OUTSIDE}{number}")
             for number, real in enumerate(self.outside)
         }
-        with self._stand_ins.active(outside):
+        with self._recorder.running(), self._stand_ins.active(outside):
             loss: Any = self._loss_fn(self.model, batch)
         scalar = isinstance(loss, torch.Tensor) and not loss.dim()
         if not scalar or (self._trains and not loss.is_floating_point()):
@@ -142,10 +147,11 @@ def capture_joint(
                 "them in the batch"
             )
         num_known = len(stand_ins.outside)
-        wrapped = _Loss(model, loss_fn, spec, stand_ins, trains=trains)
-        with numbered_norms(model) as norms:
+        recorder = Recorder(model, loss_fn)
+        wrapped = _Loss(model, loss_fn, spec, stand_ins, recorder, trains=trains)
+        with recorder.around(), numbered_norms(model) as norms:
             graph_module = _captured(wrapped, leaves)
-    return _read(graph_module, wrapped, storages.views, norms)
+    return _read(graph_module, wrapped, storages.views, norms, recorder.record())
 
 
 def _captured(wrapped: _Loss, leaves: list[Any]) -> fx.GraphModule:
@@ -219,6 +225,7 @@ def _read(
     wrapped: _Loss,
     views: Mapping[str, View],
     norms: Mapping[float, str],
+    record: CaptureRecord,
 ) -> Joint:
     graph = graph_module.graph
     canonical, tensors = named_tensors(wrapped.model)
@@ -267,6 +274,7 @@ def _read(
         mutations=mutations,
         tensors={name: tensors[name] for name in dict.fromkeys(bound.values())},
         views=made,
+        record=record,
     )
 
 

@@ -1,0 +1,141 @@
+"""Capture record: what a capture depended on beside shapes and weights, and whether that still holds.
+
+Inference and training record alike: a ``Recorder`` is made before a capture, encloses it, is told which
+part of it is the program's own code, and gives a ``CaptureRecord``. What a record cannot vouch for, it says.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any
+
+from torch import nn
+
+from gascompile.code_names import names_of
+from gascompile.code_origin import Origin, origin_of_file
+from gascompile.recorder import Running
+from gascompile.watches import Code, Reads, Watches, key_of, watch
+
+_GENERAL = "torch/nn/modules/module.py"
+
+
+@dataclass(frozen=True, slots=True)
+class CaptureRecord:
+    """What a capture read. Its values are compared with those of today by ``changed``."""
+
+    reads: Reads
+    watches: Watches
+    why: str | None = None
+    """Why another capture may differ although nothing changed, as with random numbers of Python's."""
+
+    @property
+    def is_reproducible(self) -> bool:
+        """Whether the same code on the same values would be captured alike."""
+        return self.why is None
+
+    def changed(self) -> str | None:
+        """Return which value is another than it was when captured, in words, or ``None``.
+
+        Takes microseconds: scalars, functions and containers that the captured code read are compared by
+        identity first.
+        """
+        return self.watches.changed()
+
+
+class Recorder:
+    """Records one capture: ``around`` encloses it, ``running`` the model's own code in it."""
+
+    def __init__(
+        self, model: nn.Module, *functions: Callable[..., Any], versions: bool = False
+    ) -> None:
+        """Take note of the values before the capture.
+
+        Args:
+            model: what is traced, which may be a copy.
+            functions: what else is called, as a loss.
+            versions: whether plain tensors that are read are baked in; steps of training read them anew.
+        """
+        self._functions, self._versions = functions, versions
+        self._running = Running()
+        self._before = Watches(versions=False)
+        self._model = model
+
+    @contextmanager
+    def around(self) -> Iterator[None]:
+        """Enclose the capture."""
+        everything = Reads(names=None, ran=None)
+        self._before = watch(self._model, self._functions, (), everything, versions=False)
+        with self._running.around():
+            yield
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Enclose the model's own code; may happen several times, within dispatch modes of torch."""
+        with self._running.recorded():
+            yield
+
+    def follow(self, module: nn.Module) -> None:
+        """Record every call of ``module``, a copy that is made for the capture."""
+        inner = module.forward
+
+        @wraps(inner)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            with self.running():
+                return inner(*args, **kwargs)
+
+        # Hooks would not do: torch.export leaves them out when a call fails.
+        vars(module)["forward"] = forward
+
+    def record(self, model: nn.Module | None = None) -> CaptureRecord:
+        """Return what was recorded.
+
+        Args:
+            model: the module whose values count from now on, where a copy of it was traced.
+        """
+        code = list(self._running.code.values())
+        reads = _reads(code, self._model)
+        own = [(body, space) for body, space in code if _is_own(body)]
+        watches = watch(model or self._model, self._functions, own, reads, versions=self._versions)
+        reasons = [f"it changes what it reads: {text}" for text in self._before.differences(reads)]
+        reasons += self._running.asked
+        reasons += [
+            f"it reads {name}, which gives another value each time" for name in watches.moving
+        ]
+        return CaptureRecord(reads, watches, "; ".join(reasons[:3]) or None)
+
+
+def _is_own(code: types.CodeType) -> bool:
+    return not origin_of_file(code.co_filename).versioned
+
+
+def _reads(code: list[Code], model: nn.Module) -> Reads:
+    """Return the names that count: those in the program's and libraries' code and in that of torch's layers."""
+    files = {
+        made.__code__.co_filename
+        for module in model.modules()
+        for base in type(module).__mro__
+        if isinstance(made := vars(base).get("__init__"), types.FunctionType)
+    }
+    names: set[str] = set()
+    by_name = False
+    for body, _ in code:
+        found = origin_of_file(body.co_filename)
+        if not found.versioned:
+            here = names_of(body)
+            names |= here.attributes
+            by_name = by_name or here.by_name
+        elif _counts(body, found, files):
+            names.update(body.co_names)
+            names.update(c for c in body.co_consts if isinstance(c, str) and c.isidentifier())
+    ran = frozenset(key_of(body) for body, _ in code)
+    return Reads(names=None if by_name else frozenset(names), ran=ran)
+
+
+def _counts(code: types.CodeType, found: Origin, files: set[str]) -> bool:
+    """Return whether the names in a library's code say what is read of a module."""
+    path = code.co_filename
+    return found is Origin.INSTALLED or (path in files and not path.endswith(_GENERAL))

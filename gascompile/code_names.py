@@ -1,0 +1,110 @@
+"""What a function's bytecode names: globals with the attributes after them, imports, attributes of objects.
+
+Names are read off the instructions, so that ``package.module.CONSTANT`` is one chain, and a module that is
+handed on as a value (to ``getattr``, to another function) is told from one of which a constant is read.
+"""
+
+from __future__ import annotations
+
+import dis
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+_GLOBALS = {"LOAD_GLOBAL", "LOAD_NAME", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_GLOBALS"}
+_ATTRIBUTES = {"LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"}
+_BY_NAME = {"getattr", "hasattr", "vars", "dir", "eval", "exec", "globals", "locals"}
+_BETWEEN = {"EXTENDED_ARG", "CACHE", "PUSH_NULL", "NOP"}
+
+Chain = tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Import:
+    """An import statement inside a function."""
+
+    module: str
+    level: int
+    names: tuple[str, ...] | None
+    """What ``from module import`` takes; ``None`` for ``import module``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """What code can reach by name."""
+
+    chains: frozenset[Chain]
+    """Globals, each with the attributes that are read of it at once."""
+    imports: frozenset[Import]
+    attributes: frozenset[str]
+    """Attributes that are read of anything."""
+    by_name: bool
+    """Whether attributes may be read whose names stand in no instruction."""
+
+
+@lru_cache(maxsize=8192)
+def names_of(code: types.CodeType) -> Names:
+    """Return what a function and the functions inside it name."""
+    chains: set[Chain] = set()
+    imports: set[Import] = set()
+    attributes: set[str] = set()
+    for inner in codes_in(code):
+        reader = _Reader()
+        for instruction in dis.get_instructions(inner):
+            reader.take(instruction)
+        reader.end()
+        chains |= reader.chains
+        imports |= reader.imports
+        attributes |= reader.attributes
+    first = {chain[0] for chain in chains}
+    return Names(
+        frozenset(chains),
+        frozenset(imports),
+        frozenset(attributes),
+        bool(first & _BY_NAME) or "__dict__" in attributes,
+    )
+
+
+def codes_in(code: types.CodeType) -> Iterator[types.CodeType]:
+    """Yield a code object and those that stand in its constants, at any depth."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from codes_in(constant)
+
+
+class _Reader:
+    """Follows the instructions of one code object."""
+
+    def __init__(self) -> None:
+        self.chains: set[Chain] = set()
+        self.imports: set[Import] = set()
+        self.attributes: set[str] = set()
+        self._open: list[str] = []
+        self._constants: list[object] = [0, None]
+
+    def take(self, instruction: dis.Instruction) -> None:
+        name, value = instruction.opname, instruction.argval
+        if name in _BETWEEN:
+            return
+        if name in _ATTRIBUTES:
+            self.attributes.add(value)
+            # After a jump the object may be another one: the global counts as a whole.
+            if self._open and not instruction.is_jump_target:
+                self._open.append(value)
+                return
+        self.end()
+        if name in _GLOBALS:
+            self._open = [value]
+        elif name == "LOAD_CONST" or name.startswith("LOAD_SMALL_INT"):
+            self._constants = [self._constants[-1], value]
+        elif name == "IMPORT_NAME":
+            level, taken = self._constants
+            names = tuple(map(str, taken)) if isinstance(taken, tuple) else None
+            self.imports.add(Import(value, level if isinstance(level, int) else 0, names))
+
+    def end(self) -> None:
+        if self._open:
+            self.chains.add(tuple(self._open))
+        self._open = []

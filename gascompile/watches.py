@@ -1,0 +1,380 @@
+"""Watches: the plain Python values that captured code read, compared with those of today in microseconds.
+
+A trace bakes in numbers, flags and which function stands behind a name. They are found by walking from the
+model and from the code that ran, through exactly the names that this code reads. All are compared by
+identity in three passes of C code; only where one differs is it looked at by value.
+"""
+
+from __future__ import annotations
+
+import enum
+import operator
+import random
+import sys
+import types
+from collections.abc import Iterable, Sized
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy
+import torch
+from torch import nn
+
+from gascompile.code_names import Import, Names, names_of
+from gascompile.code_origin import Origin, origin_of_code, origin_of_module, origin_of_name
+
+Code = tuple[types.CodeType, dict[str, Any]]
+Columns = tuple[list[Any], list[Any], list[Any], list[Any]]
+"""Owners, keys, values and names of what is watched."""
+
+_SCALARS = (bool, int, float, complex, str, bytes, type(None), enum.Enum, torch.dtype, torch.device)
+_RANDOM = (random.Random, numpy.random.Generator, numpy.random.RandomState)
+_TENSORS = {"_parameters", "_buffers"}
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_ALWAYS = {"forward", "training", "__call__"}
+_MANY_ENTRIES = 4096
+_MAX_ARRAY_BYTES = 1 << 20
+_GONE = object()
+
+
+@dataclass(frozen=True, slots=True)
+class Reads:
+    """Which values count: of what ran, by what it reads."""
+
+    names: frozenset[str] | None
+    """Attributes that are read; ``None`` for all."""
+    ran: frozenset[str] | None
+    """Functions that ran, as ``key_of`` names them; ``None`` for all that can be reached."""
+
+    def has(self, name: object) -> bool:
+        """Return whether an attribute is read."""
+        return self.names is None or not isinstance(name, str) or name in self.names | _ALWAYS
+
+    def calls(self, code: types.CodeType) -> bool:
+        """Return whether a function ran."""
+        return self.ran is None or key_of(code) in self.ran
+
+
+def key_of(code: types.CodeType) -> str:
+    """Return what names a function in every process: its file and its qualified name."""
+    return f"{code.co_filename}:{code.co_qualname}"
+
+
+class Watches:
+    """Values with the places they were read from."""
+
+    def __init__(self, *, versions: bool) -> None:
+        """Take nothing yet.
+
+        Args:
+            versions: whether tensors are baked in, so that writing to one counts.
+        """
+        self._versions = versions
+        self._items: Columns = ([], [], [], [])
+        self._attributes: Columns = ([], [], [], [])
+        self._sizes: tuple[list[Any], list[int], list[str]] = ([], [], [])
+        self._length = 0
+        self._tensors: tuple[list[torch.Tensor], list[int], list[str]] = ([], [], [])
+        self._arrays: list[tuple[Any, bytes, str]] = []
+        self.moving: list[str] = []
+        """Names of what gives another value each time it is asked."""
+
+    def item(self, owner: Any, key: Any, name: str) -> Any:
+        """Watch ``owner[key]`` and return it."""
+        return self._take(self._items, owner, key, owner[key], name)
+
+    def attribute(self, owner: Any, key: str, name: str) -> Any:
+        """Watch an attribute that is in no ``__dict__`` and return it."""
+        return self._take(self._attributes, owner, key, getattr(owner, key), name)
+
+    @staticmethod
+    def _take(columns: Columns, owner: Any, key: Any, value: Any, name: str) -> Any:
+        for column, part in zip(columns, (owner, key, value, name), strict=True):
+            column.append(part)
+        return value
+
+    def size(self, owner: Any, name: str) -> None:
+        """Watch the length of a container."""
+        self._length += len(owner)
+        owners, lengths, names = self._sizes
+        owners.append(owner)
+        lengths.append(len(owner))
+        names.append(name)
+
+    def content(self, value: Any, name: str) -> None:
+        """Watch what a tensor or an array holds."""
+        if isinstance(value, numpy.ndarray) and value.nbytes <= _MAX_ARRAY_BYTES:
+            self._arrays.append((value, value.tobytes(), name))
+        elif isinstance(value, torch.Tensor) and self._versions and not value.is_inference():
+            tensors, numbers, names = self._tensors
+            tensors.append(value)
+            numbers.append(value._version)
+            names.append(name)
+
+    def changed(self) -> str | None:
+        """Return the first value that differs, with its name, what it was and what it is now."""
+        owners, keys, values, _ = self._items
+        objects, names, found, _ = self._attributes
+        sized, lengths = self._sizes[0], self._length
+        try:
+            if (
+                all(map(operator.is_, map(operator.getitem, owners, keys), values))
+                and all(map(operator.is_, map(getattr, objects, names), found))
+                and sum(map(len, sized)) == lengths
+                and all(map(operator.eq, map(_version, self._tensors[0]), self._tensors[1]))
+                and all(array.tobytes() == content for array, content, _ in self._arrays)
+            ):
+                return None
+        except (LookupError, AttributeError, ValueError):
+            pass  # something is not there any more
+        return next(iter(self.differences()), None)
+
+    def differences(self, reads: Reads | None = None) -> list[str]:
+        """Return all values that differ, in words; equal ones are taken over under their new identity."""
+        words = []
+        for get, columns in ((_item, self._items), (_attribute, self._attributes)):
+            for i, (owner, key, value, name) in enumerate(zip(*columns, strict=True)):
+                now = get(owner, key)
+                if now is value or (reads is not None and not reads.has(key)):
+                    continue
+                if _same(value, now):
+                    columns[2][i] = now
+                else:
+                    words.append(f"{name} was {_shown(value)} and is {_shown(now)} now")
+        for owner, length, name in zip(*self._sizes, strict=True):
+            if len(owner) != length:
+                words.append(f"{name} had {length} entries and has {len(owner)} now")
+        for tensor, version, name in zip(*self._tensors, strict=True):
+            if tensor._version != version:
+                words.append(f"the tensor {name} was written to")
+        words += [f"the array {n} was written to" for a, b, n in self._arrays if a.tobytes() != b]
+        return words
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return tensor._version
+
+
+def _item(owner: Any, key: Any) -> Any:
+    try:
+        return owner[key]
+    except LookupError:
+        return _GONE
+
+
+def _attribute(owner: Any, key: str) -> Any:
+    try:
+        return getattr(owner, key, _GONE)
+    except ValueError:  # an empty cell
+        return _GONE
+
+
+def _same(before: Any, now: Any) -> bool:
+    """Return whether two scalars are one value, which 1, 1.0 and True are not, nor 0.0 and -0.0."""
+    if type(before) is not type(now):
+        return False
+    if isinstance(before, types.MethodType):
+        return before.__func__ is now.__func__ and before.__self__ is now.__self__
+    if isinstance(before, tuple):
+        same_size = len(before) == len(now)
+        return same_size and all(a is b or _same(a, b) for a, b in zip(before, now, strict=True))
+    return isinstance(before, _SCALARS) and repr(before) == repr(now)
+
+
+def _shown(value: Any) -> str:
+    if value is _GONE:
+        return "not there"
+    if isinstance(value, _SCALARS):
+        return f"{value!r:.60}"
+    return f"another {type(value).__name__}"
+
+
+def watch(
+    model: nn.Module,
+    functions: Iterable[Any],
+    code: Iterable[Code],
+    reads: Reads,
+    *,
+    versions: bool,
+) -> Watches:
+    """Return the values that ``reads`` names, as they are now.
+
+    Args:
+        model: its modules' attributes count, its parameters and buffers do not.
+        functions: what else is called, as a loss.
+        code: what ran, with its globals.
+        reads: which values count.
+        versions: as ``Watches`` takes it.
+    """
+    walk = _Walk(Watches(versions=versions), reads, model)
+    for path, module in model.named_modules():
+        walk.module(module, path or type(model).__name__)
+    for function in functions:
+        walk.value(function, getattr(function, "__qualname__", type(function).__name__))
+    for body, space in code:
+        walk.names(names_of(body), space)
+    walk.finish()
+    return walk.watches
+
+
+class _Walk:
+    """Goes from value to value, each once."""
+
+    def __init__(self, watches: Watches, reads: Reads, model: nn.Module) -> None:
+        self.watches = watches
+        self._reads = reads
+        self._seen: dict[int, Any] = {}
+        self._registered = {id(module) for module in model.modules()}
+        self._placed: set[tuple[int, Any]] = set()
+        self._todo: list[tuple[Any, str]] = []
+
+    def module(self, module: nn.Module, name: str) -> None:
+        """Watch a module of the model: what it is made of, its hooks, what is read of it."""
+        self._entries(module._modules, list(module._modules), name)
+        for key in _HOOKS:
+            self.watches.size(vars(module)[key], f"{name}.{key}")
+        self.fields(module, name)
+
+    def finish(self) -> None:
+        """Go on until nothing more is reached."""
+        while self._todo:
+            self._visit(*self._todo.pop())
+
+    def item(self, owner: Any, key: Any, name: str) -> None:
+        if (id(owner), key) not in self._placed:
+            self._placed.add((id(owner), key))
+            self.value(self.watches.item(owner, key, name), name)
+
+    def fields(self, owner: Any, name: str) -> None:
+        """Watch the attributes of an object, of its slots and of its classes."""
+        space = vars(owner) if hasattr(owner, "__dict__") else {}
+        for key in list(space):
+            if key not in _TENSORS and self._reads.has(key):
+                self.item(space, key, f"{name}.{key}")
+        for base in type(owner).__mro__:
+            if origin_of_name(base.__module__).versioned:
+                continue
+            for key, value in list(vars(base).items()):
+                self._of_class(owner, base, key, value, f"{name}.{key}")
+
+    def _of_class(self, owner: Any, base: type, key: str, value: Any, name: str) -> None:
+        if isinstance(value, types.FunctionType):
+            if self._reads.has(key) or self._reads.calls(value.__code__):
+                self.item(vars(base), key, f"{base.__qualname__}.{key}")
+        elif not self._reads.has(key) or (key.startswith("__") and key.endswith("__")):
+            return
+        elif isinstance(value, types.MemberDescriptorType):
+            if hasattr(owner, key):
+                self.value(self.watches.attribute(owner, key, name), name)
+        elif hasattr(type(value), "__get__"):
+            self.item(vars(base), key, f"{base.__qualname__}.{key}")
+        else:
+            # Through the instance, which may get an attribute of this name.
+            self.value(self.watches.attribute(owner, key, name), name)
+
+    def value(self, value: Any, name: str) -> None:
+        """Look into a value later."""
+        if not isinstance(value, _SCALARS) and id(value) not in self._seen:
+            self._seen[id(value)] = value
+            self._todo.append((value, name))
+
+    def _visit(self, value: Any, name: str) -> None:
+        if isinstance(value, (torch.Tensor, numpy.ndarray)):
+            self.watches.content(value, name)
+        elif isinstance(value, _RANDOM) or hasattr(type(value), "__next__"):
+            self.watches.moving.append(name)
+        elif isinstance(value, (dict, types.MappingProxyType)):
+            self._entries(value, list(value), name)
+        elif isinstance(value, (list, tuple)):
+            self._entries(value, range(len(value)), name)
+        elif isinstance(value, types.FunctionType):
+            self._function(value, name)
+        elif isinstance(value, types.MethodType):
+            self.value(value.__func__, name)
+            self.value(value.__self__, name)
+        elif isinstance(value, (staticmethod, classmethod)):
+            self.value(value.__func__, name)
+        elif isinstance(value, property):
+            self.value((value.fget, value.fset), name)
+        elif isinstance(value, partial):
+            self.value((value.func, value.args, value.keywords), name)
+        elif isinstance(value, types.ModuleType):
+            self._module(value)
+        elif not isinstance(value, type):
+            self._object(value, name)
+
+    def _entries(self, owner: Sized, keys: Iterable[Any], name: str) -> None:
+        self.watches.size(owner, name)
+        if self._reads.names is None and len(owner) > _MANY_ENTRIES:
+            return  # a data set, most likely; what reads it is known only after the capture
+        for key in keys:
+            self.item(owner, key, f"{name}[{key!r:.40}]")
+
+    def _object(self, value: Any, name: str) -> None:
+        wrapped = getattr(value, "__wrapped__", None) if callable(value) else None
+        if wrapped is not None:
+            self.value(wrapped, name)
+        if isinstance(value, (set, frozenset)):
+            self.watches.size(value, name)
+        elif id(value) not in self._registered:
+            self.fields(value, name)
+            if isinstance(value, nn.Module):
+                self.value(value._modules, name)
+
+    def _function(self, function: types.FunctionType, name: str) -> None:
+        if not self._reads.calls(function.__code__):
+            return
+        for number, cell in enumerate(function.__closure__ or ()):
+            if _attribute(cell, "cell_contents") is not _GONE:
+                inner = f"{function.__code__.co_freevars[number]} in {name}"
+                self.value(self.watches.attribute(cell, "cell_contents", inner), inner)
+        if origin_of_code(function).versioned:
+            return
+        for key in ("__code__", "__defaults__", "__kwdefaults__"):
+            self.value(self.watches.attribute(function, key, f"{name}.{key}"), f"{name}.{key}")
+        for key in vars(function):
+            if self._reads.has(key):
+                self.item(vars(function), key, f"{name}.{key}")
+        self.names(names_of(function.__code__), function.__globals__)
+
+    def names(self, names: Names, space: dict[str, Any]) -> None:
+        """Watch the globals, and what is read of modules among them."""
+        for chain in names.chains:
+            owner, label = space, str(space.get("__name__"))
+            for key in chain:
+                if key not in owner:
+                    break
+                value = owner[key]
+                self.item(owner, key, f"{label}.{key}")
+                if not isinstance(value, types.ModuleType):
+                    break
+                owner, label = vars(value), value.__name__
+        for taken in names.imports:
+            self._import(taken, space)
+
+    def _import(self, taken: Import, space: dict[str, Any]) -> None:
+        module = sys.modules.get(absolute_name(taken, space))
+        if module is None:
+            return
+        if taken.names is None:
+            self._module(module)
+        for key in taken.names or ():
+            if key in vars(module):
+                self.item(vars(module), key, f"{module.__name__}.{key}")
+
+    def _module(self, module: types.ModuleType) -> None:
+        """Watch what is read of a module that is handed on."""
+        if origin_of_module(module) is Origin.USER:
+            for key in list(vars(module)):
+                if self._reads.has(key) and not key.startswith("__"):
+                    self.item(vars(module), key, f"{module.__name__}.{key}")
+
+
+def absolute_name(taken: Import, space: dict[str, Any]) -> str:
+    """Return the module that an import statement names."""
+    if not taken.level:
+        return taken.module
+    package = str(space.get("__package__") or space.get("__name__") or "")
+    base = package.rsplit(".", taken.level - 1)[0] if taken.level > 1 else package
+    return f"{base}.{taken.module}" if taken.module else base
