@@ -15,6 +15,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from gascompile.admission import accepts_inputs_on, admit_plan, device_of
+from gascompile.allocator_library import allocation_counter
 from gascompile.bundle import Bundle, content_stamp, require_unchanged, write_bundle
 from gascompile.bundle_files import Weights
 from gascompile.calls import bind_call, copies
@@ -111,6 +112,7 @@ class CompiledModel:
         prepare: Callable[[Args, Kwargs], Unit] | None = None,
         exact: Callable[[Args, Kwargs], Unit] | None = None,
         cache_dir: Path | None = None,
+        on_exceed: str = "error",
     ) -> None:
         self._turn = threading.RLock()
         self._positional = positional
@@ -118,6 +120,7 @@ class CompiledModel:
         self._prepare = prepare
         self._exact = exact
         self._cache_dir = cache_dir or default_cache_dir()
+        self._on_exceed = on_exceed
         self._active: Unit | None = None
         self._session: Session | None = None
         self._executor: Executor | None = None
@@ -323,6 +326,8 @@ class CompiledModel:
             unit.bundle.plan,
             fused=fused,
             graphs=unit.graphs == "auto",
+            counter=allocation_counter(self._cache_dir),
+            on_exceed=self._on_exceed,
         )
         self._active = unit
         return self._executor

@@ -101,6 +101,65 @@ def _in_words(demands: tuple[Demand, ...]) -> str:
     return f": {', '.join(parts)}" if parts else ""
 
 
+class BudgetExceededError(GASCompileError):
+    """A run was about to take more memory than its budget, and was stopped before it did.
+
+    Attributes:
+        op: the op that asked for it.
+        planned_bytes: what the plan has for the op's results and the buffers of its kernel.
+        real_bytes: what the op had taken and asked for; it may need more.
+        budget_bytes: the budget of ``tier``.
+        tier: the tier that computes.
+        half_updated: whether states or inputs that the model writes to may hold values of the stopped run.
+    """
+
+    def __init__(
+        self,
+        *,
+        op: str,
+        planned_bytes: int,
+        real_bytes: int,
+        budget_bytes: int,
+        tier: str,
+        half_updated: bool = False,
+    ) -> None:
+        self.op = op
+        self.planned_bytes = planned_bytes
+        self.real_bytes = real_bytes
+        self.budget_bytes = budget_bytes
+        self.tier = tier
+        self.half_updated = half_updated
+        written = (
+            " States or inputs that the model writes to may be half updated: set them anew."
+            if half_updated
+            else ""
+        )
+        super().__init__(
+            f"op '{op}' asks for {format_size(real_bytes)} ({real_bytes} bytes), for which "
+            f"{format_size(planned_bytes)} ({planned_bytes} bytes) are planned: with it the run would pass the budget of "
+            f"{format_size(budget_bytes)} ({budget_bytes} bytes) for tier '{tier}', and was stopped.{written} The next "
+            f"plan knows it: compile again, give '{tier}' more, or let it pass with on_exceed=\"warn\"."
+        )
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickle by the keyword arguments, so that the error crosses process boundaries."""
+        names = ("op", "planned_bytes", "real_bytes", "budget_bytes", "tier", "half_updated")
+        return _rebuild_exceeded, tuple(getattr(self, name) for name in names)
+
+
+def _rebuild_exceeded(
+    op: str, planned_bytes: int, real_bytes: int, budget_bytes: int, tier: str, half_updated: bool
+) -> BudgetExceededError:
+    return BudgetExceededError(
+        op=op,
+        planned_bytes=planned_bytes,
+        real_bytes=real_bytes,
+        budget_bytes=budget_bytes,
+        tier=tier,
+        half_updated=half_updated,
+    )
+
+
 class DeviceMapError(GASCompileError):
     """A device map does not fit the model or the machine.
 

@@ -39,7 +39,7 @@ class RunReport:
 
     seconds: float
     peak_bytes: Mapping[str, int]
-    """Measured per tier: mapped arena + states + live activation storages + planned workspace."""
+    """Measured per tier: mapped arena + states + the most that the run took beside them, as ``peak_source`` says."""
     link_bytes: Mapping[str, int]
     """Bytes the engine delivered during the run, per link."""
     stall_s: float
@@ -50,6 +50,8 @@ class RunReport:
     stalls: tuple[Stall, ...] = ()
     process_peak_bytes: int = 0
     """The kernel's high-water mark of the whole process, interpreter and libraries included."""
+    peak_source: str = "planned workspace"
+    """Who counted: torch's ``allocator``, the ``device``, or the runtime, which adds ``planned workspace`` to results."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,7 @@
 """Runs a plan: calls the ops in order while the session's engine reads ahead, and measures what it did.
 
 The loop interprets prepared steps instead of calling the graph's code: values go when their last reader
-has run, live bytes are counted as they are really allocated, and an error names its op.
+has run, memory is counted where it is allocated, and an error names its op.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from torch import fx
 from gascompile.errors import DeviceError, PlanMismatchError, UnsupportedOpError
 from gascompile.ir import Plan
 from gascompile.reports import GraphReport, RunReport
+from gascompile.runtime.counted_runs import CountedRuns
+from gascompile.runtime.counting import Counter
 from gascompile.runtime.fused import FusedSegment
 from gascompile.runtime.graphs import GraphRuns, make_room
 from gascompile.runtime.meter import LiveBytes, process_peak_bytes
@@ -39,6 +41,8 @@ class Executor:
         measure: bool = True,
         fused: Sequence[FusedSegment] = (),
         graphs: bool = True,
+        counter: Counter | None = None,
+        on_exceed: str = "error",
     ) -> None:
         """Prepare ``graph_module``, the program with the moves of ``plan`` inserted.
 
@@ -55,6 +59,9 @@ class Executor:
             fused: ops that run as compiled kernels.
             graphs: give a device that has graphs the ops between two moves in one call, see ``GraphRuns``; never
                 in paranoid runs.
+            counter: what counts the memory that runs take; without one, planned workspace is believed. A device
+                with memory of its own counts by itself.
+            on_exceed: ``"error"`` stops a run before it takes more than the budget; ``"warn"`` says so afterwards.
 
         Raises:
             PlanMismatchError: session, graph and plan do not belong together.
@@ -68,6 +75,10 @@ class Executor:
         self._schedule: Schedule = compile_steps(graph_module, plan, session, self.mover, fused)
         is_wanted = graphs and not paranoid and session.device.graphs() is not None
         self._graphs = GraphRuns(session, plan, self._schedule) if is_wanted else None
+        is_counted = counter is not None and session.device.torch_device.type == "cpu"
+        self._counted = CountedRuns(counter, session, plan, on_exceed) if is_counted else None
+        if self._counted is not None:
+            self._schedule = self._counted.prepared(self._schedule)
         self.last_run: RunReport | None = None
 
     @property
@@ -82,6 +93,7 @@ class Executor:
         input is returned as it is. After an error, an interrupt included, the next run starts afresh.
 
         Raises:
+            BudgetExceededError: an op asked for more memory than the budget leaves; it was stopped before.
             StorageError: a weight cannot be read, a file has changed, the session is closed.
             PlanMismatchError: the number of inputs is wrong.
         """
@@ -102,11 +114,27 @@ class Executor:
             return outputs
 
     def _run(self, schedule: Schedule, inputs: tuple[Any, ...], *, warm: bool) -> tuple[Any, ...]:
-        device, graphs = self._session.device, self._graphs
         start_s = time.perf_counter()
-        device.begin()
+        self._session.device.begin()
         self.mover.begin(warm=warm)
-        values = list(schedule.slots)
+        if self._counted is None:
+            outputs, live_bytes = self._compute(schedule, inputs)
+        else:
+            with self._counted.run() as count:
+                outputs, _ = self._compute(schedule, inputs)
+            live_bytes = count.peak_bytes
+        if self._measure:
+            # Compute alone: what the next run has asked for ahead stays on its way.
+            if (end := self._session.device.mark()) is not None:
+                end.wait()
+            self.last_run = self._report(time.perf_counter() - start_s, live_bytes)
+        return outputs
+
+    def _compute(
+        self, schedule: Schedule, inputs: tuple[Any, ...]
+    ) -> tuple[tuple[Any, ...], int]:
+        """Return the outputs, and the bytes that were alive at most as far as meters know."""
+        values, graphs = list(schedule.slots), self._graphs
         inputs_bytes = self._place(values, inputs)
         given = {slot: value for (_, slot), value in zip(schedule.inputs, inputs, strict=True)}
         live = self.mover.live = LiveBytes(schedule.num_metered)
@@ -121,13 +149,7 @@ class Executor:
                 for slot, value in zip(schedule.outputs, outputs, strict=True)
             )
             live.peak_bytes = max(live.peak_bytes, graphs.live_bytes)
-        if self._measure:
-            # Compute alone: what the next run has asked for ahead stays on its way.
-            if (end := device.mark()) is not None:
-                end.wait()
-            live_bytes = inputs_bytes + live.peak_bytes + self.mover.copied_bytes
-            self.last_run = self._report(time.perf_counter() - start_s, live_bytes)
-        return outputs
+        return outputs, inputs_bytes + live.peak_bytes + self.mover.copied_bytes
 
     def _place(self, values: list[Any], inputs: tuple[Any, ...]) -> int:
         """Put the inputs into their slots, on the device; return the bytes that this took there."""
@@ -154,6 +176,9 @@ class Executor:
         except BaseException as error:
             name = self._plan.ops[op].name if op < len(self._plan.ops) else "output"
             if isinstance(error, torch.OutOfMemoryError):
+                beyond = self._counted.error(op, values) if self._counted is not None else None
+                if beyond is not None:
+                    raise beyond from error
                 raise self._session.device.out_of_memory(f"op '{name}'", error) from error
             error.add_note(f"while running op {op} '{name}' of '{self._plan.workload.name}'")
             raise
@@ -185,6 +210,13 @@ class Executor:
             paths={**session.engine.paths, **mover.heap_paths},
             stalls=stalls,
             process_peak_bytes=process_peak_bytes(),
+            peak_source=(
+                "device"
+                if counted is not None
+                else "allocator"
+                if self._counted is not None
+                else "planned workspace"
+            ),
         )
 
 

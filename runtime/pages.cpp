@@ -5,7 +5,8 @@
 // between two uses, as taking it anew (a fault, zeros) costs more than most ops spend on it. Blocks begin at a page,
 // as direct I/O asks for.
 //
-// Small blocks, and those of threads that have not asked for it, come from torch's own allocator as always.
+// Small blocks, and those of threads that have not asked for it, come from torch's own allocator as always. Whatever
+// they come from, what runs ask for is counted: see counting.cpp.
 
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
@@ -83,10 +84,20 @@ class Pages final : public c10::Allocator {
   }
 
   c10::DataPtr allocate(size_t size) override {
-    if (!active || size < least_) {
-      return c10::GetDefaultCPUAllocator()->allocate(size);
+    Count* const count = counts().mine();
+    if (count == nullptr) {
+      return allocate_uncounted(size);
     }
-    void* data = take(size);
+    counts().admit(*count, size);
+    c10::DataPtr block;
+    try {
+      block = allocate_uncounted(size);
+    } catch (...) {
+      count->change(-static_cast<int64_t>(size));
+      throw;
+    }
+    void* const data = block.release_context();
+    counts().add(*count, data, size);
     return {data, data, &Pages::release, c10::Device(c10::DeviceType::CPU)};
   }
 
@@ -123,6 +134,14 @@ class Pages final : public c10::Allocator {
 
  private:
   using Free = std::map<uint64_t, Slot>;
+
+  c10::DataPtr allocate_uncounted(size_t size) {
+    if (!active || size < least_) {
+      return c10::GetDefaultCPUAllocator()->allocate(size);
+    }
+    void* data = take(size);
+    return {data, data, &Pages::release, c10::Device(c10::DeviceType::CPU)};
+  }
 
   static void release(void* data);
 
@@ -331,6 +350,7 @@ Pages& pages() {
 }
 
 void Pages::release(void* data) {
+  counts().remove(data);
   if (pages().owns(data)) {
     pages().give(static_cast<char*>(data));
   } else {
@@ -348,6 +368,19 @@ int gascompile_pages_install(size_t unit_bytes, size_t least_bytes) {
   }
   c10::SetCPUAllocator(&pages(), 1);
   return 0;
+}
+
+// Whether torch's allocator is this one, which another library may have taken the place of for good.
+int gascompile_count_install() {
+  if (c10::GetCPUAllocator() != &pages()) {
+    c10::SetCPUAllocator(&pages(), 1);
+  }
+  return c10::GetCPUAllocator() == &pages() ? 0 : -1;
+}
+
+// A new run of this thread, as a capsule.
+void* gascompile_count_begin(int64_t live_bytes, int64_t limit_bytes) {
+  return PyCapsule_New(counts().begin(live_bytes, limit_bytes), nullptr, &drop);
 }
 
 void gascompile_pages_activate(int on) {

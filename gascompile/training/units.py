@@ -19,7 +19,7 @@ from gascompile.runtime.iteration import Iteration
 from gascompile.training.file_values import FileValues
 from gascompile.training.joint import LossFunction, capture_joint
 from gascompile.training.optimizers import Rules
-from gascompile.training.page_memory import page_memory
+from gascompile.allocator_library import page_memory
 from gascompile.training.requirements import require_followed
 from gascompile.training.settings import Settings, require_known
 from gascompile.training.states import Shapes, States

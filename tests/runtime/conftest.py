@@ -8,7 +8,7 @@ import pytest
 
 from gascompile.fusion_build import has_compiler
 from gascompile.runtime.pages import Pages
-from gascompile.training.page_memory import page_memory
+from gascompile.allocator_library import page_memory
 
 BUDGET_BYTES = 64 << 20
 """For which units are pages, and blocks of 16 pages are the smallest."""
@@ -20,7 +20,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pages]:
     if not has_compiler():
         pytest.skip("needs a C++ compiler")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("gascompile.training.page_memory._LOADED", [])
+        patch.setattr("gascompile.allocator_library._LOADED", [])
         found = page_memory(tmp_path_factory.mktemp("native"), BUDGET_BYTES)
         assert found is not None
         yield found

@@ -36,7 +36,7 @@ def trial(tmp_path: Path) -> Trial:
 @pytest.mark.parametrize("has_pages", [True, False])
 def test_equal_to_eager(trial: Trial, monkeypatch: pytest.MonkeyPatch, *, has_pages: bool) -> None:
     if not has_pages:
-        monkeypatch.setattr("gascompile.training.page_memory._LOADED", [None])
+        monkeypatch.setattr("gascompile.allocator_library._LOADED", [None])
     elif not has_compiler():
         pytest.skip("needs a C++ compiler")
     budget = trial.smallest_budget()

@@ -20,7 +20,7 @@ from gascompile.ir import Machine
 from gascompile.machine import resolve_machine, this_machine_name
 from gascompile.runtime.engine import read_blocks
 from gascompile.training import step_costs as costs
-from gascompile.training.page_memory import page_memory
+from gascompile.allocator_library import page_memory
 from gascompile.training.step import TrainingStep
 from tests.training.trials import MACHINE, adamw
 

@@ -1,0 +1,115 @@
+"""Runs whose memory is counted as it is taken, and stopped, or reported, where it passes the budget.
+
+An op is measured only where it matters: a run that is stopped stands in the op that asked for too much.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from gascompile.errors import BudgetExceededError
+from gascompile.ir import Plan, TensorKind
+from gascompile.runtime.counting import NO_LIMIT, Count, Counter
+from gascompile.runtime.session import Session
+from gascompile.runtime.steps import Schedule
+
+_log = logging.getLogger("gascompile")
+
+
+class CountedRuns:
+    """Counts the runs of one plan on a session."""
+
+    def __init__(self, counter: Counter, session: Session, plan: Plan, on_exceed: str) -> None:
+        self._counter = counter
+        self._session = session
+        self._plan = plan
+        self._stops = on_exceed == "error"
+        self._count: Count | None = None
+        self._said = False
+        """Whether a run beyond the budget has been reported."""
+
+    def prepared(self, schedule: Schedule) -> Schedule:
+        """Return the steps without meters, which nobody needs; each is looked at where no run is stopped."""
+        steps = tuple(step._replace(meter=None) for step in schedule.steps)
+        if not self._stops:
+            steps = tuple(
+                step._replace(function=partial(self._looked_at, step.op, step.function))
+                for step in steps
+            )
+        return replace(schedule, steps=steps)
+
+    @contextmanager
+    def run(self) -> Iterator[Count]:
+        """Count what a run takes."""
+        limit_bytes = self.limit_bytes if self._stops else NO_LIMIT
+        with self._counter.counting(limit_bytes=limit_bytes) as self._count:
+            yield self._count
+
+    @property
+    def limit_bytes(self) -> int:
+        """What the budget leaves for what runs allocate."""
+        budget_bytes = self._plan.budget_bytes.get(self._plan.machine.compute_tier)
+        if budget_bytes is None:
+            return NO_LIMIT
+        return budget_bytes - self._session.arena.size_bytes - self._session.kept.size_bytes
+
+    def error(self, op: int, values: list[Any]) -> BudgetExceededError | None:
+        """Return why the run at hand was stopped in ``op``; ``None`` where it was not the budget."""
+        count = self._count
+        if count is None or not count.wanted_bytes:
+            return None
+        kept = {x.untyped_storage().data_ptr() for x in pytree.tree_leaves(values) if _is_dense(x)}
+        before_bytes = sum(map(count.size_of, kept))
+        return self._exceeded(op, count.wanted_bytes - before_bytes)
+
+    def _exceeded(self, op: int, real_bytes: int) -> BudgetExceededError:
+        plan = self._plan
+        tier = plan.machine.compute_tier
+        tensors = {tensor.name: tensor for tensor in plan.workload.tensors}
+        lasting = (TensorKind.STATE, TensorKind.INPUT)
+        written = {name for done in plan.workload.ops[: op + 1] for name in done.writes}
+        planned_bytes = 0
+        if op < len(plan.ops):
+            made = (tensors[name] for name in plan.workload.ops[op].writes)
+            planned_bytes = sum(t.size_bytes for t in made if t.kind not in lasting)
+            planned_bytes += plan.workload.ops[op].workspace_bytes
+        return BudgetExceededError(
+            op=plan.ops[op].name if op < len(plan.ops) else "output",
+            planned_bytes=planned_bytes,
+            real_bytes=real_bytes,
+            budget_bytes=plan.budget_bytes[tier],
+            tier=tier,
+            half_updated=any(tensors[name].kind in lasting for name in written),
+        )
+
+    def _looked_at(self, op: int, function: Callable[..., Any], *values: Any) -> Any:
+        """Make a step; report the first one that passes the budget."""
+        count = self._count
+        if count is None or self._said:
+            return function(*values)
+        before_bytes = count.live_bytes
+        result = function(*values)
+        if count.peak_bytes > self.limit_bytes:
+            self._said = True
+            real = self._exceeded(op, count.peak_bytes - before_bytes)
+            _log.warning(
+                "op '%s' took %d bytes, for which %d are planned: the run passed the budget of %d bytes for tier '%s'",
+                real.op,
+                real.real_bytes,
+                real.planned_bytes,
+                real.budget_bytes,
+                real.tier,
+            )
+        return result
+
+
+def _is_dense(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.layout is torch.strided
