@@ -10,6 +10,20 @@ from typing import Any
 import torch
 from torch import nn
 
+ExampleInputs = tuple[Any, ...] | Mapping[str, Any]
+
+
+def split_inputs(example_inputs: ExampleInputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return positional and keyword arguments from a tuple or a dict of example inputs."""
+    if isinstance(example_inputs, Mapping):
+        return (), dict(example_inputs)
+    if isinstance(example_inputs, (tuple, list)):
+        return tuple(example_inputs), {}
+    raise TypeError(
+        f"example_inputs is a tuple of positional or a dict of keyword arguments, not {type(example_inputs).__name__}; "
+        "for one tensor x write example_inputs=(x,)"
+    )
+
 
 def normalize_call(
     model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]

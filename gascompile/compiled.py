@@ -32,6 +32,7 @@ from gascompile.program import Dim, InputSpec, Program
 from gascompile.program_io import load_treespec, needs_import
 from gascompile.progress import LoadingBar, task
 from gascompile.reports import GraphReport, RunReport
+from gascompile.run_within_budget import run_within_budget
 from gascompile.runtime.early_memory import EarlyMemory
 from gascompile.runtime.executor import Executor
 from gascompile.runtime.session import Session
@@ -112,6 +113,7 @@ class CompiledModel:
         prepare: Callable[[Args, Kwargs], Unit] | None = None,
         exact: Callable[[Args, Kwargs], Unit] | None = None,
         cache_dir: Path | None = None,
+        replan: Callable[[Unit], Unit] | None = None,
         on_exceed: str = "error",
     ) -> None:
         self._turn = threading.RLock()
@@ -120,7 +122,7 @@ class CompiledModel:
         self._prepare = prepare
         self._exact = exact
         self._cache_dir = cache_dir or default_cache_dir()
-        self._on_exceed = on_exceed
+        self._replan, self._on_exceed = replan, on_exceed
         self._active: Unit | None = None
         self._session: Session | None = None
         self._executor: Executor | None = None
@@ -133,6 +135,8 @@ class CompiledModel:
         """Run the model.
 
         Raises:
+            BudgetExceededError: an op asked for more memory than the budget leaves, and no plan has room for it, or
+                states had changed by then.
             PlanMismatchError: the inputs have another shape, dtype, device or structure than planned.
             StorageError: a weight could not be read; the compiled model stays usable.
         """
@@ -141,11 +145,21 @@ class CompiledModel:
         with self._turn:
             unit = self._unit_for(leaves, spec, bound_args, bound_kwargs)
             out_spec = unit.out_spec
-            self._last = unit
-            executor = self._activate(unit)
-            outputs = executor.run(*leaves)
-            unit.last_run, unit.graph_report = executor.last_run, executor.graph_report
+            outputs = self._run(unit, leaves)
         return pytree.tree_unflatten(outputs, out_spec)
+
+    def _run(self, unit: Unit, leaves: list[Any]) -> tuple[Any, ...]:
+        i, self._last = self._units.index(unit), unit
+        unit, outputs = run_within_budget(
+            unit,
+            lambda unit: self._activate(unit).run(*leaves),
+            self._replan,
+            cache_dir=self._cache_dir,
+        )
+        self._units[i] = self._last = unit
+        assert self._executor is not None
+        unit.last_run, unit.graph_report = self._executor.last_run, self._executor.graph_report
+        return outputs
 
     @property
     def plan(self) -> Plan:

@@ -14,6 +14,7 @@ CACHE_VARIABLE = "GASCOMPILE_CACHE_DIR"
 WEIGHT_FORMS = ("bf16", "int8", "int4", "auto")
 FUSE = ("auto", "off")
 GRAPHS = ("auto", "off")
+ON_EXCEED = ("error", "warn")
 
 
 def default_cache_dir() -> Path:
@@ -43,6 +44,8 @@ class CompileConfig:
     """Compiling kernels may take as long as they save in so many runs; infinity fuses whatever gains anything."""
     graphs: str = field(default="auto", metadata={"fingerprint": False})
     """``auto`` gives a device that has graphs the ops between two moves in one call; ``off`` one by one."""
+    on_exceed: str = field(default="error", metadata={"fingerprint": False})
+    """``error`` stops a run before it takes more than the budget, ``warn`` says so afterwards."""
     cache_dir: Path = field(default_factory=default_cache_dir, metadata={"fingerprint": False})
 
     def __post_init__(self) -> None:
@@ -58,6 +61,8 @@ class CompileConfig:
             raise ValueError(f"fuse is one of {', '.join(FUSE)}, not {self.fuse!r}")
         if self.graphs not in GRAPHS:
             raise ValueError(f"graphs is one of {', '.join(GRAPHS)}, not {self.graphs!r}")
+        if self.on_exceed not in ON_EXCEED:
+            raise ValueError(f"on_exceed is one of {', '.join(ON_EXCEED)}, not {self.on_exceed!r}")
         if not self.fuse_runs >= 0:
             raise ValueError(f"fuse_runs is a number of runs, not {self.fuse_runs}")
 

@@ -136,9 +136,9 @@ class BudgetExceededError(GASCompileError):
         )
         super().__init__(
             f"op '{op}' asks for {format_size(real_bytes)} ({real_bytes} bytes), for which "
-            f"{format_size(planned_bytes)} ({planned_bytes} bytes) are planned: with it the run would pass the budget of "
-            f"{format_size(budget_bytes)} ({budget_bytes} bytes) for tier '{tier}', and was stopped.{written} The next "
-            f"plan knows it: compile again, give '{tier}' more, or let it pass with on_exceed=\"warn\"."
+            f"{format_size(planned_bytes)} ({planned_bytes} bytes) are planned: with it the run would pass the budget "
+            f"of {format_size(budget_bytes)} ({budget_bytes} bytes) for tier '{tier}', and was stopped.{written} The "
+            f"next plan knows it: compile again, give '{tier}' more, or let it pass with on_exceed=\"warn\"."
         )
 
     def __reduce__(self) -> tuple[object, ...]:

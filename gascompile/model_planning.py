@@ -7,12 +7,12 @@ from typing import Any
 
 from torch import nn
 
-from gascompile.calls import normalize_call
+from gascompile.calls import ExampleInputs, normalize_call, split_inputs
 from gascompile.config import CompileConfig
 from gascompile.errors import CaptureError
 from gascompile.integrations.huggingface import register_pytrees
 from gascompile.ir import Budget, Machine, Plan
-from gascompile.pipeline import ExampleInputs, Job, split_inputs
+from gascompile.pipeline import Job
 from gascompile.sources import Source, open_source
 
 
@@ -66,4 +66,4 @@ def plan_model(
     register_pytrees()
     args, kwargs = normalize_call(opened.model, *inputs)
     captured = job.capture(args, kwargs)
-    return job.place(captured, job.fingerprint(args, kwargs, job.open_checkpoint()))
+    return job.place(captured.program, job.fingerprint(args, kwargs, job.open_checkpoint()))

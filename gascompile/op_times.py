@@ -46,7 +46,7 @@ def measured_times(
         use_wire_kernels(program.forms, cache_dir, make=True)
     tier = machine.compute_tier
     total_s = sum(op.time_s[tier] for op in workload.ops)
-    if not _computes_here(machine) or total_s < _WORTH_S:
+    if not computes_here(machine) or total_s < _WORTH_S:
         return {}
     nodes = dict(zip((op.name for op in workload.ops), program.op_nodes(), strict=True))
     costly = sorted(workload.ops, key=lambda op: -op.time_s[tier])
@@ -76,7 +76,7 @@ def keep_times(path: Path, text: str) -> None:
         )
 
 
-def _computes_here(machine: Machine) -> bool:
+def computes_here(machine: Machine) -> bool:
     """Return whether it is this processor that runs the ops: as itself, or as the emulated accelerator."""
     match machine.compute_backend:
         case "cpu":

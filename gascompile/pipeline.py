@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from gascompile import plan_cache, serial
 from gascompile.admission import admit, admit_model
 from gascompile.bundle import Bundle
-from gascompile.calls import normalize_call, positional_names
+from gascompile.calls import ExampleInputs, normalize_call, positional_names, split_inputs
 from gascompile.capture import capture
 from gascompile.checkpoint import Checkpoint, open_checkpoint
 from gascompile.compiled import CompiledModel, Unit
@@ -33,8 +33,8 @@ from gascompile.integrations.huggingface import is_transformers_model, register_
 from gascompile.ir import Budget, Machine, Plan, Workload
 from gascompile.machine import resolve_machine
 from gascompile.machine_check import source_warnings
+from gascompile.op_memory import annotate_memory, lacks_memory, unknown_ops
 from gascompile.op_times import measured_times
-from gascompile.passes.annotate import annotate
 from gascompile.passes.make_plan import make_plan
 from gascompile.passes.retime import retime
 from gascompile.program import Program
@@ -49,20 +49,6 @@ from gascompile.weights import Resolved, resolve_weights, with_held_tensors
 from gascompile.wire_kernels import use_wire_kernels
 
 _log = logging.getLogger("gascompile")
-
-ExampleInputs = tuple[Any, ...] | Mapping[str, Any]
-
-
-def split_inputs(example_inputs: ExampleInputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return positional and keyword arguments from a tuple or a dict of example inputs."""
-    if isinstance(example_inputs, Mapping):
-        return (), dict(example_inputs)
-    if isinstance(example_inputs, (tuple, list)):
-        return tuple(example_inputs), {}
-    raise TypeError(
-        f"example_inputs is a tuple of positional or a dict of keyword arguments, not {type(example_inputs).__name__}; "
-        "for one tensor x write example_inputs=(x,)"
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +101,7 @@ class Job:
         prints = self.fingerprint(args, kwargs, checkpoint)
         folder = plan_cache.folder_of(self.config.cache_dir, prints)
         cached = plan_cache.read(folder, prints)
-        if cached is not None and (reason := outdated(cached, cache_dir=self.config.cache_dir)):
+        if cached is not None and (reason := self._outdated(cached)):
             _log.info("the cached plan %s is made again: %s", folder, reason)
         elif cached is not None:
             try:
@@ -130,6 +116,19 @@ class Job:
         kept = replace(bundle, held=self._constants(bundle))
         plan_cache.write(folder, kept, damaged=cached is not None)
         return unit
+
+    def _outdated(self, cached: Bundle) -> str:
+        folder = self.config.cache_dir
+        return outdated(cached, cache_dir=folder) or lacks_memory(cached, cache_dir=folder)
+
+    def planned_again(self, unit: Unit) -> Unit:
+        """Return ``unit`` with a plan that has what its runs have taught about the memory of ops."""
+        before, prints = unit.bundle, unit.bundle.plan.fingerprint
+        bundle = replace(before, plan=self.place(before.program, prints), fusion=None)
+        found = self._fused(Unit.of(bundle, graphs=self.config.graphs))
+        kept = replace(found.bundle, held=self._constants(found.bundle))
+        plan_cache.write(plan_cache.folder_of(self.config.cache_dir, prints), kept, damaged=True)
+        return found
 
     def _fused(self, unit: Unit) -> Unit:
         """Decide which ops of a new plan run as compiled kernels, and compile them."""
@@ -225,7 +224,7 @@ class Job:
             )
         return Bundle(
             program=captured.program,
-            plan=self.place(captured, prints),
+            plan=self.place(captured.program, prints),
             weights=resolved.weights,
             held=resolved.held,
             positional=positional_names(self.model),
@@ -249,20 +248,17 @@ class Job:
             return calibrate(program, found, (args, kwargs), self.config, self.limit_bytes)
 
         def predicted_s(candidate: Program) -> float:
-            return self.place(replace(captured, program=candidate), {}).certificate.predicted_s
+            return self.place(candidate, {}).certificate.predicted_s
 
         forming = Forming(program, stored, measured if self.weighs else None)
         return replace(captured, program=forming.formed(self.config.weights, predicted_s))
 
-    def place(self, captured: Capture, prints: Mapping[str, str]) -> Plan:
+    def place(self, program: Program, prints: Mapping[str, str]) -> Plan:
         """Annotate and plan a captured program."""
         with task("Planning"):
-            annotation = annotate(captured.program, self.machine)
-            workload = self.retimed(captured.program, annotation.workload)
-            warnings = tuple(
-                f"no cost formula for {name}: only the bytes it touches are counted"
-                for name in annotation.unknown_ops
-            )
+            annotation = annotate_memory(program, self.machine, self.config.cache_dir)
+            workload = self.retimed(program, annotation.workload)
+            warnings = unknown_ops(annotation, self.machine, self.config.cache_dir)
             warnings += source_warnings(self.machine)
 
             def make(taken_bytes: int, budget: Budget) -> Plan:
@@ -330,6 +326,7 @@ def compile(  # noqa: A001 - the public name, as in torch.compile
     fuse: str = "auto",
     fuse_runs: float = 1000.0,
     graphs: str = "auto",
+    on_exceed: str = "error",
 ) -> CompiledModel:
     """Plan ``model`` for ``budget`` and return it ready to run.
 
@@ -353,6 +350,8 @@ def compile(  # noqa: A001 - the public name, as in torch.compile
         fuse_runs: compiling kernels may take as long as they are predicted to save in so many runs. Infinity
             fuses whatever gains anything.
         graphs: ``"auto"`` gives a GPU the ops between two moves in one call, as a CUDA graph; ``"off"`` one by one.
+        on_exceed: where an op asks for more than planned and the budget has no room for it, ``"error"`` plans
+            again with what it asked for, or raises ``BudgetExceededError``; ``"warn"`` lets it pass.
 
     Raises:
         CaptureError: the model cannot be traced.
@@ -369,6 +368,7 @@ def compile(  # noqa: A001 - the public name, as in torch.compile
         fuse=fuse,
         fuse_runs=fuse_runs,
         graphs=graphs,
+        on_exceed=on_exceed,
         **({"cache_dir": Path(cache_dir)} if cache_dir is not None else {}),
     )
     job = make_job(
@@ -396,4 +396,6 @@ def compile(  # noqa: A001 - the public name, as in torch.compile
         prepare=None if units else job.prepare,
         exact=job.without_loss().prepare,
         cache_dir=config.cache_dir,
+        replan=job.planned_again,
+        on_exceed=on_exceed,
     )

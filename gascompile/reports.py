@@ -51,7 +51,7 @@ class RunReport:
     process_peak_bytes: int = 0
     """The kernel's high-water mark of the whole process, interpreter and libraries included."""
     peak_source: str = "planned workspace"
-    """Who counted: torch's ``allocator``, the ``device``, or the runtime, which adds ``planned workspace`` to results."""
+    """Who counted: torch's ``allocator``, the ``device``, or the runtime: results and ``planned workspace``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

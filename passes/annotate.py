@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from gascompile.cost_models.op_time import decoding_bytes, op_time_s
 from gascompile.ir import Machine, OpSpec, TensorKind, TensorSpec, Workload
-from gascompile.passes.propagate import Facts, LeafOp, OpFacts, propagate
+from gascompile.passes.propagate import Facts, LeafOp, OpCall, OpFacts, propagate
 from gascompile.program import Program
 from gascompile.wire_ops import LINEAR
 
@@ -24,6 +24,10 @@ class Annotation:
     workload: Workload
     unknown_ops: tuple[str, ...]
     """Kernels that no formula covers; their time counts the bytes they touch and nothing else."""
+    kinds: Mapping[str, str] = field(default_factory=dict)
+    """What the workspace of each op depends on, by its name."""
+    unproven: Mapping[str, OpCall] = field(default_factory=dict)
+    """Ops whose workspace no formula bounds, by name."""
 
 
 def annotate(program: Program, machine: Machine, *, repeats: bool = True) -> Annotation:
@@ -44,7 +48,12 @@ def annotate(program: Program, machine: Machine, *, repeats: bool = True) -> Ann
     workload = Workload(
         name=program.name, repeats=repeats, tensors=_tensors(program, facts), ops=ops
     )
-    return Annotation(workload=workload, unknown_ops=tuple(unknown))
+    return Annotation(
+        workload=workload,
+        unknown_ops=tuple(unknown),
+        kinds={op.name: op.kind for op in facts.ops if op.kind},
+        unproven={op.name: op.unproven for op in facts.ops if op.unproven is not None},
+    )
 
 
 def _parts(

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
-from gascompile.cost_models.kernel_workspace import kernel_workspace_bytes
+from gascompile.cost_models.kernel_workspace import is_proven, kernel_workspace_bytes
 from gascompile.errors import UnsupportedOpError
 from gascompile.program import Dim, Program
 from gascompile.wire_ops import LINEAR
@@ -47,6 +47,16 @@ class LeafOp:
     """False for an op whose cost no formula covers: only its bytes are counted."""
 
 
+class OpCall(NamedTuple):
+    """An op on fake tensors, as the runtime calls it."""
+
+    function: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    result_bytes: int
+    """Planned for what it returns."""
+
+
 @dataclass(slots=True, kw_only=True)
 class OpFacts:
     """What one op of the program does, in storages by workload name."""
@@ -56,6 +66,10 @@ class OpFacts:
     writes: list[str] = field(default_factory=list)
     leaves: list[LeafOp] = field(default_factory=list)
     workspace_bytes: int = 0
+    kind: str = ""
+    """What its workspace depends on: the op, the layout of its tensors, the other arguments."""
+    unproven: OpCall | None = None
+    """The op itself where one of its kernels may take more than formulas know."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,9 +93,17 @@ def propagate(program: Program) -> Facts:
         UnsupportedOpError: an op cannot run on fake tensors, for example one whose output shape depends on values.
     """
     largest = {spec.name: spec.upper_shape() for spec in program.inputs}
-    others = [shapes for shapes in _other_shapes(program) if shapes != largest]
-    copies = {name for shapes in others for name in _copying_ops(program, shapes)}
-    return _propagate(program, largest, copies)
+    others = [
+        facts
+        for shapes in _other_shapes(program)
+        if shapes != largest and (facts := _facts_at(program, shapes)) is not None
+    ]
+    copies = {op.name for facts in others for op in facts.ops if _makes_storage(op)}
+    found = _propagate(program, largest, copies)
+    for ops in zip(found.ops, *(facts.ops for facts in others), strict=True):
+        # A kernel may take another way, and more, at other sizes.
+        ops[0].workspace_bytes = max(op.workspace_bytes for op in ops)
+    return found
 
 
 def _propagate(program: Program, shapes: _Shapes, copies: set[str]) -> Facts:
@@ -116,17 +138,21 @@ def _other_shapes(program: Program) -> list[_Shapes]:
     ]
 
 
-def _copying_ops(program: Program, shapes: _Shapes) -> set[str]:
-    """Return the ops that make a storage of their own at ``shapes``.
+def _facts_at(program: Program, shapes: _Shapes) -> Facts | None:
+    """Return the facts at ``shapes``; ``None`` where the program refuses these, as it will at run time, too."""
+    try:
+        return _propagate(program, shapes, set())
+    except UnsupportedOpError:
+        return None
+
+
+def _makes_storage(op: OpFacts) -> bool:
+    """Return whether an op makes a storage of its own.
 
     Whether ``contiguous`` or ``reshape`` copies depends on sizes. An op that does at some size is planned
     to do so at all, and the runtime copies where it would not.
     """
-    try:
-        facts = _propagate(program, shapes, set())
-    except UnsupportedOpError:
-        return set()  # the program refuses these sizes at run time, too
-    return {op.name for op in facts.ops if any(_is_own(name, op.name) for name in op.writes)}
+    return any(_is_own(name, op.name) for name in op.writes)
 
 
 def _is_own(tensor: str, op: str) -> bool:
@@ -240,7 +266,21 @@ def _run_node(
     facts.workspace_bytes = max(recorder.peak_bytes - own_bytes, 0) + recorder.kernel_bytes
     if recorder.leaves:
         facts.workspace_bytes += _SCALAR_BYTES
+        facts.kind = _kind(node.target, args, kwargs)
+    if not recorder.is_proven:
+        facts.unproven = OpCall(node.target, args, dict(kwargs), own_bytes)
     return facts
+
+
+def _kind(target: Any, args: Any, kwargs: Any) -> str:
+    parts = [str(target)]
+    for value in pytree.tree_leaves((args, kwargs)):
+        if isinstance(value, torch.Tensor):
+            dtype = str(value.dtype).removeprefix("torch.")
+            parts.append(f"{dtype}{tuple(value.shape)}{tuple(value.stride())}")
+        else:
+            parts.append(repr(value))
+    return " ".join(parts)
 
 
 def _understated_bytes(node: torch.fx.Node, element: int, args: Any) -> int:
@@ -283,6 +323,8 @@ class _Recorder(TorchDispatchMode):
         self.leaves: list[LeafOp] = []
         self.peak_bytes = 0
         self.kernel_bytes = 0
+        self.is_proven = True
+        """Whether formulas know all that the kernels take."""
         self._live_bytes = 0
         self._tensors: dict[int, int] = {}
 
@@ -302,6 +344,7 @@ class _Recorder(TorchDispatchMode):
             self.leaves.append(_leaf(func, args, kwargs or {}, result, inputs, outputs))
             own_bytes = kernel_workspace_bytes(func, args, inputs, outputs)
             self.kernel_bytes = max(self.kernel_bytes, own_bytes)
+            self.is_proven = self.is_proven and is_proven(func, inputs, outputs)
         return result
 
     def _track(self, value: torch.Tensor, *, is_fresh: bool) -> None:

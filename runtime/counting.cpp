@@ -80,6 +80,9 @@ class Table {
   }
 
   const Block* find(const void* address) const {
+    if (address == nullptr) {
+      return nullptr;
+    }
     for (size_t i = home(address);; i = next(i)) {
       if (blocks_[i].address == address) {
         return &blocks_[i];

@@ -130,9 +130,7 @@ class Executor:
             self.last_run = self._report(time.perf_counter() - start_s, live_bytes)
         return outputs
 
-    def _compute(
-        self, schedule: Schedule, inputs: tuple[Any, ...]
-    ) -> tuple[tuple[Any, ...], int]:
+    def _compute(self, schedule: Schedule, inputs: tuple[Any, ...]) -> tuple[tuple[Any, ...], int]:
         """Return the outputs, and the bytes that were alive at most as far as meters know."""
         values, graphs = list(schedule.slots), self._graphs
         inputs_bytes = self._place(values, inputs)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from gascompile.allocator_library import page_memory
 from gascompile.config import CompileConfig
 from gascompile.errors import InfeasiblePlanError
 from gascompile.ir import Budget, Machine, Plan, Workload
@@ -19,7 +20,6 @@ from gascompile.runtime.iteration import Iteration
 from gascompile.training.file_values import FileValues
 from gascompile.training.joint import LossFunction, capture_joint
 from gascompile.training.optimizers import Rules
-from gascompile.allocator_library import page_memory
 from gascompile.training.requirements import require_followed
 from gascompile.training.settings import Settings, require_known
 from gascompile.training.states import Shapes, States

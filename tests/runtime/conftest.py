@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from gascompile.allocator_library import page_memory
 from gascompile.fusion_build import has_compiler
 from gascompile.runtime.pages import Pages
-from gascompile.allocator_library import page_memory
 
 BUDGET_BYTES = 64 << 20
 """For which units are pages, and blocks of 16 pages are the smallest."""

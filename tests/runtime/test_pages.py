@@ -15,10 +15,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gascompile.allocator_library import page_memory
 from gascompile.fusion_build import has_compiler
 from gascompile.runtime.heap_memory import own_bytes
 from gascompile.runtime.pages import Pages
-from gascompile.allocator_library import page_memory
 from gascompile.units import PAGE_BYTES
 from tests.runtime.conftest import BUDGET_BYTES
 
