@@ -135,8 +135,7 @@ class CompiledModel:
         """Run the model.
 
         Raises:
-            BudgetExceededError: an op asked for more memory than the budget leaves, and no plan has room for it, or
-                states had changed by then.
+            BudgetExceededError: an op asked for more memory than the budget has, after states had changed.
             PlanMismatchError: the inputs have another shape, dtype, device or structure than planned.
             StorageError: a weight could not be read; the compiled model stays usable.
         """
@@ -150,12 +149,8 @@ class CompiledModel:
 
     def _run(self, unit: Unit, leaves: list[Any]) -> tuple[Any, ...]:
         i, self._last = self._units.index(unit), unit
-        unit, outputs = run_within_budget(
-            unit,
-            lambda unit: self._activate(unit).run(*leaves),
-            self._replan,
-            cache_dir=self._cache_dir,
-        )
+        activate, again = self._activate, self._replan
+        unit, outputs = run_within_budget(unit, leaves, activate, again, self._cache_dir)
         self._units[i] = self._last = unit
         assert self._executor is not None
         unit.last_run, unit.graph_report = self._executor.last_run, self._executor.graph_report

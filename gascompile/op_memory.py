@@ -75,10 +75,8 @@ def unknown_ops(annotation: Annotation, machine: Machine, cache_dir: Path) -> tu
         if _kind(annotation.kinds, op) not in {*known.measured, *known.learnt}
     }
     if missing:
-        warnings += (
-            f"what {', '.join(sorted(missing))} allocate inside is not known: a run that would pass the budget is "
-            "stopped",
-        )
+        names = ", ".join(sorted(missing))
+        warnings += (f"what {names} take beside results is not known: a run too large is stopped",)
     return warnings
 
 

@@ -350,8 +350,7 @@ def compile(  # noqa: A001 - the public name, as in torch.compile
         fuse_runs: compiling kernels may take as long as they are predicted to save in so many runs. Infinity
             fuses whatever gains anything.
         graphs: ``"auto"`` gives a GPU the ops between two moves in one call, as a CUDA graph; ``"off"`` one by one.
-        on_exceed: where an op asks for more than planned and the budget has no room for it, ``"error"`` plans
-            again with what it asked for, or raises ``BudgetExceededError``; ``"warn"`` lets it pass.
+        on_exceed: where an op asks for more than the budget has, ``"error"`` plans again or stops, ``"warn"`` goes on.
 
     Raises:
         CaptureError: the model cannot be traced.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ from gascompile.op_memory import remember
 
 if TYPE_CHECKING:
     from gascompile.compiled import Unit
+    from gascompile.runtime.executor import Executor
 
 _log = logging.getLogger("gascompile")
 
@@ -21,12 +22,12 @@ _MOST_PLANS = 6
 
 def run_within_budget(
     unit: Unit,
-    run: Callable[[Unit], tuple[Any, ...]],
+    inputs: Sequence[Any],
+    activate: Callable[[Unit], Executor],
     replan: Callable[[Unit], Unit] | None,
-    *,
     cache_dir: Path,
 ) -> tuple[Unit, tuple[Any, ...]]:
-    """Return the outputs of ``run`` and the unit that ran.
+    """Return the outputs of a run of ``inputs`` and the unit that ran in the end.
 
     A run that is stopped has changed nothing when it is repeated: else its error goes to the caller.
 
@@ -36,7 +37,7 @@ def run_within_budget(
     """
     for number in range(_MOST_PLANS + 1):
         try:
-            return unit, run(unit)
+            return unit, activate(unit).run(*inputs)
         except BudgetExceededError as error:
             bundle = unit.bundle
             learnt = remember(bundle.program, bundle.plan.machine, error, cache_dir)
