@@ -54,7 +54,10 @@ _PROVEN = frozenset(
 
 def is_proven(func: Any, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> bool:
     """Return whether ``kernel_workspace_bytes`` bounds what the kernel of ``func`` takes, whatever its sizes."""
-    if func._schema.name in _PROVEN or func in (wire_ops.LINEAR, wire_ops.DECODE):
+    # oneDNN packs reduced types as the processor likes it.
+    if func._schema.name in _PROVEN and not any(v.dtype in _REDUCED for v in inputs):
+        return True
+    if func in (wire_ops.LINEAR, wire_ops.DECODE):
         return True
     if func.namespace != "aten" or torch.Tag.pointwise not in func.tags:
         return False
@@ -237,7 +240,7 @@ def _product_bytes(left: torch.Tensor, right: torch.Tensor) -> int:
         return copies
     rows, depth, columns = left.shape[-2], left.shape[-1], right.shape[-1]
     # [Empirical] per thread, with avx512_bf16: packed columns, fp32 accumulators, packed rows.
-    per_thread = min(depth * 128, 128 << 10) + min(rows, 256) * 256 + (4 << 10)
+    per_thread = min(depth * 128, 128 << 10) + min(rows, 256) * 256 + (8 << 10)
     if depth > 2048 and rows > 512:
         per_thread += min(2 << 20, 4 * rows * columns)
     return copies + per_thread * torch.get_num_threads()

@@ -143,17 +143,15 @@ class CompiledModel:
         leaves, spec = pytree.tree_flatten((bound_args, bound_kwargs))
         with self._turn:
             unit = self._unit_for(leaves, spec, bound_args, bound_kwargs)
-            out_spec = unit.out_spec
-            outputs = self._run(unit, leaves)
-        return pytree.tree_unflatten(outputs, out_spec)
+            return pytree.tree_unflatten(self._run(unit, leaves), unit.out_spec)
 
     def _run(self, unit: Unit, leaves: list[Any]) -> tuple[Any, ...]:
         i, self._last = self._units.index(unit), unit
-        activate, again = self._activate, self._replan
-        unit, outputs = run_within_budget(unit, leaves, activate, again, self._cache_dir)
+        start, again = self._activate, self._replan
+        unit, outputs = run_within_budget(unit, leaves, start, again, self._cache_dir)
         self._units[i] = self._last = unit
-        assert self._executor is not None
-        unit.last_run, unit.graph_report = self._executor.last_run, self._executor.graph_report
+        executor = start(unit)
+        unit.last_run, unit.graph_report = executor.last_run, executor.graph_report
         return outputs
 
     @property

@@ -25,7 +25,7 @@ from gascompile.workload_files import is_workload_file, load_workload
 if TYPE_CHECKING:
     from torch import nn
 
-    from gascompile.pipeline import ExampleInputs
+    from gascompile.calls import ExampleInputs
 
 
 def plan(

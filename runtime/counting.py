@@ -36,22 +36,22 @@ class Count:
     @property
     def live_bytes(self) -> int:
         """What is alive of what it took; results that outlive it included."""
-        return self._read().live_bytes
+        return int(self._read().live_bytes)
 
     @property
     def peak_bytes(self) -> int:
         """The most that was alive since it began or since the last ``mark``."""
-        return self._read().peak_bytes
+        return int(self._read().peak_bytes)
 
     @property
     def wanted_bytes(self) -> int:
         """What would have been alive with the block that it was refused last; 0 where it never was."""
-        return self._read().wanted_bytes
+        return int(self._read().wanted_bytes)
 
     @property
     def num_blocks(self) -> int:
         """How many blocks it was given."""
-        return self._read().num_blocks
+        return int(self._read().num_blocks)
 
     def mark(self) -> int:
         """Let ``peak_bytes`` begin anew; return what is alive."""

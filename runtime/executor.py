@@ -75,9 +75,9 @@ class Executor:
         self._schedule: Schedule = compile_steps(graph_module, plan, session, self.mover, fused)
         is_wanted = graphs and not paranoid and session.device.graphs() is not None
         self._graphs = GraphRuns(session, plan, self._schedule) if is_wanted else None
-        is_counted = counter is not None and session.device.torch_device.type == "cpu"
-        self._counted = CountedRuns(counter, session, plan, on_exceed) if is_counted else None
-        if self._counted is not None:
+        self._counted: CountedRuns | None = None
+        if counter is not None and session.device.torch_device.type == "cpu":
+            self._counted = CountedRuns(counter, session, plan, on_exceed)
             self._schedule = self._counted.prepared(self._schedule)
         self.last_run: RunReport | None = None
 
