@@ -1,0 +1,140 @@
+"""Ops of torch's own op database, each as a module that is compiled for the smallest budget that a plan fits."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.testing._internal.common_methods_invocations import op_db
+from torch.utils import _pytree as pytree
+
+import gascompile
+from gascompile.errors import (
+    BudgetExceededError,
+    CaptureError,
+    GASCompileError,
+    InfeasiblePlanError,
+    UnsupportedOpError,
+)
+from tests.allocator import peak_growth_bytes
+
+_PAGE_BYTES = 4096
+_SEED = 42
+"""As random ops of the database set it."""
+_DTYPES = (torch.float32, torch.float64, torch.int64, torch.bool, torch.complex64)
+"""The first of these that an op takes."""
+
+
+class OpModule(nn.Module):
+    """One call of an op: tensors are inputs, all else is fixed."""
+
+    def __init__(self, function: Any, call: Any) -> None:
+        """Take the call, ``(args, kwargs)``, apart."""
+        super().__init__()
+        self.function = function
+        leaves, self.spec = pytree.tree_flatten(call)
+        self.inputs = tuple(x for x in leaves if isinstance(x, torch.Tensor))
+        self.leaves = [None if isinstance(x, torch.Tensor) else x for x in leaves]
+        self.places = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)]
+
+    def forward(self, *tensors: torch.Tensor) -> Any:
+        """Call the op."""
+        leaves = list(self.leaves)
+        for i, tensor in zip(self.places, tensors, strict=True):
+            leaves[i] = tensor
+        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
+        return self.function(*args, **kwargs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """How one op ended."""
+
+    op: str
+    outcome: str
+    """``kept``, or the name of a typed error; everything else is in ``wrong``."""
+    wrong: str = ""
+
+
+def modules(limit: int = 1) -> Iterator[tuple[str, OpModule]]:
+    """Yield the ops of the database, each with up to ``limit`` of its samples."""
+    for info in op_db:
+        dtypes = info.supported_dtypes("cpu")
+        dtype = next((dtype for dtype in _DTYPES if dtype in dtypes), None)
+        if dtype is None:
+            continue
+        name = f"{info.name}.{info.variant_test_name}".rstrip(".")
+        torch.manual_seed(0)
+        samples = info.sample_inputs("cpu", dtype)
+        for i, sample in enumerate(itertools.islice(samples, limit)):
+            yield (
+                f"{name}[{i}]",
+                OpModule(info.op, ((sample.input, *sample.args), sample.kwargs)),
+            )
+
+
+def tried(name: str, module: OpModule, cache_dir: Path) -> Found:
+    """Compile an op for its smallest budget and run it."""
+    inputs = tuple(x.detach() for x in module.inputs)
+    try:
+        torch.manual_seed(_SEED)
+        with torch.no_grad():
+            wanted = module(*(x.clone() for x in inputs))
+    except (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError):
+        return Found(op=name, outcome="eager refuses")
+    try:
+        budget = _smallest_budget(module, inputs, cache_dir)
+        compiled = gascompile.compile(module, budget, inputs, cache_dir=cache_dir)
+        return _compared(name, compiled, inputs, wanted, budget)
+    except (BudgetExceededError, CaptureError, UnsupportedOpError, InfeasiblePlanError) as error:
+        return Found(op=name, outcome=type(error).__name__, wrong="")
+    except GASCompileError as error:
+        return Found(op=name, outcome=type(error).__name__, wrong=str(error)[:200])
+    except Exception as error:  # noqa: BLE001 - what else there is, is what is looked for
+        return Found(op=name, outcome="untyped", wrong=f"{type(error).__name__}: {error}"[:300])
+
+
+def _smallest_budget(module: nn.Module, inputs: tuple[torch.Tensor, ...], cache_dir: Path) -> int:
+    try:
+        gascompile.compile(module, 1, inputs, cache_dir=cache_dir).close()
+    except InfeasiblePlanError as error:
+        return error.required_bytes
+    return 1
+
+
+def _compared(
+    name: str, compiled: Any, inputs: tuple[torch.Tensor, ...], wanted: Any, budget: int
+) -> Found:
+    with compiled:
+        found: list[Any] = []
+        given = tuple(x.clone() for x in inputs)
+        torch.manual_seed(_SEED)
+        taken_bytes = peak_growth_bytes(lambda: found.append(compiled(*given)))
+        run = compiled.last_run
+        assert run is not None
+        tier = compiled.plan.machine.compute_tier
+        real_bytes = taken_bytes + compiled.plan.arena_bytes.get(tier, 0)
+        counted_bytes = run.peak_bytes[tier]
+    wrong = ""
+    if real_bytes > budget:
+        wrong = f"took {real_bytes} bytes of a budget of {budget}"
+    elif abs(counted_bytes - real_bytes) > max(real_bytes // 100, _PAGE_BYTES):
+        wrong = f"reports {counted_bytes} bytes, took {real_bytes}"
+    elif run.peak_source != "allocator":
+        wrong = f"was counted by {run.peak_source}"
+    elif "empty" not in name and (reason := _difference(found[0], wanted)):
+        wrong = reason
+    return Found(op=name, outcome="kept", wrong=wrong)
+
+
+def _difference(found: Any, wanted: Any) -> str:
+    try:
+        torch.testing.assert_close(found, wanted, equal_nan=True)
+    except (AssertionError, TypeError, ValueError) as error:
+        return str(error).splitlines()[0]
+    return ""
