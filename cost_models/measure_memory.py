@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.utils import _pytree as pytree
@@ -30,23 +30,34 @@ class Counter(Protocol):
         """Count what this thread takes."""
 
 
-def measured_workspace_bytes(
-    function: Any,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    *,
-    result_bytes: int,
-    counter: Counter,
-) -> int | None:
-    """Return what a call takes beside ``result_bytes``; ``None`` where it cannot be made, or is too large to be.
+class OpCall(NamedTuple):
+    """An op on fake tensors, as the runtime calls it."""
 
-    Args:
-        function: an overload of ATen; others may do more than compute.
-        args: with fake tensors, in whose place made-up ones are used.
-        kwargs: likewise.
-        result_bytes: planned for what it returns.
-        counter: of this process.
+    function: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    result_bytes: int
+    """Planned for what it returns."""
+
+
+def op_kind(function: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """Return what the workspace of a call depends on: the op, the layout of its tensors, the other arguments."""
+    parts = [str(function)]
+    for value in pytree.tree_leaves((args, kwargs)):
+        if isinstance(value, torch.Tensor):
+            dtype = str(value.dtype).removeprefix("torch.")
+            parts.append(f"{dtype}{tuple(value.shape)}{tuple(value.stride())}")
+        else:
+            parts.append(repr(value))
+    return " ".join(parts)
+
+
+def measured_workspace_bytes(call: OpCall, counter: Counter) -> int | None:
+    """Return what a call takes beside its results; ``None`` where it cannot be made, or is too large to be.
+
+    Made-up tensors take the place of the fake ones. Only ops of ATen are called: others may do more than compute.
     """
+    function, args, kwargs, result_bytes = call
     if not isinstance(function, torch._ops.OpOverload) or function.namespace != "aten":
         return None
     fakes = [v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor)]

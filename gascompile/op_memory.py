@@ -130,13 +130,7 @@ def _with_measured(annotation: Annotation, cache_dir: Path) -> _Known:
         kind = _kind(annotation.kinds, op)
         if kind in known.measured or kind in new or time.perf_counter() > stop:
             continue
-        size_bytes = measured_workspace_bytes(
-            call.function,
-            call.args,
-            call.kwargs,
-            result_bytes=call.result_bytes,
-            counter=counter,
-        )
+        size_bytes = measured_workspace_bytes(call, counter)
         if size_bytes is not None:
             new[kind] = size_bytes
     if not new:

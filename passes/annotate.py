@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 
 import torch
 
+from gascompile.cost_models.measure_memory import OpCall
 from gascompile.cost_models.op_time import decoding_bytes, op_time_s
 from gascompile.ir import Machine, OpSpec, TensorKind, TensorSpec, Workload
-from gascompile.passes.propagate import Facts, LeafOp, OpCall, OpFacts, propagate
+from gascompile.passes.propagate import Facts, LeafOp, OpFacts, propagate
 from gascompile.program import Program
 from gascompile.wire_ops import LINEAR
 

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from gascompile.cost_models.kernel_workspace import is_proven, kernel_workspace_bytes
+from gascompile.cost_models.measure_memory import OpCall, op_kind
 from gascompile.errors import UnsupportedOpError
 from gascompile.program import Dim, Program
 from gascompile.wire_ops import LINEAR
@@ -45,16 +46,6 @@ class LeafOp:
     """Set where the op decodes a weight as it multiplies."""
     known: bool
     """False for an op whose cost no formula covers: only its bytes are counted."""
-
-
-class OpCall(NamedTuple):
-    """An op on fake tensors, as the runtime calls it."""
-
-    function: Any
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    result_bytes: int
-    """Planned for what it returns."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -266,21 +257,10 @@ def _run_node(
     facts.workspace_bytes = max(recorder.peak_bytes - own_bytes, 0) + recorder.kernel_bytes
     if recorder.leaves:
         facts.workspace_bytes += _SCALAR_BYTES
-        facts.kind = _kind(node.target, args, kwargs)
+        facts.kind = op_kind(node.target, args, kwargs)
     if not recorder.is_proven:
         facts.unproven = OpCall(node.target, args, dict(kwargs), own_bytes)
     return facts
-
-
-def _kind(target: Any, args: Any, kwargs: Any) -> str:
-    parts = [str(target)]
-    for value in pytree.tree_leaves((args, kwargs)):
-        if isinstance(value, torch.Tensor):
-            dtype = str(value.dtype).removeprefix("torch.")
-            parts.append(f"{dtype}{tuple(value.shape)}{tuple(value.stride())}")
-        else:
-            parts.append(repr(value))
-    return " ".join(parts)
 
 
 def _understated_bytes(node: torch.fx.Node, element: int, args: Any) -> int:
