@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -36,6 +35,7 @@ from gascompile.run_within_budget import run_within_budget
 from gascompile.runtime.early_memory import EarlyMemory
 from gascompile.runtime.executor import Executor
 from gascompile.runtime.session import Session
+from gascompile.runtime.waiting import Turn
 from gascompile.store import is_spilled
 
 Args = tuple[Any, ...]
@@ -116,7 +116,7 @@ class CompiledModel:
         replan: Callable[[Unit], Unit] | None = None,
         on_exceed: str = "error",
     ) -> None:
-        self._turn = threading.RLock()
+        self._turn = Turn()
         self._positional = positional
         self._units = units
         self._prepare = prepare
@@ -141,9 +141,11 @@ class CompiledModel:
         """
         bound_args, bound_kwargs = bind_call(self._positional, args, kwargs)
         leaves, spec = pytree.tree_flatten((bound_args, bound_kwargs))
-        with self._turn:
-            unit = self._unit_for(leaves, spec, bound_args, bound_kwargs)
-            return pytree.tree_unflatten(self._run(unit, leaves), unit.out_spec)
+        return self._turn.take(partial(self._call, leaves, spec, bound_args, bound_kwargs))
+
+    def _call(self, leaves: list[Any], spec: pytree.TreeSpec, args: Args, kwargs: Kwargs) -> Any:
+        unit = self._unit_for(leaves, spec, args, kwargs)
+        return pytree.tree_unflatten(self._run(unit, leaves), unit.out_spec)
 
     def _run(self, unit: Unit, leaves: list[Any]) -> tuple[Any, ...]:
         i, self._last = self._units.index(unit), unit
@@ -221,10 +223,22 @@ class CompiledModel:
             )
         bound_args, bound_kwargs = bind_call(self._positional, args, kwargs)
         leaves, spec = pytree.tree_flatten((bound_args, bound_kwargs))
-        with self._turn, torch.random.fork_rng(devices=[]):
-            unit = self._unit_for(leaves, spec, bound_args, bound_kwargs)
+        return self._turn.take(
+            partial(self._measure_error, self._exact, leaves, spec, bound_args, bound_kwargs)
+        )
+
+    def _measure_error(
+        self,
+        plan_exact: Callable[[Args, Kwargs], Unit],
+        leaves: list[Any],
+        spec: pytree.TreeSpec,
+        args: Args,
+        kwargs: Kwargs,
+    ) -> MeasuredError:
+        with torch.random.fork_rng(devices=[]):
+            unit = self._unit_for(leaves, spec, args, kwargs)
             self._last = unit
-            exact_unit = self._exact(bound_args, bound_kwargs)
+            exact_unit = plan_exact(args, kwargs)
             found, exact = (self._run_unchanged(u, leaves) for u in (unit, exact_unit))
         return output_error(found, exact)
 
@@ -249,9 +263,8 @@ class CompiledModel:
 
         A device mutates copies of them: the model's own follow when this is read, at ``save`` and at ``close``.
         """
-        with self._turn:
-            self._pull_states()
-            return self._current().bundle.held
+        self._turn.take(self._pull_states)
+        return self._current().bundle.held
 
     def _pull_states(self) -> None:
         if self._session is not None:
@@ -265,8 +278,7 @@ class CompiledModel:
         Raises:
             StorageError: the folder cannot be written, or a weight file has changed.
         """
-        with self._turn:
-            self._pull_states()
+        self._turn.take(self._pull_states)
         bundle = self._current().bundle
         stamps = bundle.weights.stamps
         for stamp in stamps:
@@ -282,8 +294,7 @@ class CompiledModel:
 
     def close(self) -> None:
         """Free the arena and close the weight files; calling the model again opens them again."""
-        with self._turn:
-            self._close_session()
+        self._turn.take(self._close_session)
 
     def _close_session(self) -> None:
         self._executor = None
@@ -317,8 +328,13 @@ class CompiledModel:
             )
         return self._last
 
+    @property
+    def _is_here(self) -> bool:
+        """Whether the session is this process's; a child of a fork opens one of its own."""
+        return self._session is not None and self._session.is_here
+
     def _activate(self, unit: Unit) -> Executor:
-        if self._active is unit and self._executor is not None:
+        if self._active is unit and self._executor is not None and self._is_here:
             return self._executor
         self.close()
         early, unit.early = unit.early, None
