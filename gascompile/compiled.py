@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -79,25 +79,6 @@ class Unit:
         return load_treespec(self.bundle.program.out_spec)
 
 
-def open_session(
-    bundle: Bundle,
-    *,
-    cache_dir: Path,
-    progress: LoadingBar | None = None,
-    early: EarlyMemory | None = None,
-) -> Session:
-    """Allocate the arena of a plan and start loading its resident weights."""
-    return Session.for_plan(
-        bundle.plan,
-        sources=bundle.weights.sources,
-        stamps=bundle.weights.stamps,
-        states=bundle.held,
-        progress=progress,
-        early=early,
-        spill_folder=cache_dir / "spill",
-    )
-
-
 class CompiledModel:
     """A model that runs within its budget. Call it as the module it was made from.
 
@@ -141,11 +122,12 @@ class CompiledModel:
         """
         bound_args, bound_kwargs = bind_call(self._positional, args, kwargs)
         leaves, spec = pytree.tree_flatten((bound_args, bound_kwargs))
-        return self._turn.take(partial(self._call, leaves, spec, bound_args, bound_kwargs))
 
-    def _call(self, leaves: list[Any], spec: pytree.TreeSpec, args: Args, kwargs: Kwargs) -> Any:
-        unit = self._unit_for(leaves, spec, args, kwargs)
-        return pytree.tree_unflatten(self._run(unit, leaves), unit.out_spec)
+        def call() -> Any:
+            unit = self._unit_for(leaves, spec, bound_args, bound_kwargs)
+            return pytree.tree_unflatten(self._run(unit, leaves), unit.out_spec)
+
+        return self._turn.take(call)
 
     def _run(self, unit: Unit, leaves: list[Any]) -> tuple[Any, ...]:
         i, self._last = self._units.index(unit), unit
@@ -217,29 +199,22 @@ class CompiledModel:
             InfeasiblePlanError: the budget is too small for the weights as they are stored.
             CheckpointError: the model wants another dtype than they are stored in.
         """
-        if self._exact is None:
+        plan_exact = self._exact
+        if plan_exact is None:
             raise PlanMismatchError(
                 "a bundle holds the weights as they move and no others; measure the error where the model is compiled"
             )
         bound_args, bound_kwargs = bind_call(self._positional, args, kwargs)
         leaves, spec = pytree.tree_flatten((bound_args, bound_kwargs))
-        return self._turn.take(
-            partial(self._measure_error, self._exact, leaves, spec, bound_args, bound_kwargs)
-        )
 
-    def _measure_error(
-        self,
-        plan_exact: Callable[[Args, Kwargs], Unit],
-        leaves: list[Any],
-        spec: pytree.TreeSpec,
-        args: Args,
-        kwargs: Kwargs,
-    ) -> MeasuredError:
-        with torch.random.fork_rng(devices=[]):
-            unit = self._unit_for(leaves, spec, args, kwargs)
+        def both() -> tuple[Any, ...]:
+            unit = self._unit_for(leaves, spec, bound_args, bound_kwargs)
             self._last = unit
-            exact_unit = plan_exact(args, kwargs)
-            found, exact = (self._run_unchanged(u, leaves) for u in (unit, exact_unit))
+            exact_unit = plan_exact(bound_args, bound_kwargs)
+            return tuple(self._run_unchanged(u, leaves) for u in (unit, exact_unit))
+
+        with torch.random.fork_rng(devices=[]):
+            found, exact = self._turn.take(both)
         return output_error(found, exact)
 
     def _run_unchanged(self, unit: Unit, leaves: list[Any]) -> Any:
@@ -328,19 +303,23 @@ class CompiledModel:
             )
         return self._last
 
-    @property
-    def _is_here(self) -> bool:
-        """Whether the session is this process's; a child of a fork opens one of its own."""
-        return self._session is not None and self._session.is_here
-
     def _activate(self, unit: Unit) -> Executor:
-        if self._active is unit and self._executor is not None and self._is_here:
+        # A child of a fork opens a session of its own.
+        is_here = self._session is not None and self._session.is_here
+        if self._active is unit and self._executor is not None and is_here:
             return self._executor
         self.close()
         early, unit.early = unit.early, None
         self._bar = LoadingBar("Loading resident weights")
-        self._session = open_session(
-            unit.bundle, cache_dir=self._cache_dir, progress=self._bar, early=early
+        bundle = unit.bundle
+        self._session = Session.for_plan(
+            bundle.plan,
+            sources=bundle.weights.sources,
+            stamps=bundle.weights.stamps,
+            states=bundle.held,
+            progress=self._bar,
+            early=early,
+            spill_folder=self._cache_dir / "spill",
         )
         fused = unit.fusion.segments if unit.fusion is not None else ()
         self._executor = Executor(

@@ -33,6 +33,7 @@ from gascompile.runtime.files import SourceFiles
 from gascompile.runtime.heap_moves import HeapMoves
 from gascompile.runtime.host_weights import HostWeights
 from gascompile.runtime.landing import Landing
+from gascompile.runtime.parts import Parts
 from gascompile.runtime.pinned import pinned_bytes, require_budget
 from gascompile.runtime.protocols import (
     Device,
@@ -42,7 +43,6 @@ from gascompile.runtime.protocols import (
     Reader,
     Sharer,
     Ticket,
-    TransferEngine,
     read_at,
 )
 from gascompile.runtime.reading import open_engine
@@ -127,18 +127,12 @@ class Session:
             raise
         self.host = HostWeights(self.device, self.engine, "nvme->cpu", self._pinned)
         # Bound to the parts, not to the session: a session that is dropped is shut down too.
-        self._heaps: list[HeapMoves] = []
         self._spill_folder = spill_folder
-        self._parts = (
-            self.kept,
-            self._heaps,
-            self.engine,
-            self._files,
-            self.device,
-            [self.arena],
-            self._pinned,
+        self._parts = Parts(
+            self.kept, self.engine, self._files, self.device, [self.arena], self._pinned
         )
-        self._shut_down = weakref.finalize(self, _shut_down, *self._parts)
+        self._heaps = self._parts.heaps
+        self._shut_down = weakref.finalize(self, self._parts.close)
         self._turn, self.sharers = Turn(), weakref.WeakSet[Sharer]()
         # Before the first run only resident weights are on their way: there is nothing to drain.
         self._closed, self._settled = False, True
@@ -371,7 +365,7 @@ class Session:
         self._closed = True
         self._user = None
         self._views.clear()
-        _shut_down(*self._parts)
+        self._parts.close()
         self._shut_down.detach()
 
     def __enter__(self) -> Self:
@@ -384,27 +378,3 @@ class Session:
         trace: TracebackType | None,
     ) -> None:
         self.close()
-
-
-def _shut_down(
-    kept: DeviceStates,
-    heaps: list[HeapMoves],
-    engine: TransferEngine,
-    files: SourceFiles,
-    device: Device,
-    memories: list[Memory],
-    pinned: list[Memory],
-) -> None:
-    for heap in heaps:
-        heap.close()
-    heaps.clear()
-    engine.close()
-    files.close()
-    try:
-        kept.close()
-    finally:
-        device.close()
-    for memory in (*memories, *pinned):
-        memory.close()
-    memories.clear()
-    pinned.clear()
