@@ -6,6 +6,8 @@ part of it is the program's own code, and gives a ``CaptureRecord``. What a reco
 
 from __future__ import annotations
 
+import inspect
+import sys
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,10 +17,11 @@ from typing import Any
 
 from torch import nn
 
-from gascompile.code_names import names_of
-from gascompile.code_origin import Origin, origin_of_file
+from gascompile.code_names import codes_in, names_of
+from gascompile.code_origin import Origin, key_of, origin_of_file, origin_of_name
+from gascompile.dependencies import Dependencies, dependencies
 from gascompile.recorder import Running
-from gascompile.watches import Code, Reads, Watches, key_of, watch
+from gascompile.watches import Code, Reads, Watches, watch
 
 _GENERAL = "torch/nn/modules/module.py"
 
@@ -29,6 +32,8 @@ class CaptureRecord:
 
     reads: Reads
     watches: Watches
+    running: Running
+    own: tuple[Code, ...]
     why: str | None = None
     """Why another capture may differ although nothing changed, as with random numbers of Python's."""
 
@@ -44,6 +49,15 @@ class CaptureRecord:
         identity first.
         """
         return self.watches.changed()
+
+    def kept(self, reached: frozenset[str]) -> tuple[Dependencies, str | None]:
+        """Return what to compare before the plan is used again, and why that would not do.
+
+        Args:
+            reached: what the model's digest covers.
+        """
+        found, reasons = dependencies(self.running, self.reads, self.own, reached)
+        return found, _joined([*filter(None, [self.why]), *reasons])
 
 
 class Recorder:
@@ -98,18 +112,55 @@ class Recorder:
         """
         code = list(self._running.code.values())
         reads = _reads(code, self._model)
-        own = [(body, space) for body, space in code if _is_own(body)]
+        own = [(body, space) for body, space in code if _is_own(body, space)]
         watches = watch(model or self._model, self._functions, own, reads, versions=self._versions)
         reasons = [f"it changes what it reads: {text}" for text in self._before.differences(reads)]
         reasons += self._running.asked
         reasons += [
             f"it reads {name}, which gives another value each time" for name in watches.moving
         ]
-        return CaptureRecord(reads, watches, "; ".join(reasons[:3]) or None)
+        return CaptureRecord(reads, watches, self._running, tuple(own), _joined(reasons))
 
 
-def _is_own(code: types.CodeType) -> bool:
-    return not origin_of_file(code.co_filename).versioned
+def watched(model: nn.Module, known: Dependencies) -> Watches:
+    """Return the values that a capture of another process read, as they are now."""
+    return watch(model, (), _code_of(known), known.reading(), versions=True)
+
+
+def _code_of(known: Dependencies) -> list[Code]:
+    """Return the functions that ran and that are loaded, with their globals."""
+    ran, found = set(known.ran), []
+    for name, module in list(sys.modules.items()):
+        path = getattr(module, "__file__", None)
+        if any(key.startswith(f"{path}:") for key in ran):
+            found += [(code, vars(module)) for code in _codes(name, module) if key_of(code) in ran]
+    return found
+
+
+def _codes(name: str, module: types.ModuleType) -> Iterator[types.CodeType]:
+    """Yield the code of a module's functions and methods."""
+    todo = [value for value in vars(module).values() if getattr(value, "__module__", None) == name]
+    for value in todo:
+        if isinstance(value, type):
+            todo += vars(value).values()
+            continue
+        inner: Any = (
+            value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+        )
+        code = getattr(inspect.unwrap(inner), "__code__", None)
+        if isinstance(code, types.CodeType):
+            yield from codes_in(code)
+
+
+def _joined(reasons: list[str]) -> str | None:
+    return "; ".join(reasons[:3]) or None
+
+
+def _is_own(code: types.CodeType, space: dict[str, Any]) -> bool:
+    found = origin_of_file(code.co_filename)
+    return not found.versioned and not (
+        found is Origin.MADE and origin_of_name(str(space.get("__name__"))).versioned
+    )
 
 
 def _reads(code: list[Code], model: nn.Module) -> Reads:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import dis
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 _GLOBALS = {"LOAD_GLOBAL", "LOAD_NAME", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_GLOBALS"}
 _ATTRIBUTES = {"LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"}
@@ -72,6 +73,15 @@ def codes_in(code: types.CodeType) -> Iterator[types.CodeType]:
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from codes_in(constant)
+
+
+def absolute_name(taken: Import, space: Mapping[str, Any]) -> str:
+    """Return the module that an import statement names."""
+    if not taken.level:
+        return taken.module
+    package = str(space.get("__package__") or space.get("__name__") or "")
+    base = package.rsplit(".", taken.level - 1)[0] if taken.level > 1 else package
+    return f"{base}.{taken.module}" if taken.module else base
 
 
 class _Reader:

@@ -82,6 +82,16 @@ def origin_of_code(function: types.FunctionType) -> Origin:
     return origin_of_module(module) if module is not None else Origin.MADE
 
 
+def key_of(code: types.CodeType) -> str:
+    """Return what names a function in every process: its file and its qualified name."""
+    return f"{code.co_filename}:{code.co_qualname}"
+
+
+def place_of(code: types.CodeType) -> str:
+    """Return what tells a function from all others of this process."""
+    return f"{key_of(code)}:{code.co_firstlineno}"
+
+
 def _is_frozen(module: types.ModuleType) -> bool:
     return getattr(vars(module).get("__spec__"), "origin", None) in {"frozen", "built-in"}
 

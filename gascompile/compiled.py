@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -31,11 +31,11 @@ from gascompile.program import Dim, InputSpec, Program
 from gascompile.program_io import load_treespec, needs_import
 from gascompile.progress import LoadingBar, task
 from gascompile.reports import GraphReport, RunReport
+from gascompile.reuse import Basis
 from gascompile.run_within_budget import run_within_budget
 from gascompile.runtime.early_memory import EarlyMemory
 from gascompile.runtime.executor import Executor
 from gascompile.runtime.session import Session
-from gascompile.runtime.waiting import Turn
 from gascompile.store import is_spilled
 
 Args = tuple[Any, ...]
@@ -56,6 +56,8 @@ class Unit:
     graphs: str = "auto"
     """``off`` gives a device its ops one by one."""
     graph_report: GraphReport | None = None
+    basis: Basis | None = None
+    """The Python values that are part of the plan; ``None`` where no model is there."""
 
     @staticmethod
     def of(bundle: Bundle, *, graphs: str = "auto") -> Unit:
@@ -79,6 +81,25 @@ class Unit:
         return load_treespec(self.bundle.program.out_spec)
 
 
+def open_session(
+    bundle: Bundle,
+    *,
+    cache_dir: Path,
+    progress: LoadingBar | None = None,
+    early: EarlyMemory | None = None,
+) -> Session:
+    """Allocate the arena of a plan and start loading its resident weights."""
+    return Session.for_plan(
+        bundle.plan,
+        sources=bundle.weights.sources,
+        stamps=bundle.weights.stamps,
+        states=bundle.held,
+        progress=progress,
+        early=early,
+        spill_folder=cache_dir / "spill",
+    )
+
+
 class CompiledModel:
     """A model that runs within its budget. Call it as the module it was made from.
 
@@ -97,7 +118,7 @@ class CompiledModel:
         replan: Callable[[Unit], Unit] | None = None,
         on_exceed: str = "error",
     ) -> None:
-        self._turn = Turn()
+        self._turn = threading.RLock()
         self._positional = positional
         self._units = units
         self._prepare = prepare
@@ -122,12 +143,9 @@ class CompiledModel:
         """
         bound_args, bound_kwargs = bind_call(self._positional, args, kwargs)
         leaves, spec = pytree.tree_flatten((bound_args, bound_kwargs))
-
-        def call() -> Any:
+        with self._turn:
             unit = self._unit_for(leaves, spec, bound_args, bound_kwargs)
             return pytree.tree_unflatten(self._run(unit, leaves), unit.out_spec)
-
-        return self._turn.take(call)
 
     def _run(self, unit: Unit, leaves: list[Any]) -> tuple[Any, ...]:
         i, self._last = self._units.index(unit), unit
@@ -199,22 +217,17 @@ class CompiledModel:
             InfeasiblePlanError: the budget is too small for the weights as they are stored.
             CheckpointError: the model wants another dtype than they are stored in.
         """
-        plan_exact = self._exact
-        if plan_exact is None:
+        if self._exact is None:
             raise PlanMismatchError(
                 "a bundle holds the weights as they move and no others; measure the error where the model is compiled"
             )
         bound_args, bound_kwargs = bind_call(self._positional, args, kwargs)
         leaves, spec = pytree.tree_flatten((bound_args, bound_kwargs))
-
-        def both() -> tuple[Any, ...]:
+        with self._turn, torch.random.fork_rng(devices=[]):
             unit = self._unit_for(leaves, spec, bound_args, bound_kwargs)
             self._last = unit
-            exact_unit = plan_exact(bound_args, bound_kwargs)
-            return tuple(self._run_unchanged(u, leaves) for u in (unit, exact_unit))
-
-        with torch.random.fork_rng(devices=[]):
-            found, exact = self._turn.take(both)
+            exact_unit = self._exact(bound_args, bound_kwargs)
+            found, exact = (self._run_unchanged(u, leaves) for u in (unit, exact_unit))
         return output_error(found, exact)
 
     def _run_unchanged(self, unit: Unit, leaves: list[Any]) -> Any:
@@ -238,8 +251,9 @@ class CompiledModel:
 
         A device mutates copies of them: the model's own follow when this is read, at ``save`` and at ``close``.
         """
-        self._turn.take(self._pull_states)
-        return self._current().bundle.held
+        with self._turn:
+            self._pull_states()
+            return self._current().bundle.held
 
     def _pull_states(self) -> None:
         if self._session is not None:
@@ -253,7 +267,8 @@ class CompiledModel:
         Raises:
             StorageError: the folder cannot be written, or a weight file has changed.
         """
-        self._turn.take(self._pull_states)
+        with self._turn:
+            self._pull_states()
         bundle = self._current().bundle
         stamps = bundle.weights.stamps
         for stamp in stamps:
@@ -269,7 +284,8 @@ class CompiledModel:
 
     def close(self) -> None:
         """Free the arena and close the weight files; calling the model again opens them again."""
-        self._turn.take(self._close_session)
+        with self._turn:
+            self._close_session()
 
     def _close_session(self) -> None:
         self._executor = None
@@ -284,12 +300,7 @@ class CompiledModel:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self.close()
 
     def __repr__(self) -> str:
@@ -304,22 +315,13 @@ class CompiledModel:
         return self._last
 
     def _activate(self, unit: Unit) -> Executor:
-        # A child of a fork opens a session of its own.
-        is_here = self._session is not None and self._session.is_here
-        if self._active is unit and self._executor is not None and is_here:
+        if self._active is unit and self._executor is not None:
             return self._executor
         self.close()
         early, unit.early = unit.early, None
         self._bar = LoadingBar("Loading resident weights")
-        bundle = unit.bundle
-        self._session = Session.for_plan(
-            bundle.plan,
-            sources=bundle.weights.sources,
-            stamps=bundle.weights.stamps,
-            states=bundle.held,
-            progress=self._bar,
-            early=early,
-            spill_folder=self._cache_dir / "spill",
+        self._session = open_session(
+            unit.bundle, cache_dir=self._cache_dir, progress=self._bar, early=early
         )
         fused = unit.fusion.segments if unit.fusion is not None else ()
         self._executor = Executor(
@@ -357,6 +359,8 @@ def mismatch(unit: Unit, leaves: list[Any], spec: pytree.TreeSpec) -> str | None
     """Return why a call does not fit the unit's plan, or ``None`` when it does."""
     if spec != unit.in_spec:
         return f"the call has the structure {spec}, the plan was made for {unit.in_spec}; pass the same arguments"
+    if unit.basis is not None and (changed := unit.basis.changed()) is not None:
+        return f"{changed}, which is part of the plan"
     sizes: dict[str, int] = {}
     for value, expected in zip(leaves, unit.bundle.program.inputs, strict=True):
         reason = _leaf_mismatch(value, expected, sizes, unit.bundle.plan)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -13,17 +12,18 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from gascompile import plan_cache, serial
+from gascompile import serial
 from gascompile.admission import admit, admit_model
 from gascompile.bundle import Bundle
 from gascompile.calls import ExampleInputs, normalize_call, positional_names, split_inputs
 from gascompile.capture import capture
+from gascompile.capture_record import CaptureRecord
 from gascompile.checkpoint import Checkpoint, open_checkpoint
 from gascompile.compiled import CompiledModel, Unit
 from gascompile.config import CompileConfig
 from gascompile.device_budget import plan_on_device, without_sizes
 from gascompile.errors import FormatError, PlanVerificationError
-from gascompile.fingerprint import module_fingerprint, versions
+from gascompile.fingerprint import ModulePrint, module_print, versions
 from gascompile.form_calibration import calibrate
 from gascompile.form_trials import Forming
 from gascompile.forms_choice import stored_dtypes
@@ -39,16 +39,14 @@ from gascompile.passes.make_plan import make_plan
 from gascompile.passes.retime import retime
 from gascompile.program import Program
 from gascompile.progress import task
+from gascompile.reuse import CachedPlan
 from gascompile.runtime.early_memory import EarlyMemory
 from gascompile.runtime.engine import read_blocks
 from gascompile.sensitivity import Sensitivity
 from gascompile.store import STORE
 from gascompile.to_program import Capture
-from gascompile.units import reserve_bytes
-from gascompile.weights import Resolved, resolve_weights, with_held_tensors
+from gascompile.weights import Resolved, reserved_bytes, resolve_weights, with_held_tensors
 from gascompile.wire_kernels import use_wire_kernels
-
-_log = logging.getLogger("gascompile")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,12 +81,6 @@ class Job:
         exact = replace(self.config, weights=None, fuse="off")
         return replace(self, config=exact, pinned=None, buffers={})
 
-    def most_arena_bytes(self) -> int:
-        """Return what the arena of any plan of this job takes at most."""
-        weights = {id(p): p for p in (*self.model.parameters(), *self.model.buffers())}
-        sizes = (reserve_bytes(p.numel() * p.element_size()) for p in weights.values())
-        return min(sum(sizes), self.limit_bytes)
-
     @property
     def limit_bytes(self) -> int:
         """Bytes that the budget allows in the tier that computes."""
@@ -98,24 +90,25 @@ class Job:
         """Return the verified plan for one input signature, from the cache where it is there."""
         register_pytrees()
         checkpoint = self.open_checkpoint()
-        prints = self.fingerprint(args, kwargs, checkpoint)
-        folder = plan_cache.folder_of(self.config.cache_dir, prints)
-        cached = plan_cache.read(folder, prints)
-        if cached is not None and (reason := self._outdated(cached)):
-            _log.info("the cached plan %s is made again: %s", folder, reason)
-        elif cached is not None:
+        printed = module_print(self.model)
+        prints = self.fingerprint(args, kwargs, checkpoint, printed)
+        entry = CachedPlan(self.config.cache_dir, self.model, printed, prints)
+        cached = entry.read(self._outdated)
+        if cached is not None:
             try:
-                bundle = self._with_weights(cached, checkpoint)
-                return self._with_kernels(Unit.of(bundle, graphs=self.config.graphs))
+                unit = Unit.of(self._with_weights(cached, checkpoint), graphs=self.config.graphs)
+                unit.basis = entry.basis()
+                return self._with_kernels(unit)
             except (PlanVerificationError, FormatError) as error:
-                _log.warning("the cached plan %s is refused (%s); planning again", folder, error)
-        bundle = self._plan(args, kwargs, checkpoint, prints)
+                entry.refuse(error)
+        bundle, record = self._plan(args, kwargs, checkpoint, prints)
         unit = self._fused(Unit.of(bundle, graphs=self.config.graphs))
-        bundle = unit.bundle
-        # The model's own states are bound to the model of the day; they are no part of the plan.
-        kept = replace(bundle, held=self._constants(bundle))
-        plan_cache.write(folder, kept, damaged=cached is not None)
+        unit.basis = entry.keep(self._kept(unit.bundle), record)
         return unit
+
+    def _kept(self, bundle: Bundle) -> Bundle:
+        """Return what is kept of a plan: the model's own states are bound to the model of the day."""
+        return replace(bundle, held=self._constants(bundle))
 
     def _outdated(self, cached: Bundle) -> str:
         folder = self.config.cache_dir
@@ -126,8 +119,8 @@ class Job:
         before, prints = unit.bundle, unit.bundle.plan.fingerprint
         bundle = replace(before, plan=self.place(before.program, prints), fusion=None)
         found = self._fused(Unit.of(bundle, graphs=self.config.graphs))
-        kept = replace(found.bundle, held=self._constants(found.bundle))
-        plan_cache.write(plan_cache.folder_of(self.config.cache_dir, prints), kept, damaged=True)
+        if unit.basis is not None:
+            found.basis = unit.basis.rewrite(self.config.cache_dir, self._kept(found.bundle))
         return found
 
     def _fused(self, unit: Unit) -> Unit:
@@ -147,7 +140,11 @@ class Job:
         return unit
 
     def fingerprint(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], checkpoint: Checkpoint | None
+        self,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        checkpoint: Checkpoint | None,
+        printed: ModulePrint | None = None,
     ) -> dict[str, str]:
         """Return the digest of every input of the plan, by part."""
         leaves, spec = pytree.tree_flatten((args, kwargs))
@@ -158,7 +155,7 @@ class Job:
         shared = serial.digest(self.pinned) if self.pinned else ""
         layout = checkpoint.sources if checkpoint else {}
         return {
-            "graph": module_fingerprint(self.model),
+            "graph": (printed or module_print(self.model)).key,
             "inputs": serial.digest(
                 [str(spec), inputs, repr(self.dynamic_shapes), str(torch.get_default_dtype())]
             ),
@@ -216,13 +213,13 @@ class Job:
         kwargs: Mapping[str, Any],
         checkpoint: Checkpoint | None,
         prints: Mapping[str, str],
-    ) -> Bundle:
+    ) -> tuple[Bundle, CaptureRecord | None]:
         captured = self.capture(args, kwargs)
         with task("Finding weights"):
             resolved = self._resolve(
                 captured.program, captured.canonical, captured.constants, checkpoint
             )
-        return Bundle(
+        bundle = Bundle(
             program=captured.program,
             plan=self.place(captured.program, prints),
             weights=resolved.weights,
@@ -230,6 +227,7 @@ class Job:
             positional=positional_names(self.model),
             versions=versions(),
         )
+        return bundle, captured.record
 
     def capture(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Capture:
         """Trace the model; see ``gascompile.capture``."""
@@ -382,7 +380,7 @@ def compile(  # noqa: A001 - the public name, as in torch.compile
     units: list[Unit] = []
     if example_inputs is not None:
         args, kwargs = split_inputs(example_inputs)
-        early = EarlyMemory(job.most_arena_bytes())
+        early = EarlyMemory(min(reserved_bytes(model), job.limit_bytes))
         try:
             units.append(job.prepare(*normalize_call(model, args, kwargs)))
         except BaseException:

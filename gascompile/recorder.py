@@ -52,7 +52,9 @@ class Running:
         self.environment: dict[str, str | None] = {}
         self.files: set[str] = set()
         self.modules: set[str] = set()
-        """Imported by a name that stands in no import statement."""
+        """Imported by a name that stands in no import statement, or for the first time."""
+        self.imported: set[str] = set()
+        """Imported for the first time."""
         self.asked: dict[str, None] = {}
         """Why another run may capture something else, in words."""
 
@@ -64,7 +66,8 @@ class Running:
         for name, state in _random_states().items():
             if state != draws[name]:
                 self.asked[f"it draws {name}"] = None
-        self.modules |= {name for name in list(sys.modules) if name not in loaded}
+        self.imported |= sys.modules.keys() - loaded
+        self.modules |= self.imported
 
     @contextmanager
     def recorded(self) -> Iterator[None]:

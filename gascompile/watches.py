@@ -21,8 +21,14 @@ import numpy
 import torch
 from torch import nn
 
-from gascompile.code_names import Import, Names, names_of
-from gascompile.code_origin import Origin, origin_of_code, origin_of_module, origin_of_name
+from gascompile.code_names import Import, Names, absolute_name, names_of
+from gascompile.code_origin import (
+    Origin,
+    key_of,
+    origin_of_code,
+    origin_of_module,
+    origin_of_name,
+)
 
 Code = tuple[types.CodeType, dict[str, Any]]
 Columns = tuple[list[Any], list[Any], list[Any], list[Any]]
@@ -54,11 +60,6 @@ class Reads:
     def calls(self, code: types.CodeType) -> bool:
         """Return whether a function ran."""
         return self.ran is None or key_of(code) in self.ran
-
-
-def key_of(code: types.CodeType) -> str:
-    """Return what names a function in every process: its file and its qualified name."""
-    return f"{code.co_filename}:{code.co_qualname}"
 
 
 class Watches:
@@ -143,7 +144,8 @@ class Watches:
                 else:
                     words.append(f"{name} was {_shown(value)} and is {_shown(now)} now")
         for owner, length, name in zip(*self._sizes, strict=True):
-            if len(owner) != length:
+            leaf = name.rpartition(".")[2]
+            if len(owner) != length and (reads is None or reads.has(leaf)):
                 words.append(f"{name} had {length} entries and has {len(owner)} now")
         for tensor, version, name in zip(*self._tensors, strict=True):
             if tensor._version != version:
@@ -323,13 +325,14 @@ class _Walk:
                 self.value(value._modules, name)
 
     def _function(self, function: types.FunctionType, name: str) -> None:
-        if not self._reads.calls(function.__code__):
+        found = origin_of_code(function)
+        if found is Origin.OWN or not self._reads.calls(function.__code__):
             return
         for number, cell in enumerate(function.__closure__ or ()):
             if _attribute(cell, "cell_contents") is not _GONE:
                 inner = f"{function.__code__.co_freevars[number]} in {name}"
                 self.value(self.watches.attribute(cell, "cell_contents", inner), inner)
-        if origin_of_code(function).versioned:
+        if found.versioned:
             return
         for key in ("__code__", "__defaults__", "__kwdefaults__"):
             self.value(self.watches.attribute(function, key, f"{name}.{key}"), f"{name}.{key}")
@@ -369,12 +372,3 @@ class _Walk:
             for key in list(vars(module)):
                 if self._reads.has(key) and not key.startswith("__"):
                     self.item(vars(module), key, f"{module.__name__}.{key}")
-
-
-def absolute_name(taken: Import, space: dict[str, Any]) -> str:
-    """Return the module that an import statement names."""
-    if not taken.level:
-        return taken.module
-    package = str(space.get("__package__") or space.get("__name__") or "")
-    base = package.rsplit(".", taken.level - 1)[0] if taken.level > 1 else package
-    return f"{base}.{taken.module}" if taken.module else base

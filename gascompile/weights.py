@@ -18,6 +18,7 @@ from gascompile.integrations.huggingface import ignorable_weights, rebuild_buffe
 from gascompile.ir import FileStamp, WeightSource
 from gascompile.program import Program
 from gascompile.store import spill
+from gascompile.units import reserve_bytes
 
 HELD_LIMIT_BYTES = 1 << 20
 """Buffers outside the checkpoint below this size stay in RAM instead of becoming a file to stream."""
@@ -214,3 +215,9 @@ def _read(source: WeightSource, where: str) -> torch.Tensor:
     if not raw:
         return torch.empty(source.shape, dtype=dtype)
     return torch.frombuffer(raw, dtype=dtype).reshape(source.shape)
+
+
+def reserved_bytes(model: nn.Module) -> int:
+    """Return what all weights of a model take in an arena, which no plan exceeds."""
+    weights = {id(p): p for p in (*model.parameters(), *model.buffers())}
+    return sum(reserve_bytes(p.numel() * p.element_size()) for p in weights.values())

@@ -18,7 +18,7 @@ from gascompile.runtime.pinned import pinned_bytes
 from tests import zoo
 
 MACHINE = "emulated"
-NAMES = ("convnet", "bert")
+NAMES = ("llama", "convnet", "tied", "bert")
 
 
 def eager(model: nn.Module, inputs: Mapping[str, Any]) -> list[Any]:
