@@ -12,7 +12,7 @@ run: $(STAMP)
 
 # Two tests at a time, each with one thread of torch: threads of two would wait for each other.
 test: lint typecheck
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal
 
 lint: $(STAMP)
 	$(PY) -m ruff check $(SOURCES)

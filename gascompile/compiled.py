@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -36,6 +35,7 @@ from gascompile.run_within_budget import run_within_budget
 from gascompile.runtime.early_memory import EarlyMemory
 from gascompile.runtime.executor import Executor
 from gascompile.runtime.session import Session
+from gascompile.runtime.waiting import Turn
 from gascompile.store import is_spilled
 
 Args = tuple[Any, ...]
@@ -81,25 +81,6 @@ class Unit:
         return load_treespec(self.bundle.program.out_spec)
 
 
-def open_session(
-    bundle: Bundle,
-    *,
-    cache_dir: Path,
-    progress: LoadingBar | None = None,
-    early: EarlyMemory | None = None,
-) -> Session:
-    """Allocate the arena of a plan and start loading its resident weights."""
-    return Session.for_plan(
-        bundle.plan,
-        sources=bundle.weights.sources,
-        stamps=bundle.weights.stamps,
-        states=bundle.held,
-        progress=progress,
-        early=early,
-        spill_folder=cache_dir / "spill",
-    )
-
-
 class CompiledModel:
     """A model that runs within its budget. Call it as the module it was made from.
 
@@ -118,7 +99,7 @@ class CompiledModel:
         replan: Callable[[Unit], Unit] | None = None,
         on_exceed: str = "error",
     ) -> None:
-        self._turn = threading.RLock()
+        self._turn = Turn()
         self._positional = positional
         self._units = units
         self._prepare = prepare
@@ -143,9 +124,12 @@ class CompiledModel:
         """
         bound_args, bound_kwargs = bind_call(self._positional, args, kwargs)
         leaves, spec = pytree.tree_flatten((bound_args, bound_kwargs))
-        with self._turn:
+
+        def call() -> Any:
             unit = self._unit_for(leaves, spec, bound_args, bound_kwargs)
             return pytree.tree_unflatten(self._run(unit, leaves), unit.out_spec)
+
+        return self._turn.take(call)
 
     def _run(self, unit: Unit, leaves: list[Any]) -> tuple[Any, ...]:
         i, self._last = self._units.index(unit), unit
@@ -217,17 +201,22 @@ class CompiledModel:
             InfeasiblePlanError: the budget is too small for the weights as they are stored.
             CheckpointError: the model wants another dtype than they are stored in.
         """
-        if self._exact is None:
+        plan_exact = self._exact
+        if plan_exact is None:
             raise PlanMismatchError(
                 "a bundle holds the weights as they move and no others; measure the error where the model is compiled"
             )
         bound_args, bound_kwargs = bind_call(self._positional, args, kwargs)
         leaves, spec = pytree.tree_flatten((bound_args, bound_kwargs))
-        with self._turn, torch.random.fork_rng(devices=[]):
+
+        def both() -> tuple[Any, ...]:
             unit = self._unit_for(leaves, spec, bound_args, bound_kwargs)
             self._last = unit
-            exact_unit = self._exact(bound_args, bound_kwargs)
-            found, exact = (self._run_unchanged(u, leaves) for u in (unit, exact_unit))
+            exact_unit = plan_exact(bound_args, bound_kwargs)
+            return tuple(self._run_unchanged(u, leaves) for u in (unit, exact_unit))
+
+        with torch.random.fork_rng(devices=[]):
+            found, exact = self._turn.take(both)
         return output_error(found, exact)
 
     def _run_unchanged(self, unit: Unit, leaves: list[Any]) -> Any:
@@ -251,9 +240,8 @@ class CompiledModel:
 
         A device mutates copies of them: the model's own follow when this is read, at ``save`` and at ``close``.
         """
-        with self._turn:
-            self._pull_states()
-            return self._current().bundle.held
+        self._turn.take(self._pull_states)
+        return self._current().bundle.held
 
     def _pull_states(self) -> None:
         if self._session is not None:
@@ -267,8 +255,7 @@ class CompiledModel:
         Raises:
             StorageError: the folder cannot be written, or a weight file has changed.
         """
-        with self._turn:
-            self._pull_states()
+        self._turn.take(self._pull_states)
         bundle = self._current().bundle
         stamps = bundle.weights.stamps
         for stamp in stamps:
@@ -284,8 +271,7 @@ class CompiledModel:
 
     def close(self) -> None:
         """Free the arena and close the weight files; calling the model again opens them again."""
-        with self._turn:
-            self._close_session()
+        self._turn.take(self._close_session)
 
     def _close_session(self) -> None:
         self._executor = None
@@ -315,13 +301,22 @@ class CompiledModel:
         return self._last
 
     def _activate(self, unit: Unit) -> Executor:
-        if self._active is unit and self._executor is not None:
+        # A child of a fork opens a session of its own.
+        is_here = self._session is not None and self._session.is_here
+        if self._active is unit and self._executor is not None and is_here:
             return self._executor
         self.close()
         early, unit.early = unit.early, None
         self._bar = LoadingBar("Loading resident weights")
-        self._session = open_session(
-            unit.bundle, cache_dir=self._cache_dir, progress=self._bar, early=early
+        bundle = unit.bundle
+        self._session = Session.for_plan(
+            bundle.plan,
+            sources=bundle.weights.sources,
+            stamps=bundle.weights.stamps,
+            states=bundle.held,
+            progress=self._bar,
+            early=early,
+            spill_folder=self._cache_dir / "spill",
         )
         fused = unit.fusion.segments if unit.fusion is not None else ()
         self._executor = Executor(

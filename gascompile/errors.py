@@ -200,6 +200,10 @@ class StorageError(GASCompileError):
     """Reading or writing a tier failed: a read error, a short read, a full disk, a replaced file."""
 
 
+class ForkedError(StorageError):
+    """Something was used in a child process that belongs, with its threads and files, to the parent."""
+
+
 class DeviceError(GASCompileError):
     """The device that a machine computes on cannot be used, or has failed.
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import queue
 import sys
+import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
+
+from gascompile.runtime.waiting import OwnThread
 
 _SILENT: ContextVar[bool] = ContextVar("_SILENT", default=False)
 """Whether a bar that covers everything below is shown already: a terminal has room for one."""
@@ -71,24 +76,38 @@ def stages(description: str, num_stages: int) -> Iterator[Callable[[str], None]]
 class LoadingBar:
     """A bar for resident weights that load in the background while the first call already runs.
 
-    Made to be called from a reading thread with bytes done and bytes in all; silent off a terminal.
+    Made to be called from a reading thread with bytes done and bytes in all; silent off a terminal. A thread of
+    its own draws it: an interrupt of the caller's leaves none of the terminal's locks behind.
     """
 
     def __init__(self, description: str) -> None:
-        self._description = description
-        self._stack = ExitStack()
-        self._advance: Callable[[int], None] | None = None
-        self._done_bytes = 0
+        self._messages: queue.SimpleQueue[tuple[int, int] | None] = queue.SimpleQueue()
+        self._drawer = (
+            OwnThread(partial(_draw, description, self._messages), "gascompile-bar")
+            if sys.stderr.isatty()
+            else None
+        )
+        weakref.finalize(self, self._messages.put, None).atexit = False
 
     def __call__(self, done_bytes: int, total_bytes: int) -> None:
         """Show that ``done_bytes`` of ``total_bytes`` have arrived."""
-        if self._advance is None:
-            self._advance = self._stack.enter_context(task(self._description, total_bytes))
-        self._advance(done_bytes - self._done_bytes)
-        self._done_bytes = done_bytes
-        if done_bytes >= total_bytes:
-            self.close()
+        if self._drawer is not None:
+            self._messages.put((done_bytes, total_bytes))
 
     def close(self) -> None:
-        """Remove the bar, also where loading ended early."""
-        self._stack.close()
+        """Remove the bar, also where loading ended early; idempotent."""
+        if self._drawer is not None:
+            self._messages.put(None)
+            self._drawer.join()
+
+
+def _draw(description: str, messages: queue.SimpleQueue[tuple[int, int] | None]) -> None:
+    message = messages.get()
+    if message is None:
+        return
+    shown_bytes, total_bytes = 0, message[1]
+    with task(description, total_bytes) as advance:
+        while message is not None:
+            advance(message[0] - shown_bytes)
+            shown_bytes = message[0]
+            message = messages.get() if shown_bytes < total_bytes else None

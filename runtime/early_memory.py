@@ -9,13 +9,18 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
-import threading
+import time
 from collections.abc import Iterator
 
-_turn = threading.Lock()
-"""Of the threads that take pages and of whoever measures the processor."""
+from gascompile.runtime.waiting import Gate, OwnThread
+
+_wishes: dict[int, object] = {}
+"""Of those who want no pages to be taken for now."""
+_steps: dict[int, Gate] = {}
+"""What is being taken, by whom; each looks for wishes once it is in here."""
 _MADV_POPULATE_WRITE = 23
 """Linux 5.14: take all pages of a range now. Python has no name for it."""
+_PAUSE_S = 0.005
 _STEP_BYTES = 2 << 20
 """One huge page: other threads that map memory wait for at most that."""
 
@@ -32,9 +37,18 @@ def map_anonymous(size_bytes: int) -> mmap.mmap:
 
 @contextlib.contextmanager
 def no_pages_taken() -> Iterator[None]:
-    """Let no thread of this process take memory early meanwhile: it would use up a processor."""
-    with _turn:
+    """Let no thread of this process take memory early meanwhile: it would use up a processor.
+
+    Whoever takes the memory over meanwhile waits for none of it.
+    """
+    wish = object()
+    _wishes[id(wish)] = wish
+    try:
+        for step in list(_steps.values()):
+            step.wait()
         yield
+    finally:
+        _wishes.pop(id(wish), None)
 
 
 class EarlyMemory:
@@ -44,9 +58,8 @@ class EarlyMemory:
         """Start to take ``limit_bytes``, in order of address."""
         self._memory = map_anonymous(limit_bytes)
         self._size_bytes = limit_bytes
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._populate, name="early-memory", daemon=True)
-        self._thread.start()
+        self._stop = False
+        self._thread = OwnThread(self._populate, "early-memory")
 
     def take(self, size_bytes: int) -> mmap.mmap | None:
         """Return memory of exactly ``size_bytes``, or ``None`` when there is not enough; the rest is given back."""
@@ -63,7 +76,7 @@ class EarlyMemory:
         self._memory.close()
 
     def _finish(self) -> None:
-        self._stop.set()
+        self._stop = True
         self._thread.join()
 
     def _populate(self) -> None:
@@ -75,10 +88,26 @@ class EarlyMemory:
                 length = min(_STEP_BYTES, self._size_bytes - offset)
                 place = ctypes.c_void_p(start + offset)
                 # Older kernels refuse it; then the pages are taken when they are first written, as usual.
-                with _turn:
-                    if self._stop.is_set() or libc.madvise(
-                        place, ctypes.c_size_t(length), _MADV_POPULATE_WRITE
-                    ):
-                        break
+                if not self._may_step() or libc.madvise(
+                    place, ctypes.c_size_t(length), _MADV_POPULATE_WRITE
+                ):
+                    break
         finally:
+            self._end_step()
             del anchor  # an exported buffer cannot be resized
+
+    def _may_step(self) -> bool:
+        """Block while anybody wishes so; return whether to go on."""
+        self._end_step()
+        while not self._stop:
+            _steps[id(self)] = Gate()
+            if not _wishes:
+                return True
+            self._end_step()
+            time.sleep(_PAUSE_S)
+        return False
+
+    def _end_step(self) -> None:
+        step = _steps.pop(id(self), None)
+        if step is not None:
+            step.open()

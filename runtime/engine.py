@@ -10,16 +10,18 @@ import errno
 import heapq
 import itertools
 import os
-import threading
 import time
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from gascompile.errors import StorageError
 from gascompile.ir import Extent, IoSettings, WeightSource
 from gascompile.runtime.files import SourceFile, SourceFiles
 from gascompile.runtime.landing import InPlace, Landing, Piece, plan_landing
 from gascompile.runtime.protocols import Delivery, Event, Reader, Receive, read_at
+from gascompile.runtime.waiting import Gate, Pool
 from gascompile.units import PAGE_BYTES, align_up
 
 DIRECT = "O_DIRECT"
@@ -27,19 +29,23 @@ PAGE_CACHE = "page cache"
 
 
 class _Request:
-    """A tensor under way; a ``Ticket``. All but ``wait`` and ``done`` belongs to the engine's lock."""
+    """A tensor under way; a ``Ticket``.
+
+    Its chunks are taken from, and counted by, iterators of C: whoever reads one needs no lock for it, so the
+    waiting thread may help, and be interrupted anywhere.
+    """
 
     __slots__ = (
         "delivery",
-        "ended",
         "error",
         "event",
+        "finished",
+        "gate",
         "helper",
         "landing",
         "link",
-        "next_piece",
         "on_done",
-        "open_pieces",
+        "untaken",
     )
 
     def __init__(
@@ -51,38 +57,54 @@ class _Request:
         helper: Callable[[_Request], None] | None,
     ) -> None:
         self.landing = landing
-        self.delivery = delivery
+        self.delivery: Delivery | None = delivery
         self.event: Event | None = None
         self.link = link
         self.on_done = on_done
         self.helper = helper
-        self.next_piece = 0
-        self.open_pieces = 0
+        self.untaken: Iterator[Piece] = iter(landing.pieces)
+        self.finished = itertools.count(1)
         self.error: BaseException | None = None
-        self.ended = threading.Event()
+        self.gate = Gate()
 
     @property
     def done(self) -> bool:
-        return self.ended.is_set()
+        return self.gate.is_open
 
     @property
     def failed(self) -> bool:
         return self.error is not None
 
-    @property
-    def exhausted(self) -> bool:
-        """Whether no chunk is left to be taken."""
-        return self.error is not None or self.next_piece == len(self.landing.pieces)
-
     def wait(self) -> None:
-        if self.helper is not None:
+        if self.helper is not None and not self.gate.is_open:
             self.helper(self)
-        self.ended.wait()
+        self.gate.wait()
         if isinstance(self.error, StorageError):
             # A new object each time: several waiters must not share one traceback.
             raise StorageError(str(self.error)) from self.error.__cause__
         if self.error is not None:
             raise self.error
+
+    def fail(self, error: BaseException) -> int:
+        """Leave the chunks that nobody has taken, and return how many they were."""
+        self.error = self.error or error
+        return len(list(self.untaken))
+
+    def finish(self, num_pieces: int) -> None:
+        """Note that so many chunks are over; the last one ends the request."""
+        for _ in range(num_pieces):
+            if next(self.finished) == len(self.landing.pieces):
+                self._end()
+
+    def _end(self) -> None:
+        delivery, self.delivery = self.delivery, None
+        assert delivery is not None, "a request ends once"
+        if self.error is None:
+            self.event = delivery.end()
+            self.error = _raised_by(self.on_done)
+        else:
+            delivery.give_up()
+        self.gate.open()
 
 
 class Engine:
@@ -97,29 +119,18 @@ class Engine:
         reader: Reader = read_at,
     ) -> None:
         """Start the threads; ``memory`` is where tensors go, or what receives them."""
-        self._files = files
         self._memory = memory
-        self._reader = reader
-        self._lock = threading.Lock()
-        self._work_ready = threading.Condition(self._lock)
-        self._idle = threading.Condition(self._lock)
-        self._heap: list[tuple[int, int, _Request]] = []
-        self._order = itertools.count()
-        self._in_flight = 0
-        self._closed = False
-        self._paths: dict[str, set[str]] = {}
-        self._threads = [
-            threading.Thread(target=self._serve, name=f"gascompile-read-{i}", daemon=True)
-            for i in range(max(1, io.num_threads))
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._reads = _Reads(files, reader)
+        self.pool = Pool[_Request](self._reads, max(1, io.num_threads), "gascompile-read")
+        # An engine that is dropped, half made or whole, stops its threads.
+        weakref.finalize(self, self.pool.stop).atexit = False
+        self.pool.start()
 
     @property
     def paths(self) -> Mapping[str, str]:
         """The I/O path really taken so far, per link: ``O_DIRECT``, ``page cache`` or both."""
-        with self._lock:
-            return {link: " + ".join(sorted(taken)) for link, taken in self._paths.items() if taken}
+        paths = dict(self._reads.paths)
+        return {link: " + ".join(sorted(taken)) for link, taken in paths.items() if taken}
 
     def submit(
         self,
@@ -146,136 +157,93 @@ class Engine:
             else own(landing, address, link, after)
         )
         helps = memory is not None and on_done is None
-        request = _Request(landing, delivery, link, on_done, self._help if helps else None)
-        with self._lock:
-            if self._closed:
-                raise StorageError("the engine is closed; open a new session")
-            if not landing.pieces:
-                request.ended.set()
-                return request
-            heapq.heappush(self._heap, (key, next(self._order), request))
-            self._work_ready.notify(len(landing.pieces) - helps)
+        helper = self._reads.help if helps else None
+        request = _Request(landing, delivery, link, on_done, helper)
+        if self.pool.is_closed:
+            raise StorageError("the engine is closed; open a new session")
+        if not landing.pieces:
+            request.gate.open()
+            return request
+        if len(landing.pieces) > helps:
+            self.pool.put(key, request, len(landing.pieces) - helps)
         return request
 
     def drain(self) -> None:
-        """Cancel what is queued and block until no read is in flight."""
-        with self._lock:
-            self._cancel_queued()
-            while self._in_flight:
-                self._idle.wait()
+        """Cancel what is queued and block until no read of the engine's threads is in flight."""
+        self.pool.drain()
 
     def close(self) -> None:
-        """Drain and join the threads; idempotent."""
-        with self._lock:
-            self._closed = True
-            self._cancel_queued()
-            self._work_ready.notify_all()
-        for thread in self._threads:
-            if thread is not threading.current_thread():
-                thread.join()
+        """Drain and wait for the threads to end; idempotent, and to be repeated if interrupted."""
+        self.pool.close()
 
-    def _cancel_queued(self) -> None:
-        for _, _, request in self._heap:
-            # One whose last chunk is in flight will be whole; one that has failed ends by itself.
-            if request.exhausted:
-                continue
-            request.error = StorageError(
-                f"the read of '{request.landing.name}' was cancelled: its run or its session has ended"
+
+class _Reads:
+    """Reads chunks of requests; a ``Server`` of the engine's threads."""
+
+    def __init__(self, files: SourceFiles, reader: Reader) -> None:
+        self._files = files
+        self._reader = reader
+        self.paths: dict[str, set[str]] = {}
+
+    def take(self, heap: list[tuple[int, int, _Request]]) -> Callable[[], None] | None:
+        """Return the next chunk of the most urgent request that has any."""
+        while heap:
+            request = heap[0][2]
+            piece = next(request.untaken, None)
+            if piece is not None:
+                return partial(self._serve, request, piece)
+            heapq.heappop(heap)
+        return None
+
+    def cancel(self, request: _Request) -> None:
+        """Leave the chunks that nobody has taken; a request whose last one is in flight will be whole."""
+        rest = len(list(request.untaken))
+        if rest:
+            name = request.landing.name
+            request.fail(
+                StorageError(
+                    f"the read of '{name}' was cancelled: its run or its session has ended"
+                )
             )
-            if not request.open_pieces:
-                request.delivery.give_up()
-                request.ended.set()
-        self._heap.clear()
+            request.finish(rest)
 
-    # ------------------------------------------------------------ reading threads
-
-    def _serve(self) -> None:
-        while (task := self._take()) is not None:
-            self._serve_piece(*task)
-            # A request may hold memory of the caller's, which must not live until the next one comes.
-            del task
-            with self._lock:
-                self._in_flight -= 1
-                if not self._in_flight:
-                    self._idle.notify_all()
-
-    def _help(self, request: _Request) -> None:
+    def help(self, request: _Request) -> None:
         """Read chunks of ``request`` on the thread that waits for it, until none is left to be taken.
 
-        An interrupt may end it anywhere. So these reads are not in flight: nobody has to wait for them.
+        An interrupt may end it anywhere. So these reads are not in flight: nobody has to wait for them, and what
+        they are read to lives as long as the request is known to a thread.
         """
+        for piece in request.untaken:
+            try:
+                taken = self._read_piece(piece, request)
+            except BaseException:
+                # What was raised leads to the caller's frames and their tensors: the request must not keep it.
+                name = request.landing.name
+                rest = request.fail(StorageError(f"the read of '{name}' has failed"))
+                request.finish(1 + rest)
+                request.gate.wait()
+                raise
+            self._note(request.link, taken)
+            request.finish(1)
+
+    def _serve(self, request: _Request, piece: Piece) -> None:
+        rest = 0
         try:
-            while (piece := self._next_piece(request)) is not None:
-                try:
-                    taken = self._read_piece(piece, request)
-                except BaseException:
-                    # What was raised leads to the caller's frames and their tensors: the request must not keep it.
-                    name = request.landing.name
-                    self._finish(request, (), StorageError(f"the read of '{name}' has failed"))
-                    request.ended.wait()
-                    raise
-                self._finish(request, taken, None)
-        finally:
-            with self._lock:
-                # No thread comes by for it, and it holds memory of the caller's.
-                self._heap = [entry for entry in self._heap if entry[2] is not request]
-                heapq.heapify(self._heap)
-
-    def _next_piece(self, request: _Request) -> Piece | None:
-        with self._lock:
-            return None if request.exhausted else self._take_from(request)
-
-    def _take_from(self, request: _Request) -> Piece:
-        piece = request.landing.pieces[request.next_piece]
-        request.next_piece += 1
-        request.open_pieces += 1
-        return piece
-
-    def _serve_piece(self, request: _Request, piece: Piece) -> None:
-        taken: tuple[str, ...] = ()
-        error: BaseException | None = None
-        try:
-            taken = self._read_piece(piece, request)
-        # Whatever a read raises, an interrupt included, is the waiter's: a dead thread would hang it.
+            self._note(request.link, self._read_piece(piece, request))
+        # Whatever a read raises is the waiter's: a dead thread would hang it.
         except BaseException as raised:  # noqa: BLE001
-            error = raised
-        self._finish(request, taken, error)
+            rest = request.fail(raised)
+        request.finish(1 + rest)
 
-    def _take(self) -> tuple[_Request, Piece] | None:
-        """Return the next chunk of the most urgent request; ``None`` when the engine closes."""
-        with self._lock:
-            while True:
-                while self._heap and self._heap[0][2].exhausted:
-                    heapq.heappop(self._heap)
-                if self._heap:
-                    break
-                if self._closed:
-                    return None
-                self._work_ready.wait()
-            request = self._heap[0][2]
-            self._in_flight += 1
-            return request, self._take_from(request)
-
-    def _finish(
-        self, request: _Request, taken: tuple[str, ...], error: BaseException | None
-    ) -> None:
-        with self._lock:
-            request.open_pieces -= 1
-            if request.error is None:
-                request.error = error
-            self._paths.setdefault(request.link, set()).update(taken)
-            ended = request.exhausted and not request.open_pieces
-        if ended:
-            if request.error is None:
-                request.event = request.delivery.end()
-                request.error = _raised_by(request.on_done)
-            else:
-                request.delivery.give_up()
-            request.ended.set()
+    def _note(self, link: str, taken: tuple[str, ...]) -> None:
+        # Each by one call of C, as several threads do it.
+        self.paths.setdefault(link, set()).update(taken)
 
     def _read_piece(self, piece: Piece, request: _Request) -> tuple[str, ...]:
         """Read one chunk whole and return the paths it took."""
-        with request.delivery.room(piece) as into:
+        delivery = request.delivery
+        assert delivery is not None, "a chunk of it is not over"
+        with delivery.room(piece) as into:
             return self._fill(into, piece, request.landing.name)
 
     def _fill(self, into: memoryview, piece: Piece, name: str) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -101,7 +102,13 @@ class Executor:
             raise PlanMismatchError(
                 f"the program takes {len(self._schedule.inputs)} inputs, not {len(inputs)}"
             )
-        with self._session.run(self) as warm, torch.no_grad():
+        return self._session.run(self, partial(self._run_here, inputs))
+
+    def _run_here(self, inputs: tuple[Any, ...], warm: bool) -> tuple[Any, ...]:
+        grad, set_grad = torch.is_grad_enabled(), torch._C._set_grad_enabled
+        # Not by a context, whose exit an interrupt may keep from coming to this.
+        try:
+            set_grad(False)
             if self._graphs is None:
                 make_room(self._session, self._plan)
                 return self._run(self._schedule, inputs, warm=warm)
@@ -112,6 +119,8 @@ class Executor:
                 self._graphs.undone()
                 raise
             return outputs
+        finally:
+            set_grad(grad)
 
     def _run(self, schedule: Schedule, inputs: tuple[Any, ...], *, warm: bool) -> tuple[Any, ...]:
         start_s = time.perf_counter()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import threading
+import queue
 import time
 from collections.abc import Iterable
 
@@ -81,8 +81,9 @@ class SourceFile:
         self._stat = now
 
     def close(self) -> None:
-        """Close the descriptors."""
-        for descriptor in (self.buffered, self.direct):
+        """Close the descriptors; each is tried once, as its number may soon be another file's."""
+        descriptors, self.buffered, self.direct = (self.buffered, self.direct), -1, -1
+        for descriptor in descriptors:
             if descriptor >= 0:
                 with contextlib.suppress(OSError):
                     os.close(descriptor)
@@ -98,8 +99,8 @@ class SourceFiles:
             StorageError: a file is missing or is not the one its stamp describes.
         """
         self._files: dict[str, SourceFile] = {}
-        self._warned: set[int] = set()
-        self._warn_lock = threading.Lock()
+        self._warned: dict[int, object] = {}
+        self._unsaid: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
         self._stamps = {stamp.path: stamp for stamp in stamps}
         try:
             for path in dict.fromkeys([*paths, *self._stamps]):
@@ -127,7 +128,8 @@ class SourceFiles:
         """Read ``file`` through the page cache from now on."""
         # The descriptor stays open: another thread may be about to read from it.
         file.is_direct = False
-        self._warn(file, f"the file system refuses direct reads: {reason}")
+        # A reading thread says nothing: an interrupt may have left the locks of logging with the main thread.
+        self._note(file, f"the file system refuses direct reads: {reason}")
 
     def landing(self, source: WeightSource, io: IoSettings) -> Landing:
         """Return the reads that bring ``source``; logs what of it goes through the page cache."""
@@ -143,15 +145,19 @@ class SourceFiles:
         self._warn(self._files[path], f"'{tensor}' is not aligned or is in pieces")
 
     def _warn(self, file: SourceFile, reason: str) -> None:
-        device = file.device
-        with self._warn_lock:
-            known = device in self._warned
-            self._warned.add(device)
-        if not known:
+        self._note(file, reason)
+        self._say()
+
+    def _note(self, file: SourceFile, reason: str) -> None:
+        mine = object()
+        if self._warned.setdefault(file.device, mine) is mine:
+            self._unsaid.put((file.path, reason))
+
+    def _say(self) -> None:
+        while not self._unsaid.empty():
             _LOG.warning(
                 "weights in %s are read through the page cache, which is slower (%s)",
-                file.path,
-                reason,
+                *self._unsaid.get(),
             )
 
     def check(self) -> None:
@@ -160,6 +166,7 @@ class SourceFiles:
         Raises:
             StorageError: a file was changed, replaced or removed.
         """
+        self._say()
         for path, file in self._files.items():
             stamp = self._stamps.get(path)
             opened = os.fstat(file.buffered)
@@ -193,7 +200,7 @@ class SourceFiles:
             file.require_unchanged(os.fstat(file.buffered))
 
     def close(self) -> None:
-        """Close every file; idempotent."""
-        files, self._files = self._files, {}
-        for file in files.values():
-            file.close()
+        """Close every file; idempotent, and to be repeated if interrupted."""
+        self._say()
+        while self._files:
+            self._files.popitem()[1].close()

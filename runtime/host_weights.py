@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+import queue
 from collections.abc import Callable, Mapping
 from functools import partial
 
@@ -27,7 +27,6 @@ class _HostCopy:
     def __init__(self, load: Ticket, start: Callable[[], Event]) -> None:
         self._load = load
         self._start = start
-        self._lock = threading.Lock()
         self.event: Event | None = None
 
     @property
@@ -39,14 +38,12 @@ class _HostCopy:
         return self._load.failed
 
     def wait(self) -> None:
+        # Its end comes after the copies that waited for it were started.
         self._load.wait()
-        self.go()
 
     def go(self) -> None:
-        """Give the copy to its stream, once."""
-        with self._lock:
-            if self.event is None:
-                self.event = self._start()
+        """Give the copy to its stream; for the one thread that has it."""
+        self.event = self._start()
 
 
 class HostWeights:
@@ -64,8 +61,7 @@ class HostWeights:
         self._loads: dict[str, tuple[Landing, HostMemory, int, int]] = {}
         self._tickets: dict[str, Ticket] = {}
         self._here: set[str] = set()
-        self._waiting: dict[str, list[_HostCopy]] = {}
-        self._lock = threading.Lock()
+        self._waiting: dict[str, queue.SimpleQueue[_HostCopy]] = {}
 
     def __contains__(self, tensor: str) -> bool:
         return tensor in self._bytes
@@ -90,8 +86,10 @@ class HostWeights:
         for name in sorted(missing, key=lambda name: first_use.get(name, 0)):
             landing = missing[name]
             start = address + landing.shift_bytes
-            self._bytes[name] = block.bytes(start, start + landing.size_bytes)
+            self._waiting[name] = queue.SimpleQueue()
             self._loads[name] = (landing, block, address, first_use.get(name, 0))
+            # Last: an interrupt leaves one that is here whole or not at all.
+            self._bytes[name] = block.bytes(start, start + landing.size_bytes)
             address += reserve_bytes(landing.size_bytes)
         self.start()
 
@@ -114,25 +112,38 @@ class HostWeights:
     ) -> Ticket:
         """Copy a tensor to the device: at once where it is here, else when it comes."""
         source = self._bytes[tensor]
+        if tensor not in self._tickets:
+            self.start()
         copy = _HostCopy(
             self._tickets[tensor],
             lambda: stream.copy(target, source, name=tensor, after=after),
         )
-        with self._lock:
-            if tensor not in self._here:
-                self._waiting.setdefault(tensor, []).append(copy)
-                return copy
-        copy.go()
+        if tensor in self._here:
+            copy.go()
+        else:
+            self._waiting[tensor].put(copy)
+            if tensor in self._here:
+                # It came in between: whoever takes a copy from the queue starts it.
+                self._start_waiting(tensor)
         return copy
 
     def forget(self) -> None:
         """Drop the copies of a run that has ended before its tensors had come."""
-        with self._lock:
-            self._waiting.clear()
+        for waiting in self._waiting.values():
+            while _next(waiting) is not None:
+                pass
 
     def _arrived(self, tensor: str) -> None:
-        with self._lock:
-            self._here.add(tensor)
-            waiting = self._waiting.pop(tensor, [])
-        for copy in waiting:
+        self._here.add(tensor)
+        self._start_waiting(tensor)
+
+    def _start_waiting(self, tensor: str) -> None:
+        while (copy := _next(self._waiting[tensor])) is not None:
             copy.go()
+
+
+def _next(waiting: queue.SimpleQueue[_HostCopy]) -> _HostCopy | None:
+    try:
+        return waiting.get_nowait()
+    except queue.Empty:
+        return None

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import heapq
-import itertools
 import logging
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -26,6 +27,7 @@ from gascompile.runtime.kvikio_path import POSIX, PathTaken, buffer_of, import_k
 from gascompile.runtime.landing import InPlace, Landing, Piece
 from gascompile.runtime.probe import GpuFacts, look
 from gascompile.runtime.races import Races, host_thread
+from gascompile.runtime.waiting import Gate, Pool
 
 if TYPE_CHECKING:
     from gascompile.runtime.protocols import Event, Memory, Receive
@@ -84,12 +86,12 @@ class _Files:
         return handle.pread(into, piece.needed_bytes, piece.offset, task_bytes)
 
     def close(self) -> None:
-        with self._lock:
-            for handle in self._handles.values():
-                # A handle whose driver is gone has nothing left to give back.
-                with contextlib.suppress(RuntimeError, OSError):
-                    handle.close()
-            self._handles.clear()
+        """Close the files; nobody reads any more."""
+        while self._handles:
+            _, handle = self._handles.popitem()
+            # A handle whose driver is gone has nothing left to give back.
+            with contextlib.suppress(RuntimeError, OSError):
+                handle.close()
 
 
 class _Request:
@@ -111,11 +113,11 @@ class _Request:
         self.on_done = on_done
         self.event: Event | None = None
         self.error: BaseException | None = None
-        self.ended = threading.Event()
+        self.gate = Gate()
 
     @property
     def done(self) -> bool:
-        return self.ended.is_set()
+        return self.gate.is_open
 
     @property
     def failed(self) -> bool:
@@ -127,7 +129,7 @@ class _Request:
         return self.after is None or self.after.reached
 
     def wait(self) -> None:
-        self.ended.wait()
+        self.gate.wait()
         if isinstance(self.error, StorageError):
             # A new object each time: several waiters must not share one traceback.
             raise StorageError(str(self.error)) from self.error.__cause__
@@ -212,27 +214,17 @@ class KvikioEngine:
         self._arena = arena
         self._receive = receive
         self._races = races
-        self._task_bytes = io.chunk_bytes
         self._files = _Files(module)
-        self._window = threading.Semaphore(num_threads)
-        self._lock = threading.Condition()
-        self._heap: list[tuple[int, int, _Request]] = []
-        self._order = itertools.count()
-        self._in_flight = 0
-        self._closed = False
         self._paths: dict[str, set[str]] = {}
-        self._threads = [
-            threading.Thread(target=self._serve, name=f"gascompile-kvikio-{i}", daemon=True)
-            for i in range(_NUM_REQUESTS)
-        ]
-        for thread in self._threads:
-            thread.start()
+        serves = _Serves(self._files, io.chunk_bytes, num_threads)
+        self.pool = Pool[_Request](serves, _NUM_REQUESTS, "gascompile-kvikio")
+        weakref.finalize(self, self.pool.stop).atexit = False
+        self.pool.start()
 
     @property
     def paths(self) -> Mapping[str, str]:
         """The path really taken so far, per link."""
-        with self._lock:
-            return {link: " + ".join(sorted(taken)) for link, taken in self._paths.items()}
+        return {link: " + ".join(sorted(taken)) for link, taken in self._paths.items()}
 
     def submit(
         self,
@@ -251,15 +243,13 @@ class KvikioEngine:
         wait_for = after if straight else None
         delivery = self._delivery(landing, address, link, memory, after)
         request = _Request(landing, delivery, link, after=wait_for, on_done=on_done)
-        with self._lock:
-            if self._closed:
-                raise StorageError("the engine is closed; open a new session")
-            if not landing.pieces:
-                request.ended.set()
-                return request
-            heapq.heappush(self._heap, (key, next(self._order), request))
-            self._paths.setdefault(link, set()).update(self._names(landing, memory))
-            self._lock.notify_all()
+        if self.pool.is_closed:
+            raise StorageError("the engine is closed; open a new session")
+        if not landing.pieces:
+            request.gate.open()
+            return request
+        self._paths.setdefault(link, set()).update(self._names(landing, memory))
+        self.pool.put(key, request, 1)
         return request
 
     def _names(self, landing: Landing, memory: memoryview | None) -> set[str]:
@@ -288,56 +278,50 @@ class KvikioEngine:
 
     def drain(self) -> None:
         """Cancel what is queued and block until no read is under way."""
-        with self._lock:
-            for _, _, request in self._heap:
-                request.error = StorageError(
-                    f"the read of '{request.landing.name}' was cancelled: its run or its session has ended"
-                )
-                request.ended.set()
-            self._heap.clear()
-            while self._in_flight:
-                self._lock.wait()
+        self.pool.drain()
 
     def close(self) -> None:
-        """Drain, stop the threads and close the files; idempotent."""
-        self.drain()
-        with self._lock:
-            self._closed = True
-            self._lock.notify_all()
-        for thread in self._threads:
-            thread.join()
+        """Drain, wait for the threads to end and close the files; idempotent, to be repeated if interrupted."""
+        self.pool.close()
         self._files.close()
 
-    def _serve(self) -> None:
-        while (request := self._take()) is not None:
-            try:
-                self._read(request)
-                request.event = request.delivery.end()
-                if request.on_done is not None:
-                    request.on_done()
-            # Whatever a read raises, an interrupt included, is the waiter's: a dead thread would hang it.
-            except BaseException as raised:  # noqa: BLE001
-                request.error = raised
-            request.ended.set()
-            # A request may hold memory of the caller's, which must not live until the next one comes.
-            del request
-            with self._lock:
-                self._in_flight -= 1
-                self._lock.notify_all()
 
-    def _take(self) -> _Request | None:
-        """Return the most urgent request that may start, else the most urgent; ``None`` at the end."""
-        with self._lock:
-            while not self._heap:
-                if self._closed:
-                    return None
-                self._lock.wait()
-            ready = [entry for entry in self._heap if entry[2].may_start]
-            entry = min(ready or self._heap)
-            self._heap.remove(entry)
-            heapq.heapify(self._heap)
-            self._in_flight += 1
-            return entry[2]
+class _Serves:
+    """Reads requests; a ``Server`` of the engine's threads."""
+
+    def __init__(self, files: _Files, task_bytes: int, num_chunks: int) -> None:
+        self._files = files
+        self._task_bytes = task_bytes
+        self._window = threading.Semaphore(num_chunks)
+        """Among these threads alone: none of them is ever interrupted."""
+
+    def take(self, heap: list[tuple[int, int, _Request]]) -> Callable[[], None] | None:
+        """Return the most urgent request that may start, else the most urgent."""
+        if not heap:
+            return None
+        ready = [entry for entry in heap if entry[2].may_start]
+        entry = min(ready or heap)
+        heap.remove(entry)
+        heapq.heapify(heap)
+        return partial(self._serve, entry[2])
+
+    def cancel(self, request: _Request) -> None:
+        """End a request that has not begun."""
+        request.error = StorageError(
+            f"the read of '{request.landing.name}' was cancelled: its run or its session has ended"
+        )
+        request.gate.open()
+
+    def _serve(self, request: _Request) -> None:
+        try:
+            self._read(request)
+            request.event = request.delivery.end()
+            if request.on_done is not None:
+                request.on_done()
+        # Whatever a read raises is the waiter's: a dead thread would hang it.
+        except BaseException as raised:  # noqa: BLE001
+            request.error = raised
+        request.gate.open()
 
     def _read(self, request: _Request) -> None:
         """Read all pieces of a tensor and wait for every one, also when one of them fails."""

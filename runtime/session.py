@@ -6,13 +6,12 @@ of the arena and on the addresses of the resident weights, and take turns with t
 
 from __future__ import annotations
 
-import threading
 import weakref
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
 
 import torch
 
@@ -34,6 +33,7 @@ from gascompile.runtime.files import SourceFiles
 from gascompile.runtime.heap_moves import HeapMoves
 from gascompile.runtime.host_weights import HostWeights
 from gascompile.runtime.landing import Landing
+from gascompile.runtime.parts import Parts
 from gascompile.runtime.pinned import pinned_bytes, require_budget
 from gascompile.runtime.protocols import (
     Device,
@@ -43,14 +43,16 @@ from gascompile.runtime.protocols import (
     Reader,
     Sharer,
     Ticket,
-    TransferEngine,
     read_at,
 )
 from gascompile.runtime.reading import open_engine
 from gascompile.runtime.residents import Progress, Residents, check_residents, resident_addresses
 from gascompile.runtime.rows import tile_source
+from gascompile.runtime.waiting import Turn, life, require_life
 from gascompile.tiles import parse_tile
 from gascompile.units import SPILL_BUFFER_BYTES
+
+Result = TypeVar("Result")
 
 
 class Session:
@@ -101,6 +103,7 @@ class Session:
             StorageError: a file is missing or has changed.
         """
         io = io or IoSettings()
+        self._life = life()
         self.device = device or CpuDevice()
         self.addresses = dict(residents)
         self.sources = dict(sources)
@@ -124,20 +127,13 @@ class Session:
             raise
         self.host = HostWeights(self.device, self.engine, "nvme->cpu", self._pinned)
         # Bound to the parts, not to the session: a session that is dropped is shut down too.
-        self._heaps: list[HeapMoves] = []
         self._spill_folder = spill_folder
-        self._shut_down = weakref.finalize(
-            self,
-            _shut_down,
-            self.kept,
-            self._heaps,
-            self.engine,
-            self._files,
-            self.device,
-            [self.arena],
-            self._pinned,
+        self._parts = Parts(
+            self.kept, self.engine, self._files, self.device, [self.arena], self._pinned
         )
-        self._lock, self.sharers = threading.Lock(), weakref.WeakSet[Sharer]()
+        self._heaps = self._parts.heaps
+        self._shut_down = weakref.finalize(self, self._parts.close)
+        self._turn, self.sharers = Turn(), weakref.WeakSet[Sharer]()
         # Before the first run only resident weights are on their way: there is nothing to drain.
         self._closed, self._settled = False, True
         self._views: dict[tuple[str, int], torch.Tensor] = {}
@@ -309,37 +305,45 @@ class Session:
         """Whether every resident weight has been awaited."""
         return self._residents.complete
 
+    @property
+    def is_here(self) -> bool:
+        """Whether it was opened by this process, not by one that this was forked from."""
+        return self._life is life()
+
     def pull_states(self) -> None:
         """Bring the caller's states up to date with what runs have made of them."""
-        with self._lock:
-            self.kept.pull()
+        self._turn.take(self.kept.pull)
 
-    @contextmanager
-    def run(self, user: object) -> Iterator[bool]:
-        """Hold the session for one run of ``user``; yields whether its prefetches are still under way.
+    def run(self, user: object, body: Callable[[bool], Result]) -> Result:
+        """Hold the session for one run of ``user``; ``body`` is told whether its prefetches are still under way.
 
         Whatever ends a run but its last line leaves the session cold: the next run starts afresh.
 
         Raises:
+            ForkedError: the session is of another process.
             StorageError: the session is closed, or a weight file is not what it was, before or after the run.
         """
-        with self._lock:
-            if self._closed:
-                raise StorageError("the session is closed; compile or load the model again")
-            self._files.check()
-            self.kept.push()
-            warm = self._user is user
-            restart = not warm and not self._settled
-            self._user, self._settled = None, False
-            try:
-                if restart:
-                    self._restart()
-                yield warm
-                self._files.recheck()
-            except BaseException:
-                self._drain()
-                raise
-            self._user = user
+        return self._turn.take(partial(self._run, user, body))
+
+    def _run(self, user: object, body: Callable[[bool], Result]) -> Result:
+        require_life(self._life, "the session")
+        if self._closed:
+            raise StorageError("the session is closed; compile or load the model again")
+        self._files.check()
+        self.kept.push()
+        warm = self._user is user
+        restart = not warm and not self._settled
+        self._user, self._settled = None, False
+        try:
+            if restart:
+                self._restart()
+            result = body(warm)
+            self._files.recheck()
+        except BaseException:
+            self._drain()
+            raise
+        self._user = user
+        return result
 
     def _drain(self) -> None:
         """Cancel what is queued and block until nothing moves any more."""
@@ -354,12 +358,15 @@ class Session:
         self.host.start()
 
     def close(self) -> None:
-        """Stop the reads, close the files and give the memory back; idempotent."""
-        with self._lock:
-            self._closed = True
-            self._user = None
-            self._views.clear()
-            self._shut_down()
+        """Stop the reads, close the files and give the memory back; idempotent, to be repeated if interrupted."""
+        self._turn.take(self._close)
+
+    def _close(self) -> None:
+        self._closed = True
+        self._user = None
+        self._views.clear()
+        self._parts.close()
+        self._shut_down.detach()
 
     def __enter__(self) -> Self:
         return self
@@ -371,27 +378,3 @@ class Session:
         trace: TracebackType | None,
     ) -> None:
         self.close()
-
-
-def _shut_down(
-    kept: DeviceStates,
-    heaps: list[HeapMoves],
-    engine: TransferEngine,
-    files: SourceFiles,
-    device: Device,
-    memories: list[Memory],
-    pinned: list[Memory],
-) -> None:
-    for heap in heaps:
-        heap.close()
-    heaps.clear()
-    engine.close()
-    files.close()
-    try:
-        kept.close()
-    finally:
-        device.close()
-    for memory in (*memories, *pinned):
-        memory.close()
-    memories.clear()
-    pinned.clear()

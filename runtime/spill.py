@@ -13,10 +13,11 @@ import errno
 import os
 import queue
 import tempfile
-import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -26,10 +27,13 @@ from gascompile.runtime.copying import copy_range
 from gascompile.runtime.lanes import Lane
 from gascompile.runtime.pages import Pages
 from gascompile.runtime.protocols import Event, Reader, Ticket, read_at
+from gascompile.runtime.waiting import Gate, OwnThread, life, require_life
 from gascompile.units import PAGE_BYTES, align_up, format_size
 
 Writer = Callable[[int, memoryview, int], int]
 """A positional write; raises ``OSError`` and may take fewer bytes than it is given."""
+
+_UNNAMED = os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC
 
 
 @dataclass(slots=True)
@@ -41,7 +45,7 @@ class _Move:
     """Let go of before the move ends, so that the last reader of the tensor frees its memory."""
     name: str
     error: StorageError | None = None
-    ended: threading.Event = field(default_factory=threading.Event)
+    gate: Gate = field(default_factory=Gate)
     event: Event | None = None
     """None: the bytes are in place once the move has ended."""
     begun_s: float = 0.0
@@ -50,14 +54,14 @@ class _Move:
 
     @property
     def done(self) -> bool:
-        return self.ended.is_set()
+        return self.gate.is_open
 
     @property
     def failed(self) -> bool:
         return self.error is not None
 
     def wait(self) -> None:
-        self.ended.wait()
+        self.gate.wait()
         if self.error is not None:
             raise StorageError(str(self.error)) from self.error.__cause__
 
@@ -93,13 +97,14 @@ class Spill:
         ends = (offset + align_up(size_bytes, PAGE_BYTES) for offset, size_bytes in slots.values())
         total = max(ends, default=0)
         self._pages = pages
-        self._reader, self._writer = reader, writer or os.pwrite
         self._file, self.path = _open(folder, total)
+        self._buffered = _Buffered(self._file, reader, writer or os.pwrite)
         self._plain = -1
         self._buffers = buffers
+        self._life = life()
         self._closed = False
         self._queues: list[queue.SimpleQueue[_Move | None]] = []
-        self._threads: list[threading.Thread] = []
+        self._threads: list[OwnThread] = []
         self._lanes: list[Lane] = []
         try:
             self._start(buffers)
@@ -110,21 +115,16 @@ class Spill:
     def _start(self, buffers: memoryview) -> None:
         half = len(buffers) // 2
         for name, serve, buffer in (
-            ("write", self._write, buffers[:half]),
-            ("read", self._read, buffers[half:]),
+            ("write", self._buffered.write, buffers[:half]),
+            ("read", self._buffered.read, buffers[half:]),
         ):
             if self._pages is not None:
                 self._lanes.append(self._pages.lane())
             jobs: queue.SimpleQueue[_Move | None] = queue.SimpleQueue()
-            thread = threading.Thread(
-                target=_serve,
-                args=(jobs, serve, buffer),
-                name=f"gascompile-spill-{name}",
-                daemon=True,
-            )
             self._queues.append(jobs)
-            self._threads.append(thread)
-            thread.start()
+            weakref.finalize(self, jobs.put, None).atexit = False
+            work = partial(_serve, jobs, serve, buffer)
+            self._threads.append(OwnThread(work, f"gascompile-spill-{name}"))
 
     def write(self, name: str, storage: torch.UntypedStorage) -> Ticket:
         """Start copying a storage to its slot; it must not change or go before the ticket is done."""
@@ -143,12 +143,15 @@ class Spill:
         Raises:
             StorageError: the file cannot be written.
         """
+        require_life(self._life, "the spill file")
         slot, _ = self._slots[name]
         for begin in range(0, size_bytes, len(self._buffers)):
             part = self._buffers[: min(len(self._buffers), size_bytes - begin)]
             fill(part, begin)
             try:
-                self._write_all(self._buffers[: align_up(len(part), PAGE_BYTES)], slot + begin)
+                self._buffered.write_all(
+                    self._buffers[: align_up(len(part), PAGE_BYTES)], slot + begin
+                )
             except OSError as error:
                 raise StorageError(
                     f"keeping '{name}' failed: {error.strerror}; check the disk of the cache folder"
@@ -156,12 +159,18 @@ class Spill:
 
     def drain(self) -> None:
         """Let what is under way end, whether it fails or not."""
+        if self._life is not life():
+            return
+        if self._closed:
+            # Its threads may have ended: then nobody opens the gate of a move.
+            self.close()
+            return
         empty = torch.UntypedStorage(0)
         moves = [_Move(0, empty, "") for _ in self._queues]
         for jobs, move in zip(self._queues, moves, strict=True):
             jobs.put(move)
         for move in moves:
-            move.ended.wait()
+            move.gate.wait()
         for lane in self._lanes:
             lane.drain()
 
@@ -189,8 +198,7 @@ class Spill:
         for jobs in self._queues:
             jobs.put(None)
         for thread in self._threads:
-            if thread.ident is not None:
-                thread.join()
+            thread.join()
         for lane in self._lanes:
             lane.close()
         files, self._file, self._plain = (self._file, self._plain), -1, -1
@@ -204,6 +212,7 @@ class Spill:
             raise StorageError(
                 f"'{name}' has {storage.nbytes()} bytes, its slot {size_bytes}; plan for the larger input"
             )
+        require_life(self._life, "the spill file")
         if self._closed:
             raise StorageError("the session is closed; compile or load the model again")
         pages_bytes = align_up(storage.nbytes(), PAGE_BYTES)
@@ -215,14 +224,23 @@ class Spill:
         self._queues[direction].put(move)
         return move
 
-    def _write(self, move: _Move, buffer: memoryview) -> None:
+
+class _Buffered:
+    """Moves what is not aligned for the drive through buffers; by the own threads of a spill."""
+
+    def __init__(self, file: int, reader: Reader, writer: Writer) -> None:
+        self._file, self._reader, self._writer = file, reader, writer
+
+    def write(self, move: _Move, buffer: memoryview) -> None:
+        """Copy a storage to its slot."""
         source = _bytes_of(move.storage)
         for begin in range(0, len(source), len(buffer)):
             part = source[begin : begin + len(buffer)]
             buffer[: len(part)] = part
-            self._write_all(buffer[: align_up(len(part), PAGE_BYTES)], move.slot + begin)
+            self.write_all(buffer[: align_up(len(part), PAGE_BYTES)], move.slot + begin)
 
-    def _read(self, move: _Move, buffer: memoryview) -> None:
+    def read(self, move: _Move, buffer: memoryview) -> None:
+        """Fill a storage from its slot."""
         target = _bytes_of(move.storage)
         for begin in range(0, len(target), len(buffer)):
             part = target[begin : begin + len(buffer)]
@@ -230,7 +248,8 @@ class Spill:
             self._read_all(whole, len(part), move.slot + begin)
             part[:] = buffer[: len(part)]
 
-    def _write_all(self, pages: memoryview, offset: int) -> None:
+    def write_all(self, pages: memoryview, offset: int) -> None:
+        """Write whole pages to the file."""
         done = 0
         while done < len(pages):
             taken = self._writer(self._file, pages[done:], offset + done)
@@ -266,7 +285,7 @@ def _serve(
             move.error.__cause__ = error
         move.storage = None
         move.done_s = time.perf_counter()
-        move.ended.set()
+        move.gate.open()
 
 
 def _bytes_of(storage: torch.UntypedStorage | None) -> memoryview:
@@ -279,20 +298,35 @@ def _open(folder: Path, size_bytes: int) -> tuple[int, str]:
     """Return a new unnamed file of ``size_bytes``, and the path that its bytes take."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        made, name = tempfile.mkstemp(dir=folder, prefix=".spill-")
+        try:
+            file, path = _open_as(folder, _UNNAMED | os.O_DIRECT), "O_DIRECT"
+        except OSError:
+            # Some file systems (tmpfs, some overlays) have no direct I/O; the page cache serves.
+            file, path = _open_as(folder, _UNNAMED), "page cache"
         try:
             if size_bytes:
-                os.posix_fallocate(made, 0, size_bytes)
-            try:
-                return os.open(name, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC), "O_DIRECT"
-            except OSError:
-                # Some file systems (tmpfs, some overlays) have no direct I/O; the page cache serves.
-                return os.open(name, os.O_RDWR | os.O_CLOEXEC), "page cache"
-        finally:
-            os.unlink(name)
-            os.close(made)
+                os.posix_fallocate(file, 0, size_bytes)
+        except BaseException:
+            os.close(file)
+            raise
+        return file, path
     except OSError as error:
         raise StorageError(
             f"cannot take {format_size(size_bytes)} in {folder} for activations: {error.strerror}; "
             "free some space, or choose another cache_dir"
         ) from error
+
+
+def _open_as(folder: Path, flags: int) -> int:
+    """Return a new file without a name; where the file system needs one, it has it for a moment."""
+    try:
+        return os.open(folder, flags, 0o600)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT):
+            raise
+    made, name = tempfile.mkstemp(dir=folder, prefix=".spill-")
+    try:
+        return os.open(name, flags & ~_UNNAMED | os.O_RDWR | os.O_CLOEXEC)
+    finally:
+        os.unlink(name)
+        os.close(made)

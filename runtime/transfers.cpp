@@ -3,6 +3,8 @@
 // A lane serves what it is given in order. Who submits owns the outcome, and keeps it until it says that it ended, if
 // it says that it was submitted.
 
+#include <pthread.h>
+#include <signal.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -88,6 +90,13 @@ class Lane {
 
  private:
   void serve() {
+    // Signals are for the main thread, which wakes up for them.
+    sigset_t signals;
+    sigfillset(&signals);
+    for (const int fault : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT, SIGTRAP, SIGPROF}) {
+      sigdelset(&signals, fault);
+    }
+    pthread_sigmask(SIG_BLOCK, &signals, nullptr);
     std::unique_lock<std::mutex> lock(mutex_);
     for (;;) {
       changed_.wait(lock, [this] { return closed_ || !jobs_.empty(); });

@@ -8,8 +8,8 @@ costs time but no memory; pieces are as long as they are, without padding, so no
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -25,6 +25,7 @@ from gascompile.pipeline import make_job
 from gascompile.reports import RunReport
 from gascompile.runtime.executor import Executor
 from gascompile.runtime.session import Session
+from gascompile.runtime.waiting import Turn
 from gascompile.sources import open_source
 
 DEFAULT_MAX_LENGTH = 1024
@@ -93,9 +94,8 @@ class Generator:
         )
         self._units = plan_generation(job, min(prefill_tokens, self.max_length - 1))
         self._held: list[int] = []
-        self._lock = threading.Lock()
-        self._session: Session | None = None
-        self._executors: dict[str, Executor] = {}
+        self._turn = Turn()
+        self._open: tuple[Session, dict[str, Executor]] | None = None
         self.last_runs: dict[str, RunReport] = {}
         self.last_run: RunReport | None = None
         self._open_session()
@@ -147,19 +147,22 @@ class Generator:
 
     def reset(self) -> None:
         """Forget the sequence; the next prompt is read from its first token."""
-        with self._lock:
-            self._held.clear()
-            # On a device that has copies of them, the next call takes this over.
-            for tensor in self._step.cache_tensors():
-                tensor.zero_()
+        self._turn.take(self._forget)
+
+    def _forget(self) -> None:
+        self._held.clear()
+        # On a device that has copies of them, the next call takes this over.
+        for tensor in self._step.cache_tensors():
+            tensor.zero_()
 
     def close(self) -> None:
         """Free the arena and close the weight files; the next token opens them again."""
-        with self._lock:
-            self._executors = {}
-            if self._session is not None:
-                self._session.close()
-                self._session = None
+        self._turn.take(self._close)
+
+    def _close(self) -> None:
+        if self._open is not None:
+            self._open[0].close()
+            self._open = None
 
     def __enter__(self) -> Self:
         return self
@@ -186,20 +189,23 @@ class Generator:
 
     def _logits(self, tokens: list[int]) -> torch.Tensor:
         """Bring the cache to ``tokens`` and return the logits of what comes next."""
-        with self._lock:
-            self._open_session()
-            position = _common_length(self._held, tokens[:-1])
-            del self._held[position:]
-            while position < len(tokens):
-                part = tokens[position : position + self._units.prefill_tokens]
-                logits = self._run(part, position)
-                self._held += part
-                position += len(part)
+        return self._turn.take(partial(self._read, tokens))
+
+    def _read(self, tokens: list[int]) -> torch.Tensor:
+        self._open_session()
+        position = _common_length(self._held, tokens[:-1])
+        del self._held[position:]
+        while position < len(tokens):
+            part = tokens[position : position + self._units.prefill_tokens]
+            logits = self._run(part, position)
+            self._held += part
+            position += len(part)
         return logits
 
     def _run(self, part: list[int], position: int) -> torch.Tensor:
         name = "decode" if len(part) == 1 else "prefill"
-        executor = self._executors[name]
+        assert self._open is not None
+        executor = self._open[1][name]
         logits: torch.Tensor
         (logits,) = executor.run(torch.tensor([part]), torch.tensor(position))
         assert executor.last_run is not None
@@ -207,22 +213,26 @@ class Generator:
         return logits[0]
 
     def _open_session(self) -> None:
-        if self._session is not None:
+        """Have an open session, and one of this process: a child of a fork opens its own."""
+        if self._open is not None and self._open[0].is_here:
             return
+        self._close()
         units = _named(self._units)
         bundles = [unit.bundle for unit in units.values()]
         stamps: dict[str, FileStamp] = {s.path: s for b in bundles for s in b.weights.stamps}
-        self._session = Session.for_plan(
+        session = Session.for_plan(
             self._units.decode.bundle.plan,
             sources={name: s for b in bundles for name, s in b.weights.sources.items()},
             stamps=tuple(stamps.values()),
             states={name: tensor for b in bundles for name, tensor in b.held.items()},
             spill_folder=self._cache_dir / "spill",
         )
-        self._executors = {
-            name: Executor(self._session, unit.graph_module, unit.bundle.plan)
+        executors = {
+            name: Executor(session, unit.graph_module, unit.bundle.plan)
             for name, unit in units.items()
         }
+        # At once: who is interrupted before has opened nothing.
+        self._open = (session, executors)
 
     def _checked_prompt(self, input_ids: torch.Tensor | Sequence[int]) -> list[int]:
         if isinstance(input_ids, torch.Tensor):

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import ctypes
 import queue
-import threading
 import time
+import weakref
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -22,6 +23,7 @@ from gascompile.runtime.arena import POISON, Arena
 from gascompile.runtime.devices.pacing import Disorder, Pacing, sleep_until
 from gascompile.runtime.early_memory import EarlyMemory
 from gascompile.runtime.protocols import Booking, Event, Instant
+from gascompile.runtime.waiting import Gate, OwnThread
 
 _LIBC = ctypes.CDLL(None)
 """Unlike ``ctypes.memmove`` it lets other threads run meanwhile: those of other links, and compute."""
@@ -56,36 +58,40 @@ class EmulatedBooking:
         self._size_bytes = size_bytes
         self._given_bytes = 0
         self._first_s = 0.0
-        self._passed_s: float | None = None
+        self._passed_s = 0.0
+        self._is_entered = self.is_asked = False
         if after is None or after.reached:
-            self.enter(time.perf_counter() - (after.lag_s if isinstance(after, _Done) else 0.0))
+            self.ask(time.perf_counter() - (after.lag_s if isinstance(after, _Done) else 0.0))
 
-    @property
-    def is_entered(self) -> bool:
-        return self._passed_s is not None
+    def ask(self, ready_s: float) -> None:
+        """Plan the transfer, which could begin at ``ready_s``, after all that were asked for before."""
+        self.is_asked = True
+        self._pacing.ask(partial(self._enter, ready_s))
 
-    def enter(self, ready_s: float) -> None:
-        """Plan the transfer, which could begin at ``ready_s``."""
+    def _enter(self, ready_s: float) -> None:
         self._first_s = self._passed_s = self._pacing.begin_s(
             self._link, self._size_bytes, ready_s, ahead=self._ahead
         )
+        self._is_entered = True
 
     def give(self, size_bytes: int) -> None:
         """Note that a copy of so many bytes was queued."""
         self._given_bytes += size_bytes
 
     def cancel(self) -> None:
-        if self.is_entered:
+        self._pacing.ask(partial(self._cancel, time.perf_counter()))
+
+    def _cancel(self, now_s: float) -> None:
+        if self._is_entered:
             given_s = self._first_s + self._pacing.seconds(self._link, self._given_bytes)
             end_s = self._first_s + self._pacing.seconds(self._link, self._size_bytes)
-            unused_s = end_s - max(given_s, time.perf_counter())
+            unused_s = end_s - max(given_s, now_s)
             if unused_s > 0:
                 self._pacing.give_back(self._link, unused_s)
         self._size_bytes = self._given_bytes
 
     def pass_next(self, size_bytes: int) -> float:
-        """Return when the next ``size_bytes`` have passed; for the thread of the link."""
-        assert self._passed_s is not None
+        """Return when the next ``size_bytes`` have passed; for the thread of the link, after what was asked."""
         self._passed_s += self._pacing.seconds(self._link, size_bytes)
         return self._passed_s
 
@@ -100,11 +106,11 @@ class _Copy:
     booking: EmulatedBooking
     end_s: float = 0.0
     """When it ends, on the clock of ``time.perf_counter``; known once its bytes are there."""
-    _moved: threading.Event = field(default_factory=threading.Event)
+    _moved: Gate = field(default_factory=Gate)
 
     @property
     def reached(self) -> bool:
-        return self._moved.is_set() and time.perf_counter() >= self.end_s
+        return self._moved.is_open and time.perf_counter() >= self.end_s
 
     def wait(self) -> None:
         self._moved.wait()
@@ -116,7 +122,7 @@ class _Copy:
         # Whoever keeps the event keeps no memory.
         self.target = self.source = self.after = None
         self.end_s = end_s
-        self._moved.set()
+        self._moved.open()
 
 
 class EmulatedStream:
@@ -126,14 +132,10 @@ class EmulatedStream:
         self._link = link
         self._ahead = ahead
         self._pacing = pacing
-        self._late = late
-        self._queue: queue.SimpleQueue[_Copy | None] = queue.SimpleQueue()
-        self._last: Event = _DONE
-        self._lock = threading.Lock()
-        self._thread = threading.Thread(
-            target=self._serve, name=f"gascompile-link-{link}", daemon=True
-        )
-        self._thread.start()
+        self._is_closed = False
+        self._copies = _Copies(pacing, late=late)
+        weakref.finalize(self, self._copies.queue.put, None).atexit = False
+        self._thread = OwnThread(self._copies.serve, f"gascompile-link-{link}")
 
     def book(self, size_bytes: int, *, after: Event | None = None) -> EmulatedBooking:
         return EmulatedBooking(self._link, self._pacing, size_bytes, after, ahead=self._ahead)
@@ -148,32 +150,55 @@ class EmulatedStream:
         booking: Booking | None = None,
     ) -> Event:
         assert target.nbytes == source.nbytes, "a copy is of one size"
-        with self._lock:
-            booked = booking or self.book(target.nbytes, after=after)
-            assert isinstance(booked, EmulatedBooking), "a booking of this device"
-            booked.give(target.nbytes)
-            copy = _Copy(target, source, after, booked)
-            self._last = copy
-            self._queue.put(copy)
+        booked = booking or self.book(target.nbytes, after=after)
+        assert isinstance(booked, EmulatedBooking), "a booking of this device"
+        booked.give(target.nbytes)
+        copy = _Copy(target, source, after, booked)
+        self._copies.queue.put(copy)
         return copy
 
     def synchronize(self) -> None:
-        with self._lock:
-            last = self._last
-        last.wait()
+        if self._is_closed:
+            self._thread.join()
+        elif self._thread.is_alive:
+            gate = Gate()
+            self._copies.queue.put(gate)
+            gate.wait()
+            sleep_until(self._copies.end_s)
 
     def close(self) -> None:
-        self._queue.put(None)
+        self._is_closed = True
+        self._copies.queue.put(None)
         self._thread.join()
 
-    def _serve(self) -> None:
-        while (copy := self._queue.get()) is not None:
-            if copy.after is not None and not copy.after.reached:
-                copy.after.wait()
-            if not copy.booking.is_entered:
-                copy.booking.enter(time.perf_counter())
-            copy.moved(self._carry_out(copy))
+
+class _Copies:
+    """The copies of one link, made one after the other by its thread."""
+
+    def __init__(self, pacing: Pacing, *, late: bool) -> None:
+        self.queue: queue.SimpleQueue[_Copy | Gate | None] = queue.SimpleQueue()
+        self.end_s = 0.0
+        """When the last one ends."""
+        self._pacing = pacing
+        self._late = late
+
+    def serve(self) -> None:
+        """Make copies until there is a ``None``; a gate is opened once those before it are made."""
+        while (copy := self.queue.get()) is not None:
+            if isinstance(copy, Gate):
+                copy.open()
+            else:
+                self._make(copy)
             del copy
+
+    def _make(self, copy: _Copy) -> None:
+        if copy.after is not None and not copy.after.reached:
+            copy.after.wait()
+        if not copy.booking.is_asked:
+            copy.booking.ask(time.perf_counter())
+        self._pacing.enter_asked()
+        self.end_s = self._carry_out(copy)
+        copy.moved(self.end_s)
 
     def _carry_out(self, copy: _Copy) -> float:
         """Move the bytes and return when the link would have; late ones are moved no earlier."""
@@ -212,7 +237,6 @@ class EmulatedDevice:
         self._pacing = Pacing(machine, disorder)
         self._late = late
         self._streams: dict[tuple[str, bool], EmulatedStream] = {}
-        self._lock = threading.Lock()
         self._lag_s = 0.0
 
     def arena(self, size_bytes: int, early: EarlyMemory | None = None) -> Arena:
@@ -229,16 +253,14 @@ class EmulatedDevice:
         return Arena(size_bytes)
 
     def stream(self, link: str, *, ahead: bool = False) -> EmulatedStream:
-        with self._lock:
-            if (link, ahead) not in self._streams:
-                if link not in self._pacing:
-                    raise DeviceError(
-                        f"the machine '{self._machine}' has no link '{link}'; plan for this machine"
-                    )
-                self._streams[link, ahead] = EmulatedStream(
-                    link, self._pacing, late=self._late, ahead=ahead
+        key = (link, ahead)
+        if key not in self._streams:
+            if link not in self._pacing:
+                raise DeviceError(
+                    f"the machine '{self._machine}' has no link '{link}'; plan for this machine"
                 )
-            return self._streams[link, ahead]
+            self._streams[key] = EmulatedStream(link, self._pacing, late=self._late, ahead=ahead)
+        return self._streams[key]
 
     def begin(self) -> None:
         self._lag_s = 0.0

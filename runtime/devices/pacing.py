@@ -7,9 +7,11 @@ bandwidth: a pipe admits a transfer when the bytes of the one before would have 
 
 from __future__ import annotations
 
+import queue
 import random
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from gascompile.ir import Link, Machine
@@ -30,19 +32,31 @@ class Disorder:
 
 
 class Pacing:
-    """The time table of all links of a machine; for threads."""
+    """The time table of all links of a machine: theirs alone, who else wants an entry asks for it."""
 
     def __init__(self, machine: Machine, disorder: Disorder | None = None) -> None:
         self._links = {link.name: link for link in machine.links}
         self._pipe_rates = {pipe.name: pipe.bandwidth_bytes_per_s for pipe in machine.pipes}
         self._link_free_s: dict[str, float] = {}
         self._pipe_free_s: dict[str, float] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
+        """Of the links' own threads; the calling thread takes it nowhere."""
+        self._asked: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._disorder = disorder
         self._random = random.Random(disorder.seed if disorder else 0)
 
     def __contains__(self, link: str) -> bool:
         return link in self._links
+
+    def ask(self, entry: Callable[[], None]) -> None:
+        """Let ``entry`` be called, by the thread of a link, after all that were asked for before."""
+        self._asked.put(entry)
+
+    def enter_asked(self) -> None:
+        """Enter what was asked for so far; for the threads of links."""
+        with self._lock:
+            while not self._asked.empty():
+                self._asked.get()()
 
     def delay_s(self) -> float:
         """Return how long the next copy is held back."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 import gascompile
-from gascompile.machine import resolve_machine
+from gascompile.machine import op_times_path, resolve_machine
 from gascompile.runtime.engine import read_blocks
 from tests.integration.fused_models import Gated
 from tests.integration.net import BUDGET, Build, Net
@@ -25,11 +26,13 @@ def measured_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def cache(measured_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return an empty cache folder that already knows this machine."""
+def cache(measured_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Yield an empty cache folder that already knows this machine, and the times of ops that other tests measured."""
     folder = tmp_path_factory.mktemp("cache")
     shutil.copytree(measured_cache / "machine", folder / "machine")
-    return folder
+    yield folder
+    if op_times_path(folder).exists():
+        shutil.copy(op_times_path(folder), op_times_path(measured_cache))
 
 
 @pytest.fixture

@@ -199,8 +199,8 @@ def test_a_cache_on_the_device_answers_as_eager_does(lm: Any, cache: Path) -> No
     plans = []
     for generator, budget in generators(lm, cache):
         assert list(generator.stream(prompt, 12)) == expected
-        session = generator._session
-        assert session is not None
+        assert generator._open is not None
+        session = generator._open[0]
         assert session.kept.size_bytes >= generator.cache_bytes
         for report in generator.last_runs.values():
             assert generator.cache_bytes < report.peak_bytes["gpu"] <= budget

@@ -1,4 +1,4 @@
-"""Every model of the zoo in the smallest budget of an accelerator that is late, out of order and watched.
+"""Models of each kind in the smallest budget of an accelerator that is late, out of order and watched.
 
 Runs are paranoid: what has been released or has not arrived is poison, and every access to the arena has to be
 ordered by an event.
@@ -62,7 +62,10 @@ def in_smallest_budget(model: nn.Module, inputs: dict[str, Any], cache: Path) ->
     return dataclasses.replace(job, budget=Budget(gpu=error.value.required_bytes)).prepare(*call)
 
 
-@pytest.mark.parametrize("name", zoo.CASES)
+# One of each: a decoder, an encoder-decoder, experts, states, tied tables, a scan, buffers of a module, reduced types.
+@pytest.mark.parametrize(
+    "name", ["llama", "t5", "mixtral", "convnet", "tied", "mamba2", "modules", "reduced"]
+)
 def test_equal_to_eager_whatever_comes_late(name: str, cache: Path) -> None:
     register_pytrees()
     model, inputs = zoo.make(name)

@@ -13,7 +13,9 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import gascompile
+from gascompile import pipeline
 from gascompile.calls import bind_call
+from gascompile.capture import capture
 from gascompile.integrations.huggingface import register_pytrees
 from tests import zoo
 from tests.allocator import peak_growth_bytes
@@ -51,6 +53,20 @@ def flat_run_bytes(compiled: gascompile.CompiledModel, inputs: Mapping[str, Any]
     return peak_growth_bytes(lambda: executor.run(*leaves))
 
 
+@pytest.fixture
+def _traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trace a model for one budget and take that for the others, too: other tests look at tracing."""
+    known: dict[int, Any] = {}
+
+    def once(model: nn.Module, *rest: Any, **options: Any) -> Any:
+        if id(model) not in known:
+            known[id(model)] = capture(model, *rest, **options)
+        return known[id(model)]
+
+    monkeypatch.setattr(pipeline, "capture", once)
+
+
+@pytest.mark.usefixtures("_traced_once")
 @pytest.mark.parametrize("name", zoo.CASES)
 def test_equal_to_eager_at_every_budget(name: str, cache: Path) -> None:
     model, inputs = zoo.make(name)

@@ -34,6 +34,7 @@ def test_a_step_is_torch_s_update_with_the_given_gradient(tmp_path: Path) -> Non
         gradient,
         machine=MACHINE,
         cache_dir=tmp_path,
+        time_limit_s=2.0,
     ) as step:
         assert float(step(gradient)) == 0.0
         assert step.plan is not None and step.last_run is not None

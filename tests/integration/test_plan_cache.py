@@ -35,8 +35,17 @@ def test_second_compile_runs_neither_capture_nor_solver(
     assert torch.equal(build()(**inputs), first)
 
 
-@pytest.mark.parametrize("file", ["manifest.json", "program.json", "plan.json", "held.safetensors"])
-@pytest.mark.parametrize("damage", ["garbage", "truncated", "deleted"])
+@pytest.mark.parametrize(
+    ("file", "damage"),
+    [
+        ("manifest.json", "deleted"),
+        ("manifest.json", "truncated"),
+        ("program.json", "garbage"),
+        ("program.json", "truncated"),
+        ("plan.json", "deleted"),
+        ("held.safetensors", "truncated"),
+    ],
+)
 def test_damaged_cache_entry_is_made_again(
     build: Build,
     cache: Path,

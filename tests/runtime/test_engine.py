@@ -294,7 +294,7 @@ def test_failed_request_waits_for_its_chunks_in_flight(file: Path) -> None:
         threading.Timer(0.05, release.set).start()
         with pytest.raises(StorageError):
             ticket.wait()
-        assert b.engine._in_flight <= 1
+        assert b.engine.pool.in_flight <= 1
         assert len(finished) <= 1
 
 
@@ -302,7 +302,7 @@ def test_close_joins_and_refuses(file: Path) -> None:
     with bench(file) as b:
         b.engine.close()
         b.engine.close()
-        assert not any(thread.is_alive() for thread in b.engine._threads)
+        assert not any(thread.is_alive for thread in b.engine.pool.threads)
         with pytest.raises(StorageError, match="closed"):
             b.start(b.landing((file, 0, 10)))
 

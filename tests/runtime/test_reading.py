@@ -29,6 +29,7 @@ from gascompile.runtime.landing import plan_landing
 from gascompile.runtime.protocols import Event, Memory, Reader, TransferEngine, read_at
 from gascompile.runtime.reading import open_engine
 from gascompile.runtime.routing import drive_of, share
+from gascompile.runtime.waiting import own_threads
 from tests.runtime.devices.machines import accelerator
 from tests.runtime.fake_kvikio import Kvikio, uninstall
 from tests.runtime.test_probe import HEALTHY
@@ -115,12 +116,12 @@ def test_without_kvikio_the_plan_is_refused_and_nothing_is_kept(
 ) -> None:
     uninstall(monkeypatch)
     toy, plan = streamed(tmp_path)
-    threads = set(threading.enumerate())
+    threads = own_threads()
     descriptors = len(os.listdir("/proc/self/fd"))
     with pytest.raises(DeviceError, match=r"pip install 'gascompile\[gpu\]', or measure") as caught:
         toy.session(plan)
     assert caught.value.cause == probe.NO_KVIKIO
-    assert set(threading.enumerate()) <= threads
+    assert own_threads() == threads
     assert len(os.listdir("/proc/self/fd")) == descriptors
 
 

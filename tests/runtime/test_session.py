@@ -19,11 +19,12 @@ from gascompile.errors import PlanMismatchError, StorageError
 from gascompile.ir import IoSettings
 from gascompile.runtime.protocols import read_at
 from gascompile.runtime.session import Session
+from gascompile.runtime.waiting import own_threads
 from tests.runtime.toys import LINK, make_plan, mlp, stamp
 
 
 def reading_threads() -> int:
-    return sum(thread.name.startswith("gascompile-read") for thread in threading.enumerate())
+    return len(own_threads("gascompile-read"))
 
 
 def test_missing_file(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ import gc
 import mmap
 import os
 import signal
-import threading
 from pathlib import Path
 
 import pytest
@@ -21,6 +20,7 @@ from gascompile.runtime.lanes import Lane
 from gascompile.runtime.pages import Pages
 from gascompile.runtime.spill import Spill
 from gascompile.runtime.spill_slots import spill_slots
+from gascompile.runtime.waiting import own_threads
 from gascompile.units import PAGE_BYTES, SPILL_BUFFER_BYTES, align_up
 
 SIZES = st.sampled_from(
@@ -245,7 +245,7 @@ def test_an_interrupt_before_a_move_is_under_way_leaves_none(
 def test_an_interrupted_close_is_finished_by_the_next(
     pages: Pages, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = threading.active_count()
+    before = own_threads()
     spill = Spill(tmp_path, {"t": (0, 1 << 22)}, memoryview(bytearray(2)), pages=pages)
     file = spill._file
     for _ in range(8):
@@ -259,7 +259,7 @@ def test_an_interrupted_close_is_finished_by_the_next(
     spill.close()
     spill.close()
     assert not any(lane._thread.is_open for lane in spill._lanes)
-    assert threading.active_count() == before
+    assert own_threads() == before
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(file)
 
@@ -296,7 +296,7 @@ def test_a_forked_child_closes_without_the_threads(pages: Pages, tmp_path: Path)
 def test_without_a_thread_nothing_is_left_behind(
     pages: Pages, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    files, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
+    files, threads = len(os.listdir("/proc/self/fd")), own_threads()
     lanes = iter([pages.lane()])
 
     def lane(self: Pages) -> Lane:
@@ -307,7 +307,7 @@ def test_without_a_thread_nothing_is_left_behind(
     monkeypatch.setattr(Pages, "lane", lane)
     with pytest.raises(StorageError, match="no thread"):
         Spill(tmp_path, {"t": (0, 1 << 20)}, memoryview(bytearray(2)), pages=pages)
-    assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == (files, threads)
+    assert (len(os.listdir("/proc/self/fd")), own_threads()) == (files, threads)
 
 
 def test_memory_that_is_no_block_goes_through_the_buffer(pages: Pages, tmp_path: Path) -> None:

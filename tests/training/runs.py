@@ -130,5 +130,5 @@ def plain_losses(count: int, *, seed: int = 5) -> list[float]:
         return [plain_step(model, optimizer, batch) for batch in batches(count)]
 
 
-CRASH_RUNS = int(os.environ.get("GASCOMPILE_CRASH_RUNS", "8"))
+CRASH_RUNS = int(os.environ.get("GASCOMPILE_CRASH_RUNS", "4"))
 """How often a run is killed."""

@@ -130,13 +130,16 @@ def test_a_read_that_fails_or_is_cancelled_keeps_no_place_on_its_link(tmp_path: 
         extents=(Extent(path=str(path), offset=0, size_bytes=PAGE_BYTES),),
     )
     landing = plan_landing(source, chunk_bytes=PAGE_BYTES, is_direct=files.is_direct)
-    tickets = [engine.submit(landing, 0, key=i, link="nvme->gpu") for i in range(2)]
+    tickets = [engine.submit(landing, 0, key=0, link="nvme->gpu")]
     assert begun.wait(10)
+    tickets.append(engine.submit(landing, 0, key=1, link="nvme->gpu"))
     drain = threading.Thread(target=engine.drain)
     drain.start()
+    while engine.pool.num_messages < 2:
+        time.sleep(0.001)
+    gate.set()
     with pytest.raises(StorageError, match="cancelled"):
         tickets[1].wait()
-    gate.set()
     drain.join()
     assert tickets[0].failed
     engine.close()
