@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -59,12 +60,14 @@ class Bundle:
     """Which ops run as compiled kernels; ``None`` where fusing is off."""
     kernels: Mapping[str, KernelFiles] = field(default_factory=dict)
     """The kernels' machine code, by digest. It is run if it is trusted: see ``fusion.load_kernels``."""
+    digest: str = ""
+    """Of the program and the plan as they were read from files; empty for what was made here."""
 
 
 def write_bundle(
     bundle: Bundle, folder: Path, *, overwrite: bool = False, enclose: Sequence[Path] = ()
-) -> None:
-    """Write ``bundle`` as ``folder``; an existing one is left alone unless ``overwrite``.
+) -> str:
+    """Write ``bundle`` as ``folder`` and return the digest it is read with; an existing one stays unless ``overwrite``.
 
     Weight files named in ``enclose`` become part of the folder, by a hard link where that is possible.
 
@@ -85,7 +88,7 @@ def write_bundle(
     for digest, files in bundle.kernels.items():
         contents[f"kernels-{digest}.json"] = files.record
         contents[f"kernels-{digest}.so"] = files.code
-    manifest = {
+    manifest: dict[str, Any] = {
         "format": FORMAT,
         "positional": list(bundle.positional),
         "versions": dict(bundle.versions),
@@ -118,6 +121,7 @@ def write_bundle(
     finally:
         if temporary:
             shutil.rmtree(temporary, ignore_errors=True)
+    return _digest_of_both(manifest["files"])
 
 
 def read_bundle(folder: Path, *, allow_code: bool = False) -> Bundle:
@@ -144,7 +148,12 @@ def read_bundle(folder: Path, *, allow_code: bool = False) -> Bundle:
         versions=files.versions,
         fusion=files.fusion,
         kernels=_read_kernels(files.raw, folder),
+        digest=_digest_of_both(files.listed),
     )
+
+
+def _digest_of_both(listed: Mapping[str, str]) -> str:
+    return serial.digest([listed["program.json"], listed["plan.json"]])
 
 
 def _read_held(files: BundleFiles, program: Program) -> dict[str, torch.Tensor]:

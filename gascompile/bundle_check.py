@@ -7,22 +7,58 @@ planned, and what comes out must be the plan's own workload; only seconds may di
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
+from pathlib import Path
 from typing import NoReturn
 
 import torch
 
+from gascompile import serial
+from gascompile.bundle import Bundle
 from gascompile.cost_models.gathers import gathered
 from gascompile.cost_models.host import memory_limit
-from gascompile.errors import CheckpointError, PlanMismatchError, UnsupportedOpError
+from gascompile.errors import CheckpointError, PlanMismatchError, StorageError, UnsupportedOpError
+from gascompile.fingerprint import versions
 from gascompile.ir import FileStamp, OpSpec, Plan, TensorKind, TensorSpec, WeightSource, Workload
+from gascompile.own_files import is_own, own_cache
 from gascompile.packing import FORMS
 from gascompile.passes.annotate import annotate
 from gascompile.passes.divide import Division, divide
 from gascompile.program import Program
+from gascompile.serial import write_atomic
 from gascompile.tiles import parse_tile
 from gascompile.units import format_size
+
+
+def check_bundle(bundle: Bundle, cache_dir: Path) -> None:
+    """Return if the plan of ``bundle`` was made for its program, and this machine has room for it.
+
+    What was found right once, or was made here, is not run on fake tensors again: that takes a second, most of it
+    to import what does it.
+
+    Raises:
+        PlanMismatchError: names the op or tensor and both figures.
+        UnsupportedOpError: an op of the program cannot run on fake tensors.
+    """
+    _check_room(bundle.plan)
+    if bundle.digest and is_own(_note(bundle.digest, cache_dir)):
+        return
+    check_program_of(bundle.plan, bundle.program)
+    note_checked(bundle.digest, cache_dir)
+
+
+def note_checked(digest: str, cache_dir: Path) -> None:
+    """Remember that the program and the plan of this digest are of one model."""
+    path = _note(digest, cache_dir)
+    with contextlib.suppress(StorageError):  # then it is checked again
+        own_cache(path.parent)
+        write_atomic(path, "")
+
+
+def _note(digest: str, cache_dir: Path) -> Path:
+    return cache_dir / "checked" / f"{digest}-{serial.digest(versions())[:16]}"
 
 
 def check_program_of(plan: Plan, program: Program) -> None:
@@ -41,7 +77,6 @@ def check_program_of(plan: Plan, program: Program) -> None:
             _refuse(f"the program has {len(expected.ops)} ops, the plan {len(plan.workload.ops)}")
         _check_op(given, wanted)
     _check_strides(program, expected)
-    _check_room(plan)
 
 
 def _division(given: Workload, whole: Workload) -> Division:

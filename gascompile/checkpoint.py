@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import operator
 import os
 import struct
@@ -12,13 +11,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gascompile.errors import CheckpointError
+from gascompile.errors import CheckpointError, FormatError, StorageError
+from gascompile.files import is_file, is_folder, open_regular
 from gascompile.ir import Extent, FileStamp, WeightSource
-from gascompile.serial import read_json
+from gascompile.serial import parse_json, read_json
 
 _INDEX = "model.safetensors.index.json"
 _MAX_HEADER_BYTES = 100 << 20
 """The limit of the safetensors format itself."""
+
+_MAX_DIMENSIONS = 64
 
 _DTYPES = {
     "F64": ("float64", 8), "F32": ("float32", 4), "F16": ("float16", 2), "BF16": ("bfloat16", 2),
@@ -72,17 +74,17 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
 
 
 def _files(root: Path) -> list[Path]:
-    if root.is_file():
+    if is_file(root):
         return [root]
-    if not root.is_dir():
+    if not is_folder(root):
         raise CheckpointError(
-            f"there is no checkpoint at {root}: pass a .safetensors file or a directory that holds some"
+            f"there is no checkpoint at {ascii(str(root))[:1000]}: pass a .safetensors file or a directory that holds "
+            "some"
         )
     index = root / _INDEX
-    if index.is_file():
-        weight_map = read_json(index).get("weight_map", {})
-        files = [root / name for name in sorted(set(weight_map.values()))]
-        missing = [file for file in files if not file.is_file()]
+    if is_file(index):
+        files = [root / name for name in _shards(index)]
+        missing = [file for file in files if not is_file(file)]
         if missing:
             raise CheckpointError(
                 f"{index} names the shard {missing[0].name}, which is not there ({len(missing)} of {len(files)} are "
@@ -101,10 +103,30 @@ def _files(root: Path) -> list[Path]:
     raise CheckpointError(f"{root} holds no .safetensors file")
 
 
+def _shards(index: Path) -> list[str]:
+    """Return the names of the files that an index lists, which lie beside it."""
+    data = read_json(index, strict=False)
+    weight_map = data.get("weight_map") if isinstance(data, dict) else None
+    names = weight_map.values() if isinstance(weight_map, dict) else ()
+    for name in names:
+        if (
+            not isinstance(name, str)
+            or not name
+            or Path(name).name != name
+            or not name.isprintable()
+        ):
+            raise CheckpointError(
+                f"{index}: weight_map names {ascii(name)[:100]}, which is no file beside it; download it again"
+            )
+    if not names:
+        raise CheckpointError(f"{index} has no weight_map of file names; download it again")
+    return sorted(set(names))
+
+
 def read_safetensors_header(file: Path) -> tuple[dict[str, WeightSource], FileStamp]:
     """Return the tensors of one safetensors file and its stamp; raises ``CheckpointError``."""
     try:
-        with file.open("rb") as stream:
+        with open(open_regular(file), "rb") as stream:
             stat = os.fstat(stream.fileno())
             prefix = stream.read(8)
             if len(prefix) < 8:
@@ -118,13 +140,18 @@ def read_safetensors_header(file: Path) -> tuple[dict[str, WeightSource], FileSt
                     f"bytes, the file has {stat.st_size}; download it again"
                 )
             raw = stream.read(header_bytes)
-        header = json.loads(raw)
     except OSError as error:
         raise CheckpointError(f"cannot read {file}: {error.strerror or error}") from error
-    except ValueError as error:
+    except StorageError as error:
+        raise CheckpointError(str(error)) from error
+    try:
+        header = parse_json(raw, where="its header")
+    except FormatError as error:
         raise CheckpointError(
             f"{file} has a corrupt safetensors header ({error}); download it again"
         ) from error
+    if not isinstance(header, dict):
+        raise CheckpointError(f"{file} has a header that is no object; download it again")
     data_bytes = stat.st_size - 8 - header_bytes
     sources = {
         name: _source(file, name, entry, 8 + header_bytes, data_bytes)
@@ -144,12 +171,19 @@ def read_safetensors_header(file: Path) -> tuple[dict[str, WeightSource], FileSt
 def _source(file: Path, name: str, entry: Any, data_start: int, data_bytes: int) -> WeightSource:
     try:
         dtype, itemsize = _DTYPES[entry["dtype"]]
-        shape = tuple(int(dim) for dim in entry["shape"])
-        begin, end = (int(offset) for offset in entry["data_offsets"])
+        shape, offsets = tuple(entry["shape"]), tuple(entry["data_offsets"])
+        if not all(type(n) is int and 0 <= n < 1 << 62 for n in (*shape, *offsets)):
+            raise ValueError("its shape and offsets are not whole numbers")
+        begin, end = offsets
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
-            f"{file}: the header entry of '{name}' cannot be read ({type(error).__name__}: {error}); download it again"
+            f"{file}: the header entry of {ascii(name)[:200]} cannot be read ({type(error).__name__}: {error}); "
+            "download it again"
         ) from error
+    if not name or not name.isprintable() or len(shape) > _MAX_DIMENSIONS:
+        raise CheckpointError(
+            f"{file}: {ascii(name)[:200]} of {len(shape)} dimensions is no tensor; download it again"
+        )
     count = 1
     for dim in shape:
         count *= dim

@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from gascompile.admission import accepts_inputs_on, admit_plan, device_of
 from gascompile.allocator_library import allocation_counter
 from gascompile.bundle import Bundle, content_stamp, require_unchanged, write_bundle
+from gascompile.bundle_check import note_checked
 from gascompile.bundle_files import Weights
 from gascompile.calls import bind_call, copies
 from gascompile.config import default_cache_dir
@@ -265,9 +266,10 @@ class CompiledModel:
             hashed = tuple(content_stamp(stamp, advance) for stamp in stamps)
         weights = Weights(sources=bundle.weights.sources, stamps=hashed)
         spilled = [Path(stamp.path) for stamp in hashed if is_spilled(Path(stamp.path))]
-        write_bundle(
+        digest = write_bundle(
             replace(bundle, weights=weights), Path(folder), overwrite=True, enclose=spilled
         )
+        note_checked(digest, self._cache_dir)
 
     def close(self) -> None:
         """Free the arena and close the weight files; calling the model again opens them again."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from gascompile.form_allocation import CEILINGS, TARGETS, UNMEASURED_CEILINGS
+from gascompile.own_files import own_cache
 from gascompile.packing import LAYOUT
 
 CACHE_VARIABLE = "GASCOMPILE_CACHE_DIR"
@@ -49,6 +50,7 @@ class CompileConfig:
     cache_dir: Path = field(default_factory=default_cache_dir, metadata={"fingerprint": False})
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "cache_dir", own_cache(self.cache_dir.expanduser()))
         if not self.time_limit_s > 0:
             raise ValueError(f"time_limit_s must be positive, not {self.time_limit_s}")
         if not 0 <= self.mip_gap < 1:

@@ -271,3 +271,7 @@ class NanLossError(GASCompileError):
 
 def _rebuild_nan_loss(step: int, op: str) -> NanLossError:
     return NanLossError(step=step, op=op)
+
+
+class UnsafeCacheWarning(UserWarning):
+    """A cache folder is not used, as others than this user could have written into it."""

@@ -49,9 +49,7 @@ def read_regular(path: str | os.PathLike[str], *, max_bytes: int) -> bytes:
         with open(open_regular(path), "rb") as stream:
             size_bytes = os.fstat(stream.fileno()).st_size
             if size_bytes <= max_bytes:
-                # One that grows meanwhile is read to the limit and found too long.
-                raw = stream.read(max_bytes + 1)
-                size_bytes = len(raw)
+                raw = stream.read(size_bytes)
     except OSError as error:
         raise StorageError(f"cannot read {_shown(path)}: {error.strerror or error}") from error
     if size_bytes > max_bytes:

@@ -28,6 +28,7 @@ from gascompile.kernels import FusedReport, Fusion, Kernel, KernelFiles, KernelL
 from gascompile.passes.segments import layout, segments
 from gascompile.progress import task
 from gascompile.runtime.fused import FusedSegment
+from gascompile.units import format_time
 
 _log = logging.getLogger("gascompile")
 
@@ -249,7 +250,13 @@ def load_kernels(
     reason = fusion.reason or _refusal(bundle, cache_dir, trust=trust)
     if reason:
         if not fusion.reason:
-            _log.warning("the plan's fused ops run one by one: %s", reason)
+            unfused_s = bundle.plan.certificate.predicted_s
+            _log.warning(
+                "the plan's fused ops run one by one: %s. A run is predicted to take %s in place of %s",
+                reason,
+                format_time(unfused_s),
+                format_time(max(unfused_s - fusion.gain_s, 0.0)),
+            )
         return LoadedFusion(report=_report(bundle, (), compile_s, reason))
     kernels = _kernels(bundle.kernels)
     backend, _ = backend_of(bundle.plan.machine)

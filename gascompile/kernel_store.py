@@ -7,15 +7,15 @@ exactly these bytes.
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from gascompile import serial
-from gascompile.errors import FormatError, StorageError
+from gascompile.errors import StorageError
 from gascompile.kernels import KernelFiles, KernelLibrary
+from gascompile.own_files import is_own, own_cache, read_own
 
 _log = logging.getLogger("gascompile")
 _DIGEST = re.compile(r"[0-9a-f]{40}")
@@ -34,7 +34,8 @@ def keep(files: KernelFiles, cache_dir: Path) -> None:
     """
     folder = folder_of(cache_dir)
     try:
-        (folder / "keys").mkdir(parents=True, exist_ok=True)
+        own_cache(folder)
+        own_cache(folder / "keys")
         serial.write_atomic(folder / f"{files.digest}.json", files.record)
         serial.write_atomic(folder / f"{files.digest}.so", files.code)
         library = read_record(files.record)
@@ -49,8 +50,8 @@ def find(keys: Iterable[str], built_for: Mapping[str, str], cache_dir: Path) -> 
     found = {}
     for key in keys:
         try:
-            text = (folder_of(cache_dir) / "keys" / _name(key, built_for)).read_text("ascii")
-        except (OSError, UnicodeDecodeError):
+            text = read_own(folder_of(cache_dir) / "keys" / _name(key, built_for)).decode("ascii")
+        except (OSError, StorageError, UnicodeDecodeError):
             continue
         if _DIGEST.fullmatch(text) and is_trusted(text, cache_dir):
             found[key] = text
@@ -59,17 +60,17 @@ def find(keys: Iterable[str], built_for: Mapping[str, str], cache_dir: Path) -> 
 
 def is_trusted(digest: str, cache_dir: Path) -> bool:
     """Return whether the code with this digest was compiled by this user here."""
-    return (folder_of(cache_dir) / f"{digest}.so").is_file()
+    return is_own(folder_of(cache_dir) / f"{digest}.so")
 
 
 def read(digest: str, cache_dir: Path) -> KernelFiles | None:
     """Return a stored library; ``None``, with a warning, where its files are damaged or gone."""
     folder = folder_of(cache_dir)
     try:
-        record = (folder / f"{digest}.json").read_bytes()
-        files = KernelFiles(record=record, code=(folder / f"{digest}.so").read_bytes())
-    except OSError as error:
-        _log.warning("the kernels %s cannot be read (%s); compiling again", digest, error.strerror)
+        record = read_own(folder / f"{digest}.json")
+        files = KernelFiles(record=record, code=read_own(folder / f"{digest}.so"))
+    except (OSError, StorageError) as error:
+        _log.warning("the kernels %s cannot be read (%s); compiling again", digest, error)
         return None
     if files.digest != digest:
         _log.warning("the kernels %s are damaged; compiling again", digest)
@@ -83,10 +84,7 @@ def read_record(record: bytes) -> KernelLibrary:
     Raises:
         FormatError: it is no such record.
     """
-    try:
-        data = json.loads(record)
-    except ValueError as error:
-        raise FormatError(f"the record of fused kernels is no JSON: {error}") from error
+    data = serial.parse_json(record, where="the record of fused kernels")
     return serial.from_json(KernelLibrary, data, where="kernels")
 
 

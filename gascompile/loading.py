@@ -9,11 +9,11 @@ from pathlib import Path
 
 from gascompile.admission import admit_saved
 from gascompile.bundle import Bundle, content_stamp, read_bundle
-from gascompile.bundle_check import check_program_of, check_weights
+from gascompile.bundle_check import check_bundle, check_weights
 from gascompile.bundle_files import Weights, relocate
 from gascompile.checkpoint import open_checkpoint
 from gascompile.compiled import CompiledModel, Unit
-from gascompile.config import CompileConfig
+from gascompile.config import CompileConfig, default_cache_dir
 from gascompile.emulated import emulated_name
 from gascompile.errors import CheckpointError, PlanMismatchError, StorageError
 from gascompile.fingerprint import versions
@@ -58,8 +58,9 @@ def load(
         PlanVerificationError: the plan breaks a budget or a dependency.
         StorageError: a weight file is missing or its content has changed.
     """
-    path, config = Path(folder), CompileConfig(graphs=graphs)
-    cache = Path(cache_dir).expanduser() if cache_dir is not None else config.cache_dir
+    kept_in = default_cache_dir() if cache_dir is None else Path(cache_dir)
+    path, config = Path(folder), CompileConfig(graphs=graphs, cache_dir=kept_in)
+    cache = config.cache_dir
     bundle = read_bundle(path, allow_code=allow_code)
     _check_versions(bundle.versions, path)
     name = bundle.plan.machine.name
@@ -70,7 +71,7 @@ def load(
             "here, or pass any_machine=True to run it as it is"
         )
     verify(bundle.plan)
-    check_program_of(bundle.plan, bundle.program)
+    check_bundle(bundle, cache)
     bundle = replace(bundle, plan=admit_saved(bundle.plan))
     weights = bundle.weights
     if checkpoint is not None:

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from gascompile import serial
+from gascompile.errors import StorageError
+from gascompile.own_files import own_cache, read_own
 
 _log = logging.getLogger("gascompile")
 
@@ -29,14 +31,20 @@ def kept_library(path: Path, build: Callable[[], bytes] | None) -> Path | None:
         OSError: the file cannot be read.
     """
     if path.exists():
-        content = path.read_bytes()
+        try:
+            content = read_own(path)
+        except StorageError as error:
+            _log.warning("%s; it is compiled again", error)
+            content = b""
         code, digest = content[:-_DIGEST_BYTES], content[-_DIGEST_BYTES:]
         if code and _digest(code) == digest:
             return path
-        _log.warning("%s is damaged and is compiled again", path)
+        if content:
+            _log.warning("%s is damaged and is compiled again", path)
     if build is None:
         return None
     code = build()
+    own_cache(path.parent)
     serial.write_atomic(path, code + _digest(code))
     return path
 

@@ -14,6 +14,7 @@ from gascompile import serial
 from gascompile.bundle import Bundle, read_bundle, write_bundle
 from gascompile.bundle_files import read_bundle_files
 from gascompile.errors import FormatError, StorageError, UnsupportedOpError
+from gascompile.own_files import fault_of, own_cache
 
 _log = logging.getLogger("gascompile")
 
@@ -45,6 +46,10 @@ def read(folder: Path, prints: Mapping[str, str]) -> Bundle | None:
     """Return the cached bundle, or ``None`` when there is none or it cannot be used."""
     if not folder.exists():
         return None
+    if fault := fault_of(folder.parent.stat()) or fault_of(folder.stat()):
+        _log.warning("the cache entry %s is not used: %s; planning again", folder.name, fault)
+        shutil.rmtree(folder, ignore_errors=True)
+        return None
     try:
         bundle = read_bundle(folder, allow_code=True)  # written here, by this user
     except (FormatError, StorageError) as error:
@@ -60,9 +65,11 @@ def read(folder: Path, prints: Mapping[str, str]) -> Bundle | None:
 
 def write(folder: Path, bundle: Bundle, *, damaged: bool) -> None:
     """Keep ``bundle``; a cache that cannot be written costs time, not the job."""
+    own_cache(folder.parent)
     try:
         write_bundle(bundle, folder, overwrite=damaged)
-    except (StorageError, UnsupportedOpError) as error:
+        folder.chmod(0o700)
+    except (OSError, StorageError, UnsupportedOpError) as error:
         _log.warning("the plan is not kept: %s", error)
 
 

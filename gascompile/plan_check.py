@@ -23,7 +23,7 @@ def check_plan_content(plan: Plan, *, where: str) -> None:
     check_count(len(plan.workload.tensors), f"{where}.workload.tensors")
     check_count(len(plan.workload.ops), f"{where}.workload.ops")
     check_machine(plan.machine, where=f"{where}.machine")
-    check_content(plan.workload, where=f"{where}.workload")
+    check_content(plan.workload, where=f"{where}.workload", is_captured=True)
     if len(plan.steps) > _MAX_STEPS_PER_OP * (len(plan.ops) + 1):
         raise FormatError(f"{where}.steps: {len(plan.steps)} for {len(plan.ops)} ops; plan again")
     for field in ("budget_bytes", "arena_bytes", "peak_bytes", "link_bytes"):

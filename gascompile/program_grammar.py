@@ -16,6 +16,7 @@ from typing import Any, Final, NoReturn
 from gascompile.call_types import check_call_type
 from gascompile.errors import FormatError
 from gascompile.packing import FORMS
+from gascompile.tiles import parse_tile
 
 MAX_NODES: Final = 1 << 20
 MAX_ITEMS: Final = 1 << 16
@@ -75,6 +76,7 @@ def is_name(value: object) -> bool:
         and len(value) <= MAX_NAME
         and _NAME.fullmatch(value) is not None
         and not keyword.iskeyword(value)
+        and value != "self"  # the generated function's first argument
     )
 
 
@@ -82,6 +84,8 @@ def check_tensor_name(value: object, where: str) -> None:
     """Refuse a name of a weight or state that is not printable on one line."""
     if not isinstance(value, str) or not value or len(value) > 2 * MAX_NAME:
         refuse(where, f"{shown(value)} is no name of a tensor")
+    if value.startswith("%") or parse_tile(value) is not None:
+        refuse(where, f"{shown(value)} is called like the result of an op or a part of a weight")
     if not value.isprintable():
         refuse(where, f"the tensor name {shown(value)} holds more than printable characters")
 

@@ -52,6 +52,14 @@ def insert(program: Program, plan: Plan) -> fx.GraphModule:
     return fx.GraphModule(program.graph_module, graph)
 
 
+def _unused(name: str, graph: fx.Graph) -> str:
+    """Return ``name``, longer where an input of the model is called so."""
+    taken = {node.target for node in graph.nodes if node.op == "placeholder"}
+    while name in taken:
+        name += "_"
+    return name
+
+
 def _check_ops(nodes: list[fx.Node], plan: Plan) -> None:
     found = [op_name(node) for node in nodes]
     planned = [op.name for op in plan.ops]
@@ -98,7 +106,7 @@ class _Rewrite:
         self._visits: dict[fx.Node, fx.Node] = {}
         self._views: dict[fx.Node, _View] = {}
         with graph.inserting_before(next(iter(graph.nodes))):
-            self._mover = graph.placeholder("mover")
+            self._mover = graph.placeholder(_unused("mover", graph))
         divide_graph(graph, plan.workload.ops, self._bound, self._mover)
         self._ops: list[fx.Node] = [n for n in graph.nodes if n.op == "call_function"]
         _check_ops(self._ops, plan)

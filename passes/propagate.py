@@ -150,6 +150,7 @@ def _is_own(tensor: str, op: str) -> bool:
     return tensor == f"%{op}" or tensor.startswith(f"%{op}.")
 
 
+_REFUSALS = (RuntimeError, TypeError, ValueError, AssertionError, ArithmeticError, LookupError)
 _SCALAR_BYTES = 256
 """Python numbers among an op's arguments become tensors of one element while it runs."""
 
@@ -232,7 +233,7 @@ def _run_node(
                 env[node] = env[node].clone()
         results = pytree.tree_leaves(env[node])
         fresh = [isinstance(v, torch.Tensor) and not owners.known(v) for v in results]
-    except (RuntimeError, TypeError, ValueError) as error:
+    except _REFUSALS as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         if not isinstance(node.target, torch._ops.OpOverload):
             raise UnsupportedOpError(

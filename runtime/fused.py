@@ -7,8 +7,6 @@ inputs are laid out as the kernel was made for; where they are not, the ops run 
 from __future__ import annotations
 
 import ctypes
-import os
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,14 +17,13 @@ from torch import fx
 from gascompile.errors import PlanMismatchError, StorageError
 from gascompile.ir import OpPlan
 from gascompile.kernels import ALIGNMENT_BYTES, Kernel, KernelFiles, Layout, Segment
+from gascompile.own_files import load_code
 from gascompile.runtime.gpu_code import GpuCode, fetcher
 
 # What a segment returns: its only output, or the tuple of them.
 Value = Any
 
 _CPU = torch.device("cpu")
-_loaded: dict[str, ctypes.CDLL] = {}
-_turn = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,19 +41,10 @@ def load_library(files: KernelFiles) -> ctypes.CDLL:
     Raises:
         StorageError: it is no shared library, or one that needs what is not here.
     """
-    with _turn:
-        if files.digest not in _loaded:
-            # From memory: what was verified is what is run. The descriptor stays open, as the loader knows
-            # libraries by their path and would take a later one of the same number for this.
-            descriptor = os.memfd_create(files.digest)
-            try:
-                with open(descriptor, "wb", closefd=False) as stream:
-                    stream.write(files.code)
-                _loaded[files.digest] = ctypes.CDLL(f"/proc/self/fd/{descriptor}")
-            except OSError as error:
-                os.close(descriptor)
-                raise StorageError(f"the fused kernels cannot be loaded: {error}") from error
-        return _loaded[files.digest]
+    try:
+        return load_code(files.code)
+    except OSError as error:
+        raise StorageError(f"the fused kernels cannot be loaded: {error}") from error
 
 
 def segment_nodes(

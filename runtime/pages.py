@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from gascompile.own_files import load_own
 from gascompile.runtime.lanes import Lane
 from gascompile.units import PAGE_BYTES
 
@@ -40,8 +41,9 @@ class Pages:
 
         Raises:
             OSError: it cannot be loaded.
+        StorageError: it could be another user's work.
         """
-        self._library = ctypes.CDLL(str(library))
+        self._library = load_own(library)
         size, pointer = ctypes.c_size_t, ctypes.c_void_p
         for name, arguments, result in (
             ("install", [size, size], ctypes.c_int),

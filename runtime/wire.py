@@ -13,6 +13,7 @@ from typing import Any, Final
 import torch
 
 from gascompile import wire_ops
+from gascompile.own_files import load_own
 from gascompile.packing import FORMS, LOW_BITS, packed_parts, row_bytes
 
 SOURCE: Final = "wire.cpp"
@@ -53,7 +54,7 @@ class WireKernels:
 
     def __init__(self, path: Path) -> None:
         """Load the library; raises ``OSError`` where it is none, ``AttributeError`` where it is another."""
-        library = ctypes.CDLL(str(path))
+        library = load_own(path)
         self._few, self._many, self._decode = (
             getattr(library, name) for name in ("gas_few_rows", "gas_many_rows", "gas_decode")
         )

@@ -67,6 +67,13 @@ MeasureError = Annotated[
 AnyMachine = Annotated[
     bool, typer.Option("--any-machine", help="Run a bundle that was made on another machine.")
 ]
+AllowCode = Annotated[
+    bool,
+    typer.Option(
+        "--allow-code",
+        help="Run the machine code of a bundle, and ops of your own; only if you trust who made it.",
+    ),
+]
 
 
 UNLIKELY_SPEED = 1.5
@@ -102,6 +109,7 @@ def run(
     weights: WeightsOption = None,
     measure_error: MeasureError = False,
     any_machine: AnyMachine = False,
+    allow_code: AllowCode = False,
     cache_dir: opt.CacheDir = None,
     json: opt.JsonFlag = False,
 ) -> None:
@@ -120,10 +128,12 @@ def run(
                     f"{source} is a bundle: its plan is made, and it holds no eager model; leave out --budget, --cpu, "
                     "--nvme, --machine, --strategy, --check and --measure-error, or name the source it was made from"
                 )
-            job, difference = _load(source, inputs, weights, any_machine=any_machine), None
+            trust = (any_machine, allow_code)
+            folder = opt.cache_dir_of(cache_dir)
+            job, difference = _load(source, inputs, weights, folder, trust), None
             _repeat(job, repeat)
         else:
-            _require_form(source, weights, any_machine=any_machine)
+            _require_form(source, weights, for_bundles=any_machine or allow_code)
             options = {"machine": machine, "time_limit_s": time_limit, "strategy": strategy}
             job, difference = _compile(
                 source, (budget, cpu, nvme), inputs, (batch, tokens), opt.cache_dir_of(cache_dir),
@@ -139,15 +149,17 @@ def run(
     _report(job, report, difference, save, json)
 
 
-def _require_form(source: str, weights: str | None, *, any_machine: bool) -> None:
+def _require_form(source: str, weights: str | None, *, for_bundles: bool) -> None:
     """Refuse what is for bundles alone, and plans, which hold neither a program nor weights."""
     if opt.format_of(Path(source)) == Plan.FORMAT:
         raise typer.BadParameter(
             f"{source} is a plan, which holds neither the model nor its weights; name the source it was made from, or "
             "a bundle of 'gascompile run SOURCE --save DIR'"
         )
-    if any_machine:
-        raise typer.BadParameter(f"{source} is no bundle; --any-machine is for bundles")
+    if for_bundles:
+        raise typer.BadParameter(
+            f"{source} is no bundle; --any-machine and --allow-code are for bundles"
+        )
     if weights is not None and weights not in WEIGHT_FORMS:
         raise typer.BadParameter(
             f"{source} is no bundle, so --weights is one of {', '.join(WEIGHT_FORMS)}, not {weights!r}; a folder "
@@ -155,7 +167,13 @@ def _require_form(source: str, weights: str | None, *, any_machine: bool) -> Non
         )
 
 
-def _load(source: str, inputs: Path | None, weights: str | None, *, any_machine: bool) -> _Job:
+def _load(
+    source: str,
+    inputs: Path | None,
+    weights: str | None,
+    cache_dir: Path,
+    trust: tuple[bool, bool],
+) -> _Job:
     if weights in WEIGHT_FORMS:
         raise typer.BadParameter(
             f"{source} is a bundle: the form of its weights is part of its plan; compile the source again with "
@@ -164,7 +182,14 @@ def _load(source: str, inputs: Path | None, weights: str | None, *, any_machine:
     from gascompile.commands.eager import inputs_of_program, with_given_inputs
     from gascompile.loading import load
 
-    compiled = load(source, checkpoint=weights, any_machine=any_machine)
+    any_machine, allow_code = trust
+    compiled = load(
+        source,
+        checkpoint=weights,
+        any_machine=any_machine,
+        allow_code=allow_code,
+        cache_dir=cache_dir,
+    )
     args, kwargs = inputs_of_program(compiled.program)
     if inputs is not None:
         kwargs = with_given_inputs(kwargs, inputs)

@@ -84,6 +84,7 @@ class Generator:
         self._cache_dir = default_cache_dir() if cache_dir is None else Path(cache_dir)
         # Ops run one by one here, so kernels would be compiled for nothing.
         config = CompileConfig(time_limit_s=time_limit_s, cache_dir=self._cache_dir, fuse="off")
+        self._cache_dir = config.cache_dir
         job = make_job(
             self._step,
             budget,

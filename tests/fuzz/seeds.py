@@ -1,0 +1,82 @@
+"""One small, good file of every format that the project reads."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from torch.nn import functional
+
+import gascompile
+from gascompile import serial
+from gascompile.machine_files import preset
+from tests.core.bad_files import MACHINE, WORKLOAD, plan
+
+INPUT_SHAPE = (3, 8)
+
+
+class Net(nn.Module):
+    """A few kinds of ops and weights, a state, an output of several parts."""
+
+    calls: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(16, 8)
+        self.first = nn.Linear(8, 64)
+        self.second = nn.Linear(64, 64)
+        self.last = nn.Linear(64, 8)
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, tokens: torch.Tensor, scale: torch.Tensor) -> dict[str, torch.Tensor]:
+        self.calls.add_(1)
+        x = self.table(tokens)
+        x = functional.gelu(self.first(x), approximate="tanh")
+        a, b = torch.cat([x, self.second(x)], -1).chunk(2, -1)
+        found = self.last(a.softmax(-1) + b.transpose(0, 1).contiguous().transpose(0, 1)) * scale
+        return {"found": found, "mean": found.mean(dim=1, dtype=torch.float32)}
+
+
+def inputs() -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the inputs of the bundle."""
+    return torch.arange(24).reshape(INPUT_SHAPE) % 16, torch.full((1,), 0.5)
+
+
+def make_seeds(folder: Path) -> None:
+    """Write every seed below ``folder``."""
+    torch.manual_seed(0)
+    folder.mkdir(parents=True, exist_ok=True)
+    net = Net().eval()
+    weights = {n: p.detach().clone() for n, p in net.state_dict().items() if n != "calls"}
+    (folder / "model").mkdir()
+    save_file(weights, folder / "model" / "model.safetensors")
+    dims = {"tokens": {0: torch.export.Dim("rows", min=2, max=4)}, "scale": None}
+    compiled = gascompile.compile(
+        net,
+        "4MiB",
+        inputs(),
+        dynamic_shapes=dims,
+        machine=preset("cpu-nvme"),
+        cache_dir=folder / "cache",
+        time_limit_s=2,
+        strategy="all_streamed",
+        fuse="off",
+    )
+    with compiled:
+        compiled.save(folder / "bundle")
+    (folder / "sharded").mkdir()
+    names = sorted(weights)
+    shards = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+    for shard, held in shards.items():
+        save_file({name: weights[name] for name in held}, folder / "sharded" / shard)
+    index = {"metadata": {}, "weight_map": {n: s for s, held in shards.items() for n in held}}
+    (folder / "sharded" / "model.safetensors.index.json").write_text(json.dumps(index))
+    for kind, value in (("workload", WORKLOAD), ("machine", MACHINE), ("plan", plan())):
+        (folder / f"{kind}.json").write_text(serial.dumps(value))
+    for path in folder.rglob("*"):
+        path.chmod(0o700 if path.is_dir() else 0o600)
+    assert os.listdir(folder)
