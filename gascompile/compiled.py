@@ -266,9 +266,8 @@ class CompiledModel:
             hashed = tuple(content_stamp(stamp, advance) for stamp in stamps)
         weights = Weights(sources=bundle.weights.sources, stamps=hashed)
         spilled = [Path(stamp.path) for stamp in hashed if is_spilled(Path(stamp.path))]
-        digest = write_bundle(
-            replace(bundle, weights=weights), Path(folder), overwrite=True, enclose=spilled
-        )
+        whole = replace(bundle, weights=weights)
+        digest = write_bundle(whole, Path(folder), overwrite=True, enclose=spilled)
         note_checked(digest, self._cache_dir)
 
     def close(self) -> None:
