@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import shutil
 import tempfile
@@ -38,6 +39,7 @@ from gascompile.ir import FileStamp, Plan
 from gascompile.kernels import Fusion, KernelFiles
 from gascompile.program import Program
 from gascompile.program_io import program_from_json, program_to_json
+from gascompile.weight_layout import with_strides
 
 _WEIGHTS_FOLDER = "weights"
 _HEADER_BYTES = 1 << 20
@@ -159,9 +161,11 @@ def _digest_of_both(listed: Mapping[str, str]) -> str:
 def _read_held(files: BundleFiles, program: Program) -> dict[str, torch.Tensor]:
     """Return the held tensors; there are no more bytes of them than the program has names for."""
     bound = program.bound.values()
-    most_bytes = sum(spec.size_bytes for spec in bound) + _HEADER_BYTES + 4096 * len(bound)
+    own_bytes = sum(math.prod(of.shape) * getattr(torch, of.dtype).itemsize for of in bound)
+    most_bytes = own_bytes + _HEADER_BYTES + 4096 * len(bound)
     try:
-        return load_tensors(files.read_held(most_bytes))
+        held = load_tensors(files.read_held(most_bytes))
+        return {name: with_strides(t, program.bound[name]) for name, t in held.items()}
     except (SafetensorError, ValueError, KeyError, RuntimeError) as error:
         raise FormatError(f"{files.folder} is damaged ({error}); save the bundle again") from error
 

@@ -179,7 +179,7 @@ def check_weights(
             wanted_dtypes = (bound.dtype,)
         if source.size_bytes != bound.size_bytes or source.dtype not in wanted_dtypes:
             raise _other(name, (source.dtype, source.shape), bound.dtype, bound.shape)
-        if not packed and source.shape != bound.shape:
+        if not packed and (source.shape, source.stride) != (bound.shape, bound.stride or ()):
             raise _other(name, (source.dtype, source.shape), bound.dtype, bound.shape)
         for extent in source.extents:
             end = extent.offset + extent.size_bytes

@@ -18,9 +18,11 @@ from torch.utils import _pytree as pytree
 
 from gascompile.capture_record import Recorder
 from gascompile.code_origin import Origin, origin_of_file
-from gascompile.errors import CaptureError
+from gascompile.errors import CaptureError, UnsupportedOpError
 from gascompile.fake_twin import fake_twin
+from gascompile.passes.mutated_tensors import written_inputs
 from gascompile.to_program import Capture, to_program
+from gascompile.trace_inputs import overlaps, trace_inputs, with_sharing
 
 
 def capture(
@@ -33,15 +35,40 @@ def capture(
 ) -> Capture:
     """Trace ``model`` on example inputs.
 
-    ``args`` and ``kwargs`` are only looked at for their structure, shapes and dtypes. ``dynamic_shapes``
+    ``args`` and ``kwargs`` are only looked at for their structure and signature. ``dynamic_shapes``
     is what ``torch.export.export`` takes; every dynamic dimension needs a maximum. Wherever the model and
     its inputs are, the program is one for ``device``; ``passes.to_device`` moves it to another.
 
     Raises:
         CaptureError: the model cannot be traced; names its line and the way out.
+        UnsupportedOpError: an input, or what the model does to it, has no place in a plan.
     """
+    leaves = pytree.tree_leaves((args, dict(kwargs)))
+    found = _captured(model, args, kwargs, dynamic_shapes, device, overlapping=False)
+    written = written_inputs(found.program)
+    if written and overlaps(leaves):
+        if dynamic_shapes is not None:
+            raise UnsupportedOpError(
+                f"{type(model).__name__} writes to its input '{min(written)}', and inputs overlap in memory, which "
+                "dynamic shapes cannot describe; pass clones, or leave out dynamic_shapes"
+            )
+        found = _captured(model, args, kwargs, dynamic_shapes, device, overlapping=True)
+        written = written_inputs(found.program)
+    inputs = with_sharing(found.program.inputs, leaves, written)
+    return replace(found, program=replace(found.program, inputs=inputs))
+
+
+def _captured(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    dynamic_shapes: Any,
+    device: str,
+    *,
+    overlapping: bool,
+) -> Capture:
     twin, canonical = fake_twin(model, device=device)
-    args, kwargs = _on_device((args, dict(kwargs)), device)
+    args, kwargs = trace_inputs(args, kwargs, device=device, overlapping=overlapping)
     recorder = Recorder(twin, versions=True)
     recorder.follow(twin)
     try:
@@ -55,24 +82,6 @@ def capture(
         raise _capture_error(model, error) from error
     captured = to_program(type(model).__name__, exported, canonical, args, kwargs)
     return replace(captured, record=recorder.record(model))
-
-
-def _on_device(
-    call: tuple[tuple[Any, ...], dict[str, Any]], device: str
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return a call with its tensors on ``device``; as it is where they are there or on the meta device."""
-    leaves, spec = pytree.tree_flatten(call)
-    elsewhere = [
-        i
-        for i, leaf in enumerate(leaves)
-        if isinstance(leaf, torch.Tensor) and leaf.device.type not in {device, "meta"}
-    ]
-    if not elsewhere:
-        return call
-    for i in elsewhere:
-        leaves[i] = leaves[i].to(device)
-    moved: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_unflatten(leaves, spec)
-    return moved
 
 
 def _capture_error(model: nn.Module, error: Exception) -> CaptureError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -12,7 +13,7 @@ from typing import Any, Self
 import torch
 from torch.utils import _pytree as pytree
 
-from gascompile.admission import accepts_inputs_on, admit_plan, device_of
+from gascompile.admission import admit_plan, device_of
 from gascompile.allocator_library import allocation_counter
 from gascompile.bundle import Bundle, content_stamp, require_unchanged, write_bundle
 from gascompile.bundle_check import note_checked
@@ -24,10 +25,11 @@ from gascompile.form_report import FormatReport, MeasuredError, format_report, o
 from gascompile.fusion import LoadedFusion
 from gascompile.ir import Plan
 from gascompile.kernels import FusedReport
+from gascompile.matching import Misfit, advice, as_planned, misfit
 from gascompile.passes.insert import insert
 from gascompile.passes.to_device import to_device
 from gascompile.passes.verify import verify
-from gascompile.program import Dim, InputSpec, Program
+from gascompile.program import Program
 from gascompile.program_io import load_treespec, needs_import
 from gascompile.progress import LoadingBar, task
 from gascompile.reports import GraphReport, RunReport
@@ -37,7 +39,10 @@ from gascompile.runtime.early_memory import EarlyMemory
 from gascompile.runtime.executor import Executor
 from gascompile.runtime.session import Session
 from gascompile.runtime.waiting import Turn
+from gascompile.signature import quick_key, same_tensors
 from gascompile.store import is_spilled
+
+_log = logging.getLogger(__name__)
 
 Args = tuple[Any, ...]
 Kwargs = Mapping[str, Any]
@@ -59,6 +64,9 @@ class Unit:
     graph_report: GraphReport | None = None
     basis: Basis | None = None
     """The Python values that are part of the plan; ``None`` where no model is there."""
+    _fit: tuple[Any, ...] = ()
+    """What told the latest call that fitted from others; where tensors lie in memory is not part of it."""
+    _fits_as_is: bool = False
 
     @staticmethod
     def of(bundle: Bundle, *, graphs: str = "auto") -> Unit:
@@ -81,6 +89,29 @@ class Unit:
         """The structure of what a call returns."""
         return load_treespec(self.bundle.program.out_spec)
 
+    def misfit(self, leaves: list[Any], spec: pytree.TreeSpec) -> Misfit | None:
+        """Return why a call does not fit the plan, or ``None`` when it does."""
+        if self.basis is not None and (changed := self.basis.changed()) is not None:
+            return Misfit(f"{changed}, which is part of the plan")
+        key = (quick_key(leaves), same_tensors(leaves), spec)
+        if key == self._fit:
+            return None
+        if spec != self.in_spec:
+            return Misfit(
+                f"the call has the structure {spec}, the plan was made for {self.in_spec}; pass the same arguments"
+            )
+        inputs = self.bundle.program.inputs
+        found = misfit(self.bundle.plan, inputs, leaves)
+        if found is None:
+            # Where tensors lie is not in the key, and decides what is seen of writes to them.
+            self._fit = key if not any(of.written for of in inputs) else ()
+            self._fits_as_is = not as_planned(inputs, leaves)[1]
+        return found
+
+    def given(self, leaves: list[Any]) -> tuple[list[Any], dict[int, torch.Tensor]]:
+        """Return what a call that fits gives to the plan, see ``as_planned``."""
+        return (leaves, {}) if self._fits_as_is else as_planned(self.bundle.program.inputs, leaves)
+
 
 class CompiledModel:
     """A model that runs within its budget. Call it as the module it was made from.
@@ -96,6 +127,7 @@ class CompiledModel:
         units: list[Unit],
         prepare: Callable[[Args, Kwargs], Unit] | None = None,
         exact: Callable[[Args, Kwargs], Unit] | None = None,
+        variant: Callable[[Args, Kwargs], Unit] | None = None,
         cache_dir: Path | None = None,
         replan: Callable[[Unit], Unit] | None = None,
         on_exceed: str = "error",
@@ -105,6 +137,7 @@ class CompiledModel:
         self._units = units
         self._prepare = prepare
         self._exact = exact
+        self._variant = variant
         self._cache_dir = cache_dir or default_cache_dir()
         self._replan, self._on_exceed = replan, on_exceed
         self._active: Unit | None = None
@@ -120,7 +153,9 @@ class CompiledModel:
 
         Raises:
             BudgetExceededError: an op asked for more memory than the budget has, after states had changed.
-            PlanMismatchError: the inputs have another shape, dtype, device or structure than planned.
+            PlanMismatchError: the inputs have another shape, dtype, device or structure than planned, or, of a
+                bundle, other strides.
+            UnsupportedOpError: an input is no plain dense tensor.
             StorageError: a weight could not be read; the compiled model stays usable.
         """
         bound_args, bound_kwargs = bind_call(self._positional, args, kwargs)
@@ -128,7 +163,11 @@ class CompiledModel:
 
         def call() -> Any:
             unit = self._unit_for(leaves, spec, bound_args, bound_kwargs)
-            return pytree.tree_unflatten(self._run(unit, leaves), unit.out_spec)
+            given, own = unit.given(leaves)
+            outputs = self._run(unit, given)
+            if own:
+                outputs = tuple(own.get(id(value), value) for value in outputs)
+            return pytree.tree_unflatten(outputs, unit.out_spec)
 
         return self._turn.take(call)
 
@@ -227,7 +266,7 @@ class CompiledModel:
         on_host = device_of(unit.bundle.plan.machine).type == "cpu"
         try:
             with torch.random.fork_rng(devices=[] if on_host else None):
-                outputs = self._activate(unit).run(*copies(leaves))
+                outputs = self._activate(unit).run(*unit.given(copies(leaves))[0])
             found = pytree.tree_map_only(torch.Tensor, torch.Tensor.clone, outputs)
         finally:
             self._close_session()
@@ -335,61 +374,20 @@ class CompiledModel:
     def _unit_for(
         self, leaves: list[Any], spec: pytree.TreeSpec, args: Args, kwargs: Kwargs
     ) -> Unit:
-        reasons = []
+        misfits = []
         for unit in self._units:
-            reason = mismatch(unit, leaves, spec)
-            if reason is None:
+            found = unit.misfit(leaves, spec)
+            if found is None:
                 return unit
-            reasons.append(reason)
-        if self._prepare is None:
-            raise PlanMismatchError(
-                f"{reasons[0]}. Compile again with example_inputs like these, give the dimension a range with "
-                "dynamic_shapes=, or compile without example_inputs to plan once per signature"
-            )
-        unit = self._prepare(args, kwargs)
+            misfits.append(found)
+        # Where only the layout differs a plan is made though shapes are given once and for all.
+        closest = sorted(misfits, key=lambda found: not found.is_layout)
+        is_layout = bool(closest) and closest[0].is_layout
+        prepare = self._prepare or (self._variant if is_layout else None)
+        if prepare is None:
+            raise PlanMismatchError(f"{closest[0].reason}. {advice(closest[0])}")
+        if is_layout:
+            _log.info("%s: this call gets a plan of its own", closest[0].reason)
+        unit = prepare(args, kwargs)
         self._units.append(unit)
         return unit
-
-
-def mismatch(unit: Unit, leaves: list[Any], spec: pytree.TreeSpec) -> str | None:
-    """Return why a call does not fit the unit's plan, or ``None`` when it does."""
-    if spec != unit.in_spec:
-        return f"the call has the structure {spec}, the plan was made for {unit.in_spec}; pass the same arguments"
-    if unit.basis is not None and (changed := unit.basis.changed()) is not None:
-        return f"{changed}, which is part of the plan"
-    sizes: dict[str, int] = {}
-    for value, expected in zip(leaves, unit.bundle.program.inputs, strict=True):
-        reason = _leaf_mismatch(value, expected, sizes, unit.bundle.plan)
-        if reason is not None:
-            return f"input '{expected.path}' {reason}"
-    return None
-
-
-def _leaf_mismatch(
-    value: Any, expected: InputSpec, sizes: dict[str, int], plan: Plan
-) -> str | None:
-    if expected.dtype is None:
-        if isinstance(value, torch.Tensor) or repr(value) != expected.constant:
-            return f"is {value!r:.60}, the plan was made for the constant {expected.constant}"
-        return None
-    if not isinstance(value, torch.Tensor):
-        return f"is a {type(value).__name__}, the plan was made for a tensor"
-    if str(value.dtype) != f"torch.{expected.dtype}":
-        return f"has the dtype {value.dtype}, the plan was made for torch.{expected.dtype}"
-    if not accepts_inputs_on(plan, value.device.type, expected.device):
-        return f"is on '{value.device}', the plan was made for '{expected.device}'"
-    if len(value.shape) == len(expected.shape) and all(
-        _fits(size, dim, sizes) for size, dim in zip(value.shape, expected.shape, strict=True)
-    ):
-        return None
-    shown = ", ".join(
-        f"{d.name} in {d.minimum}..{d.maximum}" if isinstance(d, Dim) else str(d)
-        for d in expected.shape
-    )
-    return f"has the shape {list(value.shape)}, the plan was made for [{shown}]"
-
-
-def _fits(size: int, dim: int | Dim, sizes: dict[str, int]) -> bool:
-    if isinstance(dim, int):
-        return size == dim
-    return dim.minimum <= size <= dim.maximum and sizes.setdefault(dim.name, size) == size

@@ -10,6 +10,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gascompile.errors import CaptureError
+from gascompile.signature import require_plain, strides_of
 
 
 def fake_twin(model: nn.Module, *, device: str) -> tuple[nn.Module, Mapping[str, str]]:
@@ -19,11 +20,13 @@ def fake_twin(model: nn.Module, *, device: str) -> tuple[nn.Module, Mapping[str,
 
     Raises:
         CaptureError: the module cannot be copied.
+        UnsupportedOpError: a parameter or buffer is of a kind that no plan can have.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     memo: dict[int, object] = {}
-    for tensor in (*model.parameters(), *model.buffers()):
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if id(tensor) not in memo:
+            require_plain(tensor, f"'{name}'")
             memo[id(tensor)] = _fake(mode, tensor, device)
     try:
         twin = copy.deepcopy(model, memo)
@@ -47,8 +50,10 @@ def canonical_names(model: nn.Module) -> dict[str, str]:
 
 def _fake(mode: FakeTensorMode, tensor: torch.Tensor, device: str) -> torch.Tensor:
     with mode:
-        # Contiguous, as the arena lays tensors out whatever their strides in the model.
-        fake = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+        # As it lies in the model: the runtime lays it out so, too.
+        fake = torch.empty_strided(
+            tensor.shape, strides_of(tensor), dtype=tensor.dtype, device=device
+        )
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(fake, requires_grad=False)
     return fake

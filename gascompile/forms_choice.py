@@ -112,7 +112,7 @@ def choose_forms(
         )
     found: dict[str, FormSpec] = {}
     for name, bound in program.bound.items():
-        if name in program.states or bound.dtype not in FLOATING:
+        if name in program.states or bound.dtype not in FLOATING or bound.stride is not None:
             continue
         kept = stored[name] if is_lossless(stored[name], bound.dtype) else bound.dtype
         wire = lossy.get(name, kept)
@@ -203,6 +203,8 @@ def _matrices(program: Program) -> dict[str, _Uses]:
             continue
         bound = program.bound[name]
         if len(bound.shape) != 2 or bound.size_bytes < LEAST_BYTES or bound.dtype not in FLOATING:
+            continue
+        if bound.stride is not None:
             continue
         uses: _Uses = {
             user.target

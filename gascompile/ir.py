@@ -486,6 +486,8 @@ class WeightSource:
     """torch's name without the ``torch.`` prefix."""
     shape: tuple[int, ...]
     extents: tuple[Extent, ...]
+    stride: tuple[int, ...] = ()
+    """Strides of the tensor whose first to last element the bytes are; empty for a contiguous one."""
 
     @property
     def size_bytes(self) -> int:

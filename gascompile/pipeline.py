@@ -43,6 +43,7 @@ from gascompile.reuse import CachedPlan
 from gascompile.runtime.early_memory import EarlyMemory
 from gascompile.runtime.engine import read_blocks
 from gascompile.sensitivity import Sensitivity
+from gascompile.signature import signature_of
 from gascompile.store import STORE
 from gascompile.to_program import Capture
 from gascompile.weights import Resolved, reserved_bytes, resolve_weights, with_held_tensors
@@ -148,17 +149,13 @@ class Job:
     ) -> dict[str, str]:
         """Return the digest of every input of the plan, by part."""
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        inputs = [
-            [str(v.dtype), list(v.shape), str(v.device)] if isinstance(v, torch.Tensor) else repr(v)
-            for v in leaves
-        ]
+        dtype = str(torch.get_default_dtype())
+        call = [str(spec), signature_of(leaves), repr(self.dynamic_shapes), dtype]
         shared = serial.digest(self.pinned) if self.pinned else ""
         layout = checkpoint.sources if checkpoint else {}
         return {
             "graph": (printed or module_print(self.model)).key,
-            "inputs": serial.digest(
-                [str(spec), inputs, repr(self.dynamic_shapes), str(torch.get_default_dtype())]
-            ),
+            "inputs": serial.digest(call),
             "weights": serial.digest(
                 {n: [s.dtype, list(s.shape)] for n, s in sorted(layout.items())}
             ),
@@ -391,6 +388,7 @@ def compile(  # noqa: A001 - the public name, as in torch.compile
         positional=positional,
         units=units,
         prepare=None if units else job.prepare,
+        variant=job.prepare,
         exact=job.without_loss().prepare,
         cache_dir=config.cache_dir,
         replan=job.planned_again,

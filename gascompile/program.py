@@ -14,12 +14,15 @@ Conventions that every pass and the runtime rely on:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
 
+from gascompile.errors import UnsupportedOpError
 from gascompile.ir import Forms
+from gascompile.strides import contiguous_strides, normal_strides, span_elements
 
 OP_NAME = "op"
 """Key in the ``meta`` of a node that is called otherwise than its op, as a node's name cannot hold it."""
@@ -41,6 +44,14 @@ class Dim:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Stride:
+    """A stride that grows with dynamic dimensions: ``factor`` times their sizes."""
+
+    factor: int
+    dims: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class InputSpec:
     """One flattened user input: a tensor's signature, or a Python constant the graph was captured with."""
 
@@ -53,6 +64,33 @@ class InputSpec:
     device: str = "cpu"
     constant: str = ""
     """``repr`` of the captured value when the input is not a tensor."""
+    stride: tuple[int | Stride, ...] | None = None
+    """``None`` for those of a contiguous tensor."""
+    written: bool = False
+    """Whether ops write to it, which its owner sees after the call."""
+    same_as: str = ""
+    """An earlier input that is the very same tensor in each call; by its placeholder's name."""
+    base: str = ""
+    """An earlier input, or this one, in whose memory this one lies, where ops write to that."""
+    offset_bytes: int = 0
+    """From the beginning of ``base`` to that of this one; may be negative."""
+
+    def strides_for(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the strides of an argument of ``shape``."""
+        if self.stride is None:
+            return contiguous_strides(shape)
+        sizes = {
+            dim.name: size
+            for dim, size in zip(self.shape, shape, strict=True)
+            if isinstance(dim, Dim)
+        }
+        found = [
+            math.prod((sizes[name] for name in step.dims), start=step.factor)
+            if isinstance(step, Stride)
+            else step
+            for step in self.stride
+        ]
+        return normal_strides(shape, tuple(found))
 
     def upper_shape(self) -> tuple[int, ...]:
         """Return the shape with every dynamic dimension at its maximum."""
@@ -65,15 +103,19 @@ class BoundSpec:
 
     dtype: str
     shape: tuple[int, ...]
+    stride: tuple[int, ...] | None = None
+    """``None`` for those of a contiguous tensor."""
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Strides of the tensor, in elements."""
+        return self.stride or contiguous_strides(self.shape)
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the contiguous tensor."""
-        count = 1
-        for dim in self.shape:
-            count *= dim
+        """Bytes from the first element to the last."""
         dtype: torch.dtype = getattr(torch, self.dtype)
-        return count * dtype.itemsize
+        return span_elements(self.shape, self.strides) * dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +137,19 @@ class Program:
     """JSON of the pytree of the outputs."""
     forms: Mapping[str, Forms] = field(default_factory=dict)
     """Weights that ``bound`` has in another form than they are computed in."""
+
+    def __post_init__(self) -> None:
+        """Refuse names of weights and states that would be those of inputs or results in a workload.
+
+        Raises:
+            UnsupportedOpError: one begins as those do.
+        """
+        for name in self.bound:
+            if name.startswith("%"):
+                raise UnsupportedOpError(
+                    f"the parameter or buffer '{name}' has a name as inputs and results of ops have in plans, '%...'; "
+                    "give it another one in the model"
+                )
 
     def op_nodes(self) -> list[torch.fx.Node]:
         """Return the nodes that are ops, in execution order: op ``i`` of the workload is element ``i``."""

@@ -16,6 +16,7 @@ from typing import Any, Final, NoReturn
 from gascompile.call_types import check_call_type
 from gascompile.errors import FormatError
 from gascompile.packing import FORMS
+from gascompile.strides import span_elements
 from gascompile.tiles import parse_tile
 
 MAX_NODES: Final = 1 << 20
@@ -167,6 +168,14 @@ def check_shape(shape: tuple[int, ...], where: str) -> None:
         refuse(where, f"{shown(str(list(shape)[:8]))} is no shape of a tensor")
     if math.prod(max(size, 1) for size in shape) > MAX_SIZE:
         refuse(where, f"a tensor of the shape {shown(str(list(shape)[:8]))} is beyond any machine")
+
+
+def check_strides(shape: tuple[int, ...], stride: tuple[int, ...], where: str) -> None:
+    """Refuse strides that no tensor of ``shape`` has, and memory beyond any machine."""
+    if len(stride) != len(shape) or not all(0 <= step <= MAX_SIZE for step in stride):
+        refuse(where, f"{shown(str(list(stride)[:8]))} are no strides of a tensor")
+    if span_elements(shape, stride) > MAX_SIZE:
+        refuse(where, f"a tensor of the strides {list(stride)[:8]} is beyond any machine")
 
 
 def check_dtype(dtype: str, where: str) -> None:

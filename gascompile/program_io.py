@@ -21,7 +21,7 @@ from gascompile.call_types import check_call_type, check_registered, transformer
 from gascompile.errors import FormatError, UnsupportedOpError
 from gascompile.ir import Forms
 from gascompile.packing import FORMS
-from gascompile.program import BoundSpec, Dim, InputSpec, Program
+from gascompile.program import BoundSpec, Dim, InputSpec, Program, Stride
 from gascompile.program_ops import FUNCTION_NAMES, OPS_OF_LIBRARIES, check_call, draws, find_target
 
 FORMAT = "gascompile.program/1"
@@ -111,6 +111,25 @@ def program_from_json(data: Any, *, where: str = "$", allow_code: bool = False) 
     )
 
 
+def _check_layout(spec: InputSpec, before: tuple[InputSpec, ...], where: str) -> None:
+    """Refuse strides that no input has, and memory shared with what is no earlier input."""
+    dims = {dim.name for dim in spec.shape if isinstance(dim, Dim)}
+    for step in spec.stride or ():
+        if isinstance(step, Stride) and not dims.issuperset(step.dims):
+            grammar.refuse(where, "a stride grows with a dimension that the input has not")
+    if spec.stride is not None and len(spec.stride) != len(spec.shape):
+        grammar.refuse(where, "it has another number of strides than of dimensions")
+    shape = spec.upper_shape()
+    grammar.check_strides(shape, spec.strides_for(shape), where)
+    known = {other.name for other in before if other.dtype is not None}
+    if spec.same_as and (spec.dtype is None or spec.same_as not in known):
+        grammar.refuse(where, f"it is to be {grammar.shown(spec.same_as)}, no earlier input")
+    if spec.base and (spec.dtype is None or spec.base not in known | {spec.name}):
+        grammar.refuse(where, f"it is to lie in {grammar.shown(spec.base)}, no earlier input")
+    if abs(spec.offset_bytes) > grammar.MAX_SIZE:
+        grammar.refuse(where, f"it lies {spec.offset_bytes} bytes from another input")
+
+
 def _check_signature(
     inputs: tuple[InputSpec, ...],
     bound: Mapping[str, BoundSpec],
@@ -127,12 +146,14 @@ def _check_signature(
         grammar.check_shape(spec.upper_shape(), here)
         if spec.dtype is not None:
             grammar.check_dtype(spec.dtype, here)
+        _check_layout(spec, inputs[:i], here)
         if spec.device not in grammar.DEVICES:
             grammar.refuse(here, f"{grammar.shown(spec.device)} is no device of an input")
         if not spec.path.isprintable() or len(spec.path) > grammar.MAX_NAME:
             grammar.refuse(here, f"{grammar.shown(spec.path)} is no place in a call")
     for name, weight in bound.items():
         grammar.check_shape(weight.shape, f"{where}.bound.{name!a}")
+        grammar.check_strides(weight.shape, weight.strides, f"{where}.bound.{name!a}")
         grammar.check_dtype(weight.dtype, f"{where}.bound.{name!a}")
     for name, form in forms.items():
         for kind in (form.stored, form.wire, form.compute):

@@ -16,7 +16,10 @@ from gascompile.checkpoint import FILE_DTYPES
 from gascompile.errors import CaptureError, UnsupportedOpError
 from gascompile.passes.bound_aliases import bound_aliases
 from gascompile.passes.mutated_tensors import mutated_tensors
-from gascompile.program import BoundSpec, Dim, InputSpec, Program
+from gascompile.program import BoundSpec, Dim, InputSpec, Program, Stride
+from gascompile.signature import strides_of
+from gascompile.strides import contiguous_strides
+from gascompile.tiles import parse_tile
 
 _ASSERTS = {
     torch.ops.aten._assert_tensor_metadata.default,
@@ -33,6 +36,15 @@ _CASTS = {
     torch.ops.aten.detach.default,
     torch.ops.aten.lift_fresh_copy.default,
 }
+_NEW_OBJECTS = {torch.ops.aten.alias.default, torch.ops.aten.detach.default}
+"""Where these are outputs, the caller gets another tensor of the same memory, and not its own."""
+_DROPOUTS = {
+    torch.ops.aten.dropout.default,
+    torch.ops.aten.feature_dropout.default,
+    torch.ops.aten.alpha_dropout.default,
+    torch.ops.aten.feature_alpha_dropout.default,
+}
+"""They return their input where they drop nothing, and a copy in a trace."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +113,10 @@ def _check_bound(
             f"make it a buffer, as in self.register_buffer('{name.rpartition('.')[2]}', value)"
         )
     for name, spec in bound.items():
+        if parse_tile(name) is not None:
+            raise UnsupportedOpError(
+                f"the parameter or buffer '{name}' is called like rows of a weight; give it another name in the model"
+            )
         if spec.dtype not in FILE_DTYPES:
             raise UnsupportedOpError(
                 f"'{name}' has the dtype {spec.dtype}, which safetensors files cannot hold; use one of "
@@ -157,10 +173,16 @@ def _inline_wrappers(graph_module: torch.fx.GraphModule) -> None:
 
 
 def _drop_no_ops(graph: torch.fx.Graph) -> None:
-    """Remove assertions and casts that return their input; eager does not compute them either."""
+    """Remove assertions and what returns its input; eager does not compute them either."""
+    returned = set(graph.output_node().all_input_nodes)
     for node in list(graph.nodes):
         if node.target in _ASSERTS:
             graph.erase_node(node)
+        elif node.target in _DROPOUTS and (not node.args[1] or node.args[2] is False):
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+        elif node.target in _NEW_OBJECTS and node in returned:
+            continue
         elif node.target in _CASTS and isinstance(node.args[0], torch.fx.Node):
             before, after = node.args[0].meta.get("val"), node.meta.get("val")
             forced = node.kwargs.get("copy") or True in node.args[1:]
@@ -222,10 +244,17 @@ def _bind_placeholders(
         first[tensor] = node
         bindings[node.name] = tensor
         value = node.meta["val"]
-        bound[tensor] = BoundSpec(
-            dtype=str(value.dtype).removeprefix("torch."), shape=tuple(int(d) for d in value.shape)
-        )
+        bound[tensor] = _bound_spec(value)
     return bindings, bound
+
+
+def _bound_spec(value: torch.Tensor) -> BoundSpec:
+    shape, stride = tuple(int(size) for size in value.shape), strides_of(value)
+    return BoundSpec(
+        dtype=str(value.dtype).removeprefix("torch."),
+        shape=shape,
+        stride=None if stride == contiguous_strides(shape) else stride,
+    )
 
 
 def _lift_attributes(
@@ -253,9 +282,7 @@ def _lift_attributes(
         node.replace_all_uses_with(placeholder)
         graph_module.graph.erase_node(node)
         bindings[placeholder.name] = tensor
-        bound[tensor] = BoundSpec(
-            dtype=str(value.dtype).removeprefix("torch."), shape=tuple(value.shape)
-        )
+        bound[tensor] = _bound_spec(value)
         constants[tensor] = value.detach()
 
 
@@ -287,7 +314,8 @@ def _input_specs(
         if not isinstance(leaf, torch.Tensor):
             specs.append(InputSpec(name=name, path=label, constant=repr(leaf)))
             continue
-        shape = tuple(_dim(size, exported, label) for size in nodes[name].meta["val"].shape)
+        value = nodes[name].meta["val"]
+        shape = tuple(_dim(size, exported, label) for size in value.shape)
         specs.append(
             InputSpec(
                 name=name,
@@ -295,9 +323,35 @@ def _input_specs(
                 dtype=str(leaf.dtype).removeprefix("torch."),
                 shape=shape,
                 device=leaf.device.type,
+                stride=_strides(value, leaf, shape, label),
             )
         )
     return tuple(specs)
+
+
+def _strides(
+    value: torch.Tensor, leaf: torch.Tensor, shape: tuple[int | Dim, ...], label: str
+) -> tuple[int | Stride, ...] | None:
+    """Return the strides of an input by its dimensions, ``None`` for those of a contiguous one."""
+    if leaf.is_contiguous():
+        return None
+    names = {dim.name for dim in shape if isinstance(dim, Dim)}
+    found: list[int | Stride] = []
+    steps: tuple[Any, ...] = value.stride()
+    for step in steps:
+        if not isinstance(step, torch.SymInt):
+            found.append(step)
+            continue
+        factor, powers = step.node.expr.as_coeff_Mul()
+        factors = {str(base): power for base, power in powers.as_powers_dict().items()}
+        if not (factor.is_Integer and factors.keys() <= names):
+            raise CaptureError(
+                f"input '{label}' has the strides {list(leaf.stride())}, which its dynamic dimensions do not "
+                "determine; pass it contiguous, as in x.contiguous()"
+            )
+        dims = tuple(name for name, power in sorted(factors.items()) for _ in range(int(power)))
+        found.append(Stride(factor=int(factor), dims=dims))
+    return tuple(found)
 
 
 def _path_label(path: tuple[Any, ...]) -> str:

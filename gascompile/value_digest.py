@@ -188,7 +188,8 @@ class ValueDigest(CodeDigest):
 
     def _tensor(self, value: torch.Tensor) -> None:
         plain = (torch.Tensor, nn.Parameter, nn.Buffer)
-        self.add("tensor", str(value.dtype), tuple(value.shape), str(value.device))
+        stride = value.stride() if value.layout is torch.strided else str(value.layout)
+        self.add("tensor", str(value.dtype), tuple(value.shape), stride, str(value.device))
         self.add(str(value.layout), value.requires_grad, type(value).__qualname__)
         if hasattr(value, "__tensor_flatten__"):
             names, context = value.__tensor_flatten__()

@@ -16,9 +16,10 @@ from gascompile.form_store import Item, converted
 from gascompile.forms_choice import FLOATING, as_computed, is_lossless
 from gascompile.integrations.huggingface import ignorable_weights, rebuild_buffers
 from gascompile.ir import FileStamp, WeightSource
-from gascompile.program import Program
+from gascompile.program import BoundSpec, Program
 from gascompile.store import spill
 from gascompile.units import reserve_bytes
+from gascompile.weight_layout import as_span, with_strides
 
 HELD_LIMIT_BYTES = 1 << 20
 """Buffers outside the checkpoint below this size stay in RAM instead of becoming a file to stream."""
@@ -109,17 +110,20 @@ def resolve_weights(
         value = rebuilt.get(name, tensors[name])
         if value.device.type == "meta":
             raise _no_value(name, persistent=name in model.state_dict(keep_vars=True), where=where)
+        kept = name in program.states
+        (held if kept else to_spill)[name] = with_strides(value, program.bound[name])
+    sources: dict[str, WeightSource] = {}
+    for name, source in from_file.items():
+        bound = program.bound[name]
+        if name not in program.states and bound.stride is None:
+            sources[name] = source
+            continue
+        value = with_strides(_read(source, where).to(getattr(torch, bound.dtype)), bound)
         (held if name in program.states else to_spill)[name] = value
-    sources = {n: s for n, s in from_file.items() if n not in program.states}
-    held |= {
-        n: _read(s, where).to(getattr(torch, program.bound[n].dtype))
-        for n, s in from_file.items()
-        if n in program.states
-    }
     stamps = checkpoint.stamps if checkpoint else ()
     if to_spill:
-        spilled = spill(to_spill, store)
-        sources |= spilled.sources
+        spilled = spill({n: as_span(t, program.bound[n]) for n, t in to_spill.items()}, store)
+        sources |= {n: _laid_out(s, program.bound[n]) for n, s in spilled.sources.items()}
         stamps += spilled.stamps
     sources, stamps = _in_wire_forms(wire, sources, stamps, store)
     used = {extent.path for source in sources.values() for extent in source.extents}
@@ -129,6 +133,12 @@ def resolve_weights(
         ),
         held=held,
     )
+
+
+def _laid_out(source: WeightSource, bound: BoundSpec) -> WeightSource:
+    if bound.stride is None:
+        return source
+    return replace(source, shape=bound.shape, stride=bound.stride)
 
 
 def _in_wire_forms(

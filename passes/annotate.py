@@ -80,7 +80,9 @@ def _weight(argument: object, program: Program) -> str | None:
     if not isinstance(argument, torch.fx.Node):
         return None
     name = program.bindings.get(argument.name)
-    if name is None or name in program.states or len(program.bound[name].shape) != 2:
+    if name is None or name in program.states:
+        return None
+    if len(program.bound[name].shape) != 2 or program.bound[name].stride is not None:
         return None
     return name
 

@@ -6,21 +6,29 @@ import operator
 from collections.abc import Mapping
 
 import torch
+from torch.utils import _pytree as pytree
 
 
 def bound_aliases(
     graph: torch.fx.Graph, bindings: Mapping[str, str]
 ) -> dict[torch.fx.Node, frozenset[str]]:
-    """Return the bound tensors that each node's value is, or may be a view of, by the ops' schemas."""
+    """Return the bound tensors that each node's value is, or may be a view of.
+
+    Schemas say so, but for composite ops such as ``einsum``, whose traced results tell by their memory.
+    """
     owners: dict[torch.fx.Node, frozenset[str]] = {}
     for node in graph.nodes:
         if node.op == "placeholder":
             name = bindings.get(node.name)
             owners[node] = frozenset() if name is None else frozenset((name,))
         elif node.op == "call_function":
-            owners[node] = frozenset()
-            if _may_return_a_view(node.target):
-                owners[node] = frozenset(n for arg in node.all_input_nodes for n in owners[arg])
+            whole = _may_return_a_view(node.target)
+            owners[node] = frozenset(
+                name
+                for argument in node.all_input_nodes
+                if whole or _shares_memory(node, argument)
+                for name in owners[argument]
+            )
     return owners
 
 
@@ -28,3 +36,13 @@ def _may_return_a_view(target: object) -> bool:
     if isinstance(target, torch._ops.OpOverload):
         return any(value.alias_info is not None for value in target._schema.returns)
     return target is operator.getitem
+
+
+def _shares_memory(node: torch.fx.Node, argument: torch.fx.Node) -> bool:
+    given = _memory(argument)
+    return bool(given) and not given.isdisjoint(_memory(node))
+
+
+def _memory(node: torch.fx.Node) -> set[int]:
+    values = pytree.tree_leaves(node.meta.get("val"))
+    return {v.untyped_storage()._cdata for v in values if isinstance(v, torch.Tensor)}

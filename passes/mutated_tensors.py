@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from gascompile.passes.bound_aliases import bound_aliases
+from gascompile.program import Program
 
 _HIDDEN_STATISTICS = {
     # Ops that update running statistics although their schema does not say so: (arguments, flag).
@@ -25,6 +26,12 @@ def mutated_tensors(graph: torch.fx.Graph, bindings: Mapping[str, str]) -> froze
         for argument in _written(node, node.target)
         for name in owners[argument]
     )
+
+
+def written_inputs(program: Program) -> frozenset[str]:
+    """Return the placeholders of the user inputs that some op writes, directly or through a view."""
+    names = {spec.name: spec.name for spec in program.inputs if spec.dtype is not None}
+    return mutated_tensors(program.graph_module.graph, names)
 
 
 def _written(node: torch.fx.Node, target: torch._ops.OpOverload) -> list[torch.fx.Node]:

@@ -21,6 +21,7 @@ from torch.utils.flop_counter import flop_registry, register_flop_formula
 from gascompile.cost_models.kernel_workspace import is_proven, kernel_workspace_bytes
 from gascompile.cost_models.measure_memory import OpCall, op_kind
 from gascompile.errors import UnsupportedOpError
+from gascompile.passes.fake_inputs import fake_inputs
 from gascompile.program import Dim, Program
 from gascompile.wire_ops import LINEAR
 
@@ -102,7 +103,10 @@ def _propagate(program: Program, shapes: _Shapes, copies: set[str]) -> Facts:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     env: dict[torch.fx.Node, Any] = {}
     owners = _Owners()
-    _place_inputs(program, shapes, mode, env, owners)
+    for node, tensor, name in fake_inputs(program, shapes, mode):
+        env[node] = tensor
+        if tensor is not None and not owners.known(tensor):
+            owners.add(tensor, name)
     ops = tuple(
         _run_node(node, mode, env, owners, copies=node.name in copies)
         for node in program.op_nodes()
@@ -174,38 +178,6 @@ class _Owners:
         self._names[storage._cdata] = name
         self._keep.append(storage)
         self.size_bytes[name] = storage.nbytes()
-
-
-def _place_inputs(
-    program: Program,
-    shapes: _Shapes,
-    mode: FakeTensorMode,
-    env: dict[torch.fx.Node, Any],
-    owners: _Owners,
-) -> None:
-    inputs = {spec.name: spec for spec in program.inputs}
-    for node in program.graph_module.graph.nodes:
-        if node.op != "placeholder":
-            break
-        if node.name in program.bindings:
-            tensor = program.bindings[node.name]
-            bound = program.bound[tensor]
-            dtype, shape, device = bound.dtype, bound.shape, "cpu"
-        elif inputs[node.name].dtype is None:
-            env[node] = None
-            continue
-        else:
-            spec = inputs[node.name]
-            assert spec.dtype is not None
-            tensor, dtype, shape, device = (
-                f"%{node.name}",
-                spec.dtype,
-                shapes[node.name],
-                spec.device,
-            )
-        with mode:
-            env[node] = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
-        owners.add(env[node], tensor)
 
 
 def _run_node(

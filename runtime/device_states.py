@@ -12,6 +12,8 @@ from typing import Protocol
 
 import torch
 
+from gascompile.strides import distinct
+
 
 class Keeper(Protocol):
     """The part of a device that is needed here."""
@@ -50,7 +52,7 @@ class DeviceStates:
         for name, tensor in self._held.items():
             version = _version(tensor)
             if version != self._seen[name]:
-                _distinct(self.tensors[name]).copy_(_distinct(tensor.detach()))
+                distinct(self.tensors[name]).copy_(distinct(tensor.detach()))
                 self._seen[name] = version
 
     def pull(self) -> None:
@@ -62,7 +64,7 @@ class DeviceStates:
         self._device.synchronize()
         for name, held in self._held.items():
             # Ops may write without saying so, as batch_norm does; constants are never written to.
-            fresh, own = _distinct(self.tensors[name]).to(held.device), _distinct(held.detach())
+            fresh, own = distinct(self.tensors[name]).to(held.device), distinct(held.detach())
             if not torch.equal(_bytes(fresh), _bytes(own)):
                 own.copy_(fresh)
             self._seen[name] = _version(held)
@@ -88,14 +90,6 @@ class DeviceStates:
             for t in self.tensors.values()
         }
         return sum(storages.values())
-
-
-def _distinct(tensor: torch.Tensor) -> torch.Tensor:
-    """Return ``tensor`` without the elements that an expansion repeats: each byte of it once."""
-    for dim, step in enumerate(tensor.stride()):
-        if not step and tensor.shape[dim] > 1:
-            tensor = tensor.narrow(dim, 0, 1)
-    return tensor
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,17 @@ import torch
 
 from gascompile.ir import Extent, WeightSource
 from gascompile.runtime.landing import Landing, Piece
+from gascompile.runtime.protocols import Memory
+from gascompile.strides import span_elements
 from gascompile.tiles import Tile
+
+
+def weight_view(arena: Memory, offset: int, source: WeightSource) -> torch.Tensor:
+    """Return the weight whose bytes lie at ``offset``, with the strides that it has in its model."""
+    if not source.stride:
+        return arena.view(offset, source.dtype, source.shape)
+    count = span_elements(source.shape, source.stride)
+    return arena.view(offset, source.dtype, (count,)).as_strided(source.shape, source.stride)
 
 
 def tile_source(source: WeightSource, tile: Tile) -> WeightSource:

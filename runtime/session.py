@@ -47,7 +47,7 @@ from gascompile.runtime.protocols import (
 )
 from gascompile.runtime.reading import open_engine
 from gascompile.runtime.residents import Progress, Residents, check_residents, resident_addresses
-from gascompile.runtime.rows import tile_source
+from gascompile.runtime.rows import tile_source, weight_view
 from gascompile.runtime.waiting import Turn, life, require_life
 from gascompile.tiles import parse_tile
 from gascompile.units import SPILL_BUFFER_BYTES
@@ -219,7 +219,7 @@ class Session:
         if key not in self._views:
             source = self.source(tensor)
             offset = address + self.landing(tensor).shift_bytes
-            self._views[key] = self.arena.view(offset, source.dtype, source.shape)
+            self._views[key] = weight_view(self.arena, offset, source)
         return self._views[key]
 
     def heap_moves(self, plan: Plan) -> HeapMoves | None:

@@ -15,8 +15,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 LEAVES = (
-    "ir", "reports", "serial", "units", "errors", "program", "moves", "tiles", "packing", "wire_ops",
-    "kernels", "files", "machine_check", "own_files", "plan_check", "workload_check",
+    "ir", "reports", "serial", "units", "errors", "program", "moves", "tiles", "strides", "packing",
+    "wire_ops", "kernels", "files", "machine_check", "own_files", "plan_check", "workload_check",
 )  # fmt: skip
 INNER = ("passes", "cost_models", "runtime")
 SOURCES = sorted(
