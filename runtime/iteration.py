@@ -6,10 +6,9 @@ is let go of after the last call that needs it.
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -95,6 +94,7 @@ class Iteration:
         ]
         self._pages = pages
         self._spill = Spill(folder, spill_slots(moved), buffers, pages=pages)
+        self._activate: Callable[[int], object] = bool if pages is None else pages.activate
         self.away, self._up_front = at_rest(plan, persistent.sizes)
         self._changes = changes(plan, persistent.sizes)
         released = {step.tensor for step in plan.steps if isinstance(step, Release)}
@@ -126,19 +126,40 @@ class Iteration:
             self._begin()
         make = Run if recording is None else recording.run
         run = make(self, inputs, pending or {})
-        # The graph has the casts of an autocast in it; updates are to have none.
-        with self._page_memory(), torch.no_grad(), torch.autocast("cpu", enabled=False):
-            if pending is None:
-                run.start(self._up_front)
-            run.steps(self._entries)
+        self._limit_pages()
+        grad, set_grad = torch.is_grad_enabled(), torch._C._set_grad_enabled
+        autocast, set_autocast = torch.is_autocast_enabled("cpu"), torch.set_autocast_enabled
+        activate = self._activate
+        # No contexts, whose exits an interrupt may keep from coming to this.
+        try:
+            try:
+                try:
+                    set_grad(False)
+                    # The graph has the casts of an autocast in it; updates are to have none.
+                    set_autocast("cpu", False)
+                    activate(1)
+                    if pending is None:
+                        run.start(self._up_front)
+                    run.steps(self._entries)
+                finally:
+                    activate(0)
+            finally:
+                set_autocast("cpu", autocast)
+        finally:
+            set_grad(grad)
         self._pending = run.tickets
         return run.outputs(self._outputs), run.report(time.perf_counter() - start_s)
 
     def _begin(self) -> None:
         """Bring about what an iteration before the first one would have left."""
         self._persistent.write_out(self._dropped)
-        with self._page_memory():
+        self._limit_pages()
+        activate = self._activate
+        try:
+            activate(1)
             self._persistent.rest(self.away)
+        finally:
+            activate(0)
         self.heap.give_back()
         self.heap.begin(own_bytes() - self._persistent.resident_bytes + self._budget_bytes)
 
@@ -149,13 +170,13 @@ class Iteration:
         else:
             self.heap.keep_within(size_bytes)
 
-    def _page_memory(self) -> contextlib.AbstractContextManager[None]:
+    def _limit_pages(self) -> None:
         if self._pages is None:
-            return contextlib.nullcontext()
+            return
         # What is not in blocks of pages was taken by now: small values, and the holes between them.
         beside_bytes = own_bytes() - self._pages.resident_bytes
         room_bytes = self.heap.limit_bytes - beside_bytes
-        return self._pages.active(min(room_bytes, self._peak_bytes))
+        self._pages.limit(min(room_bytes, self._peak_bytes))
 
     def settle(self) -> None:
         """Let no transfer be under way, so that something else may use the tensors; the next run starts afresh."""
@@ -229,12 +250,13 @@ class Run:
         number = step.source if isinstance(step, Recompute) else step.op
         op = self._of._plan.workload.ops[number]
         self._of.make_room(self._of.new_bytes[number])
+        if isinstance(step, Compute):
+            # Before the op: an interrupt in between leaves no new value that is taken for the old one.
+            self._persistent.changed(self._of._changes[step.op])
         self._compute(nodes, op.name)
         for name in op.writes:
             self._born(name)
         self.peak_bytes = max(self.peak_bytes, self.live_bytes + op.workspace_bytes)
-        if isinstance(step, Compute):
-            self._persistent.changed(self._of._changes[step.op])
 
     def _compute(self, nodes: Sequence[fx.Node], name: str) -> None:
         values = self._values

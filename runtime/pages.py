@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -57,6 +57,8 @@ class Pages:
         ):
             function = getattr(self._library, f"gascompile_pages_{name}")
             function.argtypes, function.restype = arguments, result
+        self.activate: Callable[[int], object] = self._library.gascompile_pages_activate
+        """Serve this thread's large blocks, or no more: native code, which nothing interrupts."""
 
     def install(self, budget_bytes: int) -> bool:
         """Become torch's allocator, in units that suit the budget; False where the kernel cannot move pages."""
@@ -70,12 +72,16 @@ class Pages:
     @contextlib.contextmanager
     def active(self, limit_bytes: int) -> Iterator[None]:
         """Serve this thread's large blocks; join free pages rather than hold more than ``limit_bytes``."""
-        self._library.gascompile_pages_limit(max(limit_bytes, 0))
-        self._library.gascompile_pages_activate(1)
+        self.limit(limit_bytes)
+        self.activate(1)
         try:
             yield
         finally:
-            self._library.gascompile_pages_activate(0)
+            self.activate(0)
+
+    def limit(self, limit_bytes: int) -> None:
+        """Join free pages rather than hold more."""
+        self._library.gascompile_pages_limit(max(limit_bytes, 0))
 
     def adopt(self, storage: torch.UntypedStorage) -> None:
         """Let a storage take its next memory from where its thread's new tensors get theirs."""

@@ -97,15 +97,18 @@ class Persistent:
         """
         if name not in self._valid:
             raise StorageError(f"'{name}' would lose its value: it was not written before it left")
-        self.tensors[name].untyped_storage().resize_(0)
+        # Before: who is interrupted in between takes memory for it that it has.
         self._away.add(name)
+        self.tensors[name].untyped_storage().resize_(0)
 
     def read(self, name: str) -> Ticket:
         """Take memory for a tensor and start reading it."""
         storage = self.tensors[name].untyped_storage()
         storage.resize_(self.sizes[name])
+        ticket = self._spill.read(name, storage)
+        # Last: who is interrupted before reads it again.
         self._away.discard(name)
-        return self._spill.read(name, storage)
+        return ticket
 
     def write_out(self, names: Iterable[str]) -> None:
         """Bring the slots of tensors up to date; blocks."""

@@ -289,7 +289,7 @@ def test_a_failed_transfer_ends_the_run_until_a_checkpoint_is_loaded(
     assert losses(step, 0, 2) == reference[:2]
     step.save(folder)
     assert step._states is not None
-    spill = step._states.persistent._spill
+    spill = step._states.persistent._spill._buffered
     real = getattr(spill, direction)
     count = 0
 
