@@ -23,6 +23,7 @@ from gascompile.fake_twin import fake_twin
 from gascompile.passes.mutated_tensors import written_inputs
 from gascompile.to_program import Capture, to_program
 from gascompile.trace_inputs import overlaps, trace_inputs, with_sharing
+from gascompile.true_strides import true_strides
 
 
 def capture(
@@ -72,7 +73,7 @@ def _captured(
     recorder = Recorder(twin, versions=True)
     recorder.follow(twin)
     try:
-        with recorder.around(), torch.no_grad(), warnings.catch_warnings():
+        with recorder.around(), torch.no_grad(), warnings.catch_warnings(), true_strides():
             # Recurrent layers set up their own list of weights again while they are traced.
             warnings.filterwarnings("ignore", message=r".*\._flat_weights\[")
             exported = torch.export.export(

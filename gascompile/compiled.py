@@ -25,7 +25,7 @@ from gascompile.form_report import FormatReport, MeasuredError, format_report, o
 from gascompile.fusion import LoadedFusion
 from gascompile.ir import Plan
 from gascompile.kernels import FusedReport
-from gascompile.matching import Misfit, advice, as_planned, misfit
+from gascompile.matching import Misfit, advice, as_planned, misfit, require_inputs
 from gascompile.passes.insert import insert
 from gascompile.passes.to_device import to_device
 from gascompile.passes.verify import verify
@@ -74,6 +74,7 @@ class Unit:
         verify(bundle.plan)
         admit_plan(bundle.plan)
         program = to_device(bundle.program, device_of(bundle.plan.machine))
+        require_inputs(bundle.program, bundle.plan.machine)
         unit = Unit(bundle=bundle, graph_module=insert(program, bundle.plan), graphs=graphs)
         if not needs_import(bundle.program.in_spec + bundle.program.out_spec):
             _ = unit.in_spec, unit.out_spec

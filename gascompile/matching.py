@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from gascompile.admission import accepts_inputs_on
-from gascompile.ir import Plan
-from gascompile.program import Dim, InputSpec
+from gascompile.errors import UnsupportedOpError
+from gascompile.ir import Machine, Plan
+from gascompile.program import Dim, InputSpec, Program
 from gascompile.signature import require_plain, same_memory, same_tensors, strides_of
 
 
@@ -21,6 +22,20 @@ class Misfit:
     reason: str
     is_layout: bool = False
     """Whether only strides, or what arguments share, differ."""
+
+
+def require_inputs(program: Program, machine: Machine) -> None:
+    """Return if the effects of ``program`` on its inputs are the caller's to see on ``machine``.
+
+    Raises:
+        UnsupportedOpError: it writes to an input, and computes on copies in a device's memory.
+    """
+    written = next((spec.path for spec in program.inputs if spec.written), None)
+    if written is not None and machine.compute_tier != "cpu":
+        raise UnsupportedOpError(
+            f"'{program.name}' writes to its input '{written}', of which '{machine.compute_tier}' has a copy that the "
+            "caller does not see; let it write to a clone, or plan for a machine that computes in RAM"
+        )
 
 
 def advice(found: Misfit) -> str:

@@ -39,6 +39,8 @@ def _may_return_a_view(target: object) -> bool:
 
 
 def _shares_memory(node: torch.fx.Node, argument: torch.fx.Node) -> bool:
+    if node.target is torch.ops.aten.lift_fresh_copy.default:
+        return False  # a trace alone does without the copy
     given = _memory(argument)
     return bool(given) and not given.isdisjoint(_memory(node))
 

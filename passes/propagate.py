@@ -23,6 +23,7 @@ from gascompile.cost_models.measure_memory import OpCall, op_kind
 from gascompile.errors import UnsupportedOpError
 from gascompile.passes.fake_inputs import fake_inputs
 from gascompile.program import Dim, Program
+from gascompile.true_strides import true_strides
 from gascompile.wire_ops import LINEAR
 
 
@@ -100,6 +101,11 @@ def propagate(program: Program) -> Facts:
 
 def _propagate(program: Program, shapes: _Shapes, copies: set[str]) -> Facts:
     """Return the facts at ``shapes``; the ops named in ``copies`` make a storage of their own."""
+    with true_strides():
+        return _recorded(program, shapes, copies)
+
+
+def _recorded(program: Program, shapes: _Shapes, copies: set[str]) -> Facts:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     env: dict[torch.fx.Node, Any] = {}
     owners = _Owners()

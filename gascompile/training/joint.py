@@ -40,7 +40,7 @@ from gascompile.training.exact_dropout import exact_dropout
 from gascompile.training.own_kernels import own_kernels, uncompiled
 from gascompile.training.stand_ins import StandIns
 from gascompile.training.storages import Storages, View, named_tensors, places
-from gascompile.training.true_strides import true_strides
+from gascompile.true_strides import true_strides
 
 LossFunction = Callable[[nn.Module, Any], torch.Tensor]
 _PREFIX, _OUTSIDE = "model.", "outside_"

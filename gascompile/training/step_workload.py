@@ -11,7 +11,7 @@ from gascompile.ir import Machine, TensorKind, TensorSpec, Workload
 from gascompile.passes.annotate import annotate
 from gascompile.training import coded_updates, update_ops
 from gascompile.training.step_program import RANDOM, StepProgram, is_random
-from gascompile.training.true_strides import true_strides
+from gascompile.true_strides import true_strides
 
 _SCALARS_BYTES = 512
 """Results of one element, as the allocator rounds them up."""
