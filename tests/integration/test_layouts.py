@@ -213,7 +213,7 @@ class Named(nn.Module):
         self.register_parameter(name, nn.Parameter(torch.randn(4, 4)))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + getattr(self, self.name)
+        return x + self.get_parameter(self.name)
 
 
 @pytest.mark.parametrize("name", ["%x", "w[0:4]"])
