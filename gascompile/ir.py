@@ -391,6 +391,10 @@ class OpPlan:
     time_s: float = field(metadata=_json("seconds"))
 
 
+WEIGHTS, EVERYTHING = "weights", "everything"
+"""What a bound holds over: placements of weights in one arena with all else in its place, or any plan at all."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Certificate:
     """What is proven about a plan's time per iteration."""
@@ -398,7 +402,7 @@ class Certificate:
     predicted_s: float
     """Seconds of one iteration as the replay found them; the steady state where the workload repeats."""
     lower_bound_s: float
-    """The solver's dual bound (at least ``limit_s``): no plan of the model is faster."""
+    """The best bound proven (at least ``limit_s``): nothing that ``holds_over`` names is faster."""
     limit_s: float
     """The physical limit: the largest of compute time and, per link, unavoidable bytes over bandwidth."""
     gap: float
@@ -409,6 +413,10 @@ class Certificate:
     """The resource that sets ``limit_s``: ``compute`` or a link's name."""
     solver: str = ""
     """``highs`` or ``cbc``; ``none`` where heuristics alone made the plan."""
+    holds_over: str = WEIGHTS
+    """The decisions that ``lower_bound_s`` bounds: ``everything``, or ``weights`` that stream past the rest."""
+    lower_bound_all_s: float = 0.0
+    """No decision whatsoever is faster: weights, activations and states kept, moved or computed again; 0: not asked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -439,6 +447,8 @@ class Plan:
     workload: Workload
     machine: Machine
     warnings: tuple[str, ...] = ()
+    reserved_bytes: int = 0
+    """Bytes of the tier that computes that the plan leaves to others: libraries, buffers, other plans."""
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write the plan as JSON, whole or not at all; raises ``StorageError``."""

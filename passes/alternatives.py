@@ -56,7 +56,7 @@ def alternatives(plan: Plan, name: str) -> tuple[Alternative, Peer | None]:
 def _problem_of(plan: Plan) -> Problem:
     limits = plan.budget_bytes
     budget = Budget(gpu=limits.get("gpu"), cpu=limits.get("cpu"), nvme=limits.get("nvme"))
-    return problem(plan.workload, plan.machine, budget)
+    return problem(plan.workload, plan.machine, budget, reserved_bytes=plan.reserved_bytes)
 
 
 def _placement_of(plan: Plan, task: Problem) -> Placement:
@@ -94,8 +94,7 @@ def _flip(
         link_of[i] = 0 if link_of[i] is None else None
     kept = frozenset(pair for pair in placed.kept if pair[0] not in changed)
     other = Placement(strategy="explain", link_of=tuple(link_of), kept=kept)
-    room_bytes = max(task.arena_limit_bytes, plan.arena_bytes.get(site, 0))
-    found = best_staging(task, other, room_bytes) if task.links else None
+    found = best_staging(task, other, task.arena_limit_bytes) if task.links else None
     seconds = found.seconds if found is not None else None
     link = link_of[subject]
     sizes = [(link_of[i] is None, task.weights[i].reserved_bytes) for i in changed]

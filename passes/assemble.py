@@ -18,6 +18,7 @@ def assemble(
     *,
     fingerprint: Mapping[str, str],
     warnings: tuple[str, ...] = (),
+    reserved_bytes: int = 0,
 ) -> Plan:
     """Return the plan, with what its steps take and move.
 
@@ -41,6 +42,7 @@ def assemble(
         workload=draft.workload,
         machine=machine,
         warnings=warnings,
+        reserved_bytes=reserved_bytes,
     )
     peak_bytes, link_bytes = account(plan)
     return replace(plan, peak_bytes=peak_bytes, link_bytes=link_bytes)

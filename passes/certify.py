@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from gascompile.ir import Certificate, Link, Machine, SolverStatus
+from gascompile.ir import EVERYTHING, WEIGHTS, Certificate, Link, Machine, Pipe, SolverStatus
 
 _ROUNDING = 1 - 1e-12
 """What ``rate * (bytes / rate)`` may be more than the bytes."""
+_DISPROVED = 1e-6
+"""A plan that is faster than a bound by more than rounding shows that the bound is none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,9 +23,21 @@ class Proof:
     binding: str
     """What sets it: ``compute`` or a link's name."""
     bound_s: float
-    """The solver's dual bound, where it was asked."""
+    """The solver's dual bound, where it was asked; of plans that only stream weights, unless it is ``all_s``."""
+    all_s: float = 0.0
+    """A bound of every plan whatsoever, where one is known beyond the limit."""
     timed_out: bool
     """The clock ended the search for a better bound."""
+
+    def without_what_fails(self, predicted_s: float) -> Proof:
+        """Return the proof without the bounds that a plan of ``predicted_s`` beats: they prove nothing."""
+        most_s = predicted_s * (1 + _DISPROVED)
+        return replace(
+            self,
+            limit_s=self.limit_s if self.limit_s <= most_s else 0.0,
+            bound_s=self.bound_s if self.bound_s <= most_s else 0.0,
+            all_s=self.all_s if self.all_s <= most_s else 0.0,
+        )
 
 
 def certify(
@@ -40,7 +54,11 @@ def certify(
     """
     # Where plan and bound meet, they differ by rounding.
     limit_s = min(proof.limit_s, predicted_s)
-    lower_s = min(max(limit_s, proof.bound_s), predicted_s)
+    all_s = min(max(limit_s, proof.all_s), predicted_s)
+    lower_s = min(max(all_s, proof.bound_s), predicted_s)
+    if predicted_s - all_s <= mip_gap * predicted_s:
+        # What holds over everything is worth more than a bound that is closer by less than was asked.
+        lower_s = all_s
     gap = (predicted_s - lower_s) / predicted_s if predicted_s > 0 else 0.0
     status = SolverStatus.OPTIMAL if gap <= mip_gap else SolverStatus.FEASIBLE
     if proof.timed_out and status is not SolverStatus.OPTIMAL:
@@ -54,6 +72,8 @@ def certify(
         solve_s=solve_s,
         binding=proof.binding,
         solver=solver,
+        holds_over=WEIGHTS if lower_s > all_s else EVERYTHING,
+        lower_bound_all_s=all_s,
     )
 
 
@@ -85,10 +105,19 @@ def physical_limit(
         inside = [link for link in links if pipe.name in link.shared]
         outside = [pair for link, pair in zip(links, rates, strict=True) if link not in inside]
         if inside:
-            shared = [(pipe.bandwidth_bytes_per_s, unavoidable), *outside]
+            shared = [(pipe_rate(machine, pipe), unavoidable), *outside]
             limits.append((_least_time_s(shared, unavoidable), inside[0].name))
     transfer_s, name = max(limits, key=lambda limit: limit[0])
     return (transfer_s, name) if transfer_s > compute_s else (compute_s, "compute")
+
+
+def pipe_rate(machine: Machine, pipe: Pipe) -> float:
+    """Return the rate at which bytes of a whole iteration pass ``pipe`` at most.
+
+    A link faster than its pipe delivers its last transfer before the pipe would have let it pass.
+    """
+    links = (link.bandwidth_bytes_per_s for link in machine.links if pipe.name in link.shared)
+    return max(pipe.bandwidth_bytes_per_s, *links, 0.0)
 
 
 def _least_time_s(rates: Sequence[tuple[float, int]], size_bytes: int) -> float:

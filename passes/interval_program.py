@@ -6,7 +6,7 @@ to be written out), G (bytes away), E (bytes that are back early), all >= 0; T[s
 
     minimise sum_s T[s] + U, subject to
     T[s] >= compute + remaking;  = compute for a long run                             _add_times
-    T[s] >= bytes over a link / its rate;  the same for pipes; sum T >= all transfers _add_times
+    T[s] >= bytes over a link / its rate;  sum T >= all transfers, all bytes of a pipe _add_times
     sum T + U >= compute + remaking + what processors take to move bytes              _add_moving
     P[s] = P[s-1] + dirty intervals whose value is written by s - out[s]               _add_flows
     G[s] = G[s-1] + out[s] + clean intervals that begin in s - back[s]                 _add_flows
@@ -25,6 +25,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from gascompile.passes.certify import pipe_rate
 from gascompile.passes.interval_columns import Model, interval_columns
 from gascompile.passes.interval_layout import Layout
 from gascompile.passes.interval_reruns import interval_reruns
@@ -233,11 +234,13 @@ def _add_times(model: Model) -> None:
                 for name in link.shared:
                     carried.setdefault(name, []).append((route_number, which))
     for pipe in machine.pipes:
-        rate = pipe.bandwidth_bytes_per_s * model.unit_s / model.unit_bytes
+        rate = pipe_rate(machine, pipe) * model.unit_s / model.unit_bytes
         users = carried.get(pipe.name, [])
-        for s, time in enumerate(times if users else []):
-            flows = [(model.flows[route, s][which], -1.0) for route, which in users]
-            program.add_row(0.0, INFINITY, [(time, rate), *flows])
+        # Not per slot: a pipe admits the next transfer while the one before is still on its own, slower link.
+        flows = [
+            (model.flows[route, s][which], -1.0) for route, which in users for s in range(len(times))
+        ]
+        program.add_row(0.0, INFINITY, [*((time, rate) for time in times), *flows])
     _add_preference(model, sum(compute))
     for terms in model.transfers.values():
         spent = [(column, -seconds) for column, seconds in terms]

@@ -104,6 +104,11 @@ def make_plan(
     else:
         draft, proof = stream_weights()
     draft, proof = _as_disturbed(draft, proof, workload, machine, limits_bytes)
+    proven, proof = proof, proof.without_what_fails(draft.seconds)
+    if proof != proven:
+        notes.append(
+            f"a lower bound of {proven.limit_s}, {proven.bound_s} or {proven.all_s} s was dropped: this plan beats it"
+        )
     certificate = certify(
         draft.seconds, proof, solve_s=time.perf_counter() - begun_s, mip_gap=mip_gap, solver=solver
     )
@@ -114,6 +119,7 @@ def make_plan(
         certificate,
         fingerprint=fingerprint,
         warnings=tuple(dict.fromkeys(notes)),
+        reserved_bytes=reserved_bytes,
     )
     verify(plan)
     return plan
@@ -154,7 +160,8 @@ def _as_disturbed(
         machine=machine,
     )
     bound_s = proof.bound_s + lost_s if proof.bound_s else 0.0
-    return draft, replace(proof, limit_s=limit_s, bound_s=bound_s)
+    all_s = proof.all_s + lost_s if proof.all_s else 0.0
+    return draft, replace(proof, limit_s=limit_s, bound_s=bound_s, all_s=all_s)
 
 
 def _least_moved_bytes(
@@ -205,15 +212,17 @@ def _best_of_all(
     """Return the faster of a plan that moves weights and one that moves everything, and its proof."""
     op_s_per_byte = disturbed.interference.op_s_per_byte
     best: Draft | None = None
+    all_s = 0.0
     refusals: list[InfeasiblePlanError] = []
     if stream_weights is not None and not _writes_weights(workload):
         try:
-            best, _ = stream_weights()
+            best, streamed = stream_weights()
+            all_s = streamed.all_s
         except InfeasiblePlanError as error:
             refusals.append(error)
     limit_s, binding = least_time(workload, machine, limits_bytes)
-    proof = Proof(limit_s=limit_s, binding=binding, bound_s=0.0, timed_out=False)
-    if best is not None and best.seconds - limit_s <= mip_gap * best.seconds:
+    proof = Proof(limit_s=limit_s, binding=binding, bound_s=0.0, all_s=all_s, timed_out=False)
+    if best is not None and best.seconds - max(limit_s, all_s) <= mip_gap * best.seconds:
         return best, proof
     if best is not None and left_s() <= 0:
         return best, replace(proof, timed_out=True)
@@ -240,7 +249,7 @@ def _best_of_all(
     if not any(op.splits or op.gathers for op in workload.ops) and not has_sites(
         workload.ops, machine
     ):
-        proof = replace(proof, bound_s=found.bound_s)
+        proof = replace(proof, all_s=max(all_s, found.bound_s))
     return best, replace(proof, timed_out=found.timed_out)
 
 

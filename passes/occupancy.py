@@ -35,6 +35,7 @@ from typing import Any
 import numpy as np
 
 from gascompile.ir import Link
+from gascompile.passes.certify import pipe_rate
 from gascompile.passes.problem import Problem, Weight
 
 _MOST_CLASSES = {1: 16, 2: 8, 3: 4}
@@ -282,7 +283,9 @@ class _Program:
             terms = [
                 (
                     self._streamed(number, position),
-                    -each.size_bytes / pipe.bandwidth_bytes_per_s / self._time_unit_s,
+                    -each.size_bytes
+                    / pipe_rate(self._task.problem.machine, pipe)
+                    / self._time_unit_s,
                 )
                 for number, each, position, link in self._each()
                 if pipe.name in link.shared

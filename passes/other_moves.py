@@ -88,10 +88,15 @@ def evaluate(plan: Plan, variant: Plan) -> tuple[float | None, dict[str, int], s
     except PlanVerificationError as error:
         return None, {}, str(error).split("; the plan is refused")[0]
     for tier, limit_bytes in plan.budget_bytes.items():
-        over_bytes = peaks.get(tier, 0) - limit_bytes
+        over_bytes = peaks.get(tier, 0) + others_bytes(plan, tier) - limit_bytes
         if over_bytes > 0:
             return None, peaks, f"{tier} would lack {format_size(over_bytes)}"
     return seconds, peaks, ""
+
+
+def others_bytes(plan: Plan, tier: str) -> int:
+    """Return the bytes of ``tier`` that are not the plan's to use."""
+    return plan.reserved_bytes if tier == plan.machine.compute_tier else 0
 
 
 def _evaluate(plan: Plan, variant: Plan, choice: tuple[str, str]) -> OtherMove:

@@ -41,6 +41,7 @@ from typing import Any
 import pulp
 
 from gascompile.errors import SolverError
+from gascompile.passes.certify import pipe_rate
 from gascompile.passes.prices import Solution, prices
 from gascompile.passes.problem import Placement, Problem, slot_seconds
 
@@ -330,7 +331,7 @@ def _add_times(model: _Model, delivered: Sequence[Sequence[Expression]]) -> None
         ]
         model.add(whole >= _sum(terms), f"occupied_{number}")
     for number, pipe in enumerate(problem.machine.pipes):
-        rate = pipe.bandwidth_bytes_per_s * model.time_unit_s / model.unit_bytes
+        rate = pipe_rate(problem.machine, pipe) * model.time_unit_s / model.unit_bytes
         terms = [
             (load, model.size[w] / rate)
             for (w, _, over), load in model.load.items()

@@ -41,6 +41,7 @@ from gascompile.passes.interval_starts import (
 from gascompile.passes.interval_strategies import all_moved, furthest_use
 from gascompile.passes.interval_sweep import interval_sweep
 from gascompile.passes.intervals import IntervalPlan
+from gascompile.passes.prove_all import BOUND_SLOTS
 
 _GUIDES = (
     (0.05, 1.0),
@@ -71,7 +72,6 @@ _SEEDS = 64
 _PATIENCE = 2
 """Walks in a row that may find nothing better."""
 _SLOTS = 60
-_BOUND_SLOTS = 150
 _REMADE = 0.2
 """Share of a recomputation in a relaxed solution from which on it is done."""
 
@@ -265,7 +265,7 @@ def _bounded(search: Search, remakes: Mapping[int, Remake]) -> str:
     # To bound all plans, what this search keeps in its place takes no memory.
     roomy = replace(search.task, limit_bytes=search.task.limit_bytes + search.task.fixed_bytes)
     plan = replace(search.base, task=roomy)
-    proof = _relaxed(plan, rerunnable(search.base), _BOUND_SLOTS, search.left_s / 3)
+    proof = _relaxed(plan, rerunnable(search.base), BOUND_SLOTS, search.left_s / 3)
     search.bound_s = max(search.bound_s, proof.bound_s)
     worth_s = proof.worth_s or {j: way_s(search.base, j) for j in remakes}
     until_s = time.perf_counter() + search.left_s * _SWEEP_SHARE

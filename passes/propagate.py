@@ -16,8 +16,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry, register_flop_formula
+from torch.utils.flop_counter import register_flop_formula
 
+from gascompile.cost_models.flop_formulas import flops_of, is_heavy
 from gascompile.cost_models.kernel_workspace import is_proven, kernel_workspace_bytes
 from gascompile.cost_models.measure_memory import OpCall, op_kind
 from gascompile.errors import UnsupportedOpError
@@ -358,8 +359,7 @@ def _leaf(
     inputs: list[torch.Tensor],
     outputs: list[torch.Tensor],
 ) -> LeafOp:
-    formula = flop_registry.get(func.overloadpacket)
-    flops = int(formula(*args, **kwargs, out_val=result)) if formula else 0
+    flops = flops_of(func, args, kwargs, result)
     read_bytes = sum(_nbytes(value) for value in inputs)
     write_bytes = sum(_nbytes(value) for value in outputs)
     if func in _ROW_READERS:
@@ -369,10 +369,10 @@ def _leaf(
     dtype = str(floating[0] if floating else (*outputs, *inputs)[0].dtype).removeprefix("torch.")
     return LeafOp(
         target=str(func),
-        flops=flops,
+        flops=flops or 0,
         read_bytes=read_bytes,
         write_bytes=write_bytes,
         dtype=dtype,
         decoded=_decoded(func, args),
-        known=formula is not None or func.namespace in _COSTED,
+        known=flops is not None or (func.namespace in _COSTED and not is_heavy(func)),
     )

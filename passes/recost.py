@@ -29,7 +29,13 @@ def recost(plan: Plan, machine: Machine, *, warning: str) -> Plan:
             raise ValueError(f"the link {link.name} is not there or faster than it was: plan again")
     limit_s, binding = least_time(plan.workload, machine, plan.budget_bytes)
     found = plan.certificate
-    proof = Proof(limit_s=limit_s, binding=binding, bound_s=found.lower_bound_s, timed_out=False)
+    proof = Proof(
+        limit_s=limit_s,
+        binding=binding,
+        bound_s=found.lower_bound_s,
+        all_s=found.lower_bound_all_s,
+        timed_out=False,
+    )
     certificate = certify(
         replay_plan(plan, machine).seconds,
         proof,

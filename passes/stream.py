@@ -21,6 +21,7 @@ from gascompile.passes.move_activations import BUFFERS_BYTES, MovedActivations, 
 from gascompile.passes.pin import pin, pinned_residents
 from gascompile.passes.problem import Problem, problem
 from gascompile.passes.prove import prove
+from gascompile.passes.prove_all import prove_all
 from gascompile.passes.refine import refine
 from gascompile.passes.schedule import Schedule
 from gascompile.passes.search import best_staging, search
@@ -41,7 +42,7 @@ def stream(
     reserved_bytes: int = 0,
     pinned: Plan | None = None,
 ) -> tuple[Draft, Proof]:
-    """Return the draft of the plan, and what no plan that only moves weights can beat.
+    """Return the draft of the plan, and what no plan can beat: none that only moves weights, and none at all.
 
     Args:
         left_s: seconds that the solver may still take.
@@ -73,11 +74,36 @@ def stream(
         chosen.task, chosen.schedule, pinned_residents(pinned) if pinned else None
     )
     if not has_sites(workload.ops, machine):
-        return draft, chosen.proof
+        return draft, _over_all(chosen.proof, tasks, draft, left_s, mip_gap, one_form=bool(pinned))
     if strategy is None and pinned is None and left_s() > 0:
         draft = _sited(tasks, draft)
     limit_s, binding = least_time(draft.workload, machine, tasks[0].limits_bytes)
     return draft, replace(chosen.proof, limit_s=limit_s, binding=binding, bound_s=0.0)
+
+
+def _over_all(
+    proof: Proof,
+    tasks: Sequence[Problem],
+    draft: Draft,
+    left_s: Callable[[], float],
+    mip_gap: float,
+    *,
+    one_form: bool,
+) -> Proof:
+    """Return the proof with what no plan beats that may move everything; the limit is that of all, too."""
+    narrow_s = max(proof.limit_s, proof.bound_s)
+    if one_form:
+        task = tasks[0]
+        limit_s, binding = least_time(draft.workload, task.machine, task.limits_bytes)
+        return replace(proof, limit_s=limit_s, binding=binding, bound_s=narrow_s)
+    floor = prove_all(tasks, draft.seconds, time_limit_s=left_s(), mip_gap=mip_gap)
+    return replace(
+        proof,
+        limit_s=floor.limit_s,
+        binding=floor.binding,
+        bound_s=narrow_s,
+        all_s=floor.bound_s,
+    )
 
 
 def _with_moved_activations(

@@ -17,6 +17,8 @@ from gascompile.cost_models.gathers import gather_link, gathered
 from gascompile.cost_models.replay import replay_plan, up_front_transfers
 from gascompile.errors import PlanVerificationError
 from gascompile.ir import (
+    EVERYTHING,
+    WEIGHTS,
     Compute,
     Offload,
     Plan,
@@ -341,15 +343,17 @@ def _check_accounts(plan: Plan) -> None:
     site = plan.machine.compute_tier
     if set(plan.arena_bytes) != {site}:
         _refuse(f"the plan has arenas in {sorted(plan.arena_bytes)} instead of '{site}' alone")
+    if plan.reserved_bytes < 0:
+        _refuse(f"the plan reserves {plan.reserved_bytes} bytes")
     held, moved = account(plan)
     if dict(plan.peak_bytes) != held:
         _refuse(f"the plan claims peaks of {dict(plan.peak_bytes)} bytes, its steps need {held}")
     for tier, size_bytes in held.items():
-        limit = plan.budget_bytes.get(tier, 0)
+        limit = plan.budget_bytes.get(tier, 0) - (plan.reserved_bytes if tier == site else 0)
         if size_bytes > limit:
             _refuse(
                 f"tier '{tier}' would hold {format_size(size_bytes)} ({size_bytes} bytes), "
-                f"its budget is {format_size(limit)} ({limit} bytes)"
+                f"its budget leaves {format_size(limit)} ({limit} bytes)"
             )
     if dict(plan.link_bytes) != moved:
         _refuse(f"the plan claims to move {dict(plan.link_bytes)} bytes, its steps move {moved}")
@@ -357,7 +361,14 @@ def _check_accounts(plan: Plan) -> None:
 
 def _check_certificate(plan: Plan) -> None:
     found = plan.certificate
-    numbers = (found.predicted_s, found.lower_bound_s, found.limit_s, found.gap, found.solve_s)
+    numbers = (
+        found.predicted_s,
+        found.lower_bound_s,
+        found.lower_bound_all_s,
+        found.limit_s,
+        found.gap,
+        found.solve_s,
+    )
     if not all(math.isfinite(number) and number >= 0 for number in numbers):
         _refuse(f"the certificate holds {numbers}")
     seconds = replay_plan(plan).seconds
@@ -367,6 +378,12 @@ def _check_certificate(plan: Plan) -> None:
     in_order = (limit_s, found.limit_s, found.lower_bound_s, found.predicted_s)
     if any(a > b * (1 + _TOLERANCE) for a, b in pairwise(in_order)):
         _refuse(f"limit, lower bound and prediction are not in order: {in_order}")
+    if found.lower_bound_all_s > found.lower_bound_s * (1 + _TOLERANCE):
+        _refuse(
+            f"the bound of everything, {found.lower_bound_all_s} s, is above that of {found.holds_over}"
+        )
+    if found.holds_over not in {WEIGHTS, EVERYTHING}:
+        _refuse(f"the certificate holds over '{found.holds_over}', which no bound does")
     gap = (
         (found.predicted_s - found.lower_bound_s) / found.predicted_s if found.predicted_s else 0.0
     )

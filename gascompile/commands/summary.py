@@ -9,7 +9,16 @@ from typing import Any
 from rich.console import RenderableType
 
 from gascompile.commands.output import counted, fields, grid
-from gascompile.ir import Certificate, OpSpec, Plan, TensorKind, TensorPlan, Workload
+from gascompile.ir import (
+    EVERYTHING,
+    WEIGHTS,
+    Certificate,
+    OpSpec,
+    Plan,
+    TensorKind,
+    TensorPlan,
+    Workload,
+)
 from gascompile.units import format_size, format_time
 
 
@@ -58,10 +67,25 @@ def _count(weights: Sequence[TensorPlan]) -> str:
     return f"{counted(len(weights), 'weight')}, {format_size(sum(w.size_bytes for w in weights))}"
 
 
+_HELD = {EVERYTHING: "all plans", WEIGHTS: "plans that move weights alone"}
+
+
+def _all_row(certificate: Certificate) -> list[tuple[str, str]]:
+    if certificate.holds_over == EVERYTHING or not certificate.lower_bound_all_s:
+        return []
+    gap = 1 - certificate.lower_bound_all_s / certificate.predicted_s
+    bound = f"{format_time(certificate.lower_bound_all_s)} (gap {gap:.2%})"
+    return [("of all plans", bound)]
+
+
 def _certificate_rows(certificate: Certificate) -> list[tuple[str, str]]:
     return [
         ("predicted", f"{format_time(certificate.predicted_s)} per iteration"),
-        ("lower bound", f"{format_time(certificate.lower_bound_s)} (gap {certificate.gap:.2%})"),
+        (
+            "lower bound",
+            f"{format_time(certificate.lower_bound_s)} (gap {certificate.gap:.2%}) of {_HELD[certificate.holds_over]}",
+        ),
+        *_all_row(certificate),
         ("physical limit", f"{format_time(certificate.limit_s)}, set by {certificate.binding}"),
         ("solver", f"{certificate.status.value} after {format_time(certificate.solve_s)}"),
     ]
