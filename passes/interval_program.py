@@ -238,7 +238,9 @@ def _add_times(model: Model) -> None:
         users = carried.get(pipe.name, [])
         # Not per slot: a pipe admits the next transfer while the one before is still on its own, slower link.
         flows = [
-            (model.flows[route, s][which], -1.0) for route, which in users for s in range(len(times))
+            (model.flows[route, s][which], -1.0)
+            for route, which in users
+            for s in range(len(times))
         ]
         program.add_row(0.0, INFINITY, [*((time, rate) for time in times), *flows])
     _add_preference(model, sum(compute))

@@ -59,9 +59,7 @@ def test_no_plan_of_a_captured_model_is_below_a_bound(seed: int) -> None:
     weights = sum(t.size_bytes for t in workload.tensors if t.kind == TensorKind.WEIGHT)
     limits = {tier: spec.size_bytes for tier, spec in machine.tiers.items()}
     limits[site] = least + int(chance.random() * weights)
-    found = outcome(
-        workload, machine, limits, time_limit_s=2.0, max_labels=0, strategies=PEERS
-    )
+    found = outcome(workload, machine, limits, time_limit_s=2.0, max_labels=0, strategies=PEERS)
     assert len(found.known) > len(PEERS)
     assert not found.violations
 
@@ -107,9 +105,7 @@ def test_a_weight_kept_around_the_end_alone_is_within_the_bound_of_everything() 
     task, machine = _around(), cpu_machine()
     budget = UNIT + 2 * PAGE
     streams = make_plan(task, machine, Budget(cpu=budget), fingerprint={}, mip_gap=0.0).certificate
-    free = plan_intervals(
-        task, machine, {"cpu": budget}, time_limit_s=5.0, mip_gap=0.0
-    ).seconds
+    free = plan_intervals(task, machine, {"cpu": budget}, time_limit_s=5.0, mip_gap=0.0).seconds
     assert streams.lower_bound_all_s <= free * (1 + 1e-9)
     assert (streams.holds_over, streams.lower_bound_s) == (WEIGHTS, pytest.approx(4.0, rel=0.01))
     assert free == pytest.approx(3.0, rel=0.01)

@@ -44,8 +44,14 @@ def test_what_a_small_tier_cannot_hold_comes_over_the_other_link() -> None:
 
 
 def test_a_pipe_carries_the_bytes_of_all_its_links() -> None:
-    limit_s, _ = physical_limit(3.0, 100, 50, machine(TWO, pipe=2.0))
+    limit_s, _ = physical_limit(3.0, 100, 50, machine({"cpu": 2.0, "nvme": 1.0}, pipe=2.0))
     assert limit_s == 25.0
+
+
+def test_a_pipe_slower_than_its_link_does_not_hold_up_the_last_transfer() -> None:
+    """The link delivers at its own speed, and only the next transfer waits for the pipe."""
+    limit_s, _ = physical_limit(3.0, 100, 50, machine(TWO, pipe=2.0))
+    assert limit_s == 12.5
 
 
 @given(
