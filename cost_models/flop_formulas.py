@@ -53,7 +53,7 @@ def is_heavy(func: Any) -> bool:
 
 def _product(args: Sequence[Any], results: Sequence[Any]) -> int:
     """Every value of the result is an inner product over the last dimension of the first argument."""
-    return 2 * results[0].numel() * int(args[0].shape[-1])
+    return 2 * int(results[0].numel()) * int(args[0].shape[-1])
 
 
 def _added_product(args: Sequence[Any], results: Sequence[Any]) -> int:
@@ -61,14 +61,14 @@ def _added_product(args: Sequence[Any], results: Sequence[Any]) -> int:
 
 
 def _added_batches(args: Sequence[Any], results: Sequence[Any]) -> int:
-    return 2 * args[1].numel() * int(args[2].shape[-1])
+    return 2 * int(args[1].numel()) * int(args[2].shape[-1])
 
 
 def _grouped(args: Sequence[Any], results: Sequence[Any]) -> int:
     """Groups share out the rows, the columns or the inner dimension, whichever their matrices have in one."""
     left, right = args[0], args[1]
     shared = int(left.shape[0]) if left.dim() == 3 and right.dim() == 2 else 1
-    return 2 * left.numel() * int(right.shape[-1]) // shared
+    return 2 * int(left.numel()) * int(right.shape[-1]) // shared
 
 
 def _inner(args: Sequence[Any], results: Sequence[Any]) -> int:
@@ -80,11 +80,11 @@ def _outer(args: Sequence[Any], results: Sequence[Any]) -> int:
 
 
 def _convolution(args: Sequence[Any], results: Sequence[Any]) -> int:
-    return 2 * results[0].numel() * int(args[1].numel()) // max(1, int(args[1].shape[0]))
+    return 2 * int(results[0].numel()) * int(args[1].numel()) // max(1, int(args[1].shape[0]))
 
 
 def _transposed(args: Sequence[Any], results: Sequence[Any]) -> int:
-    return 2 * args[0].numel() * int(args[1].numel()) // max(1, int(args[1].shape[0]))
+    return 2 * int(args[0].numel()) * int(args[1].numel()) // max(1, int(args[1].shape[0]))
 
 
 def _attention(args: Sequence[Any], results: Sequence[Any]) -> int:
@@ -98,12 +98,12 @@ def _attention_backward(args: Sequence[Any], results: Sequence[Any]) -> int:
 
 
 def _layer_of_rnn(args: Sequence[Any], results: Sequence[Any]) -> int:
-    steps = args[0].numel() // int(args[0].shape[-1])
+    steps = int(args[0].numel()) // int(args[0].shape[-1])
     return 2 * steps * sum(int(w.numel()) for w in args[1:5] if w.dim() == 2)
 
 
 def _cudnn_rnn(args: Sequence[Any], results: Sequence[Any]) -> int:
-    steps = args[0].numel() // int(args[0].shape[-1])
+    steps = int(args[0].numel()) // int(args[0].shape[-1])
     return 2 * steps * sum(int(w.numel()) for w in args[1] if w.dim() > 1)
 
 
@@ -115,7 +115,7 @@ def _trilinear(args: Sequence[Any], results: Sequence[Any]) -> int:
     operands = [
         _expanded(value, unsqueezed) for value, unsqueezed in zip(args[:3], args[3:6], strict=True)
     ]
-    return 3 * math.prod(max(sizes) for sizes in zip(*operands, strict=True))
+    return 3 * math.prod(int(max(sizes)) for sizes in zip(*operands, strict=True))
 
 
 def _expanded(value: torch.Tensor, at: Sequence[int]) -> list[int]:

@@ -104,22 +104,26 @@ def outcome(
     strategies: tuple[str, ...] = NAMES,
 ) -> Outcome:
     """Return all claims about a problem and all plans of it."""
-    budget = Budget(**limits_bytes)
+    budget = Budget(
+        gpu=limits_bytes.get("gpu"), cpu=limits_bytes.get("cpu"), nvme=limits_bytes.get("nvme")
+    )
     claims: list[Claim] = []
     known: list[Known] = []
     kinds = {t.name: t.kind for t in workload.tensors}
     # Weights that change cannot lie in the arena.
     fixed = not any(kinds[n] == TensorKind.WEIGHT for op in workload.ops for n in op.writes)
-    for who, options in (
-        ("streams", {}),
-        ("moves all", {"move_all": True}),
-        *((name, {"strategy": name}) for name in (*strategies, "ilp")),
-    ):
+    for who in ("streams", "moves all", *strategies, "ilp"):
         if not fixed and who != "moves all":
             continue
         try:
             plan = make_plan(
-                workload, machine, budget, fingerprint={}, time_limit_s=time_limit_s, **options
+                workload,
+                machine,
+                budget,
+                fingerprint={},
+                time_limit_s=time_limit_s,
+                move_all=who == "moves all",
+                strategy=None if who in {"streams", "moves all"} else who,
             )
         except InfeasiblePlanError:
             continue
