@@ -391,10 +391,6 @@ class OpPlan:
     time_s: float = field(metadata=_json("seconds"))
 
 
-WEIGHTS, EVERYTHING = "weights", "everything"
-"""What a bound holds over: placements of weights in one arena with all else in its place, or any plan at all."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Certificate:
     """What is proven about a plan's time per iteration."""
@@ -413,7 +409,7 @@ class Certificate:
     """The resource that sets ``limit_s``: ``compute`` or a link's name."""
     solver: str = ""
     """``highs`` or ``cbc``; ``none`` where heuristics alone made the plan."""
-    holds_over: str = WEIGHTS
+    holds_over: str = "weights"
     """The decisions that ``lower_bound_s`` bounds: ``everything``, or ``weights`` that stream past the rest."""
     lower_bound_all_s: float = 0.0
     """No decision whatsoever is faster: weights, activations and states kept, moved or computed again; 0: not asked."""

@@ -28,6 +28,7 @@ from gascompile.machine_files import load_machine, named_machine
 from gascompile.machine_files import preset as preset  # noqa: PLC0414 - re-exported
 from gascompile.machine_files import preset_names as preset_names  # noqa: PLC0414 - re-exported
 from gascompile.read_path import readable_here
+from gascompile.stale_profile import SUFFIX, is_stale
 
 _log = logging.getLogger(__name__)
 
@@ -87,7 +88,8 @@ def remembered_machine(cache_dir: str | os.PathLike[str]) -> Machine | None:
 
 def remember_machine(machine: Machine, cache_dir: Path) -> None:
     """Write this machine's numbers, in place of what was remembered; raises ``StorageError``."""
-    for path in (op_times_path(cache_dir), step_times_path(cache_dir)):
+    stale = remembered_path(cache_dir).with_suffix(SUFFIX)
+    for path in (op_times_path(cache_dir), step_times_path(cache_dir), stale):
         path.unlink(missing_ok=True)
     serial.write_atomic(remembered_path(cache_dir), serial.dumps(machine))
 
@@ -105,8 +107,18 @@ def measure_briefly(*, cache_dir: str | os.PathLike[str], read: Reader) -> Machi
     return machine
 
 
+def profile_of(machine: Machine, cache_dir: Path) -> Path | None:
+    """Return the file that ``machine`` is remembered in, if it is this one as it was measured."""
+    if machine.compute_backend == "emulated" or machine.name != this_machine_name():
+        return None
+    path = remembered_path(cache_dir)
+    return path if path.is_file() else None
+
+
 def _this_machine(cache_dir: Path, read: Reader) -> Machine:
-    remembered = remembered_machine(made_folder(cache_dir))
+    made_folder(cache_dir)
+    disproved = is_stale(remembered_path(cache_dir))
+    remembered = None if disproved else remembered_machine(cache_dir)
     found = remembered or with_free_memory(measure_briefly(cache_dir=cache_dir, read=read))
     return readable_here(found)
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+UNLIKELY = 1.1
+"""So many times faster than its limit is more than good measurements spread."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stall:
@@ -44,12 +47,18 @@ class RunReport:
     """Bytes the engine delivered during the run, per link."""
     stall_s: float
     share_of_limit: float
-    """``limit_s / seconds``: 1.0 is the physical limit of the plan's bytes and compute."""
+    """``limit_s / seconds``: 1.0 is the physical limit of the plan's bytes and compute, more disproves the profile."""
     paths: Mapping[str, str]
     """The I/O path really taken per link: ``O_DIRECT``, ``page cache``, ``GPUDirect Storage``; + joins several."""
     stalls: tuple[Stall, ...] = ()
     process_peak_bytes: int = 0
     """The kernel's high-water mark of the whole process, interpreter and libraries included."""
+
+    @property
+    def beats_limit(self) -> bool:
+        """Whether the run was faster than is possible: the numbers of the machine that it was planned for are wrong."""
+        return self.share_of_limit > UNLIKELY
+
     peak_source: str = "planned workspace"
     """Who counted: torch's ``allocator``, the ``device``, or the runtime: results and ``planned workspace``."""
 

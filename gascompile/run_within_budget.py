@@ -1,4 +1,4 @@
-"""Runs a plan, and plans again where an op turns out to take more than the plan has for it."""
+"""Runs a plan, and plans again where an op turns out to take more than the plan has for it; grades the plan's time."""
 
 from __future__ import annotations
 
@@ -6,16 +6,21 @@ import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 from gascompile.errors import BudgetExceededError
+from gascompile.machine import profile_of
 from gascompile.op_memory import remember
+from gascompile.stale_profile import Grader
 
 if TYPE_CHECKING:
     from gascompile.compiled import Unit
+    from gascompile.ir import Plan
     from gascompile.runtime.executor import Executor
 
 _log = logging.getLogger("gascompile")
 
+_GRADERS: WeakKeyDictionary[Executor, Grader] = WeakKeyDictionary()
 _MOST_PLANS = 6
 """For one call: each may show more of what an op takes."""
 
@@ -37,7 +42,8 @@ def run_within_budget(
     """
     for number in range(_MOST_PLANS + 1):
         try:
-            return unit, activate(unit).run(*inputs)
+            executor = activate(unit)
+            outputs = executor.run(*inputs)
         except BudgetExceededError as error:
             bundle = unit.bundle
             learnt = remember(bundle.program, bundle.plan.machine, error, cache_dir)
@@ -50,4 +56,17 @@ def run_within_budget(
                 error.planned_bytes,
             )
             unit = replan(unit)
+        else:
+            _grade(executor, unit.bundle.plan, cache_dir)
+            return unit, outputs
     raise AssertionError("the last run returns or raises")
+
+
+def _grade(executor: Executor, plan: Plan, cache_dir: Path) -> None:
+    """Compare the run with its plan: one that beats its limit disproves the machine's numbers."""
+    grader = _GRADERS.get(executor)
+    if grader is None:
+        grader = Grader(plan, lambda: profile_of(plan.machine, cache_dir))
+        _GRADERS[executor] = grader
+    if executor.last_run is not None:
+        grader.grade(executor.last_run)

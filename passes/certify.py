@@ -6,8 +6,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from gascompile.ir import EVERYTHING, WEIGHTS, Certificate, Link, Machine, Pipe, SolverStatus
+from gascompile.ir import Certificate, Link, Machine, Pipe, SolverStatus
 
+WEIGHTS, EVERYTHING = "weights", "everything"
+"""What a bound holds over: placements of weights in one arena with all else in its place, or any plan at all."""
 _ROUNDING = 1 - 1e-12
 """What ``rate * (bytes / rate)`` may be more than the bytes."""
 _DISPROVED = 1e-6

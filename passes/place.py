@@ -54,8 +54,7 @@ _TOLERANCE = 1e-6
 """The solver keeps rows and bounds up to this share."""
 _BUILD_S = 4e-4
 """[Empirical] Building and passing the program takes about so long per use of a weight and link."""
-_FEASIBLE_POINT = 2
-"""HiGHS's ``kSolutionStatusFeasible``."""
+_FEASIBLE_POINT = 2  # HiGHS's kSolutionStatusFeasible
 # PuLP carries no types; its expressions and variables pass through as they are.
 Expression = Any
 

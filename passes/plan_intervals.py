@@ -65,12 +65,12 @@ _SWEEP_SHARE = 0.6
 """Share of the time that is left in which amounts of recomputation are tried."""
 _FEW_TENSORS = 64
 """Workloads of no more are searched with all their freedom."""
-_EXACT_S = 3.0
-_MOST_LABELS = 30_000
-"""How long and how far small problems are gone through in full."""
+_FEW_LABELS = 30_000
+_MOST_LABELS = 300_000
+"""How far small problems are gone through: before and after all other searches."""
 _SEEDS = 64
-_PATIENCE = 2
-"""Walks in a row that may find nothing better."""
+_PATIENCE, _LONG_PATIENCE = 2, 16
+"""Walks in a row that may find nothing better, of many tensors and of few."""
 _SLOTS = 60
 _REMADE = 0.2
 """Share of a recomputation in a relaxed solution from which on it is done."""
@@ -133,19 +133,28 @@ def _found(
     least = _begin(search, remakes, candidates)
     exact = None
     if not (search.done or task.fixed) and (search.best is None or not task.op_s_per_byte):
-        exact = interval_exact(
-            task,
-            search.best.seconds if search.best is not None else math.inf,
-            time_limit_s=min(_EXACT_S, search.left_s / 2),
-            max_labels=_MOST_LABELS,
-        )
+        exact = _all_of(search, _FEW_LABELS, search.left_s / 2)
     if search.best is None and (exact is None or not exact.steps):
         _refuse(least, reserved_bytes)
     if exact is not None and exact.steps:
         return _exact_plan(task, exact)
     if exact is not None and exact.complete and search.best is not None:
         search.bound_s = search.best.seconds
-    return _plan(search, _refined(search, remakes, candidates))
+    solver = _refined(search, remakes, candidates)
+    unsure = exact is not None and not exact.complete and not task.op_s_per_byte
+    if unsure and not (search.finished or search.within_gap):
+        exact = _all_of(search, _MOST_LABELS, search.left_s)
+        if exact is not None and exact.steps:
+            return _exact_plan(task, exact)
+        if exact is not None and exact.complete and search.best is not None:
+            search.bound_s = search.best.seconds
+    return _plan(search, solver)
+
+
+def _all_of(search: Search, max_labels: int, time_limit_s: float) -> Optimum | None:
+    """Go through all lists of steps of a small problem; labels are counted, so that a busy machine finds no less."""
+    known_s = search.best.seconds if search.best is not None else math.inf
+    return interval_exact(search.task, known_s, time_limit_s=time_limit_s, max_labels=max_labels)
 
 
 def _refined(search: Search, remakes: Mapping[int, Remake], candidates: Iterator[Start]) -> str:
@@ -166,8 +175,9 @@ def _refined(search: Search, remakes: Mapping[int, Remake], candidates: Iterator
         with contextlib.suppress(SolverError):
             _guided(search, remakes)
     fruitless = 0
+    patience = _LONG_PATIENCE if len(search.task.names) <= _FEW_TENSORS else _PATIENCE
     for seed in range(_SEEDS):
-        if search.finished or fruitless == _PATIENCE:
+        if search.finished or fruitless == patience:
             break
         before = search.best
         improve(search, search.deadline_s, random.Random(seed))

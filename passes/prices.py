@@ -1,8 +1,8 @@
 """Prices: what a little more memory or bandwidth would save, as the duals of the relaxed program say.
 
-A price is a slope at the budget at hand: it holds for small changes, and the time falls less and less
-with more memory, so that it never promises too little. Only the relaxation has prices; they speak of
-transfers that may be cut at will.
+A price is a slope of the relaxation's optimum at the budget at hand. That optimum falls less and less with more
+memory, so the price never promises too little of *it*. A plan is above it, by its gap, and may gain more than the
+price says by coming closer: what no plan gains is the business of certificates.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Stream: the best plan that moves weights, through an arena with fixed addresses, and nothing else.
 
-It is the one that the runtime executes. Where the budget is too small for the activations, large ones
-leave memory between their uses. Forms that divide large weights are tried side by side, and,
+What ``compile`` executes is made here; training steps and workload files may take a plan of ``plan_intervals``
+instead. Where the budget is too small for the activations, large ones leave memory between their uses. Forms
+that divide large weights are tried side by side, and,
 where ops may run at several sites, schedules that send ops to their weights.
 """
 

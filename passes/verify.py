@@ -17,8 +17,6 @@ from gascompile.cost_models.gathers import gather_link, gathered
 from gascompile.cost_models.replay import replay_plan, up_front_transfers
 from gascompile.errors import PlanVerificationError
 from gascompile.ir import (
-    EVERYTHING,
-    WEIGHTS,
     Compute,
     Offload,
     Plan,
@@ -31,6 +29,7 @@ from gascompile.ir import (
     Wait,
 )
 from gascompile.passes.account import account
+from gascompile.passes.certify import EVERYTHING, WEIGHTS
 from gascompile.passes.heap import heap_tensors
 from gascompile.passes.least_time import least_time
 from gascompile.passes.liveness import liveness

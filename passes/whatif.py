@@ -50,8 +50,10 @@ class Variant:
     """One iteration of the plan made for it; ``None`` where no plan keeps the budget."""
     change_s: float | None
     """``predicted_s`` minus that of the same search without the change; negative where it helps."""
+    proven_change_s: float | None = None
+    """No plan that the bound of the variant holds over changes the time by less: ``change_s`` is never below."""
     price_s: float | None = None
-    """What the relaxation's price says of ``change_s``, a slope: more saves at most so much."""
+    """What the relaxation's price says, a slope of its bound; a plan can gain more, as it may come closer to it."""
     bound_change_s: float | None = None
     """What the bound of the linear relaxation changes by; ``None`` where it does not cover the plan."""
     required_bytes: int | None = None
@@ -144,6 +146,9 @@ class _Search:
         self._move_all = move_all
         self._plan = plan
         self._time_limit_s = time_limit_s
+        # What libraries take is reserved by every plan.
+        libraries_bytes = plan.machine.library_bytes(self.site)
+        self._own_bytes = max(0, plan.reserved_bytes - libraries_bytes)
         self._progress = progress
         self.required_bytes = 0
 
@@ -158,6 +163,7 @@ class _Search:
                 fingerprint={},
                 time_limit_s=self._time_limit_s,
                 move_all=self._move_all,
+                reserved_bytes=self._own_bytes,
             )
         except InfeasiblePlanError as error:
             if limits == self.limits:
@@ -188,6 +194,9 @@ class _Search:
             amount=amount,
             predicted_s=predicted_s,
             change_s=None if predicted_s is None else predicted_s - self.base_s,
+            proven_change_s=(
+                None if found is None else found.certificate.lower_bound_s - self.base_s
+            ),
             price_s=None if base is None else self._priced(base, change, subject, amount),
             bound_change_s=gained_s,
             required_bytes=self.required_bytes if found is None else None,
@@ -204,7 +213,9 @@ class _Search:
 
     def relaxed(self, machine: Machine, limits: dict[str, int]) -> Solution | None:
         """Return the solution of the linear relaxation; ``None`` where more than weights move."""
-        task = problem(self._plan.workload, machine, _budget(limits))
+        task = problem(
+            self._plan.workload, machine, _budget(limits), reserved_bytes=self._plan.reserved_bytes
+        )
         if self._move_all or not task.links or task.arena_limit_bytes < 0:
             return None
         try:
@@ -221,7 +232,12 @@ class _Search:
 
     def task(self) -> Problem:
         """Return the unchanged planning problem."""
-        return problem(self._plan.workload, self.machine, _budget(self.limits))
+        return problem(
+            self._plan.workload,
+            self.machine,
+            _budget(self.limits),
+            reserved_bytes=self._plan.reserved_bytes,
+        )
 
 
 def _moves_all(plan: Plan) -> bool:

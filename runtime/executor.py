@@ -212,8 +212,7 @@ class Executor:
             peak_bytes=peak_bytes,
             link_bytes=dict(mover.link_bytes),
             stall_s=sum(stall.time_s for stall in stalls),
-            # A rate may have been measured a little low: faster than the limit is at the limit.
-            share_of_limit=min(limit_s / time_s, 1.0),
+            share_of_limit=limit_s / time_s,
             paths={**session.engine.paths, **mover.heap_paths},
             stalls=stalls,
             process_peak_bytes=process_peak_bytes(),

@@ -360,7 +360,7 @@ class Run:
             peak_bytes={plan.machine.compute_tier: self.peak_bytes},
             link_bytes=dict(self._link_bytes),
             stall_s=sum(stall.time_s for stall in self._stalls),
-            share_of_limit=min(plan.certificate.limit_s / time_s, 1.0),
+            share_of_limit=plan.certificate.limit_s / time_s,
             paths=dict.fromkeys(self._link_bytes, self._persistent.path),
             stalls=tuple(self._stalls),
             process_peak_bytes=process_peak_bytes(),

@@ -10,8 +10,6 @@ from rich.console import RenderableType
 
 from gascompile.commands.output import counted, fields, grid
 from gascompile.ir import (
-    EVERYTHING,
-    WEIGHTS,
     Certificate,
     OpSpec,
     Plan,
@@ -19,6 +17,7 @@ from gascompile.ir import (
     TensorPlan,
     Workload,
 )
+from gascompile.passes.certify import EVERYTHING, WEIGHTS
 from gascompile.units import format_size, format_time
 
 

@@ -101,7 +101,7 @@ def _parts(made: Plan, found: WhatIf) -> list[RenderableType]:
         ("iteration", True),
         ("change", True),
         ("speed", True),
-        ("price says", True),
+        ("at most", True),
     ]
     lines = [(_name(made, v), *_cells(v, found.base_s)) for v in found.variants]
     parts: list[RenderableType] = [
@@ -138,7 +138,7 @@ def _cells(variant: Variant, base_s: float) -> tuple[str, str, str, str]:
         format_time(variant.predicted_s),
         _signed(variant.change_s),
         "" if speedup is None else f"{speedup:+.1%}",
-        "" if variant.price_s is None else _signed(variant.price_s),
+        "" if variant.proven_change_s is None else _signed(variant.proven_change_s),
     )
 
 

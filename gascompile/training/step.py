@@ -216,7 +216,7 @@ class TrainingStep:
         inputs = [*pytree.tree_leaves(batch), *unit.program.outside, *hyper]
         try:
             with self._settings.watch(number):
-                (loss,), self.last_run = unit.iteration.run(inputs, self.recording)
+                (loss,), self.last_run = unit.run(inputs, self.recording)
         except BaseException as error:
             self._failure = traceback.format_exception_only(error)[-1].strip()
             unchanged = states.persistent.num_changes == before

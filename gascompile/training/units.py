@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -14,9 +14,12 @@ from gascompile.allocator_library import page_memory
 from gascompile.config import CompileConfig
 from gascompile.errors import InfeasiblePlanError
 from gascompile.ir import Budget, Machine, Plan, Workload
+from gascompile.machine import profile_of
 from gascompile.progress import task
+from gascompile.reports import RunReport
 from gascompile.runtime.early_memory import map_anonymous
 from gascompile.runtime.iteration import Iteration
+from gascompile.stale_profile import Grader
 from gascompile.training.file_values import FileValues
 from gascompile.training.joint import LossFunction, capture_joint
 from gascompile.training.optimizers import Rules
@@ -29,6 +32,9 @@ from gascompile.training.step_program import StepProgram, step_program
 from gascompile.training.storages import Storages
 from gascompile.training.unplanned import UnplannedRules, state_bytes
 from gascompile.units import SPILL_BUFFER_BYTES
+
+if TYPE_CHECKING:
+    from gascompile.runtime.recording import Recording
 
 OPEN: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """Models whose values a step has."""
@@ -44,6 +50,15 @@ class Unit:
     plan: Plan
     iteration: Iteration
     trains: bool
+    grader: Grader
+
+    def run(
+        self, inputs: Sequence[Any], recording: Recording | None = None
+    ) -> tuple[tuple[Any, ...], RunReport]:
+        """Run one iteration and compare what it took with the plan: see ``Iteration.run``."""
+        found, report = self.iteration.run(inputs, recording)
+        self.grader.grade(report)
+        return found, report
 
 
 class UnitMaker:
@@ -129,7 +144,8 @@ class UnitMaker:
             buffers=memoryview(self._buffers)[half:],
             pages=self.pages,
         )
-        return Unit(program=program, plan=plan, iteration=iteration, trains=trains)
+        grader = Grader(plan, lambda: profile_of(self._machine, self._config.cache_dir))
+        return Unit(program=program, plan=plan, iteration=iteration, trains=trains, grader=grader)
 
     def _plan(self, workload: Workload) -> Plan:
         def found(reserved_bytes: int) -> Plan:

@@ -15,8 +15,6 @@ from gascompile.capture import capture
 from gascompile.errors import InfeasiblePlanError
 from gascompile.integrations.huggingface import register_pytrees
 from gascompile.ir import (
-    EVERYTHING,
-    WEIGHTS,
     Budget,
     Machine,
     OpSpec,
@@ -27,7 +25,7 @@ from gascompile.ir import (
 )
 from gascompile.machine_files import preset
 from gascompile.passes.annotate import annotate
-from gascompile.passes.certify import Proof, certify
+from gascompile.passes.certify import EVERYTHING, WEIGHTS, Proof, certify
 from gascompile.passes.make_plan import make_plan
 from gascompile.passes.plan_intervals import plan_intervals
 from tests.passes.bound_claims import draw_problem, outcome
