@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
+from hypothesis import given, settings
 
 from gascompile.cost_models.trace import trace
 from gascompile.ir import (
@@ -22,10 +23,20 @@ from gascompile.ir import (
     Wait,
     Workload,
 )
+from gascompile.passes import alternatives as alternatives_module
+from gascompile.passes.assemble import assemble
+from gascompile.passes.certify import Proof, certify
+from gascompile.passes.draft import draft_schedule
 from gascompile.passes.explain import OpExplanation, TensorExplanation, explain
+from gascompile.passes.least_time import least_time
 from gascompile.passes.make_plan import make_plan
+from gascompile.passes.problem import Placement, Problem
+from gascompile.passes.schedule import Schedule
+from gascompile.passes.search import best_staging
+from gascompile.passes.verify import verify
 from gascompile.units import reserve_bytes
 from tests.cost_models.hand_plans import fetch, hand_plan
+from tests.passes.planning import PAGE, budget_at, cpu_machine, shares, workloads
 
 _MB = 10**6
 _RESERVED = reserve_bytes(10 * _MB)
@@ -222,3 +233,34 @@ def test_a_plan_of_hundreds_of_weights_is_explained_without_a_search() -> None:
     begun_s = time.perf_counter()
     assert _tensor(plan, "w300").peer is not None
     assert time.perf_counter() - begun_s < 20.0
+
+
+@settings(max_examples=8)
+@given(workloads(max_weights=5, max_ops=6), shares())
+def test_what_is_offered_fits_beside_what_is_reserved(task: Workload, share: float) -> None:
+    """Each offered schedule becomes a plan that the verifier accepts within the same budget."""
+    machine, reserved = cpu_machine(60e6, 1e-4), 7 * PAGE
+    budget = Budget(cpu=budget_at(share, task, machine) + reserved)
+    plan = make_plan(task, machine, budget, fingerprint={}, reserved_bytes=reserved)
+    offered: list[tuple[Problem, Schedule]] = []
+
+    def spy(asked: Problem, placement: Placement, arena_bytes: int) -> Schedule | None:
+        found = best_staging(asked, placement, arena_bytes)
+        if found is not None:
+            offered.append((asked, found))
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(alternatives_module, "best_staging", spy)
+        for name in [t.name for t in plan.workload.tensors if t.kind == TensorKind.WEIGHT]:
+            explain(plan, name)
+    for asked, schedule in offered:
+        assert asked.reserved_bytes == plan.reserved_bytes == reserved
+        draft = draft_schedule(asked, schedule)
+        limit_s, binding = least_time(asked.workload, machine, asked.limits_bytes)
+        proof = Proof(limit_s=limit_s, binding=binding, bound_s=0.0, timed_out=False)
+        certificate = certify(draft.seconds, proof, solve_s=0.0, mip_gap=0.0)
+        limits = asked.limits_bytes
+        verify(
+            assemble(draft, machine, limits, certificate, fingerprint={}, reserved_bytes=reserved)
+        )

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import combinations
 
 import pytest
 from hypothesis import given, settings
 
 from gascompile.ir import Budget, Machine, Workload
 from gascompile.passes.make_plan import make_plan
+from gascompile.passes.problem import Placement, problem
+from gascompile.passes.search import best_staging
 from gascompile.passes.whatif import Variant, whatif
 from gascompile.units import reserve_bytes
 from tests.cost_models.hand_plans import training
@@ -147,3 +150,27 @@ def test_more_is_never_slower_and_less_never_faster(
             assert variant.change_s >= -tolerance_s
         elif variant.change in ("budget", "next"):
             assert variant.change_s <= tolerance_s
+
+
+@settings(max_examples=4)
+@given(workloads(max_weights=4, max_ops=5), shares())
+def test_no_change_saves_more_than_is_proven(task: Workload, share: float) -> None:
+    """Neither the plan made for it, nor any resident set in any size of the staging region."""
+    machine, step = cpu_machine(60e6, 1e-4), 9 * PAGE
+    limit = budget_at(share, task, machine)
+    found = whatif(make_plan(task, machine, Budget(cpu=limit), fingerprint={}), step_bytes=step)
+    for variant in found.variants:
+        if variant.change_s is not None:
+            assert variant.proven_change_s is not None
+            assert variant.change_s >= variant.proven_change_s - 1e-9 * found.base_s
+    more = next(v for v in found.of("budget") if v.subject == "cpu")
+    assert more.proven_change_s is not None
+    asked = problem(task, machine, Budget(cpu=limit + step))
+    for count in range(len(asked.weights) + 1):
+        for resident in combinations(range(len(asked.weights)), count):
+            link_of = tuple(None if i in resident else 0 for i in range(len(asked.weights)))
+            placement = Placement(strategy="oracle", link_of=link_of)
+            schedule = best_staging(asked, placement, asked.arena_limit_bytes)
+            if schedule is not None:
+                least_s = found.base_s + more.proven_change_s
+                assert schedule.seconds >= least_s * (1 - 1e-9)
