@@ -104,14 +104,9 @@ def make_plan(
     else:
         draft, proof = stream_weights()
     draft, proof = _as_disturbed(draft, proof, workload, machine, limits_bytes)
-    proven, proof = proof, proof.without_what_fails(draft.seconds)
-    if proof != proven:
-        notes.append(
-            f"a lower bound of {proven.limit_s}, {proven.bound_s} or {proven.all_s} s was dropped: this plan beats it"
-        )
-    certificate = certify(
-        draft.seconds, proof, solve_s=time.perf_counter() - begun_s, mip_gap=mip_gap, solver=solver
-    )
+    proof = _undisputed(proof, draft.seconds, notes)
+    solve_s = time.perf_counter() - begun_s
+    certificate = certify(draft.seconds, proof, solve_s=solve_s, mip_gap=mip_gap, solver=solver)
     plan = assemble(
         draft,
         machine,
@@ -123,6 +118,15 @@ def make_plan(
     )
     verify(plan)
     return plan
+
+
+def _undisputed(proof: Proof, seconds: float, notes: list[str]) -> Proof:
+    """Return what the plan at hand does not disprove; notes what it does."""
+    kept = proof.without_what_fails(seconds)
+    if kept != proof:
+        bounds = f"{proof.limit_s}, {proof.bound_s} or {proof.all_s} s"
+        notes.append(f"a lower bound of {bounds} was dropped: this plan beats it")
+    return kept
 
 
 def _as_undisturbed(workload: Workload, machine: Machine) -> tuple[Workload, Machine]:

@@ -73,6 +73,7 @@ def _balanced(machine: Machine, workload: Workload, chance: random.Random) -> Ma
             link,
             bandwidth_bytes_per_s=link.bandwidth_bytes_per_s / fastest * rate,
             latency_s=0.0,
+            shared=(),
         )
         for link in machine.links
     )
