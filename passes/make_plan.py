@@ -75,9 +75,8 @@ def make_plan(
         )
     # Planned in the time of links, in which ops do not slow them down.
     quick, calm = _as_undisturbed(workload, machine)
-    notes = list(warnings)
-    if (solver := solver_name()) in _NO_HIGHS:
-        notes.append(_NO_HIGHS[solver])
+    solver = solver_name()
+    notes = [*warnings, *([_NO_HIGHS[solver]] if solver in _NO_HIGHS else [])]
 
     def left_s() -> float:
         return time_limit_s - (time.perf_counter() - begun_s)
@@ -96,8 +95,8 @@ def make_plan(
         )
 
     limits_bytes = budget.limits_bytes(machine)
-    streams = stream_weights if has_arena else None
     if move_all:
+        streams = stream_weights if has_arena else None
         draft, proof = _best_of_all(
             quick, calm, limits_bytes, streams, left_s, mip_gap, reserved_bytes, machine
         )
@@ -105,8 +104,9 @@ def make_plan(
         draft, proof = stream_weights()
     draft, proof = _as_disturbed(draft, proof, workload, machine, limits_bytes)
     proof = _undisputed(proof, draft.seconds, notes)
-    solve_s = time.perf_counter() - begun_s
-    certificate = certify(draft.seconds, proof, solve_s=solve_s, mip_gap=mip_gap, solver=solver)
+    certificate = certify(
+        draft.seconds, proof, solve_s=time_limit_s - left_s(), mip_gap=mip_gap, solver=solver
+    )
     plan = assemble(
         draft,
         machine,
