@@ -69,10 +69,7 @@ def make_plan(
     """
     begun_s = time.perf_counter()
     reserved_bytes += machine.library_bytes(machine.compute_tier)
-    if strategy is not None and strategy not in (*NAMES, "ilp"):
-        raise ValueError(
-            f"unknown strategy {strategy!r}: choose one of {', '.join((*NAMES, 'ilp'))}"
-        )
+    _require_known(strategy)
     # Planned in the time of links, in which ops do not slow them down.
     quick, calm = _as_undisturbed(workload, machine)
     solver = solver_name()
@@ -118,6 +115,12 @@ def make_plan(
     )
     verify(plan)
     return plan
+
+
+def _require_known(strategy: str | None) -> None:
+    if strategy is not None and strategy not in (*NAMES, "ilp"):
+        names = ", ".join((*NAMES, "ilp"))
+        raise ValueError(f"unknown strategy {strategy!r}: choose one of {names}")
 
 
 def _undisputed(proof: Proof, seconds: float, notes: list[str]) -> Proof:
