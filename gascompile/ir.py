@@ -409,10 +409,8 @@ class Certificate:
     """The resource that sets ``limit_s``: ``compute`` or a link's name."""
     solver: str = ""
     """``highs`` or ``cbc``; ``none`` where heuristics alone made the plan."""
-    holds_over: str = "weights"
-    """The decisions that ``lower_bound_s`` bounds: ``everything``, or ``weights`` that stream past the rest."""
-    lower_bound_all_s: float = 0.0
-    """No decision whatsoever is faster: weights, activations and states kept, moved or computed again; 0: not asked."""
+    holds_over: str = "weights"  # or "everything": the decisions that ``lower_bound_s`` bounds
+    lower_bound_all_s: float = 0.0  # no plan whatsoever is faster; 0 where that was not asked
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -443,8 +441,7 @@ class Plan:
     workload: Workload
     machine: Machine
     warnings: tuple[str, ...] = ()
-    reserved_bytes: int = 0
-    """Bytes of the tier that computes that the plan leaves to others: libraries, buffers, other plans."""
+    reserved_bytes: int = 0  # what is left of the tier that computes for libraries and buffers
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write the plan as JSON, whole or not at all; raises ``StorageError``."""
