@@ -239,10 +239,10 @@ def _product_bytes(left: torch.Tensor, right: torch.Tensor) -> int:
     if left.dtype not in _REDUCED:
         return copies
     rows, depth, columns = left.shape[-2], left.shape[-1], right.shape[-1]
-    # [Empirical] per thread, with and without avx512_bf16: packed columns, fp32 accumulators, packed rows.
-    per_thread = depth * 128 + min(rows, 256) * 256 + (8 << 10)
+    # [Empirical] per thread, with AVX2, AVX-512 and avx512_bf16: packed columns, fp32 accumulators, packed rows.
+    per_thread = depth * 128 + min(rows, 256) * 2048 + (8 << 10)
     if depth > 2048 and rows > 512:
-        per_thread += min(2 << 20, 4 * rows * columns)
+        per_thread += min(2 << 20, 5 * rows * columns)
     return copies + per_thread * torch.get_num_threads()
 
 

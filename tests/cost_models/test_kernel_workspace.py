@@ -62,7 +62,7 @@ def test_convolutions(seed: int) -> None:
     assert measured_bytes(lambda: func(*args)) <= planned_bytes(func, args)
 
 
-@pytest.mark.parametrize("rows", [1, 16, 128])
+@pytest.mark.parametrize("rows", [1, 16, 128, 600])
 @pytest.mark.parametrize(("depth", "columns"), [(64, 64), (512, 256), (3072, 512)])
 def test_products_in_bfloat16(rows: int, depth: int, columns: int) -> None:
     left = torch.randn(rows, depth, dtype=torch.bfloat16)

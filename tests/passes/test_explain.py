@@ -230,9 +230,9 @@ def test_a_plan_of_hundreds_of_weights_is_explained_without_a_search() -> None:
     plan = make_plan(
         workload, _machine(1e8), Budget(cpu=100 * _RESERVED), fingerprint={}, strategy="first_fit"
     )
-    begun_s = time.perf_counter()
+    begun_s = time.process_time()
     assert _tensor(plan, "w300").peer is not None
-    assert time.perf_counter() - begun_s < 20.0
+    assert time.process_time() - begun_s < 20.0
 
 
 @settings(max_examples=8)

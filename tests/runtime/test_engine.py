@@ -7,7 +7,6 @@ import fcntl
 import logging
 import os
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +22,7 @@ from gascompile.runtime.files import SourceFiles
 from gascompile.runtime.landing import Landing, plan_landing
 from gascompile.runtime.protocols import Reader, Ticket, read_at
 from gascompile.units import PAGE_BYTES, reserve_bytes
+from tests.waiting import eventually
 
 SPOILED = 0xA5
 CHUNK = 2 * PAGE_BYTES
@@ -240,7 +240,7 @@ class Gate:
 
     def __call__(self, descriptor: int, into: memoryview, offset: int, /) -> int:
         self.entered.set()
-        assert self.open.wait(10)
+        assert self.open.wait(60)
         self.offsets.append(offset)
         return read_at(descriptor, into, offset)
 
@@ -249,7 +249,7 @@ def test_most_urgent_first_and_chunks_together(file: Path) -> None:
     gate = Gate()
     with bench(file, reader=gate, num_threads=1) as b:
         b.start(b.landing((file, 0, 1)), key=9)
-        assert gate.entered.wait(10)
+        assert gate.entered.wait(60)
         late = b.start(b.landing((file, 2 * PAGE_BYTES, 3 * PAGE_BYTES)), 8 * PAGE_BYTES, key=7)
         b.start(b.landing((file, 6 * PAGE_BYTES, PAGE_BYTES)), 16 * PAGE_BYTES, key=3)
         b.start(b.landing((file, 7 * PAGE_BYTES, PAGE_BYTES)), 20 * PAGE_BYTES, key=3)
@@ -263,13 +263,14 @@ def test_drain_cancels_the_queue_and_waits_for_reads_in_flight(file: Path) -> No
     with bench(file, reader=gate, num_threads=1) as b:
         running = b.start(b.landing((file, 0, PAGE_BYTES)))
         half = b.start(b.landing((file, 0, 3 * PAGE_BYTES)), 8 * PAGE_BYTES)
-        assert gate.entered.wait(10)
+        assert gate.entered.wait(60)
         drained = threading.Thread(target=b.engine.drain)
+        known = b.engine.pool.num_messages
         drained.start()
-        time.sleep(0.05)
+        assert eventually(lambda: b.engine.pool.num_messages > known)
         assert drained.is_alive()
         gate.open.set()
-        drained.join(10)
+        drained.join(60)
         running.wait()
         assert half.failed
         with pytest.raises(StorageError, match="cancelled"):
@@ -285,7 +286,7 @@ def test_failed_request_waits_for_its_chunks_in_flight(file: Path) -> None:
     def reader(descriptor: int, into: memoryview, offset: int, /) -> int:
         if not offset:
             raise OSError(errno.EIO, "broken")
-        assert release.wait(10)
+        assert release.wait(60)
         finished.append(offset)
         return read_at(descriptor, into, offset)
 

@@ -26,6 +26,7 @@ from gascompile.runtime.kvikio_path import (
 from gascompile.runtime.landing import Landing, plan_landing
 from tests.runtime.fake_kvikio import CompatMode, Kvikio
 from tests.runtime.test_probe import HEALTHY
+from tests.waiting import eventually
 
 PAGE = 4096
 IO = IoSettings(num_threads=3, chunk_bytes=2 * PAGE, engine="kvikio")
@@ -44,12 +45,12 @@ class Gate:
 
     def wait(self) -> None:
         self._waiting.release()
-        assert self._event.wait(10)
+        assert self._event.wait(60)
 
     def wait_for_waiters(self, count: int) -> None:
         """Return when ``count`` threads have come to wait."""
         for _ in range(count):
-            assert self._waiting.acquire(timeout=10)
+            assert self._waiting.acquire(timeout=60)
 
     def open(self) -> None:
         self._event.set()
@@ -220,8 +221,12 @@ def test_a_cancelled_read_is_an_error_of_its_own(files: list[Path]) -> None:
     held = [engine.submit(wanted, 0, key=0, link="nvme->gpu", after=gate) for _ in range(5)]
     # A read is under way, and no longer cancelled, once one of the engine's four threads has taken it.
     gate.wait_for_waiters(4)
-    threading.Timer(0.05, gate.open).start()
-    engine.drain()
+    drained = threading.Thread(target=engine.drain)
+    known = engine.pool.num_messages
+    drained.start()
+    assert eventually(lambda: engine.pool.num_messages > known)
+    gate.open()
+    drained.join(60)
     for ticket in held[:4]:
         ticket.wait()
     with pytest.raises(StorageError, match="'w' was cancelled"):

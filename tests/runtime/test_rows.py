@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import threading
-import time
 import weakref
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from gascompile.runtime.protocols import read_at
 from gascompile.runtime.rows import rows_landing, tile_source
 from gascompile.tiles import Tile
 from gascompile.units import reserve_bytes
+from tests.waiting import eventually
 
 ROWS, WIDTH = 40, 30
 
@@ -83,10 +83,7 @@ def test_the_engine_lets_go_of_memory_that_is_not_its_own(source: WeightSource) 
     engine = Engine(files, memoryview(bytearray(1)), IoSettings(num_threads=4))
     landing = rows_landing(source, [3])
     engine.submit(landing, 0, key=0, link="", memory=memoryview(memory)).wait()
-    deadline_s = time.monotonic() + 10
-    while _is_held(memory) and time.monotonic() < deadline_s:
-        time.sleep(0.001)
-    assert not _is_held(memory)
+    assert eventually(lambda: not _is_held(memory))
     engine.close()
     files.close()
 

@@ -9,12 +9,14 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 
 from tests.training.runs import CRASH_RUNS, adamw, batches, freeze, new_model, plain_step
+from tests.waiting import eventually
 
 NUM_STEPS = 1000
 LANES = 2
@@ -44,15 +46,25 @@ def losses(folder: Path) -> list[tuple[int, float]]:
     return [(int(number), loss) for number, loss in map(json.loads, lines)]
 
 
+def kill(worker: subprocess.Popen[str], folder: Path, least: int, after_s: float) -> None:
+    """Kill a worker some time after so many losses have been logged."""
+    eventually(lambda: len(losses(folder)) >= least)
+    time.sleep(after_s)
+    worker.send_signal(signal.SIGKILL)
+
+
 def killed_runs(folder: Path, root: Path, count: int, wanted: list[float]) -> int:
     """Let ``count`` runs follow each other, each killed; return how many steps they logged."""
     moments = random.Random(f"{folder.name} {count}")
     seen: list[int] = []
     whole_before = 0
-    for _ in range(count):
+    for number_of_run in range(count):
         known = len(losses(folder))
         worker = start(folder, root, len(wanted))
-        killer = threading.Timer(moments.uniform(0.0, MOST_S), worker.send_signal, [signal.SIGKILL])
+        # Every other run gets past a first step, however slow the machine is.
+        least = known + number_of_run % 2
+        after_s = moments.uniform(0.0, MOST_S)
+        killer = threading.Thread(target=kill, args=(worker, folder, least, after_s))
         with worker:
             killer.start()
             assert worker.stdout is not None
