@@ -243,6 +243,10 @@ class ClosedStepError(GASCompileError):
     """A training step was used after ``close``."""
 
 
+class OpenStepError(GASCompileError):
+    """A model or an optimizer was used in a way that is not possible while a training step has its values."""
+
+
 class NanLossError(GASCompileError):
     """A training step met a NaN.
 

@@ -8,13 +8,14 @@ import torch
 from torch import nn
 
 from gascompile.batches import admit
-from gascompile.training.joint import LossFunction, capture_joint
+from gascompile.training.joint import capture_joint
 from gascompile.training.optimizers import Rules
 from gascompile.training.outlines import Outlines
 from gascompile.training.requirements import require_followed
 from gascompile.training.settings import Settings
 from gascompile.training.step_program import StepProgram, step_program
 from gascompile.training.storages import Storages, named_tensors
+from gascompile.training.traced_loss import LossFunction
 
 
 def capture_step(

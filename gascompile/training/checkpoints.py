@@ -25,6 +25,7 @@ from gascompile import serial
 from gascompile.checkpoint import read_safetensors_header
 from gascompile.errors import CheckpointError, FormatError, StorageError
 from gascompile.runtime.copying import write_all
+from gascompile.training.open_optimizer import listed
 from gascompile.training.optimizers import TOTAL
 from gascompile.training.states import States
 from gascompile.training.tensor_files import (
@@ -169,7 +170,7 @@ class CheckpointFolder:
             shapes[2].update(own.entries)
             whole = shapes[0] | shapes[1]
             split = _split(newest, whole, shapes[2])
-            states.check_groups(state["param_groups"])
+            states.rules.check_groups(state["param_groups"])
             if state["optimizer"] != type(states.optimizer).__name__:
                 raise CheckpointError(
                     f"{newest} is of {state['optimizer']}, the optimizer is {type(states.optimizer).__name__}"
@@ -310,7 +311,7 @@ def _split(
 
 
 def _state_json(states: States, extra: Mapping[str, Any]) -> bytes:
-    groups = states.optimizer.state_dict()["param_groups"]
+    groups = listed(states.optimizer)["param_groups"]
     plain = [
         {k: v.item() if isinstance(v, torch.Tensor) else v for k, v in group.items()}
         for group in groups

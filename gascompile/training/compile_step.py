@@ -15,11 +15,11 @@ from gascompile.ir import Budget, Machine
 from gascompile.machine import resolve_machine
 from gascompile.runtime.engine import read_blocks
 from gascompile.training.file_values import FileValues
-from gascompile.training.joint import LossFunction
 from gascompile.training.optimizers import StateForm, require_rule
 from gascompile.training.requirements import require_followed
 from gascompile.training.settings import OnNan, Settings
 from gascompile.training.step import TrainingStep
+from gascompile.training.traced_loss import LossFunction
 from gascompile.training.unplanned import require_step
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import operator
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,10 +40,9 @@ from gascompile.training.exact_dropout import exact_dropout
 from gascompile.training.own_kernels import own_kernels, uncompiled
 from gascompile.training.stand_ins import StandIns
 from gascompile.training.storages import Storages, View, named_tensors, places
+from gascompile.training.traced_loss import MODEL, OUTSIDE, LossFunction, TracedLoss
 from gascompile.true_strides import true_strides
 
-LossFunction = Callable[[nn.Module, Any], torch.Tensor]
-_PREFIX, _OUTSIDE = "model.", "outside_"
 _NO_OPS = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
 
 
@@ -71,53 +70,6 @@ class Joint:
     """What the trace read in Python, which a step bakes in."""
 
 
-class _Loss(nn.Module):
-    """A loss over the flat leaves of a batch."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        loss_fn: LossFunction,
-        spec: pytree.TreeSpec,
-        stand_ins: StandIns,
-        recorder: Recorder,
-        *,
-        trains: bool,
-    ) -> None:
-        super().__init__()
-        self._recorder = recorder
-        self.model = model
-        self._loss_fn, self._spec, self._trains = loss_fn, spec, trains
-        self._stand_ins = stand_ins
-        self.outside = list(stand_ins.outside)
-        for number, tensor in enumerate(self.outside):
-            self.register_buffer(f"{_OUTSIDE}{number}", tensor.detach())
-
-    def forward(self, *leaves: Any) -> torch.Tensor:
-        batch = pytree.tree_unflatten(leaves, self._spec)
-        outside = {
-            id(real): self.get_buffer(f"{_OUTSIDE}{number}")
-            for number, real in enumerate(self.outside)
-        }
-        with self._recorder.running(), self._stand_ins.active(outside):
-            loss: Any = self._loss_fn(self.model, batch)
-        scalar = isinstance(loss, torch.Tensor) and not loss.dim()
-        if not scalar or (self._trains and not loss.is_floating_point()):
-            found = (
-                f"{tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
-            )
-            raise CaptureError(
-                f"loss_fn returned {found}; it has to return one floating-point scalar tensor, such as a mean"
-            )
-        if self._trains and not loss.requires_grad:
-            raise CaptureError(
-                "the loss does not depend on any parameter that requires a gradient; leave out no_grad() and detach()"
-            )
-        # A loss that is a view, or a parameter itself, would come out as what it is a view of.
-        value: torch.Tensor = loss.clone()
-        return value
-
-
 def capture_joint(
     model: nn.Module,
     loss_fn: LossFunction,
@@ -139,22 +91,35 @@ def capture_joint(
     storages = storages or Storages(model)
     leaves, spec = pytree.tree_flatten(batch)
     stand_ins = StandIns(model, storages)
-    num_known = -1
-    while len(stand_ins.outside) > num_known:
-        if num_known > 0:
+    num_known, asks, has_asked = -1, False, False
+    while len(stand_ins.outside) > num_known or asks:
+        if num_known > 0 and len(stand_ins.outside) > num_known:
             raise CaptureError(
                 f"loss_fn of {type(model).__name__} uses other tensors from outside the model at every call; pass "
                 "them in the batch"
             )
         num_known = len(stand_ins.outside)
         recorder = Recorder(model, loss_fn)
-        wrapped = _Loss(model, loss_fn, spec, stand_ins, recorder, trains=trains)
+        caches = torch.is_autocast_cache_enabled()
+        wrapped = TracedLoss(
+            model, loss_fn, spec, stand_ins, recorder, trains=trains, caches=caches
+        )
         with recorder.around(), numbered_norms(model) as norms:
             graph_module = _captured(wrapped, leaves)
-    return _read(graph_module, wrapped, storages.views, norms, recorder.record())
+        record = recorder.record()
+        # What a first call sets, and later ones read, is another course once.
+        asks = not record.is_reproducible and not has_asked
+        has_asked = has_asked or asks
+    if not record.is_reproducible:
+        raise CaptureError(
+            f"the loss of {type(model).__name__} may take another course at every call, and a planned step takes one: "
+            f"{record.why}; draw by torch.rand, keep what changes in a buffer, or pass it in the batch, where each "
+            "value that is no tensor gets a plan of its own"
+        )
+    return _read(graph_module, wrapped, storages.views, norms, record)
 
 
-def _captured(wrapped: _Loss, leaves: list[Any]) -> fx.GraphModule:
+def _captured(wrapped: TracedLoss, leaves: list[Any]) -> fx.GraphModule:
     own = [(held, leaf, held[leaf]) for _, (held, leaf) in places(wrapped.model)]
     try:
         try:
@@ -222,7 +187,7 @@ def _place(error: BaseException) -> str:
 
 def _read(
     graph_module: fx.GraphModule,
-    wrapped: _Loss,
+    wrapped: TracedLoss,
     views: Mapping[str, View],
     norms: Mapping[float, str],
     record: CaptureRecord,
@@ -236,10 +201,10 @@ def _read(
         if node.op != "placeholder":
             continue
         match node.meta["desc"]:
-            case BufferAOTInput(target=target) if target.startswith(_OUTSIDE):
-                outside[node.name] = wrapped.outside[int(target.removeprefix(_OUTSIDE))]
+            case BufferAOTInput(target=target) if target.startswith(OUTSIDE):
+                outside[node.name] = wrapped.outside[int(target.removeprefix(OUTSIDE))]
             case ParamAOTInput(target=target) | BufferAOTInput(target=target):
-                bound[node.name] = canonical[target.removeprefix(_PREFIX)]
+                bound[node.name] = canonical[target.removeprefix(MODEL)]
             case PlainAOTInput(idx=index):
                 inputs[index] = node.name
             case TangentAOTInput():
@@ -342,21 +307,21 @@ def _outputs(
                 loss = value
             case GradAOTOutput(grad_of=ParamAOTInput(target=target)):
                 if isinstance(value, fx.Node):
-                    gradients[canonical[target.removeprefix(_PREFIX)]] = value
+                    gradients[canonical[target.removeprefix(MODEL)]] = value
             case InputMutationAOTOutput(mutated_input=BufferAOTInput(target=target)) if (
-                target.startswith(_OUTSIDE)
+                target.startswith(OUTSIDE)
             ):
                 raise CaptureError(
                     "loss_fn changes a tensor from outside the model in place; register it as a buffer of the model"
                 )
             case InputMutationAOTOutput(mutated_input=BufferAOTInput(target=target)):
                 assert isinstance(value, fx.Node)
-                mutations[canonical[target.removeprefix(_PREFIX)]] = value
+                mutations[canonical[target.removeprefix(MODEL)]] = value
             case GradAOTOutput() | None:
                 pass  # of the batch: nobody asked for it
             case InputMutationAOTOutput(mutated_input=ParamAOTInput(target=target)):
                 raise CaptureError(
-                    f"the model changes its parameter '{target.removeprefix(_PREFIX)}' in its forward pass; only the "
+                    f"the model changes its parameter '{target.removeprefix(MODEL)}' in its forward pass; only the "
                     "optimizer may change parameters, so make it a buffer or change it between steps"
                 )
             case InputMutationAOTOutput():

@@ -23,6 +23,8 @@ def kind_of(model: nn.Module, batch: Any, *, trains: bool) -> str:
     """Return a digest of all that decides which ops a step runs, as far as it can change between calls."""
     spec = pytree.tree_structure(batch)
     modes = [module.training for module in model.modules()]
-    frozen = [not parameter.requires_grad for parameter in model.parameters()]
+    # Of an open tensor it would be asked in Python.
+    with torch._C.DisableTorchFunctionSubclass():
+        frozen = [not parameter.requires_grad for parameter in model.parameters()]
     autocast = [torch.is_autocast_enabled("cpu"), str(torch.get_autocast_dtype("cpu"))]
     return serial.digest([str(spec), leaf_kinds(batch), modes, frozen, autocast, trains])

@@ -10,10 +10,11 @@ import torch
 from torch import fx
 from torch.fx.node import Argument
 
-from gascompile.errors import UnsupportedOpError
+from gascompile.errors import CheckpointError, UnsupportedOpError
 from gascompile.runtime.kernels import state_codes
 from gascompile.runtime.kernels.state_codes import SIGNED, UNSIGNED, Code
 from gascompile.training import coded_updates, update_ops
+from gascompile.training.open_optimizer import listed
 
 StateForm = Literal["fp32", "8bit"]
 STATE_FORMS: tuple[StateForm, ...] = ("fp32", "8bit")
@@ -250,6 +251,28 @@ class Rules:
             found += [tile for tiles in slot.tiles for tile in tiles]
             found += slot.totals if accumulates else ()
         return found
+
+    def check_groups(self, groups: list[dict[str, Any]]) -> None:
+        """Refuse ``param_groups`` of another optimizer.
+
+        Raises:
+            CheckpointError: names what is different.
+        """
+        own_groups = listed(self.optimizer)["param_groups"]
+        sizes = [len(group["params"]) for group in groups]
+        own = [len(group["params"]) for group in own_groups]
+        if sizes != own:
+            raise CheckpointError(
+                f"the optimizer's state has {sizes} parameters per group, this optimizer {own}; "
+                "make it over the same parameters in the same groups"
+            )
+        for number, (group, mine) in enumerate(zip(groups, own_groups, strict=True)):
+            lacking = sorted(set(mine) - set(group) - {"param_names", "initial_lr"})
+            if lacking or self.keys(group) != self.keys(mine):
+                raise CheckpointError(
+                    f"group {number} of the optimizer's state is of another kind of optimizer than "
+                    f"{type(self.optimizer).__name__}: {lacking or 'other moments'}"
+                )
 
     def insert(
         self,

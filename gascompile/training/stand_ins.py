@@ -18,6 +18,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from gascompile.errors import CaptureError, UnsupportedOpError
+from gascompile.training.cached_casts import CachedCasts
+from gascompile.training.open_tensors import OpenTensor
 from gascompile.training.storages import Layout, Storages, named_tensors, places
 
 
@@ -41,11 +43,12 @@ class StandIns:
         """Kept, as they are told apart by identity."""
 
     @contextmanager
-    def active(self, outside: Mapping[int, torch.Tensor]) -> Iterator[None]:
+    def active(self, outside: Mapping[int, torch.Tensor], *, caches: bool) -> Iterator[None]:
         """Let the loss see what is traced.
 
         Args:
             outside: what is traced, by ``id`` of the real tensor; others are found and noted.
+            caches: whether autocast keeps what it casts.
         """
         found = dict(places(self._model))
         traced = {name: held[leaf] for name, (held, leaf) in found.items()}
@@ -65,7 +68,8 @@ class StandIns:
                     # One tensor under all its names, so that its gradients add up as they come, like eager's.
                     changed.append((held, leaf, held[leaf]))
                     held[leaf] = traced[first]
-            with _Substitution(self, traced, outside):
+            casts = CachedCasts(traced.values(), enabled=caches)
+            with casts.active(), _Substitution(self, traced, outside, casts):
                 yield
         finally:
             for held, leaf, before in changed:
@@ -83,6 +87,8 @@ class StandIns:
             return traced[name]
         if id(real) in known:
             return known[id(real)]
+        if isinstance(real, OpenTensor):
+            return self._outside(real, known)
         storage = real.untyped_storage()._cdata
         other = self._storages.left.get(storage)
         if other is not None:
@@ -99,12 +105,17 @@ class StandIns:
                 raise UnsupportedOpError(
                     f"loss_fn uses a tensor of {list(real.shape)} on {real.device}; move it to the CPU"
                 )
-            if all(real is not other for other in self.outside):
-                self.outside.append(real)
-            found = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype)
+            return self._outside(real, known)
         self._met.append(real)
         known[id(real)] = found
         return found
+
+    def _outside(self, real: torch.Tensor, known: dict[int, torch.Tensor]) -> torch.Tensor:
+        if all(real is not other for other in self.outside):
+            self.outside.append(real)
+        self._met.append(real)
+        known[id(real)] = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype)
+        return known[id(real)]
 
 
 class _Substitution(TorchFunctionMode):
@@ -113,14 +124,17 @@ class _Substitution(TorchFunctionMode):
         of: StandIns,
         traced: Mapping[str, torch.Tensor],
         outside: Mapping[int, torch.Tensor],
+        casts: CachedCasts,
     ) -> None:
         super().__init__()
         self._of, self._traced, self._known = of, traced, dict(outside)
+        self._casts = casts
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         args, kwargs = pytree.tree_map_only(torch.Tensor, self._stand_in, (args, kwargs or {}))
+        args, kwargs = self._casts.of(func, (args, kwargs))
         return func(*args, **kwargs)
 
     def _stand_in(self, tensor: torch.Tensor) -> torch.Tensor:

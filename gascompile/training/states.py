@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -21,8 +20,11 @@ from gascompile.errors import CheckpointError
 from gascompile.runtime.heap_memory import own_bytes
 from gascompile.runtime.pages import Pages
 from gascompile.runtime.persistent import Persistent
+from gascompile.training.covers import Covers
 from gascompile.training.file_values import FileValues
+from gascompile.training.open_optimizer import OpenOptimizer, listed, restore
 from gascompile.training.optimizers import TOTAL, Rules, Slot, Tile
+from gascompile.training.same_model import require_same
 from gascompile.training.storages import Storages
 from gascompile.units import format_size
 
@@ -45,6 +47,7 @@ class States:
         buffers: memoryview,
         pages: Pages | None,
         values: FileValues | None = None,
+        before_access: Callable[[], None] = lambda: None,
     ) -> None:
         """Take over what is in the model and in the optimizer.
 
@@ -57,18 +60,17 @@ class States:
             buffers: memory for transfers.
             pages: what values lie in; the heap, if ``None``.
             values: of tensors that have theirs in files.
+            before_access: called before somebody who holds a tensor of the model reads or writes it.
 
         Raises:
-            CheckpointError: the optimizer's parameters were not updated equally often; a file of ``values``
-                cannot be read.
+            CheckpointError: a file of ``values`` cannot be read.
             StorageError: the folder cannot be written to, or has too little space.
         """
         self.model, self.rules, self.optimizer = model, rules, rules.optimizer
         self.values = values
         self.tensors = {**(values.tensors if values else {}), **tensors}
         self.storages = storages
-        self.generation = 0
-        """Goes up when values come from elsewhere."""
+        self.generation = 0  # goes up when values come from elsewhere
         entries = {
             slot.index: self.optimizer.state.get(self.tensor(slot.name), {})
             for slot in rules.slots.values()
@@ -88,12 +90,45 @@ class States:
         self.persistent = Persistent(own, zeros, folder, buffers, pages, unread=unread)
         if values is not None:
             values.fill(self.persistent)
-        for slot in rules.slots.values():
-            # What no rule knows stays where it is.
-            if self._keys(slot) and self.optimizer.state.get(self.tensor(slot.name)):
-                self._assign_moments(slot, self.optimizer.state.pop(self.tensor(slot.name)))
-        for tensor in (*self.tensors.values(), *(v.tensor for v in storages.views.values())):
+        self._take_moments()
+        views = {name: view.tensor for name, view in storages.views.items()}
+        for tensor in (*self.tensors.values(), *views.values()):
             tensor.data = torch.empty(0, dtype=tensor.dtype)
+        self._before_access = before_access
+        self.covers = Covers(
+            model,
+            {**self.tensors, **views},
+            like=self.like,
+            value=self._read,
+            assign=self._written,
+        )
+        self._open = OpenOptimizer(self.optimizer, whole=self._saved, take=self._loaded)
+
+    def _take_moments(self) -> None:
+        """Take moments out of the optimizer; what no rule knows stays where it is."""
+        state, taken = self.optimizer.state, set()
+        try:
+            for slot in self.rules.slots.values():
+                parameter = self.tensor(slot.name)
+                if self._keys(slot) and state.get(parameter):
+                    self._assign_moments(slot, state[parameter])
+                    del state[parameter]
+                    taken.add(slot.name)
+        except BaseException:
+            for slot, _, entry in self._entries():
+                if slot.name in taken:
+                    state[self.tensor(slot.name)] = entry
+            self.persistent.close()
+            raise
+
+    def _read(self, name: str) -> torch.Tensor:
+        self._before_access()
+        return self.value(name)
+
+    def _written(self, name: str, value: torch.Tensor) -> None:
+        self._before_access()
+        self.generation += 1
+        self.assign(name, value)
 
     def stepped(self) -> None:
         """Take note of an update of the parameters that had a gradient."""
@@ -152,16 +187,29 @@ class States:
     def state_dict(self) -> dict[str, Any]:
         """Return copies in memory, in torch's own formats."""
         found = {name: self.value(name) for name in (*self.tensors, *self.storages.views)}
-        plain_state = self.model.state_dict()
+        plain_state = self.model.state_dict(keep_vars=True)
         model = {}
         for name, own in self.names().items():
             value = plain_state[name]
-            plain = value.clone() if isinstance(value, torch.Tensor) else value
+            plain = value.detach().clone() if isinstance(value, torch.Tensor) and not own else value
             model[name] = found[own] if own else plain
-        listed: dict[str, Any] = self.optimizer.state_dict()
-        kept = copy.deepcopy(listed["state"])
+        return {"model": model, "optimizer": self._with_moments(listed(self.optimizer))}
+
+    def _with_moments(self, found: dict[str, Any]) -> dict[str, Any]:
+        """Return an optimizer's state with copies of what is kept here."""
+        kept = copy.deepcopy(found["state"])
         state = {**kept, **{i: entry for _, i, entry in self._entries()}}
-        return {"model": model, "optimizer": {**listed, "state": dict(sorted(state.items()))}}
+        return {**found, "state": dict(sorted(state.items()))}
+
+    def _saved(self, found: dict[str, Any]) -> dict[str, Any]:
+        self._before_access()
+        return self._with_moments(found)
+
+    def _loaded(self, found: dict[str, Any]) -> dict[str, Any]:
+        """Take the moments of an optimizer's state over, and return the rest."""
+        self._before_access()
+        self._take_over(*self._checked(found))
+        return self._rest(found)
 
     def _entries(self) -> Iterable[tuple[Slot, int, dict[str, Any]]]:
         """Yield what torch's optimizer would hold per trained parameter, after the first update."""
@@ -203,21 +251,44 @@ class States:
                 f"a state has the keys 'model' and 'optimizer', this one {sorted(found)}; "
                 "pass {'model': model.state_dict(), 'optimizer': optimizer.state_dict()}"
             )
-        model, state = found["model"], found["optimizer"]["state"]
-        self.check_model({name: tuple(value.shape) for name, value in _tensors(model).items()})
-        entries = {slot.index: state.get(slot.index, {}) for slot in self.rules.slots.values()}
-        counts, num_steps = self._counts(entries)
-        for slot in self.rules.slots.values():
-            self._check_moments(slot, entries[slot.index])
-        self.check_groups(found["optimizer"]["param_groups"])
+        model = found["model"]
+        kept = self.model.state_dict(keep_vars=True)
+        require_same(type(self.model).__name__, _shapes(model), self._wanted(kept))
+        checked = self._checked(found["optimizer"])
         self.generation += 1
-        self._load_groups(found["optimizer"])
-        kept = self.model.state_dict()
+        restore(self.optimizer, self._rest(found["optimizer"]))
         for name, own in self.names().items():
             if own:
                 self.assign(own, model[name])
             elif isinstance(kept[name], torch.Tensor):
-                kept[name].copy_(model[name])
+                kept[name].detach().copy_(model[name])
+        self.covers.changed()
+        self._take_over(*checked)
+
+    def _wanted(self, kept: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+        own = self.names()
+        like = {name: self.like(own[name]) if own[name] else kept[name] for name in _shapes(kept)}
+        return _shapes(like)
+
+    def _checked(
+        self, found: Mapping[str, Any]
+    ) -> tuple[dict[int, Mapping[str, Any]], dict[str, int], int]:
+        """Return an optimizer's moments by number of the parameter, counts of updates, and of steps.
+
+        Raises:
+            CheckpointError: they are of another optimizer.
+        """
+        state = found["state"]
+        entries = {slot.index: state.get(slot.index, {}) for slot in self.rules.slots.values()}
+        counts, num_steps = self._counts(entries)
+        for slot in self.rules.slots.values():
+            self._check_moments(slot, entries[slot.index])
+        self.rules.check_groups(found["param_groups"])
+        return entries, counts, num_steps
+
+    def _take_over(
+        self, entries: Mapping[int, Mapping[str, Any]], counts: dict[str, int], num_steps: int
+    ) -> None:
         for slot in self.rules.slots.values():
             self._assign_moments(slot, entries[slot.index])
         self.clear(self.pending, TOTAL)
@@ -238,62 +309,18 @@ class States:
             for key in keys:
                 self.keep(parameter, key, torch.zeros(self.like(parameter).shape))
 
-    def check_model(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Refuse the state of another model.
-
-        Raises:
-            CheckpointError: names the keys.
-        """
-        own = self.names()
-        kept = _tensors(self.model.state_dict())
-        wanted = {
-            name: tuple((self.like(own[name]) if own[name] else kept[name]).shape) for name in kept
-        }
-        missing, extra = sorted(set(wanted) - set(shapes)), sorted(set(shapes) - set(wanted))
-        other = [n for n in sorted(set(wanted) & set(shapes)) if wanted[n] != shapes[n]]
-        said = [f"lacks {_some(missing)}"] if missing else []
-        said += [f"has {_some(extra)} that the model does not"] if extra else []
-        said += [
-            f"has '{name}' as {list(shapes[name])} where the model's is {list(wanted[name])}"
-            for name in other[:3]
-        ]
-        if said:
-            raise CheckpointError(
-                f"the state is of another model than {type(self.model).__name__}: it {'; it '.join(said)}"
-            )
-
-    def check_groups(self, groups: list[dict[str, Any]]) -> None:
-        """Refuse ``param_groups`` of another optimizer.
-
-        Raises:
-            CheckpointError: names what is different.
-        """
-        listed = self.optimizer.state_dict()["param_groups"]
-        sizes = [len(group["params"]) for group in groups]
-        own = [len(group["params"]) for group in listed]
-        if sizes != own:
-            raise CheckpointError(
-                f"the optimizer's state has {sizes} parameters per group, this optimizer {own}; "
-                "make it over the same parameters in the same groups"
-            )
-        for number, (group, mine) in enumerate(zip(groups, listed, strict=True)):
-            lacking = sorted(set(mine) - set(group) - {"param_names", "initial_lr"})
-            if lacking or self.rules.keys(group) != self.rules.keys(mine):
-                raise CheckpointError(
-                    f"group {number} of the optimizer's state is of another kind of optimizer than "
-                    f"{type(self.optimizer).__name__}: {lacking or 'other moments'}"
-                )
-
     def load_groups(self, groups: list[dict[str, Any]], **state: dict[int, Any]) -> None:
         """Replace the optimizer's hyperparameters by checked ones, and what else is its own by ``state``."""
-        self._load_groups({"param_groups": groups, **state})
+        restore(self.optimizer, self._rest({"param_groups": groups, **state}))
 
-    def _load_groups(self, found: Mapping[str, Any]) -> None:
+    def _rest(self, found: Mapping[str, Any]) -> dict[str, Any]:
         # Moments stay out: torch would keep a copy of each in memory.
         slots = {slot.index for slot in self.rules.slots.values() if self._keys(slot)}
-        own: Mapping[Any, Any] = self.optimizer.state_dict()["state"]
-        rest = {key: value for key, value in found.get("state", own).items() if key not in slots}
-        self.optimizer.load_state_dict({**found, "state": rest})
+        own: Mapping[Any, Any] = (
+            found["state"] if "state" in found else listed(self.optimizer)["state"]
+        )
+        rest = {key: value for key, value in own.items() if key not in slots}
+        return {**found, "state": rest}
 
     def _check_moments(self, slot: Slot, entry: Mapping[str, Any]) -> None:
         shape = tuple(self.like(slot.name).shape)
@@ -330,6 +357,8 @@ class States:
         Raises:
             StorageError: a value cannot be read.
         """
+        self.covers.close()
+        self._open.close()
         if self.values is not None and self.values.stays_out(
             self.tensors, self.persistent, _available_bytes()
         ):
@@ -352,30 +381,6 @@ class States:
                 self.optimizer.state[self.tensor(slot.name)] = entry
 
 
-class Shapes:
-    """Gives emptied parameters their shapes back while something looks at them, without memory."""
-
-    def __init__(self, states: States | None, storages: Storages) -> None:
-        self._states, self._apart = states, storages.apart()
-
-    def __enter__(self) -> None:
-        if self._states is not None:
-            for name, tensor in self._states.tensors.items():
-                tensor.data = self._states.persistent.tensors[name]
-        self._apart.__enter__()
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._apart.__exit__(kind, error, trace)
-        if self._states is not None:
-            for tensor in self._states.tensors.values():
-                tensor.data = torch.empty(0, dtype=tensor.dtype)
-
-
 def _in_order_of(like: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """Return the elements of ``value`` in the order in which ``like`` lies in memory."""
     laid = value.detach().to(torch.float32)
@@ -391,10 +396,5 @@ def _available_bytes() -> int:
     return min(found << 10, memory_limit().size_bytes - own_bytes())
 
 
-def _tensors(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
-
-
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(f"'{name}'" for name in names[:3]) + more
+def _shapes(state: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    return {n: tuple(value.shape) for n, value in state.items() if isinstance(value, torch.Tensor)}

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import traceback
+import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -29,24 +29,24 @@ from gascompile.runtime.pages import Pages
 from gascompile.runtime.recording import Recording
 from gascompile.training.checkpoints import CheckpointFolder
 from gascompile.training.file_values import FileValues
-from gascompile.training.joint import LossFunction
+from gascompile.training.holdings import Holdings
 from gascompile.training.kinds import kind_of
+from gascompile.training.open_tensors import values_of
 from gascompile.training.optimizers import require_rule, structure
 from gascompile.training.requirements import require_alone, require_no_gradient
 from gascompile.training.settings import Settings
 from gascompile.training.states import States
+from gascompile.training.traced_loss import LossFunction
 from gascompile.training.unit_table import UnitTable
 from gascompile.training.units import OPEN, Unit, UnitMaker
 from gascompile.training.unplanned import BudgetWatch, changed_by, update
-
-_log = logging.getLogger(__name__)
 
 
 class TrainingStep:
     """A compiled training step. Not for several threads at once.
 
-    While it is open the model's own parameters are empty: ``state_dict`` returns their values, and
-    ``close`` puts them back.
+    While it is open it has the model's values. Who reads a parameter or a buffer gets a copy, who writes to one
+    writes to the step's; ``close`` puts them back.
     """
 
     def __init__(
@@ -75,11 +75,9 @@ class TrainingStep:
             values=values,
         )
         self._units = UnitTable(self._maker, settings)
-        self._closed = False
-        self._folders: dict[Path, CheckpointFolder] = {}
+        self._holdings = Holdings(model, self._maker, self._units)
+        weakref.finalize(self, self._holdings.dropped)
         self._watch = BudgetWatch(self._maker.transfer_bytes)
-        self._failure = ""
-        """What ended a step after which values may be half updated."""
         self.plan: Plan | None = None
         self.last_run: RunReport | None = None
         self.recording: Recording | None = None
@@ -92,7 +90,7 @@ class TrainingStep:
 
     @property
     def _states(self) -> States | None:
-        return self._maker.states
+        return self._holdings.states
 
     @property
     def num_steps(self) -> int:
@@ -127,11 +125,11 @@ class TrainingStep:
         return loss
 
     def _update_unplanned(self, states: States, unit: Unit) -> None:
-        self._settle(unit)
+        self._holdings.settle(unit)
         try:
             update(states, self._settings.max_grad_norm)
         except BaseException as error:
-            self._failure = traceback.format_exception_only(error)[-1].strip()
+            self._holdings.failure = traceback.format_exception_only(error)[-1].strip()
             raise
 
     def eval(self, batch: Any) -> torch.Tensor:
@@ -172,7 +170,7 @@ class TrainingStep:
         unit = self._units.find(kind, updates=updates, pending=pending)
         if unit is not None:
             return unit
-        self._settle_all()
+        self._holdings.settle_all()
         unit = self._units.make(kind, batch, trains=trains, updates=updates, pending=pending)
         self.plan = unit.plan
         if trains and self._settings.unplanned:
@@ -191,14 +189,16 @@ class TrainingStep:
                     "the model belongs to another training step that is open; close that one first"
                 )
             self._structure = structure(self.optimizer, moments=not self._settings.unplanned)
-        elif structure(self.optimizer, moments=not self._settings.unplanned) != self._structure:
+            return
+        self._states.covers.require_in_place()
+        if structure(self.optimizer, moments=not self._settings.unplanned) != self._structure:
             raise UnsupportedOpError(
                 "the optimizer's groups have other parameters, or momentum where there was none, than the step was "
                 "planned for; close the step and compile a new one"
             )
 
     def _require_open(self) -> None:
-        if self._closed:
+        if self._holdings.is_closed:
             raise ClosedStepError(
                 "the step is closed and has given its values back; compile a new step with compile_step"
             )
@@ -210,20 +210,22 @@ class TrainingStep:
         hyper = [states.rules.hyper(group, states.counts, number) for group in groups]
         for other in self._units:
             if other is not unit:
-                self._settle(other)
+                self._holdings.settle(other)
         unit.program.require_outside()
         before = states.persistent.num_changes
-        inputs = [*pytree.tree_leaves(batch), *unit.program.outside, *hyper]
+        states.covers.changed()
+        outside = map(values_of, unit.program.outside)
+        inputs = [*pytree.tree_leaves(batch), *outside, *hyper]
         try:
             with self._settings.watch(number):
                 (loss,), self.last_run = unit.run(inputs, self.recording)
         except BaseException as error:
-            self._failure = traceback.format_exception_only(error)[-1].strip()
+            self._holdings.failure = traceback.format_exception_only(error)[-1].strip()
             unchanged = states.persistent.num_changes == before
             if unchanged and not isinstance(error, StorageError):
                 unit.iteration.settle()
                 states.persistent.recover()
-                self._failure = ""
+                self._holdings.failure = ""
             raise
         found: torch.Tensor = loss.detach()
         return found
@@ -234,23 +236,8 @@ class TrainingStep:
             raise ValueError(
                 "nothing has been planned yet; pass example_batch, or call prepare(batch) first"
             )
-        if self._failure:
-            raise StorageError(
-                f"a step has failed ({self._failure}), and parameters may be half updated; "
-                "restore the last checkpoint with load(folder) or load_state_dict(state)"
-            )
+        self._holdings.require_whole()
         return self._states
-
-    def _settle(self, unit: Unit) -> None:
-        try:
-            unit.iteration.settle()
-        except StorageError as error:
-            self._failure = str(error)
-            raise
-
-    def _settle_all(self) -> None:
-        for unit in self._units:
-            self._settle(unit)
 
     def settle(self) -> None:
         """Let no transfer be under way; the next step takes longer, as it begins with none.
@@ -259,7 +246,7 @@ class TrainingStep:
             StorageError: a transfer failed.
         """
         self._open_states()
-        self._settle_all()
+        self._holdings.settle_all()
 
     def state_places(self) -> dict[str, tuple[int, int]]:
         """Return where the copies of parameters, moments and buffers lie: a file's descriptor and an offset.
@@ -278,7 +265,7 @@ class TrainingStep:
         if self._states is None and self._values is None:
             return {"model": self._model.state_dict(), "optimizer": self.optimizer.state_dict()}
         states = self._open_states()
-        self._settle_all()
+        self._holdings.settle_all()
         return states.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -308,7 +295,7 @@ class TrainingStep:
             ValueError: nothing has been planned yet, or ``extra`` is no JSON.
         """
         states = self._open_states()
-        self._settle_all()
+        self._holdings.settle_all()
         return self._checkpoints(folder).save(states, self._changing(states), extra or {})
 
     def load(self, folder: str | os.PathLike[str]) -> dict[str, Any]:
@@ -325,27 +312,27 @@ class TrainingStep:
     @contextlib.contextmanager
     def _restoring(self) -> Iterator[States]:
         """Make values whole again that a failed step has left half updated."""
-        failure, self._failure = self._failure, ""
+        failure, self._holdings.failure = self._holdings.failure, ""
         states = self._open_states()
         try:
             with contextlib.suppress(*([StorageError] if failure else [])):
-                self._settle_all()
+                self._holdings.settle_all()
             if failure:
-                self._failure = failure
+                self._holdings.failure = failure
                 states.persistent.recover()
             yield states
         except CheckpointError:
             # Found before anything was changed.
-            self._failure = failure
+            self._holdings.failure = failure
             raise
         except BaseException as error:
-            self._failure = traceback.format_exception_only(error)[-1].strip()
+            self._holdings.failure = traceback.format_exception_only(error)[-1].strip()
             raise
-        self._failure = ""
+        self._holdings.failure = ""
 
     def _checkpoints(self, folder: str | os.PathLike[str]) -> CheckpointFolder:
         path = Path(folder).resolve()
-        return self._folders.setdefault(path, CheckpointFolder(path))
+        return self._holdings.folders.setdefault(path, CheckpointFolder(path))
 
     def _changing(self, states: States) -> frozenset[str]:
         planned = (unit.program.program.states for unit in self._units)
@@ -360,32 +347,7 @@ class TrainingStep:
         Raises:
             StorageError: a value cannot be read.
         """
-        for checkpoints in self._folders.values():
-            checkpoints.close()
-        states, self._maker.states = self._states, None
-        self._closed = True
-        if states is None:
-            return
-        OPEN.discard(self._model)
-        units = self._units.clear()
-        if self._failure:
-            _log.warning(
-                "a step has failed (%s): what goes back into the model may be half updated",
-                self._failure,
-            )
-        try:
-            for unit in units:
-                unit.iteration.settle()
-                # What activations took is free again before values come back.
-                unit.iteration.close()
-            if self._failure:
-                states.persistent.recover()
-            states.give_back(moments=not self._failure)
-            states.storages.restore()
-        finally:
-            for unit in units:
-                unit.iteration.close()
-            states.persistent.close()
+        self._holdings.close()
 
     def __enter__(self) -> Self:
         return self

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from gascompile.allocator_library import page_memory
+from gascompile.capture_record import CaptureRecord
 from gascompile.config import CompileConfig
 from gascompile.errors import InfeasiblePlanError
 from gascompile.ir import Budget, Machine, Plan, Workload
@@ -21,15 +22,17 @@ from gascompile.runtime.early_memory import map_anonymous
 from gascompile.runtime.iteration import Iteration
 from gascompile.stale_profile import Grader
 from gascompile.training.file_values import FileValues
-from gascompile.training.joint import LossFunction, capture_joint
+from gascompile.training.joint import capture_joint
 from gascompile.training.optimizers import Rules
 from gascompile.training.requirements import require_followed
 from gascompile.training.settings import Settings, require_known
-from gascompile.training.states import Shapes, States
+from gascompile.training.shapes import Shapes
+from gascompile.training.states import States
 from gascompile.training.step_costs import costed_workload
 from gascompile.training.step_plan import step_plan
 from gascompile.training.step_program import StepProgram, step_program
 from gascompile.training.storages import Storages
+from gascompile.training.traced_loss import LossFunction
 from gascompile.training.unplanned import UnplannedRules, state_bytes
 from gascompile.units import SPILL_BUFFER_BYTES
 
@@ -51,6 +54,8 @@ class Unit:
     iteration: Iteration
     trains: bool
     grader: Grader
+    record: CaptureRecord
+    """What the program was made from beside the model's tensors and the batch."""
 
     def run(
         self, inputs: Sequence[Any], recording: Recording | None = None
@@ -83,6 +88,8 @@ class UnitMaker:
         self._model, self._loss_fn, self.optimizer = model, loss_fn, optimizer
         self._budget, self._machine, self._config = budget, machine, config
         self._settings, self._values = settings, values
+        self.before_access: Callable[[], None] = lambda: None
+        """Called before a value is read or written from outside."""
         self.states: States | None = None
         """Values that were taken over, from the first unit on."""
         self._storages: Storages | None = None
@@ -120,7 +127,7 @@ class UnitMaker:
                 list(joint.gradients) if trains else [],
                 self._settings.states,
             )
-            tensors = dict(joint.tensors)
+            tensors, record = dict(joint.tensors), joint.record
             options = self._settings.program(trains=trains, updates=updates, pending=pending)
             program = step_program(joint, rules, name=name, options=options)
         with task("Planning"):
@@ -145,7 +152,14 @@ class UnitMaker:
             pages=self.pages,
         )
         grader = Grader(plan, lambda: profile_of(self._machine, self._config.cache_dir))
-        return Unit(program=program, plan=plan, iteration=iteration, trains=trains, grader=grader)
+        return Unit(
+            program=program,
+            plan=plan,
+            iteration=iteration,
+            trains=trains,
+            grader=grader,
+            record=record,
+        )
 
     def _plan(self, workload: Workload) -> Plan:
         def found(reserved_bytes: int) -> Plan:
@@ -187,6 +201,7 @@ class UnitMaker:
                 buffers=memoryview(self._buffers)[: 2 * SPILL_BUFFER_BYTES],
                 pages=self.pages,
                 values=self._values,
+                before_access=self.before_access,
             )
             OPEN.add(self._model)
             return self.states

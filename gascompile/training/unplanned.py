@@ -18,6 +18,7 @@ import torch
 from gascompile.checkpoint import read_safetensors_header
 from gascompile.errors import CheckpointError, UnsupportedOpError
 from gascompile.ir import Plan
+from gascompile.training.open_optimizer import listed
 from gascompile.training.optimizers import Rules
 from gascompile.training.states import States
 from gascompile.training.tensor_files import Entry, of_tensor
@@ -82,6 +83,7 @@ def _in_torch(states: States) -> Iterator[list[torch.Tensor]]:
     wanted = {*map(states.owner, totals), *totals.values()}
     persistent.rest({n for n in persistent.sizes if persistent.is_away(n)} - wanted)
     parameters = []
+    states.covers.lift()
     try:
         for slot in trained:
             parameter, like = states.tensor(slot.name), states.like(slot.name)
@@ -95,6 +97,7 @@ def _in_torch(states: States) -> Iterator[list[torch.Tensor]]:
             parameter.grad = None
             parameter.data = torch.empty(0, dtype=parameter.dtype)
         persistent.changed(wanted)
+        states.covers.put()
 
 
 def update(states: States, max_grad_norm: float | None) -> None:
@@ -163,7 +166,7 @@ def kept_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Entry]:
     """Return the tensors of an optimizer's state, for a file."""
     return {
         f"{_PREFIX}{index}:{key}": of_tensor(value)
-        for index, entry in optimizer.state_dict()["state"].items()
+        for index, entry in listed(optimizer)["state"].items()
         for key, value in entry.items()
         if isinstance(value, torch.Tensor)
     }
@@ -173,7 +176,7 @@ def kept_values(optimizer: torch.optim.Optimizer) -> list[list[Any]]:
     """Return the rest of the state, for JSON: number of the parameter, key and value."""
     return [
         [index, key, value]
-        for index, entry in optimizer.state_dict()["state"].items()
+        for index, entry in listed(optimizer)["state"].items()
         for key, value in entry.items()
         if not isinstance(value, torch.Tensor)
     ]

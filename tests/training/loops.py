@@ -13,7 +13,7 @@ from torch import nn
 
 from gascompile import compile_step
 from gascompile.training.step import TrainingStep
-from tests.training.runs import MACHINE
+from tests.training.trials import MACHINE
 
 NUM_STEPS = 20
 
@@ -108,6 +108,7 @@ def _outcome(losses: Sequence[torch.Tensor], loop: Loop) -> Outcome:
             if isinstance(value, torch.Tensor):
                 values[f"{index}:{key}"] = value.clone()
     for key, value in loop.kept.items():
-        own = value.state_dict() if isinstance(value, nn.Module) else {"": value}
-        values.update({f"kept {key} {name}": copy.deepcopy(v) for name, v in own.items()})
+        if isinstance(value, nn.Module):
+            own = value.state_dict()
+            values.update({f"kept {key} {name}": copy.deepcopy(v) for name, v in own.items()})
     return Outcome(losses, values)

@@ -1,0 +1,119 @@
+"""Holdings: the values that an open step has, and how they go back, whoever closes the step or forgets to."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+from torch import nn
+
+from gascompile.errors import GASCompileError, StorageError
+from gascompile.training.checkpoints import CheckpointFolder
+from gascompile.training.states import States
+from gascompile.training.unit_table import UnitTable
+from gascompile.training.units import OPEN, Unit, UnitMaker
+
+_log = logging.getLogger(__name__)
+
+
+class Holdings:
+    """Outlives its step, which must not be reachable from here, until all is given back."""
+
+    def __init__(self, model: nn.Module, maker: UnitMaker, units: UnitTable) -> None:
+        """Hold nothing yet."""
+        self._model, self._maker, self._units = model, maker, units
+        self._process = os.getpid()
+        self.folders: dict[Path, CheckpointFolder] = {}
+        self.failure = ""
+        """What ended a step after which values may be half updated."""
+        self.is_closed = False
+        maker.before_access = self.settled
+
+    @property
+    def states(self) -> States | None:
+        """Return the values, from the first plan until the end."""
+        return self._maker.states
+
+    def settle(self, unit: Unit) -> None:
+        """Let no transfer of a unit be under way.
+
+        Raises:
+            StorageError: one failed.
+        """
+        try:
+            unit.iteration.settle()
+        except StorageError as error:
+            self.failure = str(error)
+            raise
+
+    def settle_all(self) -> None:
+        """Let no transfer be under way."""
+        for unit in self._units:
+            self.settle(unit)
+
+    def require_whole(self) -> None:
+        """Refuse values that may be half updated.
+
+        Raises:
+            StorageError: says what ended the step.
+        """
+        if self.failure:
+            raise StorageError(
+                f"a step has failed ({self.failure}), and parameters may be half updated; "
+                "restore the last checkpoint with load(folder) or load_state_dict(state)"
+            )
+
+    def settled(self) -> None:
+        """Let values be whole, wherever they are; called before somebody reads or writes one."""
+        self.require_whole()
+        self.settle_all()
+
+    def close(self) -> None:
+        """Put values back into the model and the optimizer; give memory and files back. Idempotent.
+
+        Raises:
+            StorageError: a value cannot be read.
+        """
+        for checkpoints in self.folders.values():
+            checkpoints.close()
+        states, self._maker.states = self._maker.states, None
+        self.is_closed = True
+        if states is None:
+            return
+        OPEN.discard(self._model)
+        units = self._units.clear()
+        if self.failure:
+            _log.warning(
+                "a step has failed (%s): what goes back into the model may be half updated",
+                self.failure,
+            )
+        try:
+            for unit in units:
+                unit.iteration.settle()
+                # What activations took is free again before values come back.
+                unit.iteration.close()
+            if self.failure:
+                states.persistent.recover()
+            states.give_back(moments=not self.failure)
+            states.storages.restore()
+        finally:
+            states.covers.close()
+            for unit in units:
+                unit.iteration.close()
+            states.persistent.close()
+
+    def dropped(self) -> None:
+        """Close in the place of a step that nobody has closed, and say so."""
+        if self.is_closed or self._process != os.getpid():
+            return
+        if self.states is not None:
+            _log.warning(
+                "a training step of %s was dropped without close(); its values go back into the model now. Use it in a "
+                "'with', or call close()",
+                type(self._model).__name__,
+            )
+        try:
+            self.close()
+        except (GASCompileError, OSError) as error:
+            _log.error("values of %s are lost: %s", type(self._model).__name__, error)

@@ -1,0 +1,71 @@
+"""Open optimizer: its states while a step has its moments are whole, for who saves or loads them in torch's way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+
+State = dict[str, Any]
+_is_own: ContextVar[bool] = ContextVar("_is_own", default=False)
+"""The step itself asks, for what the optimizer has beside its moments."""
+
+
+class OpenOptimizer:
+    """Hooks of an optimizer whose moments a step has, until ``close``."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        *,
+        whole: Callable[[State], State],
+        take: Callable[[State], State],
+    ) -> None:
+        """Add the hooks.
+
+        Args:
+            optimizer: without its moments.
+            whole: adds them to its state.
+            take: takes them from a state and returns the rest.
+        """
+
+        def saved(_: torch.optim.Optimizer, state: State) -> State | None:
+            return None if _is_own.get() else whole(state)
+
+        def loaded(_: torch.optim.Optimizer, state: State) -> State | None:
+            return None if _is_own.get() else take(state)
+
+        self._handles = [
+            optimizer.register_state_dict_post_hook(saved),
+            optimizer.register_load_state_dict_pre_hook(loaded),
+        ]
+
+    def close(self) -> None:
+        """Remove the hooks; idempotent."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+
+@contextmanager
+def _own() -> Iterator[None]:
+    token = _is_own.set(True)
+    try:
+        yield
+    finally:
+        _is_own.reset(token)
+
+
+def listed(optimizer: torch.optim.Optimizer) -> State:
+    """Return the state that is in the optimizer, without what a step has of it."""
+    with _own():
+        return optimizer.state_dict()
+
+
+def restore(optimizer: torch.optim.Optimizer, state: State) -> None:
+    """Load a state that leaves out what a step has."""
+    with _own():
+        optimizer.load_state_dict(state)
