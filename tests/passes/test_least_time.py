@@ -70,6 +70,6 @@ def test_no_form_has_a_higher_limit_than_the_whole(gathered_bytes: int | None) -
 
 def test_tiles_run_next_to_their_weights() -> None:
     workload = linear(gathered_bytes=None)
-    found = plan(workload, Budget(gpu=25 * MIB), MACHINE, time_limit_s=1)
+    found = plan(workload, Budget(gpu=25 * MIB), MACHINE, time_limit_s=60)
     assert found.certificate.lower_bound_s <= found.certificate.predicted_s <= 3.6
     assert least_time(found.workload, MACHINE, found.budget_bytes)[0] <= 3.5
