@@ -14,6 +14,7 @@ from torch import nn
 from gascompile.errors import UnsupportedOpError
 from gascompile.ir import Machine, Plan
 from gascompile.passes.recost import recost
+from gascompile.plain_tensors import require_plain_model
 from gascompile.read_path import readable_here
 from gascompile.runtime.pinned import pinned_bytes
 from gascompile.runtime.probe import (
@@ -63,8 +64,10 @@ def admit_model(model: nn.Module, machine: Machine) -> None:
     """Return if the weights of ``model`` lie where ``machine`` computes, in RAM, or nowhere yet.
 
     Raises:
+        CaptureError: one is no plain tensor, or a part of the model cannot be traced.
         UnsupportedOpError: they are on another device.
     """
+    require_plain_model(model)
     known = {"cpu", "meta"} | ({CUDA} if machine.compute_backend == CUDA else set())
     elsewhere = {p.device.type for p in model.parameters()} - known
     if elsewhere:

@@ -11,7 +11,7 @@ import dataclasses
 import json
 import re
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeGuard
 
 from torch.utils import _pytree as pytree
@@ -108,6 +108,21 @@ def check_registered(text: str) -> None:
                 f"the program takes or returns {ascii(name)[:120]} with other parts than it has here; use the version "
                 "of the library that it was captured with"
             )
+
+
+def unflatten(leaves: Sequence[Any], spec: pytree.TreeSpec) -> Any:
+    """Return a result in its structure.
+
+    Raises:
+        FormatError: a type of it does not take the parts that a file says it has.
+    """
+    try:
+        return pytree.tree_unflatten(leaves, spec)
+    except (TypeError, ValueError, LookupError, AttributeError) as error:
+        raise FormatError(
+            f"the results do not make what the program returns ({type(error).__name__}: {error}); save it again with "
+            "the library that defines the type"
+        ) from error
 
 
 def _is_output(known: type | None) -> TypeGuard[type]:

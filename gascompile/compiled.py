@@ -18,6 +18,7 @@ from gascompile.allocator_library import allocation_counter
 from gascompile.bundle import Bundle, content_stamp, require_unchanged, write_bundle
 from gascompile.bundle_check import note_checked
 from gascompile.bundle_files import Weights
+from gascompile.call_types import unflatten
 from gascompile.calls import bind_call, copies
 from gascompile.config import default_cache_dir
 from gascompile.errors import PlanMismatchError
@@ -168,7 +169,7 @@ class CompiledModel:
             outputs = self._run(unit, given)
             if own:
                 outputs = tuple(own.get(id(value), value) for value in outputs)
-            return pytree.tree_unflatten(outputs, unit.out_spec)
+            return unflatten(outputs, unit.out_spec)
 
         return self._turn.take(call)
 
@@ -273,7 +274,7 @@ class CompiledModel:
             self._close_session()
             for name, tensor in unit.bundle.held.items():
                 tensor.detach().copy_(before[name])
-        return pytree.tree_unflatten(found, unit.out_spec)
+        return unflatten(found, unit.out_spec)
 
     @property
     def states(self) -> Mapping[str, torch.Tensor]:

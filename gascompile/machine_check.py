@@ -19,6 +19,8 @@ BACKENDS = {"": COMPUTING_TIERS, "cpu": ("cpu",), "cuda": ("gpu",), "emulated": 
 ENGINES = ("reads", "kvikio")
 RECOSTED = "re-costed"
 """What the source of settings starts with that are not those the machine was measured with."""
+MAX_THREADS = 1024
+MAX_CHUNK_BYTES = 1 << 30
 _RATE_RANGE = (1.0, 1e21)
 _MAX_FIXED_COST_S = 3600.0
 
@@ -86,6 +88,12 @@ def _problems(machine: Machine) -> Iterator[tuple[str, str]]:
     yield from _bad_links(machine)
     if machine.io.num_threads < 1 or machine.io.chunk_bytes < 1:
         yield ".io", "io needs at least one thread and a chunk of at least one byte"
+    if machine.io.num_threads > MAX_THREADS or machine.io.chunk_bytes > MAX_CHUNK_BYTES:
+        most = f"at most {MAX_THREADS} threads and {MAX_CHUNK_BYTES} bytes in a chunk"
+        yield (
+            ".io",
+            f"io has {machine.io.num_threads} threads and chunks of {machine.io.chunk_bytes}; give {most}",
+        )
     if machine.io.least_bytes < 0:
         yield ".io.least_bytes", f"the size is {machine.io.least_bytes}; give zero or more"
     if machine.io.engine not in ENGINES:

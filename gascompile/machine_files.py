@@ -8,6 +8,7 @@ from pathlib import Path
 
 from gascompile import serial
 from gascompile.errors import StorageError
+from gascompile.files import is_file
 from gascompile.ir import Machine
 from gascompile.machine_check import check_machine
 
@@ -26,7 +27,7 @@ def named_machine(machine: Machine | str | os.PathLike[str]) -> Machine:
     name = os.fspath(machine)
     if isinstance(machine, str) and name in preset_names():
         return preset(name)
-    if Path(name).is_file():
+    if is_file(name):
         return load_machine(Path(name))
     if isinstance(machine, str) and Path(name).name == name and not name.endswith(".json"):
         raise ValueError(

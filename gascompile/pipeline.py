@@ -37,6 +37,7 @@ from gascompile.op_memory import annotate_memory, lacks_memory, unknown_ops
 from gascompile.op_times import measured_times
 from gascompile.passes.make_plan import make_plan
 from gascompile.passes.retime import retime
+from gascompile.plain_tensors import require_plain_inputs
 from gascompile.program import Program
 from gascompile.progress import task
 from gascompile.reuse import CachedPlan
@@ -90,6 +91,7 @@ class Job:
     def prepare(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Unit:
         """Return the verified plan for one input signature, from the cache where it is there."""
         register_pytrees()
+        require_plain_inputs(args, kwargs)
         checkpoint = self.open_checkpoint()
         printed = module_print(self.model)
         prints = self.fingerprint(args, kwargs, checkpoint, printed)

@@ -18,6 +18,7 @@ from torch import nn
 
 from gascompile.checkpoint import open_checkpoint
 from gascompile.errors import CaptureError, CheckpointError, FormatError
+from gascompile.files import is_folder
 from gascompile.integrations.huggingface import (
     build_skeleton,
     checkpoint_dtype,
@@ -47,14 +48,14 @@ def open_source(source: str | os.PathLike[str], *, batch: int = 1, tokens: int =
     """
     text = os.fspath(source)
     path = Path(text)
-    if path.is_dir():
+    if is_folder(path):
         return _open_directory(path, batch, tokens)
     if path.suffix == ".pt2":
         return _open_exported(path)
     if ":" in text:
         return _open_callable(text)
     raise FormatError(
-        f"cannot open {text!r}: a source is a Hugging Face directory (with config.json), a .pt2 file, a "
+        f"cannot open {text[:1000]!r}: a source is a Hugging Face directory (with config.json), a .pt2 file, a "
         ".workload.json file, or package.module:callable"
     )
 
@@ -69,11 +70,13 @@ def _open_directory(path: Path, batch: int, tokens: int) -> Source:
     if has_weights:
         dtype = checkpoint_dtype([s.dtype for s in open_checkpoint(path).sources.values()])
     model = build_skeleton(path, dtype=dtype)
-    return Source(
-        model=model,
-        checkpoint=path if has_weights else None,
-        inputs=((), default_inputs(model, batch=batch, tokens=tokens)),
-    )
+    try:
+        inputs = default_inputs(model, batch=batch, tokens=tokens)
+    except (RuntimeError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(
+            f"{path}/config.json gives inputs that cannot be made ({type(error).__name__}: {error})"
+        ) from error
+    return Source(model=model, checkpoint=path if has_weights else None, inputs=((), inputs))
 
 
 _UNREADABLE = (

@@ -23,6 +23,7 @@ from gascompile.cost_models.kernel_workspace import is_proven, kernel_workspace_
 from gascompile.cost_models.measure_memory import OpCall, op_kind
 from gascompile.errors import UnsupportedOpError
 from gascompile.passes.fake_inputs import fake_inputs
+from gascompile.passes.fake_limits import limit_work
 from gascompile.program import Dim, Program
 from gascompile.true_strides import true_strides
 from gascompile.wire_ops import LINEAR
@@ -197,11 +198,8 @@ def _run_node(
 ) -> OpFacts:
     args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), env.__getitem__)
     facts = OpFacts(name=node.name)
-    facts.reads = _unique(
-        owners.name(value)
-        for value in pytree.tree_leaves((args, kwargs))
-        if isinstance(value, torch.Tensor)
-    )
+    given = [v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor)]
+    facts.reads = list(dict.fromkeys(map(owners.name, given)))
     assert callable(node.target)
     recorder = _Recorder()
     try:
@@ -268,10 +266,6 @@ def _mutated(node: torch.fx.Node, args: Any, kwargs: Any, owners: _Owners) -> li
             names += [
                 owners.name(v) for v in pytree.tree_leaves(value) if isinstance(v, torch.Tensor)
             ]
-    return _unique(names)
-
-
-def _unique(names: Any) -> list[str]:
     return list(dict.fromkeys(names))
 
 
@@ -291,6 +285,7 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        limit_work(func, args, len(self.leaves))
         result = func(*args, **(kwargs or {}))
         inputs = [v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor)]
         outputs = [v for v in pytree.tree_leaves(result) if isinstance(v, torch.Tensor)]

@@ -12,6 +12,7 @@ import typer
 
 from gascompile.config import CACHE_VARIABLE, default_cache_dir
 from gascompile.errors import FormatError, StorageError
+from gascompile.files import is_file, is_folder
 from gascompile.ir import Budget, Machine
 from gascompile.serial import read_json
 from gascompile.units import parse_size
@@ -91,7 +92,9 @@ Strategy = Annotated[
 ]
 TimeLimit = Annotated[
     float,
-    typer.Option("--time-limit", min=0.01, metavar="SECONDS", help="Wall clock for the solver."),
+    typer.Option(
+        "--time-limit", min=0.01, max=1e6, metavar="SECONDS", help="Wall clock for the solver."
+    ),
 ]
 WeightForm = Annotated[
     str | None,
@@ -101,8 +104,10 @@ WeightForm = Annotated[
         help="Form that weights move in: bf16, int8, int4 or auto; by default as they are stored.",
     ),
 ]
-Batch = Annotated[int, typer.Option("--batch", min=1, help="Rows of made-up inputs.")]
-Tokens = Annotated[int, typer.Option("--tokens", min=1, help="Tokens per row of made-up inputs.")]
+Batch = Annotated[int, typer.Option("--batch", min=1, max=1 << 20, help="Rows of made-up inputs.")]
+Tokens = Annotated[
+    int, typer.Option("--tokens", min=1, max=1 << 24, help="Tokens per row of made-up inputs.")
+]
 Output = Annotated[
     Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write it here.")
 ]
@@ -144,7 +149,7 @@ def budget_of(budget: int | None, cpu: int | None, nvme: int | None, machine: Ma
 
 def format_of(path: Path) -> str:
     """Return the ``format`` of a JSON file, or an empty text where it has none or is no such file."""
-    if path.suffix != ".json" or not path.is_file():
+    if path.suffix != ".json" or not is_file(path):
         return ""
     try:
         data = read_json(path)
@@ -159,7 +164,7 @@ def require_plan_or_bundle(path: Path) -> None:
     Raises:
         FormatError: ``path`` is such a folder.
     """
-    if path.is_dir() and not is_bundle(path):
+    if is_folder(path) and not is_bundle(path):
         raise FormatError(
             f"{path} holds no manifest.json, so it is no bundle; name a plan file or a bundle"
         )
@@ -167,4 +172,4 @@ def require_plan_or_bundle(path: Path) -> None:
 
 def is_bundle(path: Path) -> bool:
     """Return whether ``path`` is a folder with a bundle's manifest."""
-    return (path / "manifest.json").is_file()
+    return is_file(path / "manifest.json")

@@ -34,7 +34,10 @@ RunSource = Annotated[
     ),
 ]
 Repeat = Annotated[
-    int, typer.Option("--repeat", min=1, metavar="N", help="Runs; the last one is reported.")
+    int,
+    typer.Option(
+        "--repeat", min=1, max=1 << 40, metavar="N", help="Runs; the last one is reported."
+    ),
 ]
 Inputs = Annotated[
     Path | None,

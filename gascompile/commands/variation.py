@@ -22,11 +22,15 @@ if TYPE_CHECKING:  # numpy comes with it, which help and wrong usage need not wa
 
 Gib = Annotated[
     float | None,
-    typer.Option("--gib", min=1e-6, metavar="N", help="Memory to add to each tier, in GiB."),
+    typer.Option(
+        "--gib", min=1e-6, max=1e6, metavar="N", help="Memory to add to each tier, in GiB."
+    ),
 ]
 Gbps = Annotated[
     float | None,
-    typer.Option("--gbps", min=1e-6, metavar="N", help="Bandwidth to add to each link, in GB/s."),
+    typer.Option(
+        "--gbps", min=1e-6, max=1e6, metavar="N", help="Bandwidth to add to each link, in GB/s."
+    ),
 ]
 
 

@@ -16,6 +16,7 @@ from torch.fx._pytree import register_pytree_flatten_spec
 from torch.utils import _pytree as pytree
 
 from gascompile.errors import CheckpointError, FormatError
+from gascompile.files import is_file
 from gascompile.serial import read_json
 
 
@@ -109,7 +110,11 @@ def register_ops(targets: Collection[str]) -> None:
 
 def is_model_directory(path: Path) -> bool:
     """Return whether ``path`` is a directory with a ``config.json``."""
-    return (path / "config.json").is_file()
+    return is_file(path / "config.json")
+
+
+def _in_short(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error)[:500]}"
 
 
 def build_skeleton(path: Path, *, dtype: str | None = None) -> nn.Module:
@@ -128,24 +133,31 @@ def build_skeleton(path: Path, *, dtype: str | None = None) -> nn.Module:
             f"{path} is a Hugging Face directory, which needs transformers and accelerate ({error}); "
             "install them with: pip install 'gascompile[hf]'"
         ) from error
-    read_json(
-        path / "config.json"
-    )  # a damaged file gets our error, not transformers' guess at a hub name
+    # A damaged file gets our error, not transformers' guess at a hub name.
+    if not isinstance(read_json(path / "config.json", strict=False), dict):
+        raise CheckpointError(f"{path}/config.json holds no object; download it again")
     try:
         config = transformers.AutoConfig.from_pretrained(str(path), local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise CheckpointError(f"{path}/config.json cannot be used: {error}") from error
-    architecture = (getattr(config, "architectures", None) or [None])[0]
-    cls = getattr(transformers, architecture, None) if architecture else None
+    except Exception as error:  # transformers and its validators raise what they like
+        raise CheckpointError(f"{path}/config.json cannot be used: {_in_short(error)}") from error
+    named = getattr(config, "architectures", None)
+    architecture = named[0] if isinstance(named, list) and named else None
+    cls: Any = getattr(transformers, architecture, None) if isinstance(architecture, str) else None
+    is_model = isinstance(cls, type) and issubclass(cls, nn.Module)
+    if cls is not None and not is_model:
+        raise CheckpointError(f"{path}/config.json: {architecture!r} is no model of transformers")
     chosen = dtype or str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
+    if chosen not in ("float64", "float32", "float16", "bfloat16"):
+        raise CheckpointError(f"{path}/config.json: {chosen!r} is no dtype of a model")
     before = torch.get_default_dtype()
     torch.set_default_dtype(getattr(torch, chosen))
     try:
         with init_empty_weights(include_buffers=False):
             model = cls(config) if cls else transformers.AutoModel.from_config(config)
-    except (ValueError, KeyError) as error:
+    except Exception as error:  # as do its models, wherever they use a setting first
         raise CheckpointError(
-            f"transformers {transformers.__version__} cannot build the model of {path}: {error}"
+            f"transformers {transformers.__version__} cannot build the model of {path}/config.json: "
+            f"{_in_short(error)}"
         ) from error
     finally:
         torch.set_default_dtype(before)

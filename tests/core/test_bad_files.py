@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -90,6 +91,8 @@ MACHINES = [
     ("memory.0.op_overhead_seconds", -1.0, "$.memory[0].op_overhead_seconds: the fixed cost -1.0"),
     ("memory.1.device", "gpu", "$.memory[1]: memory[0] has device 'gpu' as well"),
     ("io.num_threads", 0, "$.io: io needs at least one thread"),
+    ("io.num_threads", 1_000_000, "$.io: io has 1000000 threads and chunks of"),
+    ("io.chunk_bytes", 1 << 40, "$.io: io has 4 threads and chunks of 1099511627776; give at most"),
     ("links", {}, "$.links: expected a list, found dict"),
 ]  # fmt: skip
 
@@ -296,6 +299,22 @@ def test_bad_plans_on_the_command_line(tmp_path: Path) -> None:
         assert failure("simulate", str(path))[0] == 1
         machine = () if "plan/1" in text else ("-m", "h100-gen5")
         assert failure("explain", str(path), "w0", *machine)[0] == 1
+
+
+@pytest.mark.parametrize(
+    "option",
+    ["--gib=1e300", "--gib=inf", "--gib=nan", "--gbps=-1", "--time-limit=inf", "--batch=0"],
+)
+def test_numbers_beyond_reason_are_wrong_usage(tmp_path: Path, option: str) -> None:
+    good = str(write(tmp_path / "good.workload.json", data_of("workload")))
+    assert failure("whatif", good, "-m", "h100-gen5", option)[0] == 2
+
+
+@pytest.mark.parametrize("verb", ["plan", "annotate", "verify", "simulate", "run"])
+def test_paths_that_name_no_file(tmp_path: Path, verb: str) -> None:
+    os.mkfifo(tmp_path / "pipe.json")
+    for path in (f"{tmp_path}/{'a/' * 2500}x", str(tmp_path / "pipe.json"), "/dev/zero"):
+        assert failure(verb, path)[0] == 1
 
 
 def test_planning_a_workload_loads_no_torch(tmp_path: Path) -> None:
