@@ -11,6 +11,7 @@ import torch
 from gascompile.admission import accepts_inputs_on
 from gascompile.errors import UnsupportedOpError
 from gascompile.ir import Machine, Plan
+from gascompile.passes.bound_aliases import bound_aliases
 from gascompile.program import Dim, InputSpec, Program
 from gascompile.signature import require_plain, same_memory, same_tensors, strides_of
 
@@ -25,13 +26,23 @@ class Misfit:
 
 
 def require_inputs(program: Program, machine: Machine) -> None:
-    """Return if the effects of ``program`` on its inputs are the caller's to see on ``machine``.
+    """Return if ``machine`` lays inputs out as ``program`` needs them, and the caller sees what it writes to them.
 
     Raises:
-        UnsupportedOpError: it writes to an input, and computes on copies in a device's memory.
+        UnsupportedOpError: it computes on copies in a device's memory, and writes to one or asks for its strides.
     """
+    if machine.compute_tier == "cpu":
+        return
+    names = {spec.name: spec.path for spec in program.inputs if spec.dtype is not None}
+    owners = bound_aliases(program.graph_module.graph, names)
+    for node in program.op_nodes():
+        if str(node.target).startswith("aten.as_strided") and owners[node.args[0]]:
+            raise UnsupportedOpError(
+                f"op '{node.name}' of '{program.name}' takes a view of the input '{min(owners[node.args[0]])}' by "
+                f"strides, which its copy in '{machine.compute_tier}' may not have; write it with slices and transposes"
+            )
     written = next((spec.path for spec in program.inputs if spec.written), None)
-    if written is not None and machine.compute_tier != "cpu":
+    if written is not None:
         raise UnsupportedOpError(
             f"'{program.name}' writes to its input '{written}', of which '{machine.compute_tier}' has a copy that the "
             "caller does not see; let it write to a clone, or plan for a machine that computes in RAM"

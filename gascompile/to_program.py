@@ -18,6 +18,7 @@ from gascompile.passes.bound_aliases import bound_aliases
 from gascompile.passes.mutated_tensors import mutated_tensors
 from gascompile.program import BoundSpec, Dim, InputSpec, Program, Stride
 from gascompile.signature import strides_of
+from gascompile.storage_offsets import check_offsets
 from gascompile.strides import contiguous_strides
 from gascompile.tiles import parse_tile
 
@@ -87,6 +88,7 @@ def to_program(
     inputs = _input_specs(exported, graph_module.graph, user_inputs, args, kwargs)
     _order_placeholders(graph_module.graph, set(bindings), [spec.name for spec in inputs])
     _own_outputs(graph_module.graph, bindings)
+    check_offsets(graph_module.graph, {**bindings, **{spec.name: spec.path for spec in inputs}})
     graph_module.graph.lint()
     graph_module.recompile()
     states = mutated_tensors(graph_module.graph, bindings)

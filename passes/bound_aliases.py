@@ -6,6 +6,7 @@ import operator
 from collections.abc import Mapping
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 
@@ -47,4 +48,5 @@ def _shares_memory(node: torch.fx.Node, argument: torch.fx.Node) -> bool:
 
 def _memory(node: torch.fx.Node) -> set[int]:
     values = pytree.tree_leaves(node.meta.get("val"))
-    return {v.untyped_storage()._cdata for v in values if isinstance(v, torch.Tensor)}
+    # Values of transforms such as vmap have no memory of their own.
+    return {v.untyped_storage()._cdata for v in values if isinstance(v, FakeTensor)}

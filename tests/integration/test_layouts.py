@@ -223,3 +223,24 @@ def test_names_that_plans_give_to_others_are_refused(name: str, folder: Path) ->
         gascompile.compile(
             model, example_inputs=(torch.randn(4, 4),), cache_dir=folder, machine="cpu-nvme"
         )
+
+
+class Offsets(nn.Module):
+    """Takes a view of one of its tensors at a place in its storage."""
+
+    def __init__(self, of: str) -> None:
+        super().__init__()
+        self.of = of
+        self.w = nn.Parameter(torch.randn(20)[4:])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        value = x if self.of == "x" else self.w
+        return value.as_strided((2, 2), (2, 1), 1) + x.sum()
+
+
+@pytest.mark.parametrize("of", ["x", "w"])
+def test_places_in_storages_are_refused(of: str, folder: Path) -> None:
+    with pytest.raises(UnsupportedOpError, match="storage_offset"):
+        gascompile.compile(
+            Offsets(of), example_inputs=(torch.randn(8),), cache_dir=folder, machine="cpu-nvme"
+        )
