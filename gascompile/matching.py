@@ -36,9 +36,10 @@ def require_inputs(program: Program, machine: Machine) -> None:
     names = {spec.name: spec.path for spec in program.inputs if spec.dtype is not None}
     owners = bound_aliases(program.graph_module.graph, names)
     for node in program.op_nodes():
-        if str(node.target).startswith("aten.as_strided") and owners[node.args[0]]:
+        found = owners[node.all_input_nodes[0]] if node.all_input_nodes else frozenset()
+        if str(node.target).startswith("aten.as_strided") and found:
             raise UnsupportedOpError(
-                f"op '{node.name}' of '{program.name}' takes a view of the input '{min(owners[node.args[0]])}' by "
+                f"op '{node.name}' of '{program.name}' takes a view of the input '{min(found)}' by "
                 f"strides, which its copy in '{machine.compute_tier}' may not have; write it with slices and transposes"
             )
     written = next((spec.path for spec in program.inputs if spec.written), None)
