@@ -33,6 +33,7 @@ def load(
     allow_code: bool = False,
     cache_dir: str | os.PathLike[str] | None = None,
     graphs: str = "auto",
+    on_exceed: str = "error",
 ) -> CompiledModel:
     """Open a bundle written by ``CompiledModel.save``: data, which is checked to be what it says before it is used.
 
@@ -46,6 +47,7 @@ def load(
             it fused ops run one by one, with a warning that says what that costs.
         cache_dir: where compiled kernels are kept and activations that move to a drive are written.
         graphs: as in ``compile``.
+        on_exceed: ``"error"`` stops a run before it takes more than the budget; ``"warn"`` says so afterwards.
 
     Where reads take another path here than the plan was made for, its predictions are made anew and it warns.
 
@@ -59,7 +61,8 @@ def load(
         StorageError: a weight file is missing or its content has changed.
     """
     kept_in = default_cache_dir() if cache_dir is None else Path(cache_dir)
-    path, config = Path(folder), CompileConfig(graphs=graphs, cache_dir=kept_in)
+    path = Path(folder)
+    config = CompileConfig(graphs=graphs, cache_dir=kept_in, on_exceed=on_exceed)
     cache = config.cache_dir
     bundle = read_bundle(path, allow_code=allow_code)
     _check_versions(bundle.versions, path)
@@ -82,7 +85,9 @@ def load(
     use_wire_kernels(bundle.program.forms, cache, make=False)
     if bundle.fusion is not None:
         unit.fusion = load_kernels(bundle, cache_dir=cache, trust=allow_code)
-    return CompiledModel(positional=bundle.positional, units=[unit], cache_dir=cache)
+    return CompiledModel(
+        positional=bundle.positional, units=[unit], cache_dir=cache, on_exceed=config.on_exceed
+    )
 
 
 def _check_versions(saved: Mapping[str, str], path: Path) -> None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("gascompile")
 
 _GRADERS: WeakKeyDictionary[Executor, Grader] = WeakKeyDictionary()
-_MOST_PLANS = 6
+MOST_PLANS = 6
 """For one call: each may show more of what an op takes."""
 
 
@@ -40,14 +40,14 @@ def run_within_budget(
         BudgetExceededError: nobody can plan again, or states had changed by then.
         InfeasiblePlanError: with what the op takes no plan fits the budget; names the smallest one.
     """
-    for number in range(_MOST_PLANS + 1):
+    for number in range(MOST_PLANS + 1):
         try:
             executor = activate(unit)
             outputs = executor.run(*inputs)
         except BudgetExceededError as error:
             bundle = unit.bundle
             learnt = remember(bundle.program, bundle.plan.machine, error, cache_dir)
-            if not learnt or number == _MOST_PLANS or error.half_updated or replan is None:
+            if not learnt or number == MOST_PLANS or error.half_updated or replan is None:
                 raise
             _log.warning(
                 "op '%s' asks for %d bytes, planned were %d: the plan is made again",

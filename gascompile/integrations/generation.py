@@ -7,6 +7,7 @@ costs time but no memory; pieces are as long as they are, without padding, so no
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
@@ -16,17 +17,22 @@ from typing import Any, Self
 
 import torch
 
+from gascompile.allocator_library import allocation_counter
 from gascompile.compiled import Unit
 from gascompile.config import CompileConfig, default_cache_dir
-from gascompile.errors import CheckpointError, UnsupportedOpError
+from gascompile.errors import BudgetExceededError, CheckpointError, UnsupportedOpError
 from gascompile.integrations.generation_plans import Units, plan_generation
 from gascompile.ir import Budget, FileStamp, Machine, Plan
+from gascompile.op_memory import remember
 from gascompile.pipeline import make_job
 from gascompile.reports import RunReport
+from gascompile.run_within_budget import MOST_PLANS
 from gascompile.runtime.executor import Executor
 from gascompile.runtime.session import Session
 from gascompile.runtime.waiting import Turn
 from gascompile.sources import open_source
+
+_log = logging.getLogger("gascompile")
 
 DEFAULT_MAX_LENGTH = 1024
 DEFAULT_PREFILL_TOKENS = 128
@@ -51,6 +57,7 @@ class Generator:
         cache_dir: str | os.PathLike[str] | None = None,
         machine: Machine | str | os.PathLike[str] | None = None,
         time_limit_s: float = 20.0,
+        on_exceed: str = "error",
     ) -> None:
         """Plan the model, or find its plans in the cache, and start to load the weights that stay.
 
@@ -66,6 +73,8 @@ class Generator:
             cache_dir: where plans, the machine profile and spilled weights are kept, and activations that move.
             machine: ``None`` for this machine, measured once and remembered.
             time_limit_s: wall clock for the solver, per plan.
+            on_exceed: where an op asks for more than the budget has, ``"error"`` plans again or stops, ``"warn"``
+                goes on.
 
         Raises:
             CheckpointError: the directory holds no causal language model, or no weights that fit it.
@@ -83,9 +92,10 @@ class Generator:
         self._step = DecodingStep(lm, self.max_length).eval()
         self._cache_dir = default_cache_dir() if cache_dir is None else Path(cache_dir)
         # Ops run one by one here, so kernels would be compiled for nothing.
-        config = CompileConfig(time_limit_s=time_limit_s, cache_dir=self._cache_dir, fuse="off")
-        self._cache_dir = config.cache_dir
-        job = make_job(
+        config = CompileConfig(
+            time_limit_s=time_limit_s, cache_dir=self._cache_dir, fuse="off", on_exceed=on_exceed
+        )
+        self._job = make_job(
             self._step,
             budget,
             checkpoint=weights,
@@ -93,7 +103,8 @@ class Generator:
             machine=machine,
             config=config,
         )
-        self._units = plan_generation(job, min(prefill_tokens, self.max_length - 1))
+        self._most_tokens = min(prefill_tokens, self.max_length - 1)
+        self._units = plan_generation(self._job, self._most_tokens)
         self._held: list[int] = []
         self._turn = Turn()
         self._open: tuple[Session, dict[str, Executor]] | None = None
@@ -194,11 +205,16 @@ class Generator:
 
     def _read(self, tokens: list[int]) -> torch.Tensor:
         self._open_session()
-        position = _common_length(self._held, tokens[:-1])
+        position, num_plans = _common_length(self._held, tokens[:-1]), 0
         del self._held[position:]
         while position < len(tokens):
             part = tokens[position : position + self._units.prefill_tokens]
-            logits = self._run(part, position)
+            try:
+                logits = self._run(part, position)
+            except BudgetExceededError as error:
+                num_plans += 1
+                self._plan_again(part, error, is_last=num_plans > MOST_PLANS)
+                continue
             self._held += part
             position += len(part)
         return logits
@@ -212,6 +228,22 @@ class Generator:
         assert executor.last_run is not None
         self.last_run = self.last_runs[name] = executor.last_run
         return logits[0]
+
+    def _plan_again(self, part: list[int], error: BudgetExceededError, *, is_last: bool) -> None:
+        """Plan with what an op was found to take. What the stopped run has written is written again."""
+        bundle = _named(self._units)["decode" if len(part) == 1 else "prefill"].bundle
+        remember(bundle.program, bundle.plan.machine, error, self._cache_dir)
+        if is_last:
+            raise error
+        _log.warning(
+            "op '%s' asks for %d bytes, planned were %d: the plans are made again",
+            error.op,
+            error.real_bytes,
+            error.planned_bytes,
+        )
+        self._close()
+        self._units = plan_generation(self._job, self._most_tokens, again=True)
+        self._open_session()
 
     def _open_session(self) -> None:
         """Have an open session, and one of this process: a child of a fork opens its own."""
@@ -229,7 +261,13 @@ class Generator:
             spill_folder=self._cache_dir / "spill",
         )
         executors = {
-            name: Executor(session, unit.graph_module, unit.bundle.plan)
+            name: Executor(
+                session,
+                unit.graph_module,
+                unit.bundle.plan,
+                counter=allocation_counter(self._cache_dir),
+                on_exceed=self._job.config.on_exceed,
+            )
             for name, unit in units.items()
         }
         # At once: who is interrupted before has opened nothing.

@@ -20,7 +20,7 @@ from gascompile.compiled import Unit
 from gascompile.device_budget import graphs_room_bytes, placed_bytes
 from gascompile.errors import FormatError, InfeasiblePlanError, StorageError
 from gascompile.ir import TensorKind, Workload
-from gascompile.passes.annotate import annotate
+from gascompile.op_memory import annotate_memory
 from gascompile.passes.liveness import liveness
 from gascompile.pipeline import Job
 from gascompile.to_program import Capture
@@ -82,13 +82,15 @@ class _Stage(Job):
 
     def workload(self) -> Workload:
         """Return the planning problem of this program."""
-        return annotate(self.capture((), self.inputs).program, self.machine).workload
+        program = self.capture((), self.inputs).program
+        return annotate_memory(program, self.machine, self.config.cache_dir).workload
 
 
-def plan_generation(job: Job, prefill_tokens: int) -> Units:
+def plan_generation(job: Job, prefill_tokens: int, *, again: bool = False) -> Units:
     """Return the plans of decode and of a prefill of at most ``prefill_tokens`` tokens.
 
-    ``job.model`` is a ``DecodingStep``. The tokens of one prefill shrink where the budget asks for it.
+    ``job.model`` is a ``DecodingStep``. The tokens of one prefill shrink where the budget asks for it. ``again``
+    divides the budget anew, as runs have taught more about the memory of ops.
 
     Raises:
         InfeasiblePlanError: the budget is too small for decode alone; names the smallest feasible one.
@@ -97,7 +99,7 @@ def plan_generation(job: Job, prefill_tokens: int) -> Units:
     decode = _stage(job, 1)
     prints = decode.fingerprint((), decode.inputs, decode.open_checkpoint())
     memo = job.config.cache_dir / "generation" / f"{serial.digest([prints, prefill_tokens])}.json"
-    known = _recall(memo)
+    known = None if again else _recall(memo)
     if known is not None:
         return _units(decode, _prefill_stage(job, known.prefill_tokens), known)
     tokens = prefill_tokens

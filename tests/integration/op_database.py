@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,9 @@ from gascompile.errors import (
 )
 from tests.allocator import peak_growth_bytes
 
-_PAGE_BYTES = 4096
+_MOST_BYTES = 4 << 20
+"""Of the inputs of an op whose samples are made larger."""
+_SLACK_BYTES = 64
 _SEED = 42
 """As random ops of the database set it."""
 _DTYPES = (torch.float32, torch.float64, torch.int64, torch.bool, torch.complex64)
@@ -61,8 +64,11 @@ class Found:
     wrong: str = ""
 
 
-def modules(limit: int = 1) -> Iterator[tuple[str, OpModule]]:
-    """Yield the ops of the database, each with up to ``limit`` of its samples."""
+def modules(limit: int = 1, scale: int = 1) -> Iterator[tuple[str, OpModule]]:
+    """Yield the ops of the database, each with up to ``limit`` of its samples.
+
+    With a ``scale`` the tensors are repeated so often along each of their dimensions, where that is not too much.
+    """
     for info in op_db:
         dtypes = info.supported_dtypes("cpu")
         dtype = next((dtype for dtype in _DTYPES if dtype in dtypes), None)
@@ -72,10 +78,19 @@ def modules(limit: int = 1) -> Iterator[tuple[str, OpModule]]:
         torch.manual_seed(0)
         samples = info.sample_inputs("cpu", dtype)
         for i, sample in enumerate(itertools.islice(samples, limit)):
-            yield (
-                f"{name}[{i}]",
-                OpModule(info.op, ((sample.input, *sample.args), sample.kwargs)),
-            )
+            call = ((sample.input, *sample.args), sample.kwargs)
+            if scale > 1:
+                call = pytree.tree_map_only(torch.Tensor, lambda x: _larger(x, scale), call)
+            yield f"{name}[{i}]", OpModule(info.op, call)
+
+
+def _larger(value: torch.Tensor, scale: int) -> torch.Tensor:
+    if value.layout is not torch.strided:
+        return value
+    times = [scale if size > 1 else 1 for size in value.shape]
+    while math.prod(times) * value.nbytes > _MOST_BYTES:
+        times = [max(n // 2, 1) for n in times]
+    return value.detach().repeat(times)
 
 
 def tried(name: str, module: OpModule, cache_dir: Path) -> Found:
@@ -123,7 +138,7 @@ def _compared(
     wrong = ""
     if real_bytes > budget:
         wrong = f"took {real_bytes} bytes of a budget of {budget}"
-    elif abs(counted_bytes - real_bytes) > max(real_bytes // 100, _PAGE_BYTES):
+    elif abs(counted_bytes - real_bytes) > max(real_bytes // 100, _SLACK_BYTES):
         wrong = f"reports {counted_bytes} bytes, took {real_bytes}"
     elif run.peak_source != "allocator":
         wrong = f"was counted by {run.peak_source}"
