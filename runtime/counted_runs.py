@@ -68,27 +68,7 @@ class CountedRuns:
             return None
         kept = {x.untyped_storage().data_ptr() for x in pytree.tree_leaves(values) if _is_dense(x)}
         before_bytes = sum(map(count.size_of, kept))
-        return self._exceeded(op, count.wanted_bytes - before_bytes)
-
-    def _exceeded(self, op: int, real_bytes: int) -> BudgetExceededError:
-        plan = self._plan
-        tier = plan.machine.compute_tier
-        tensors = {tensor.name: tensor for tensor in plan.workload.tensors}
-        lasting = (TensorKind.STATE, TensorKind.INPUT)
-        written = {name for done in plan.workload.ops[: op + 1] for name in done.writes}
-        planned_bytes = 0
-        if op < len(plan.ops):
-            made = (tensors[name] for name in plan.workload.ops[op].writes)
-            planned_bytes = sum(t.size_bytes for t in made if t.kind not in lasting)
-            planned_bytes += plan.workload.ops[op].workspace_bytes
-        return BudgetExceededError(
-            op=plan.ops[op].name if op < len(plan.ops) else "output",
-            planned_bytes=planned_bytes,
-            real_bytes=real_bytes,
-            budget_bytes=plan.budget_bytes[tier],
-            tier=tier,
-            half_updated=any(tensors[name].kind in lasting for name in written),
-        )
+        return budget_exceeded(self._plan, op, count.wanted_bytes - before_bytes)
 
     def _looked_at(self, op: int, function: Callable[..., Any], *values: Any) -> Any:
         """Make a step; report the first one that passes the budget."""
@@ -99,7 +79,7 @@ class CountedRuns:
         result = function(*values)
         if count.peak_bytes > self.limit_bytes:
             self._said = True
-            real = self._exceeded(op, count.peak_bytes - before_bytes)
+            real = budget_exceeded(self._plan, op, count.peak_bytes - before_bytes)
             _log.warning(
                 "op '%s' took %d bytes, for which %d are planned: the run passed the budget of %d bytes for tier '%s'",
                 real.op,
@@ -109,6 +89,32 @@ class CountedRuns:
                 real.tier,
             )
         return result
+
+
+def budget_exceeded(
+    plan: Plan, op: int, real_bytes: int, *, half_updated: bool | None = None
+) -> BudgetExceededError:
+    """Return the error of a run of ``plan`` that was stopped in ``op``, which had asked for ``real_bytes``."""
+    ops = plan.workload.ops
+    tensors = {tensor.name: tensor for tensor in plan.workload.tensors}
+    lasting = (TensorKind.STATE, TensorKind.INPUT, TensorKind.WEIGHT)
+    written = {name for done in ops[: op + 1] for name in done.writes}
+    if half_updated is None:
+        half_updated = any(tensors[name].kind in lasting for name in written)
+    planned_bytes = 0
+    if op < len(ops):
+        made = (tensors[name] for name in ops[op].writes)
+        planned_bytes = sum(t.size_bytes for t in made if t.kind not in lasting)
+        planned_bytes += ops[op].workspace_bytes
+    tier = plan.machine.compute_tier
+    return BudgetExceededError(
+        op=ops[op].name if op < len(ops) else "output",
+        planned_bytes=planned_bytes,
+        real_bytes=real_bytes,
+        budget_bytes=plan.budget_bytes[tier],
+        tier=tier,
+        half_updated=half_updated,
+    )
 
 
 def _is_dense(value: object) -> bool:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from gascompile.errors import PlanMismatchError, StorageError
+from gascompile.errors import BudgetExceededError, PlanMismatchError, StorageError
 from gascompile.ir import (
     Compute,
     Offload,
@@ -27,6 +27,8 @@ from gascompile.ir import (
     Wait,
 )
 from gascompile.reports import RunReport, Stall
+from gascompile.runtime.counted_runs import budget_exceeded
+from gascompile.runtime.counting import Count, Counter
 from gascompile.runtime.heap_memory import HeapMemory, own_bytes
 from gascompile.runtime.lives import Entry, Lives, at_rest, changes, owners
 from gascompile.runtime.meter import process_peak_bytes
@@ -57,6 +59,8 @@ class Iteration:
         folder: Path,
         buffers: memoryview,
         pages: Pages | None = None,
+        counter: Counter | None = None,
+        reserved_bytes: int = 0,
     ) -> None:
         """Turn the steps into calls and take room for the activations that leave.
 
@@ -65,6 +69,8 @@ class Iteration:
             bindings: placeholder -> name in ``persistent``.
             inputs: the other placeholders, in the order of ``run``.
             pages: where large results are to lie; else on the heap.
+            counter: what counts the memory that runs take; without one, planned workspace is believed.
+            reserved_bytes: of the budget, for others than the ops.
 
         Raises:
             StorageError: the folder cannot be written to, or has too little space.
@@ -103,6 +109,7 @@ class Iteration:
         self.heap = HeapMemory()
         self._budget_bytes = plan.budget_bytes[plan.machine.compute_tier]
         self._peak_bytes = plan.peak_bytes[plan.machine.compute_tier]
+        self._counter, self._limit_bytes = counter, self._budget_bytes - reserved_bytes
         self.new_bytes = _new_bytes(plan, persistent.sizes)
         """What each op allocates."""
         self._pending: dict[str, Ticket] | None = None
@@ -118,6 +125,7 @@ class Iteration:
             recording: what is to know when each step ran.
 
         Raises:
+            BudgetExceededError: an op asked for more memory than the budget leaves; it was stopped before.
             StorageError: a transfer failed. Values that an update has changed stay changed.
         """
         start_s = time.perf_counter()
@@ -130,6 +138,8 @@ class Iteration:
         grad, set_grad = torch.is_grad_enabled(), torch._C._set_grad_enabled
         autocast, set_autocast = torch.is_autocast_enabled("cpu"), torch.set_autocast_enabled
         activate = self._activate
+        # A recorded run keeps to the account that its picture is drawn from.
+        counting = self._counting(run) if recording is None else contextlib.nullcontext()
         # No contexts, whose exits an interrupt may keep from coming to this.
         try:
             try:
@@ -138,9 +148,10 @@ class Iteration:
                     # The graph has the casts of an autocast in it; updates are to have none.
                     set_autocast("cpu", False)
                     activate(1)
-                    if pending is None:
-                        run.start(self._up_front)
-                    run.steps(self._entries)
+                    with counting as run.count:
+                        if pending is None:
+                            run.start(self._up_front)
+                        run.steps(self._entries)
                 finally:
                     activate(0)
             finally:
@@ -149,6 +160,11 @@ class Iteration:
             set_grad(grad)
         self._pending = run.tickets
         return run.outputs(self._outputs), run.report(time.perf_counter() - start_s)
+
+    def _counting(self, run: Run) -> contextlib.AbstractContextManager[Count | None]:
+        if self._counter is None:
+            return contextlib.nullcontext()
+        return self._counter.counting(live_bytes=run.live_bytes, limit_bytes=self._limit_bytes)
 
     def _begin(self) -> None:
         """Bring about what an iteration before the first one would have left."""
@@ -204,6 +220,7 @@ class Run:
     def __init__(self, of: Iteration, inputs: Sequence[Any], tickets: dict[str, Ticket]) -> None:
         self._of = of
         self._persistent = of._persistent
+        self._num_changes = of._persistent.num_changes
         self._values: dict[fx.Node, Any] = {
             node: self._persistent.tensors[name] for node, name in of._bound.items()
         }
@@ -220,6 +237,7 @@ class Run:
         self.live_bytes = sum(self._live.values())
         """What persists and activations, as far as they are in memory; no workspace."""
         self.peak_bytes = self.live_bytes
+        self.count: Count | None = None
 
     def resident(self) -> frozenset[str]:
         """Return what persists and has memory."""
@@ -236,14 +254,25 @@ class Run:
         """Take all steps in order."""
         for entry in entries:
             step = entry.step
-            if isinstance(step, (Compute, Recompute)):
-                self.op(step, entry.nodes)
-            else:
-                self.move(step)
+            try:
+                if isinstance(step, (Compute, Recompute)):
+                    self.op(step, entry.nodes)
+                else:
+                    self.move(step)
+            except torch.OutOfMemoryError as error:
+                raise self._refused(step) or error from None
             for node in entry.frees:
                 self._values.pop(node, None)
             for name in entry.dies:
                 self.live_bytes -= self._live.pop(name, 0)
+
+    def _refused(self, step: Step) -> BudgetExceededError | None:
+        """Return what passed the budget in a step, if that is what happened."""
+        if self.count is None or not self.count.wanted_bytes:
+            return None
+        real_bytes = self.count.wanted_bytes - self.live_bytes
+        changed = self._persistent.num_changes != self._num_changes
+        return budget_exceeded(self._of._plan, step.op, real_bytes, half_updated=changed)
 
     def op(self, step: Compute | Recompute, nodes: Sequence[fx.Node]) -> None:
         """Run an op, and what has to be taken anew of its result."""
@@ -320,6 +349,7 @@ class Run:
         if name in self._persistent.sizes:
             ticket = self._persistent.read(name)
             size_bytes = self._persistent.sizes[name]
+            self._adjust(name, size_bytes)
         else:
             storage, size_bytes = self._storage(name), self._sizes.pop(name)
             storage.resize_(size_bytes)
@@ -341,6 +371,7 @@ class Run:
 
     def _drop(self, name: str) -> None:
         if name in self._persistent.sizes:
+            self._adjust(name, -self._persistent.sizes[name])
             self._persistent.drop(name)
         else:
             storage = self._storage(name)
@@ -348,16 +379,23 @@ class Run:
             storage.resize_(0)
         self.live_bytes -= self._live.pop(name, 0)
 
+    def _adjust(self, name: str, change_bytes: int) -> None:
+        """Count memory of what persists that the allocator does not know as this run's."""
+        storage = self._persistent.tensors[name].untyped_storage()
+        if self.count is not None and not self.count.size_of(storage.data_ptr()):
+            self.count.adjust(change_bytes)
+
     def outputs(self, nodes: Any) -> tuple[Any, ...]:
         """Return the values of the output."""
         return tuple(self._values[node] for node in nodes)
 
     def report(self, time_s: float) -> RunReport:
         """Return what was measured."""
-        plan = self._of._plan
+        plan, tier = self._of._plan, self._of._plan.machine.compute_tier
         return RunReport(
             seconds=time_s,
-            peak_bytes={plan.machine.compute_tier: self.peak_bytes},
+            peak_bytes={tier: self.count.peak_bytes if self.count else self.peak_bytes},
+            peak_source="allocator" if self.count else "planned workspace",
             link_bytes=dict(self._link_bytes),
             stall_s=sum(stall.time_s for stall in self._stalls),
             share_of_limit=plan.certificate.limit_s / time_s,

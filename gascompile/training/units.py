@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from gascompile.allocator_library import page_memory
+from gascompile.allocator_library import allocation_counter, page_memory
 from gascompile.capture_record import CaptureRecord
 from gascompile.config import CompileConfig
 from gascompile.errors import InfeasiblePlanError
@@ -150,6 +150,8 @@ class UnitMaker:
             folder=self._config.cache_dir / "training",
             buffers=memoryview(self._buffers)[half:],
             pages=self.pages,
+            counter=allocation_counter(self._config.cache_dir),
+            reserved_bytes=self.transfer_bytes,
         )
         grader = Grader(plan, lambda: profile_of(self._machine, self._config.cache_dir))
         return Unit(
