@@ -30,7 +30,7 @@ from gascompile.reports import RunReport, Stall
 from gascompile.runtime.counted_runs import budget_exceeded
 from gascompile.runtime.counting import Count, Counter
 from gascompile.runtime.heap_memory import HeapMemory, own_bytes
-from gascompile.runtime.lives import Entry, Lives, at_rest, changes, owners
+from gascompile.runtime.lives import Entry, Lives, at_rest, changes, new_bytes, owners
 from gascompile.runtime.meter import process_peak_bytes
 from gascompile.runtime.pages import Pages
 from gascompile.runtime.persistent import Persistent
@@ -110,7 +110,7 @@ class Iteration:
         self._budget_bytes = plan.budget_bytes[plan.machine.compute_tier]
         self._peak_bytes = plan.peak_bytes[plan.machine.compute_tier]
         self._counter, self._limit_bytes = counter, self._budget_bytes - reserved_bytes
-        self.new_bytes = _new_bytes(plan, persistent.sizes)
+        self.new_bytes = new_bytes(plan, persistent.sizes)
         """What each op allocates."""
         self._pending: dict[str, Ticket] | None = None
         """Transfers that the last run has started for the next one; ``None`` before the first."""
@@ -265,6 +265,13 @@ class Run:
                 self._values.pop(node, None)
             for name in entry.dies:
                 self.live_bytes -= self._live.pop(name, 0)
+                self._forget(name)
+
+    def _forget(self, name: str) -> None:
+        """Let go of one of an op's results; others of them may still be taken out of the list."""
+        node, element = self._of._owner.get(name, (None, None))
+        if element is not None and isinstance(results := self._values.get(node), list):
+            results[element] = None
 
     def _refused(self, step: Step) -> BudgetExceededError | None:
         """Return what passed the budget in a step, if that is what happened."""
@@ -294,10 +301,13 @@ class Run:
                 assert callable(node.target)
                 if node in self._of.flat:
                     args = [values[arg] if isinstance(arg, fx.Node) else arg for arg in node.args]
-                    values[node] = node.target(*args)
-                    continue
-                arguments, named = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
-                values[node] = node.target(*arguments, **named)
+                    found = node.target(*args)
+                else:
+                    positional, named = fx.node.map_arg(
+                        (node.args, node.kwargs), values.__getitem__
+                    )
+                    found = node.target(*positional, **named)
+                values[node] = list(found) if isinstance(found, tuple) else found
         except BaseException as error:
             error.add_note(f"while running op '{name}' of '{self._of._plan.workload.name}'")
             raise
@@ -410,12 +420,3 @@ def _is_flat(node: fx.Node) -> bool:
     rest = tuple(arg for arg in node.args if not isinstance(arg, fx.Node))
     fx.node.map_arg((rest, node.kwargs), inside.append)
     return not (inside or node.kwargs)
-
-
-def _new_bytes(plan: Plan, persistent: Mapping[str, int]) -> list[int]:
-    """Return the bytes that each op allocates, workspace included."""
-    sizes = {tensor.name: tensor.size_bytes for tensor in plan.workload.tensors}
-    return [
-        sum(sizes[name] for name in op.writes if name not in persistent) + op.workspace_bytes
-        for op in plan.workload.ops
-    ]

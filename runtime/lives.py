@@ -164,3 +164,12 @@ def at_rest(
     }
     outside = set(persistent) - set(plan.tensors)
     return frozenset(away | idle | outside), tuple(up_front)
+
+
+def new_bytes(plan: Plan, persistent: Mapping[str, int]) -> list[int]:
+    """Return the bytes that each op allocates, workspace included."""
+    sizes = {tensor.name: tensor.size_bytes for tensor in plan.workload.tensors}
+    return [
+        sum(sizes[name] for name in op.writes if name not in persistent) + op.workspace_bytes
+        for op in plan.workload.ops
+    ]
