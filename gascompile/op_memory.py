@@ -29,6 +29,8 @@ _log = logging.getLogger("gascompile")
 
 _FORMAT = "gascompile.op_memory/1"
 _FILE = "op_memory.json"
+_SMALL_BYTES = 256
+"""Of scalars."""
 _LIMIT_S = 2.0
 """For the measurements of one program."""
 
@@ -89,8 +91,8 @@ def remember(
         return False
     known = _read(cache_dir)
     before = known.learnt.get(kind, 0)
-    # It was stopped at the first block too many: more may follow.
-    size_bytes = max(error.real_bytes, 2 * before)
+    # It was stopped at the first block too many: more may follow, a little at first.
+    size_bytes = max(error.real_bytes * 9 // 8 + _SMALL_BYTES, before * 3 // 2)
     _write(replace(known, learnt={**known.learnt, kind: size_bytes}), cache_dir)
     return True
 

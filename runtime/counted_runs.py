@@ -27,11 +27,15 @@ _log = logging.getLogger("gascompile")
 class CountedRuns:
     """Counts the runs of one plan on a session."""
 
-    def __init__(self, counter: Counter, session: Session, plan: Plan, on_exceed: str) -> None:
+    def __init__(
+        self, counter: Counter, session: Session, plan: Plan, on_exceed: str, *, draws: bool
+    ) -> None:
+        """Know what counts; ``draws`` says that ops draw random numbers, which a stopped run gives back."""
         self._counter = counter
         self._session = session
         self._plan = plan
         self._stops = on_exceed == "error"
+        self._draws, self._random = draws, torch.empty(0)
         self._count: Count | None = None
         self._said = False
         """Whether a run beyond the budget has been reported."""
@@ -50,6 +54,8 @@ class CountedRuns:
     def run(self) -> Iterator[Count]:
         """Count what a run takes."""
         limit_bytes = self.limit_bytes if self._stops else NO_LIMIT
+        if self._draws:
+            self._random = torch.get_rng_state()
         with self._counter.counting(limit_bytes=limit_bytes) as self._count:
             yield self._count
 
@@ -66,6 +72,8 @@ class CountedRuns:
         count = self._count
         if count is None or not count.wanted_bytes:
             return None
+        if self._draws:
+            torch.set_rng_state(self._random)
         kept = {x.untyped_storage().data_ptr() for x in pytree.tree_leaves(values) if _is_dense(x)}
         before_bytes = sum(map(count.size_of, kept))
         return budget_exceeded(self._plan, op, count.wanted_bytes - before_bytes)

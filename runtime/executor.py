@@ -78,7 +78,8 @@ class Executor:
         self._graphs = GraphRuns(session, plan, self._schedule) if is_wanted else None
         self._counted: CountedRuns | None = None
         if counter is not None and session.device.torch_device.type == "cpu":
-            self._counted = CountedRuns(counter, session, plan, on_exceed)
+            draws = any(_draws(node.target) for node in graph_module.graph.nodes)
+            self._counted = CountedRuns(counter, session, plan, on_exceed, draws=draws)
             self._schedule = self._counted.prepared(self._schedule)
         self.last_run: RunReport | None = None
 
@@ -224,6 +225,12 @@ class Executor:
                 else "planned workspace"
             ),
         )
+
+
+def _draws(target: object) -> bool:
+    return isinstance(target, torch._ops.OpOverload) and (
+        torch.Tag.nondeterministic_seeded in target.tags
+    )
 
 
 def _check_session(session: Session, plan: Plan) -> None:

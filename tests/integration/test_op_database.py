@@ -1,0 +1,36 @@
+"""Ops of torch's op database keep the smallest budget that a plan has for them, and reports say what they took."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from pathlib import Path
+
+import pytest
+
+from gascompile.fusion_build import has_compiler
+from tests.integration.op_database import Found, modules, tried
+
+pytestmark = pytest.mark.skipif(not has_compiler(), reason="needs a C++ compiler")
+
+_ALL = "GASCOMPILE_ALL_OPS" in os.environ
+"""Some twelve minutes instead of twenty seconds."""
+_EVERY = 1 if _ALL else 23
+_SCALES = (1, 20) if _ALL else (8,)
+
+
+@pytest.mark.timeout(3600 if _ALL else 300)
+def test_ops_keep_their_smallest_budget(tmp_path: Path) -> None:
+    found: list[Found] = []
+    with warnings.catch_warnings():
+        # Ops of the database warn of what they are about to lose.
+        warnings.simplefilter("ignore")
+        for scale in _SCALES:
+            for number, (name, module) in enumerate(modules(scale=scale)):
+                if number % _EVERY == 0:
+                    # Ops are attributes here, which tell one model from another no more than a name does.
+                    found.append(tried(name, module, tmp_path / str(number)))
+    wrong = [f"{result.op}: {result.wrong}" for result in found if result.wrong]
+    assert not wrong, "\n".join(wrong)
+    num_kept = sum(result.outcome == "kept" for result in found)
+    assert num_kept > len(found) * 0.8
