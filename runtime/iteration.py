@@ -111,7 +111,6 @@ class Iteration:
         self._peak_bytes = plan.peak_bytes[plan.machine.compute_tier]
         self._counter, self._limit_bytes = counter, self._budget_bytes - reserved_bytes
         self.new_bytes = new_bytes(plan, persistent.sizes)
-        """What each op allocates."""
         self._pending: dict[str, Ticket] | None = None
         """Transfers that the last run has started for the next one; ``None`` before the first."""
 
@@ -269,9 +268,10 @@ class Run:
 
     def _forget(self, name: str) -> None:
         """Let go of one of an op's results; others of them may still be taken out of the list."""
-        node, element = self._of._owner.get(name, (None, None))
-        if element is not None and isinstance(results := self._values.get(node), list):
-            results[element] = None
+        owner = self._of._owner.get(name)
+        results = self._values.get(owner[0]) if owner is not None else None
+        if owner is not None and owner[1] is not None and isinstance(results, list):
+            results[owner[1]] = None
 
     def _refused(self, step: Step) -> BudgetExceededError | None:
         """Return what passed the budget in a step, if that is what happened."""
@@ -390,7 +390,7 @@ class Run:
         self.live_bytes -= self._live.pop(name, 0)
 
     def _adjust(self, name: str, change_bytes: int) -> None:
-        """Count memory of what persists that the allocator does not know as this run's."""
+        """Count what persists, where the allocator does not know it as this run's."""
         storage = self._persistent.tensors[name].untyped_storage()
         if self.count is not None and not self.count.size_of(storage.data_ptr()):
             self.count.adjust(change_bytes)

@@ -37,7 +37,9 @@ def _greedy_cpu(x: torch.Tensor) -> torch.Tensor:
 
 
 class Greedy(nn.Module):
-    """Two layers around the op, and a counter where asked for."""
+    """Four layers around the op, and a counter where asked for."""
+
+    num_calls: torch.Tensor
 
     def __init__(self, *, counts: bool = False) -> None:
         super().__init__()
@@ -52,7 +54,8 @@ class Greedy(nn.Module):
             self.num_calls.add_(1)
         for layer in self.layers:
             x = layer(x)
-        return torch.ops.memory_tests.greedy(x)
+        found: torch.Tensor = torch.ops.memory_tests.greedy(x)
+        return found
 
 
 X = torch.randn(8, 256)
@@ -117,8 +120,7 @@ def test_states_that_had_changed_are_not_changed_twice(tmp_path: Path) -> None:
 def test_a_warning_instead(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = Greedy()
     budget = smallest_budget(model, tmp_path)
-    options = {"cache_dir": tmp_path, "on_exceed": "warn"}
-    with gascompile.compile(model, budget, (X,), **options) as compiled:
+    with gascompile.compile(model, budget, (X,), cache_dir=tmp_path, on_exceed="warn") as compiled:
         for _ in range(2):
             assert torch.equal(compiled(X), model(X))
         assert compiled.last_run is not None
