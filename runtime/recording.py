@@ -13,9 +13,10 @@ from typing import Any, Protocol, cast
 from torch import fx
 
 from gascompile.ir import Compute, Offload, Recompute, Reload, Step, Wait
-from gascompile.runtime.iteration import Iteration, Run
+from gascompile.runtime.iteration import Iteration
 from gascompile.runtime.lives import Entry
 from gascompile.runtime.protocols import Ticket
+from gascompile.runtime.step_run import Run
 
 
 class TimedTicket(Ticket, Protocol):
