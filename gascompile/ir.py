@@ -79,6 +79,7 @@ class OpSpec:
     write_bytes: int = 0
     splits: Mapping[str, int] = field(default_factory=dict)
     """Weights along whose rows the op may be split, with the number of rows: a linear's output features."""
+    gather_tier: str = ""  # where gathered rows lie; empty for the usual tier
     gathers: Mapping[str, int] = field(default_factory=dict)
     """Weights of which the op needs only some rows, with the bytes that it needs: an embedding's."""
 

@@ -142,7 +142,9 @@ def _bad_rows(op: OpSpec, tensors: Mapping[str, TensorSpec]) -> Iterator[tuple[s
     for field, parts in (("splits", op.splits), ("gathers", op.gathers)):
         for name, amount in parts.items():
             path = f".{field}.{name}"
-            if name not in op.reads or tensors[name].kind != TensorKind.WEIGHT:
+            # What is gathered in a plan is no longer read whole.
+            known = name in op.reads or (field == "gathers" and name in tensors)
+            if not known or tensors[name].kind != TensorKind.WEIGHT:
                 yield path, f"'{name}' is no weight that it reads"
             elif field == "splits" and amount < 1:
                 yield path, f"'{name}' has {amount} rows; give one or more"

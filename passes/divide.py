@@ -23,6 +23,8 @@ class Division:
     """Rows of one tile, per weight that is tiled."""
     gathered: frozenset[str] = frozenset()
     """Weights whose rows are read one by one wherever an op allows it."""
+    gather_tier: str = ""
+    """Where those rows lie; empty for the usual tier."""
 
 
 def divide(workload: Workload, machine: Machine, division: Division) -> Workload:
@@ -57,10 +59,12 @@ def _gather(op: OpSpec, division: Division, machine: Machine) -> OpSpec:
     }
     if not gathers:
         return op
-    waited_s = sum(gather_time_s(size, machine) for size in gathers.values())
+    tier = division.gather_tier
+    waited_s = sum(gather_time_s(size, machine, tier) for size in gathers.values())
     return replace(
         op,
         reads=tuple(name for name in op.reads if name not in gathers),
+        gather_tier=tier,
         time_s={device: time_s + waited_s for device, time_s in op.time_s.items()},
     )
 

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from gascompile.cost_models.gathers import gather_link, gathered
+from gascompile.cost_models.gathers import gather_link, gather_tiers, gather_time_s, gathered
 from gascompile.errors import InfeasiblePlanError, SolverError
 from gascompile.ir import Machine, TensorKind, Workload
 from gascompile.passes.certify import Proof
@@ -33,6 +33,8 @@ _SCREEN_TIME_S = 5.0
 """For the bound of a form that is yet to be planned."""
 _QUICK_SHARE = 0.1
 """Of the time that is left, for the bound of each form before there is a plan."""
+_WAITED = 0.005
+"""Share of the compute time that gathering has to take before rows from a nearer tier are planned for, too."""
 _LEAST_GATHER_BYTES = MIB
 """A smaller table is not worth the wait for its rows."""
 
@@ -52,6 +54,8 @@ Solve = Callable[[Problem], Solution]
 def forms(workload: Workload, machine: Machine) -> list[Workload]:
     """Return the forms of ``workload``: with rows gathered, whole, in large tiles, and in ever smaller ones.
 
+    Where ops wait long for rows from the drive, those that gather come again with rows from RAM.
+
     A workload that nothing can be divided of has one form, itself.
     """
     table = frozenset(_tables(workload)) if gather_link(machine) else frozenset()
@@ -63,12 +67,27 @@ def forms(workload: Workload, machine: Machine) -> list[Workload]:
         for tile_bytes in _TILE_BYTES
         if (rows := _tile_rows(workload, tile_bytes))
     ]
+    if table and _waits(workload, machine, table):
+        divisions += [
+            replace(division, gather_tier=tier)
+            for tier in gather_tiers(machine)
+            for division in divisions
+            if division.gathered
+        ]
     found: list[Workload] = []
     for division in divisions:
         form = divide(workload, machine, division)
         if form not in found:
             found.append(form)
     return found
+
+
+def _waits(workload: Workload, machine: Machine, table: frozenset[str]) -> bool:
+    """Whether ops wait so long for rows from the usual tier that another one may be worth its room."""
+    sizes = (size for op in workload.ops for name, size in op.gathers.items() if name in table)
+    waited_s = sum(gather_time_s(size, machine) for size in sizes)
+    compute_s = sum(op.time_s.get(machine.compute_tier, 0.0) for op in workload.ops)
+    return waited_s > _WAITED * compute_s
 
 
 def same_form(workload: Workload, machine: Machine, other: Workload) -> Workload:
@@ -79,7 +98,8 @@ def same_form(workload: Workload, machine: Machine, other: Workload) -> Workload
         if tile is not None:
             rows.setdefault(tile.base, tile.end - tile.begin)
     table = frozenset(name for op in other.ops for name in gathered(op))
-    return divide(workload, machine, Division(tile_rows=rows, gathered=table))
+    tier = next((op.gather_tier for op in other.ops if gathered(op)), "")
+    return divide(workload, machine, Division(tile_rows=rows, gathered=table, gather_tier=tier))
 
 
 def best_form(

@@ -8,10 +8,11 @@ weight stays in the arena for. A *visit* is the stay of a streamed weight in the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from gascompile.cost_models.events import running_sums
+from gascompile.cost_models.gathers import gathered
 from gascompile.cost_models.replay import pipe_times
 from gascompile.errors import UnsupportedOpError
 from gascompile.ir import Budget, Link, Machine, Workload
@@ -144,7 +145,10 @@ def problem(
     links = tuple(link for link in machine.links_into(site) if link.source_tier in machine.tiers)
     limits = budget.limits_bytes(machine)
     room = {link.source_tier: limits[link.source_tier] for link in links}
-    idle = _idle_homes([(n, sizes[n]) for n, uses in live.weight_uses.items() if not uses], room)
+    tiers = {name: op.gather_tier for op in workload.ops for name in gathered(op)}
+    idle = _idle_homes(
+        [(n, sizes[n]) for n, uses in live.weight_uses.items() if not uses], room, tiers
+    )
     weights = [
         Weight(name, sizes[name], reserve_bytes(sizes[name]), uses)
         for name, uses in live.weight_uses.items()
@@ -166,15 +170,18 @@ def problem(
     )
 
 
-def _idle_homes(idle: Sequence[tuple[str, int]], room: dict[str, int]) -> dict[str, str]:
-    """Return a slow tier for each idle weight and take its bytes from ``room``.
+def _idle_homes(
+    idle: Sequence[tuple[str, int]], room: dict[str, int], tiers: Mapping[str, str]
+) -> dict[str, str]:
+    """Return a slow tier for each idle weight, that of ``tiers`` where it names one, and take its bytes from ``room``.
 
     A weight that fits nowhere is left out: it is then placed like one that ops read.
     """
     homes: dict[str, str] = {}
-    for name, size_bytes in idle:
-        tier = max(room, key=lambda tier: room[tier], default=None)
-        if tier is not None and room[tier] >= size_bytes:
+    # Those that must lie somewhere come first.
+    for name, size_bytes in sorted(idle, key=lambda each: not tiers.get(each[0])):
+        tier = tiers.get(name) or max(room, key=lambda tier: room[tier], default=None)
+        if tier is not None and room.get(tier, 0) >= size_bytes:
             homes[name] = tier
             room[tier] -= size_bytes
     return homes

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from gascompile.cost_models.gathers import gather_room
 from gascompile.errors import InfeasiblePlanError, SolverError
 from gascompile.ir import Budget, Machine, Plan, Workload
 from gascompile.passes.certify import Proof
@@ -64,6 +65,12 @@ def stream(
     candidates = (
         [same_form(workload, machine, pinned.workload)] if pinned else forms(workload, machine)
     )
+    limits = budget.limits_bytes(machine)
+    candidates = [
+        form
+        for form in candidates
+        if all(size <= limits.get(tier, 0) for tier, size in gather_room(form).items())
+    ]
     tasks = [problem(form, machine, budget, reserved_bytes=reserved_bytes) for form in candidates]
     try:
         chosen = best_form(tasks, solve, mip_gap=mip_gap, left_s=left_s)

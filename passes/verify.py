@@ -124,8 +124,10 @@ def _check_gathers(plan: Plan) -> None:
         for name, size_bytes in gathered(spec).items():
             if name not in weights or size_bytes < 0:
                 _refuse(f"op '{spec.name}' gathers {size_bytes} bytes of '{name}', no weight")
-            if size_bytes and gather_link(plan.machine) is None:
+            if size_bytes and gather_link(plan.machine, spec.gather_tier) is None:
                 _refuse(f"op '{spec.name}' gathers rows of '{name}', but no link brings them")
+            if spec.gather_tier and plan.tensors[name].home != spec.gather_tier:
+                _refuse(f"op '{spec.name}' gathers rows of '{name}' where it does not lie")
 
 
 def _check_program_order(plan: Plan) -> None:

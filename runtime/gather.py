@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from gascompile.ir import Plan
-from gascompile.runtime.pinned import rows_bytes
+from gascompile.runtime.pinned import gathered_here, rows_bytes
 from gascompile.runtime.protocols import HostMemory, Ticket
 from gascompile.runtime.rows import check_rows, rows_landing
 
@@ -31,6 +31,8 @@ class RowReader:
         """Take the memory that rows pass through; raises ``DeviceError`` where it cannot be pinned."""
         self._session = session
         self._buffer: HostMemory | None = None
+        self._here = {} if session.device.is_host else gathered_here(plan)
+        """Weights whose rows lie in the host's memory."""
         ops = plan.workload.ops
         names = {name for op in ops for name in op.gathers if name not in op.reads}
         if names and not session.device.is_host:
@@ -58,17 +60,25 @@ class RowReader:
         stream = device.stream(link, ahead=True) if self._buffer is not None else None
         rows = indices.flatten()
         row_bytes = target.numel() // max(1, rows.numel())
+        if tensor in self._here:
+            ticket, table = session.host.whole(tensor)
+            wait(ticket)
+            lines = table.view(source.shape[0], -1)
         position = 0
         for part in rows.split(self._rows_at_once(row_bytes)):
-            landing = rows_landing(source, part.tolist())
-            size_bytes = landing.size_bytes
+            size_bytes = part.numel() * row_bytes
             memory = target.numpy().data if self._buffer is None else self._buffer.memory
             place = position if self._buffer is None else 0
             booking = None
             if stream is not None:
                 booking = stream.book(size_bytes, after=after)
             try:
-                wait(session.engine.submit(landing, place, key=key, link=link, memory=memory))
+                if tensor in self._here and self._buffer is not None:
+                    here = self._buffer.bytes(0, size_bytes).view(part.numel(), row_bytes)
+                    torch.index_select(lines, 0, part, out=here)
+                else:
+                    landing = rows_landing(source, part.tolist())
+                    wait(session.engine.submit(landing, place, key=key, link=link, memory=memory))
             except BaseException:
                 if booking is not None:
                     booking.cancel()

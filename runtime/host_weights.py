@@ -127,6 +127,10 @@ class HostWeights:
                 self._start_waiting(tensor)
         return copy
 
+    def whole(self, tensor: str) -> tuple[Ticket, torch.Tensor]:
+        """Return the bytes of a tensor, and the ticket that says when they are there."""
+        return self._tickets[tensor], self._bytes[tensor]
+
     def forget(self) -> None:
         """Drop the copies of a run that has ended before its tensors had come."""
         for waiting in self._waiting.values():

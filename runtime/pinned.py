@@ -43,7 +43,18 @@ def pinned_bytes(plan: Plan) -> int:
         for step in plan.steps
         if isinstance(step, Prefetch) and plan.machine.link(step.link).source_tier == HOST
     }
+    for name in gathered_here(plan):
+        homes[name] = reserve_bytes(plan.tensors[name].size_bytes)
     return passing_bytes(plan.workload.ops, plan.machine.io) + sum(homes.values())
+
+
+def gathered_here(plan: Plan) -> dict[str, int]:
+    """Return the weights of which ops take rows from the host's memory, with the first such op."""
+    found: dict[str, int] = {}
+    for i, op in enumerate(plan.workload.ops):
+        if op.gather_tier == HOST:
+            found |= {name: i for name in op.gathers if name not in op.reads and name not in found}
+    return found
 
 
 def require_budget(plan: Plan, taken_bytes: int) -> None:

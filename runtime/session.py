@@ -34,7 +34,7 @@ from gascompile.runtime.heap_moves import HeapMoves
 from gascompile.runtime.host_weights import HostWeights
 from gascompile.runtime.landing import Landing
 from gascompile.runtime.parts import Parts
-from gascompile.runtime.pinned import pinned_bytes, require_budget
+from gascompile.runtime.pinned import gathered_here, pinned_bytes, require_budget
 from gascompile.runtime.protocols import (
     Device,
     Event,
@@ -255,8 +255,8 @@ class Session:
             if isinstance(step, Prefetch) and step.link.startswith("cpu->"):
                 links.setdefault(step.tensor, (step.link, step.op))
         if not self.device.is_host:
-            landings = {name: self.landing(name) for name in links}
-            self.host.add(landings, {name: op for name, (_, op) in links.items()})
+            first_use = {**gathered_here(plan), **{name: op for name, (_, op) in links.items()}}
+            self.host.add({name: self.landing(name) for name in first_use}, first_use)
             require_budget(plan, self.pinned_bytes)
 
     def submit(
