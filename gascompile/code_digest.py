@@ -32,6 +32,7 @@ _NOT_CODE = {
     "__dict__", "__weakref__", "__doc__", "__module__", "__annotations__", "__dataclass_fields__",
     "__abstractmethods__", "_abc_impl", "__annotate_func__", "__annotations_cache__",
     "__firstlineno__", "__static_attributes__", "__type_params__", "__parameters__",
+    "_autograd_function_id",
 }  # fmt: skip
 _OF_MODULES = {
     "__builtins__", "__cached__", "__doc__", "__file__", "__loader__", "__name__", "__package__",

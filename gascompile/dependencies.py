@@ -188,8 +188,8 @@ def _library_names(running: Running) -> dict[str, tuple[str, ...]]:
         if module is None or vars(module) is not space or not isinstance(name, str):
             continue
         if origin_of_module(module) in {Origin.INSTALLED, Origin.TORCH}:
-            names = {chain[0] for chain in names_of(body).chains}
-            used.setdefault(name, set()).update(names & space.keys())
+            chains = [chain for chain in names_of(body).chains if chain[0] in space]
+            used.setdefault(name, set()).update(map(".".join, chains))
     return {name: tuple(sorted(names)) for name, names in sorted(used.items())}
 
 
@@ -201,8 +201,19 @@ def _library_digest(name: str, names: Iterable[str]) -> str:
     if origin_of_module(module) is Origin.INSTALLED:
         parts.append(module_digest(name))
     space = vars(module)
-    parts += [(key, _identity(space.get(key))) for key in names]
+    parts += [(key, _identity(_followed(space, key))) for key in names]
     return _digest(repr(parts))
+
+
+def _followed(space: Mapping[str, Any], chain: str) -> object:
+    """Return what a dotted name leads to, as far as it goes through modules."""
+    value: object = None
+    for key in chain.split("."):
+        value = space.get(key)
+        if not isinstance(value, types.ModuleType):
+            break
+        space = vars(value)
+    return value
 
 
 def _identity(value: object) -> object:

@@ -74,7 +74,7 @@ def module_print(model: nn.Module) -> ModulePrint:
         for name, value in sorted(vars(module).items()):
             if name not in _ELSEWHERE:
                 hasher.add("attribute", name)
-                hooks = name.endswith("_hooks") and isinstance(value, dict)
+                hooks = "_hooks" in name and isinstance(value, dict)
                 where = f"{path}.{name}" if path else name
                 hasher.value(list(value.values()) if hooks else value, where)
     _around(hasher)

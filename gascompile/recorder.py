@@ -16,6 +16,7 @@ import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
+from types import FunctionType
 from typing import Any
 
 import numpy
@@ -74,7 +75,7 @@ class Running:
         """Take note of what runs on this thread."""
         _install_audit()
         before, profile = sys.getprofile(), self._seen
-        with _Quiet(profile):
+        with _Quiet(profile, self._ran):
             outer, _active.running = _active.running, self
             sys.setprofile(profile)
             try:
@@ -85,17 +86,19 @@ class Running:
 
     def _seen(self, frame: types.FrameType, event: str, argument: Any) -> None:
         if event == "call":
-            code = frame.f_code
-            key = (id(code), id(frame.f_globals))
-            if key not in self.code:
-                self.code[key] = (code, frame.f_globals)
-            handler = _HANDLERS.get(id(code))
+            self._ran(frame.f_code, frame.f_globals)
+            handler = _HANDLERS.get(id(frame.f_code))
             if handler is not None:
                 handler(self, frame)
         elif event == "c_call":
             name = argument.__name__
             if name in _ASKS and _module_of(argument) in _ASKED_IN:
                 self._asks(frame, _ASKS[name], name)
+
+    def _ran(self, code: types.CodeType, space: dict[str, Any]) -> None:
+        key = (id(code), id(space))
+        if key not in self.code:
+            self.code[key] = (code, space)
 
     def _asks(self, frame: types.FrameType, what: str, name: str) -> None:
         caller = _caller(frame)
@@ -141,9 +144,13 @@ class Running:
 class _Quiet(TorchFunctionMode):
     """Switches the profile off while torch works by itself."""
 
-    def __init__(self, profile: Callable[..., None]) -> None:
+    def __init__(
+        self,
+        profile: Callable[..., None],
+        ran: Callable[[types.CodeType, dict[str, Any]], None],
+    ) -> None:
         super().__init__()
-        self._profile = profile
+        self._profile, self._ran = profile, ran
 
     def __torch_function__(
         self,
@@ -156,6 +163,8 @@ class _Quiet(TorchFunctionMode):
         if _calls_back(func, types, args, kwargs):
             return func(*args, **kwargs)
         sys.setprofile(None)
+        if isinstance(func, FunctionType):
+            self._ran(func.__code__, func.__globals__)
         try:
             return func(*args, **kwargs)
         finally:

@@ -300,7 +300,7 @@ class ValueDigest(CodeDigest):
             if name not in _NOT_STATE:
                 self.add("field", name)
                 # The keys of hooks count all hooks of the process.
-                hooks = name.endswith("_hooks") and isinstance(item, dict)
+                hooks = "_hooks" in name and isinstance(item, dict)
                 self.value(list(item.values()) if hooks else item, name)
 
 

@@ -1,0 +1,129 @@
+"""Edits to the code and data behind a model: a kept plan is used again only where eager gives the same.
+
+``GASCOMPILE_EDITS_STEP=1`` tries every combination; without it a sample is tried. Each edit is a package on disk
+that is imported anew before and after it, as by two processes that share a cache.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from torch import nn
+
+from gascompile.capture import capture
+from gascompile.dependencies import Dependencies
+from gascompile.fingerprint import module_print
+from tests.staleness.code import EDITS, CodeEdit
+from tests.staleness.values import KINDS, WAYS, Kind, Way, sources
+
+STEP = int(os.environ.get("GASCOMPILE_EDITS_STEP", "89"))
+"""Every how manyth edit is tried."""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a cache would hold."""
+
+    key: str
+    known: Dependencies | None
+    why: str | None
+
+
+def fresh(folder: Path, texts: dict[str, str]) -> ModuleType:
+    """Write a package and import it as a new process would."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "pkg"]:
+        del sys.modules[name]
+    package = folder / "pkg"
+    package.mkdir(exist_ok=True)
+    for name, text in texts.items():
+        (package / name).write_text(text)
+    importlib.invalidate_caches()
+    return importlib.import_module("pkg.main")
+
+
+def eager(model: nn.Module, x: torch.Tensor) -> list[object]:
+    with torch.no_grad():
+        found = model(x)
+    return [found.dtype, found.tolist()]
+
+
+def kept(model: nn.Module, x: torch.Tensor) -> Kept:
+    """Capture as the pipeline does."""
+    printed = module_print(model)
+    record = capture(model, (), {"x": x}).record
+    assert record is not None
+    known, why = record.kept(printed.reached)
+    return Kept(printed.key, known, "; ".join(printed.opaque) or why)
+
+
+def reason_to_capture(model: nn.Module, of: Kept) -> str | None:
+    """Return why the plan is not used again, as the pipeline decides it."""
+    assert of.known is not None
+    if of.why is not None:
+        return of.why
+    if module_print(model).key != of.key:
+        return "another fingerprint"
+    return of.known.broken()
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    yield tmp_path
+    for name in [name for name in sys.modules if name.partition(".")[0] == "pkg"]:
+        del sys.modules[name]
+
+
+def is_stale(folder: Path, before: dict[str, str], after: dict[str, str]) -> tuple[bool, str]:
+    """Return whether the plan of before would run after the edit, and why not where nothing was edited."""
+    results: list[list[object]] = []
+    reasons: list[str | None] = []
+    of = None
+    for number, texts in enumerate((before, before, after)):
+        main = fresh(folder, texts)
+        try:
+            model, x = main.make()
+            if number == 0:
+                of = kept(model, x)
+            elif of is not None:
+                reasons.append(reason_to_capture(model, of))
+            if number != 1:
+                results.append(eager(model, x))
+        finally:
+            getattr(main, "undo", lambda: None)()
+    assert results[0] != results[1], "the edit changes nothing"
+    return reasons[1] is None, reasons[0] or ""
+
+
+VALUES = [(kind, way) for kind, way in itertools.product(KINDS, WAYS)]
+
+
+@pytest.mark.parametrize(("kind", "way"), VALUES[::STEP], ids=lambda part: part.name)
+def test_edited_value(kind: Kind, way: Way, folder: Path) -> None:
+    before, after = (sources(kind, way, after=edited) for edited in (False, True))
+    stale, again = is_stale(folder, before, after)
+    _report(f"{kind.name} by {way.name}", again)
+    assert not stale
+
+
+@pytest.mark.parametrize("edit", EDITS[:: min(STEP, 6)], ids=lambda edit: edit.name)
+def test_edited_code(edit: CodeEdit, folder: Path) -> None:
+    stale, again = is_stale(folder, edit.sources(after=False), edit.sources(after=True))
+    _report(edit.name, again)
+    assert not stale
+
+
+def _report(name: str, again: str) -> None:
+    """Say, for ``pytest -rP``, what is captured again although nothing was edited."""
+    if again:
+        sys.stdout.write(f"AGAIN {name}: {again}\n")
