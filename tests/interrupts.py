@@ -208,13 +208,14 @@ class Trained:
         self.step(self.batches[0])
         self.step.save(self.folder)
         self.expected = [float(self.step(batch)) for batch in self.batches[1:]]
-        self.random = torch.get_rng_state()
         self.typed = 0
+        self.step.load(self.folder)
+        self.random = torch.get_rng_state()
 
     def act(self) -> None:
         """Take a step."""
-        self.step.load(self.folder)
-        self.random = torch.get_rng_state()
+        if self.step.num_steps > 1:
+            self.step.load(self.folder)
         self.step(self.batches[1])
 
     def check(self) -> None:
@@ -232,6 +233,7 @@ class Trained:
             self.step.load(self.folder)
             taken, found = 0, float(self.step(self.batches[1]))
         assert found == self.expected[taken], (taken, found, self.expected)
+        self.step.load(self.folder)
 
 
 class Checkpointed(Trained):

@@ -11,6 +11,7 @@ from torch import nn
 from gascompile.errors import GASCompileError, StorageError
 from gascompile.training.checkpoints import CheckpointFolder
 from gascompile.training.states import States
+from gascompile.training.unfinished import Unfinished
 from gascompile.training.unit_table import UnitTable
 from gascompile.training.units import OPEN, Unit, UnitMaker
 
@@ -27,6 +28,7 @@ class Holdings:
         self.folders: dict[Path, CheckpointFolder] = {}
         self.failure = ""
         """What ended a step after which values may be half updated."""
+        self.unfinished = Unfinished(units)
         self.is_closed = False
         maker.before_access = self.settled
 

@@ -109,8 +109,7 @@ class TrainingStep:
         num_batches = self._states.num_batches if self._states else 0
         updates = self._settings.updates_at(num_batches)
         unit = self._unit(batch, trains=True, updates=updates)
-        loss = self._run(unit, batch)
-        states = self._open_states()
+        states, loss = self._run(unit, batch)
         states.pending |= unit.program.gradients
         if updates and self._settings.unplanned:
             self._update_unplanned(states, unit)
@@ -122,10 +121,12 @@ class TrainingStep:
                 self._watch.look(states, unit.plan)
             # What schedulers look at to see that the optimizer has stepped before them.
             self.optimizer._opt_called = True  # type: ignore[attr-defined]
+        self._holdings.unfinished.end()
         return loss
 
     def _update_unplanned(self, states: States, unit: Unit) -> None:
         self._holdings.settle(unit)
+        self._holdings.unfinished.changes()
         try:
             update(states, self._settings.max_grad_norm)
         except BaseException as error:
@@ -152,7 +153,9 @@ class TrainingStep:
         finally:
             for module, training in modes.items():
                 module.training = training
-        return self._run(unit, batch)
+        _, loss = self._run(unit, batch)
+        self._holdings.unfinished.end()
+        return loss
 
     def prepare(self, batch: Any) -> None:
         """Plan for batches like this one, unless that has been done."""
@@ -203,40 +206,39 @@ class TrainingStep:
                 "the step is closed and has given its values back; compile a new step with compile_step"
             )
 
-    def _run(self, unit: Unit, batch: Any) -> torch.Tensor:
+    def _run(self, unit: Unit, batch: Any) -> tuple[States, torch.Tensor]:
         states = self._open_states()
-        groups = range(unit.program.num_groups)
-        number = states.num_steps + 1
+        number, groups = states.num_steps + 1, range(unit.program.num_groups)
         hyper = [states.rules.hyper(group, states.counts, number) for group in groups]
         for other in self._units:
             if other is not unit:
                 self._holdings.settle(other)
         unit.program.require_outside()
-        before = states.persistent.num_changes
         states.covers.changed()
         outside = map(values_of, unit.program.outside)
         inputs = [*pytree.tree_leaves(batch), *outside, *hyper]
+        unfinished = self._holdings.unfinished
+        unfinished.begin(states.persistent)
         try:
             with self._settings.watch(number):
                 (loss,), self.last_run = unit.run(inputs, self.recording)
         except BaseException as error:
-            self._holdings.failure = traceback.format_exception_only(error)[-1].strip()
-            unchanged = states.persistent.num_changes == before
-            if unchanged and not isinstance(error, StorageError):
-                unit.iteration.settle()
-                states.persistent.recover()
-                self._holdings.failure = ""
+            if isinstance(error, StorageError) or not unfinished.tidied(states.persistent):
+                self._holdings.failure = traceback.format_exception_only(error)[-1].strip()
             raise
-        found: torch.Tensor = loss.detach()
-        return found
+        return states, loss.detach()
 
-    def _open_states(self) -> States:
+    def _open_states(self, *, whole: bool = True) -> States:
         self._require_open()
         if self._states is None:
             raise ValueError(
                 "nothing has been planned yet; pass example_batch, or call prepare(batch) first"
             )
-        self._holdings.require_whole()
+        holdings = self._holdings
+        if not holdings.failure and not holdings.unfinished.tidied(self._states.persistent):
+            holdings.failure = "it was interrupted"
+        if whole:
+            holdings.require_whole()
         return self._states
 
     def settle(self) -> None:
@@ -312,8 +314,11 @@ class TrainingStep:
     @contextlib.contextmanager
     def _restoring(self) -> Iterator[States]:
         """Make values whole again that a failed step has left half updated."""
-        failure, self._holdings.failure = self._holdings.failure, ""
-        states = self._open_states()
+        states = self._open_states(whole=False)
+        failure = self._holdings.failure
+        # Until all is done, as an interrupt may come between any two lines.
+        self._holdings.unfinished.changes()
+        self._holdings.failure = ""
         try:
             with contextlib.suppress(*([StorageError] if failure else [])):
                 self._holdings.settle_all()
@@ -324,10 +329,12 @@ class TrainingStep:
         except CheckpointError:
             # Found before anything was changed.
             self._holdings.failure = failure
+            self._holdings.unfinished.end()
             raise
         except BaseException as error:
             self._holdings.failure = traceback.format_exception_only(error)[-1].strip()
             raise
+        self._holdings.unfinished.end()
         self._holdings.failure = ""
 
     def _checkpoints(self, folder: str | os.PathLike[str]) -> CheckpointFolder:
