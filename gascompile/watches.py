@@ -12,6 +12,7 @@ import operator
 import random
 import sys
 import types
+from collections import deque
 from collections.abc import Iterable, Sized
 from dataclasses import dataclass
 from functools import partial
@@ -141,7 +142,7 @@ class Watches:
                     continue
                 if _same(value, now):
                     columns[2][i] = now
-                else:
+                elif reads is None or not _alike(value, now):
                     words.append(f"{name} was {_shown(value)} and is {_shown(now)} now")
         for owner, length, name in zip(*self._sizes, strict=True):
             leaf = name.rpartition(".")[2]
@@ -182,6 +183,18 @@ def _same(before: Any, now: Any) -> bool:
         same_size = len(before) == len(now)
         return same_size and all(a is b or _same(a, b) for a, b in zip(before, now, strict=True))
     return isinstance(before, _SCALARS) and repr(before) == repr(now)
+
+
+def _alike(before: Any, now: Any) -> bool:
+    """Return whether two containers hold the same, as those that torch.export puts in a module's attributes."""
+    if type(before) is not type(now):
+        return False
+    if isinstance(before, dict):
+        return list(before) == list(now) and _alike(list(before.values()), list(now.values()))
+    if isinstance(before, (list, tuple, deque)):
+        pairs = zip(before, now, strict=False)
+        return len(before) == len(now) and all(a is b or _alike(a, b) for a, b in pairs)
+    return _same(before, now)
 
 
 def _shown(value: Any) -> str:
