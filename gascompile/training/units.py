@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -140,7 +141,6 @@ class UnitMaker:
             )
             plan = self._plan(workload)
         states = self._own(rules, program, tensors, accumulates=options.accumulates)
-        half = 2 * SPILL_BUFFER_BYTES
         iteration = Iteration(
             program.program.graph_module.graph,
             plan,
@@ -148,20 +148,22 @@ class UnitMaker:
             program.program.bindings,
             [spec.name for spec in program.program.inputs],
             folder=self._config.cache_dir / "training",
-            buffers=memoryview(self._buffers)[half:],
+            buffers=memoryview(self._buffers)[2 * SPILL_BUFFER_BYTES :],
             pages=self.pages,
             counter=allocation_counter(self._config.cache_dir),
             reserved_bytes=self.transfer_bytes,
         )
-        grader = Grader(plan, lambda: profile_of(self._machine, self._config.cache_dir))
         return Unit(
             program=program,
             plan=plan,
             iteration=iteration,
             trains=trains,
-            grader=grader,
+            grader=Grader(plan, self._profile),
             record=record,
         )
+
+    def _profile(self) -> Path | None:
+        return profile_of(self._machine, self._config.cache_dir)
 
     def _plan(self, workload: Workload) -> Plan:
         def found(reserved_bytes: int) -> Plan:
