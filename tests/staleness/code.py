@@ -115,7 +115,7 @@ EDITS = (
     _both("variable that is there", _net("return x * 2 if 'STALE_K' in os.environ else x") + "#\ndef undo(): os.environ.pop('STALE_K', None)\n", "pass", "os.environ['STALE_K'] = '1'"),
     _both("environ as a name", _net("return x * float(E['STALE_K'])", "from os import environ as E") + "os.environ['STALE_K'] = '#'\ndef undo(): os.environ.pop('STALE_K')\n"),
     _both("arguments of the program", _net("return x * len(sys.argv)") + "sys.argv.extend(['a'] * #)\ndef undo(): del sys.argv[-#:]\n", "1", "2"),
-    _both("file", _net("return x * float(open(PATH).read())", "PATH = os.path.join(os.path.dirname(__file__), 'k.txt')") + "pathlib.Path(PATH).write_text('#')\n"),
+    _both("file", _net("with open(PATH) as f:\n    return x * float(f.read())", "PATH = os.path.join(os.path.dirname(__file__), 'k.txt')") + "pathlib.Path(PATH).write_text('#')\n"),
     _both("file by pathlib", _net("return x * float(PATH.read_text())", "PATH = pathlib.Path(__file__).with_name('k.txt')") + "PATH.write_text('#')\n"),
     _both("numpy file", _net("return x * float(numpy.load(PATH)[0])", "PATH = os.path.join(os.path.dirname(__file__), 'k.npy')") + "numpy.save(PATH, numpy.array([#]))\n"),
     _both("working folder", _net("return x * len(os.getcwd())", "OLD = os.getcwd()") + "os.chdir('#')\ndef undo(): os.chdir(OLD)\n", "/", "/tmp"),

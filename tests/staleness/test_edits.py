@@ -11,6 +11,7 @@ import itertools
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -21,6 +22,7 @@ from torch import nn
 
 from gascompile.capture import capture
 from gascompile.dependencies import Dependencies
+from gascompile.errors import CaptureError
 from gascompile.fingerprint import module_print
 from tests.staleness.code import EDITS, CodeEdit
 from tests.staleness.values import KINDS, WAYS, Kind, Way, sources
@@ -84,24 +86,32 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         del sys.modules[name]
 
 
+@contextmanager
+def made(folder: Path, texts: dict[str, str]) -> Iterator[tuple[nn.Module, torch.Tensor]]:
+    """Give the model and its input as a new process would make them."""
+    main = fresh(folder, texts)
+    try:
+        yield main.make()
+    finally:
+        getattr(main, "undo", lambda: None)()
+
+
 def is_stale(folder: Path, before: dict[str, str], after: dict[str, str]) -> tuple[bool, str]:
     """Return whether the plan of before would run after the edit, and why not where nothing was edited."""
-    results: list[list[object]] = []
-    reasons: list[str | None] = []
-    of = None
-    for number, texts in enumerate((before, before, after)):
-        main = fresh(folder, texts)
-        try:
-            model, x = main.make()
-            if number == 0:
-                of = kept(model, x)
-            elif of is not None:
-                reasons.append(reason_to_capture(model, of))
-            if number != 1:
-                results.append(eager(model, x))
-        finally:
-            getattr(main, "undo", lambda: None)()
+    results = []
+    for texts in (before, after):
+        with made(folder, texts) as (model, x):
+            results.append(eager(model, x))
     assert results[0] != results[1], "the edit changes nothing"
+    with made(folder, before) as (model, x):
+        try:
+            of = kept(model, x)
+        except CaptureError:
+            return False, "no plan at all"
+    reasons = []
+    for texts in (before, after):
+        with made(folder, texts) as (model, _):
+            reasons.append(reason_to_capture(model, of))
     return reasons[1] is None, reasons[0] or ""
 
 
