@@ -120,7 +120,7 @@ def spoil(data: Any, rng: random.Random) -> None:
             value = [value] if rng.random() < 0.5 else {"list": [value]}
         parent[key] = value
     else:
-        parent[key] = rng.choice(_VALUES)
+        parent[key] = copy.deepcopy(rng.choice(_VALUES))  # a later change may be to the value
 
 
 def spoil_program(data: dict[str, Any], rng: random.Random, ops: tuple[str, ...]) -> None:
@@ -160,7 +160,7 @@ def spoil_program(data: dict[str, Any], rng: random.Random, ops: tuple[str, ...]
         if rng.random() < 0.7:
             chosen["type"] = rng.choice(_TYPES)
         if rng.random() < 0.7:
-            chosen["context"] = rng.choice(_CONTEXTS)
+            chosen["context"] = copy.deepcopy(rng.choice(_CONTEXTS))
         data[field] = json.dumps(spec)
     elif kind == "rename":
         before, after = rng.choice(names), rng.choice((*_CODE, *names))
