@@ -35,7 +35,7 @@ class CountedRuns:
         self._session = session
         self._plan = plan
         self._stops = on_exceed == "error"
-        self._draws, self._random = draws, torch.empty(0)
+        self._draws, self._random = draws, torch.default_generator
         self._count: Count | None = None
         self._said = False
         """Whether a run beyond the budget has been reported."""
@@ -55,7 +55,8 @@ class CountedRuns:
         """Count what a run takes."""
         limit_bytes = self.limit_bytes if self._stops else NO_LIMIT
         if self._draws:
-            self._random = torch.get_rng_state()
+            # No tensor, which would be memory of the budget.
+            self._random = torch.default_generator.clone_state()
         with self._counter.counting(limit_bytes=limit_bytes) as self._count:
             yield self._count
 
@@ -73,7 +74,7 @@ class CountedRuns:
         if count is None or not count.wanted_bytes:
             return None
         if self._draws:
-            torch.set_rng_state(self._random)
+            torch.set_rng_state(self._random.get_state())
         kept = {x.untyped_storage().data_ptr() for x in pytree.tree_leaves(values) if _is_dense(x)}
         before_bytes = sum(map(count.size_of, kept))
         return budget_exceeded(self._plan, op, count.wanted_bytes - before_bytes)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import warnings
-from pathlib import Path
 
 import pytest
 
+from gascompile.config import default_cache_dir
 from gascompile.fusion_build import has_compiler
 from tests.integration.op_database import Found, modules, tried
 
@@ -20,7 +20,7 @@ _SCALES = (1, 20) if _ALL else (8,)
 
 
 @pytest.mark.timeout(3600 if _ALL else 300)
-def test_ops_keep_their_smallest_budget(tmp_path: Path) -> None:
+def test_ops_keep_their_smallest_budget() -> None:
     found: list[Found] = []
     with warnings.catch_warnings():
         # Ops of the database warn of what they are about to lose.
@@ -28,8 +28,7 @@ def test_ops_keep_their_smallest_budget(tmp_path: Path) -> None:
         for scale in _SCALES:
             for number, (name, module) in enumerate(modules(scale=scale)):
                 if number % _EVERY == 0:
-                    # Ops are attributes here, which tell one model from another no more than a name does.
-                    found.append(tried(name, module, tmp_path / str(number)))
+                    found.append(tried(name, module, default_cache_dir()))
     wrong = [f"{result.op}: {result.wrong}" for result in found if result.wrong]
     assert not wrong, "\n".join(wrong)
     num_kept = sum(result.outcome == "kept" for result in found)
