@@ -108,8 +108,13 @@ def write_bundle(
             _link_or_copy(source, Path(temporary) / inside)
         if overwrite and folder.exists():
             retired = tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}.old.")
-            os.replace(folder, Path(retired) / "bundle")
-            os.rename(temporary, folder)
+            try:
+                os.replace(folder, Path(retired) / "bundle")
+                os.rename(temporary, folder)
+            finally:
+                # Interrupted in between, the one from before goes back.
+                if not folder.exists():
+                    os.rename(Path(retired) / "bundle", folder)
             shutil.rmtree(retired)
         elif not folder.exists():
             os.rename(temporary, folder)

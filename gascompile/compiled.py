@@ -344,8 +344,8 @@ class CompiledModel:
 
     def _activate(self, unit: Unit) -> Executor:
         # A child of a fork opens a session of its own.
-        is_here = self._session is not None and self._session.is_here
-        if self._active is unit and self._executor is not None and is_here:
+        is_open = self._session is not None and self._session.is_open
+        if self._active is unit and self._executor is not None and is_open:
             return self._executor
         self.close()
         early, unit.early = unit.early, None

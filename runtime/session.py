@@ -306,9 +306,9 @@ class Session:
         return self._residents.complete
 
     @property
-    def is_here(self) -> bool:
-        """Whether it was opened by this process, not by one that this was forked from."""
-        return self._life is life()
+    def is_open(self) -> bool:
+        """Whether this process opened it, not one that this was forked from, and nobody has begun to close it."""
+        return self._life is life() and not self._closed
 
     def pull_states(self) -> None:
         """Bring the caller's states up to date with what runs have made of them."""

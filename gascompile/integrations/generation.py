@@ -247,7 +247,7 @@ class Generator:
 
     def _open_session(self) -> None:
         """Have an open session, and one of this process: a child of a fork opens its own."""
-        if self._open is not None and self._open[0].is_here:
+        if self._open is not None and self._open[0].is_open:
             return
         self._close()
         units = _named(self._units)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-import os
 from pathlib import Path
 
 from torch import nn
 
 from gascompile.errors import GASCompileError, StorageError
+from gascompile.runtime.waiting import life, require_life
 from gascompile.training.checkpoints import CheckpointFolder
 from gascompile.training.states import States
 from gascompile.training.unfinished import Unfinished
@@ -24,7 +24,7 @@ class Holdings:
     def __init__(self, model: nn.Module, maker: UnitMaker, units: UnitTable) -> None:
         """Hold nothing yet."""
         self._model, self._maker, self._units = model, maker, units
-        self._process = os.getpid()
+        self._life = life()
         self.folders: dict[Path, CheckpointFolder] = {}
         self.failure = ""
         """What ended a step after which values may be half updated."""
@@ -58,8 +58,10 @@ class Holdings:
         """Refuse values that may be half updated.
 
         Raises:
+            ForkedError: the step is of another process, as are its files.
             StorageError: says what ended the step.
         """
+        require_life(self._life, "the training step")
         if self.failure:
             raise StorageError(
                 f"a step has failed ({self.failure}), and parameters may be half updated; "
@@ -107,7 +109,7 @@ class Holdings:
 
     def dropped(self) -> None:
         """Close in the place of a step that nobody has closed, and say so."""
-        if self.is_closed or self._process != os.getpid():
+        if self.is_closed or self._life is not life():
             return
         if self.states is not None:
             _log.warning(
