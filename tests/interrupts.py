@@ -89,7 +89,9 @@ class Streamed:
         with torch.no_grad():
             self.expected = [model(x) for x in self.inputs]
         self.bundle = folder / "bundle"
-        self.model(self.inputs[0])
+        # Planned up front, as that takes longer than a watchdog gives; the first is the one that is saved.
+        for x in reversed(self.inputs):
+            self.model(x)
         self.model.save(self.bundle)
 
     def act(self) -> None:
