@@ -36,8 +36,8 @@ SECTIONS = ("memory", "disk", "budgets", "resident", "large")
 def sections(*, toy: bool) -> dict[str, list[dict[str, Any]]]:
     """Return which contenders each section measures, and how; the most telling sections come first."""
     model, large = ("toy", "toy") if toy else ("8B", "32B")
-    budget, large_budget = ("700KiB", "900KiB") if toy else ("6GiB", "24GiB")
-    curve = ["700KiB", "1.5MiB"] if toy else ["4GiB", "6GiB", "8GiB", "12GiB", "18GiB"]
+    budget, large_budget = ("1MiB", "1250KiB") if toy else ("6GiB", "24GiB")
+    curve = ["1MiB", "2MiB"] if toy else ["4GiB", "6GiB", "8GiB", "12GiB", "18GiB"]
     both = {"batches": [1, 16]}
     return {
         "memory": [

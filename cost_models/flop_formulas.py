@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 _Formula = Callable[[Sequence[Any], Sequence[Any]], int]
 """From an op's arguments and its results to its FLOPs."""
@@ -32,12 +31,15 @@ _LIGHT = re.compile(
 
 def flops_of(func: Any, args: Sequence[Any], kwargs: Any, result: Any) -> int | None:
     """Return the floating-point operations of one call; ``None`` where no formula covers the op."""
+    # Late, as this loads Triton, which runs do without.
+    from torch.utils.flop_counter import flop_registry
+
     packet = func.overloadpacket
     formula = flop_registry.get(packet)
     if formula is not None:
         return int(formula(*args, **kwargs, out_val=result))
     name = str(packet)
-    ours = _FORMULAS.get(name.removeprefix("aten.")) if name.startswith("aten.") else None
+    ours = _FORMULAS.get(name.removeprefix("aten."))
     if ours is None:
         return None
     given = [*args, *kwargs.values()]
@@ -87,13 +89,22 @@ def _transposed(args: Sequence[Any], results: Sequence[Any]) -> int:
     return 2 * int(args[0].numel()) * int(args[1].numel()) // max(1, int(args[1].shape[0]))
 
 
+def _packed_product(args: Sequence[Any], results: Sequence[Any]) -> int:
+    # The weight is packed along its columns; its rows are those of the product.
+    return 2 * int(args[0].numel()) * int(args[1].shape[0])
+
+
 def _attention(args: Sequence[Any], results: Sequence[Any]) -> int:
     query, key, value = args[:3]
+    from torch.utils.flop_counter import sdpa_flop_count
+
     return int(sdpa_flop_count(query.shape, key.shape, value.shape))
 
 
 def _attention_backward(args: Sequence[Any], results: Sequence[Any]) -> int:
     grad, query, key, value = args[:4]
+    from torch.utils.flop_counter import sdpa_backward_flop_count
+
     return int(sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape))
 
 
@@ -153,6 +164,7 @@ def _solved(factor: float, matrix: int = 0, right: int = 1, solves: int = 2) -> 
 
 
 _FORMULAS: dict[str, _Formula] = {
+    "gascompile.wire_linear": _packed_product,
     **dict.fromkeys(("_grouped_mm", "_scaled_grouped_mm", "_scaled_grouped_mm_v2"), _grouped),
     **dict.fromkeys(
         (

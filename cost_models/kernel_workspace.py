@@ -110,6 +110,11 @@ def kernel_workspace_bytes(
         # Two sums per sample and channel.
         per_channel = 8 * inputs[1].shape[0] * inputs[1].shape[1]
         return size_bytes + per_channel + _nbytes([v for v in inputs if not v.is_contiguous()])
+    if name == "aten::native_dropout_backward":
+        # The mask times the scale, in the gradient's dtype.
+        return size_bytes + _nbytes(outputs)
+    if name == "gascompile_dropout::native_dropout_backward":
+        return size_bytes + (_nbytes(outputs) if inputs[0].stride() != inputs[1].stride() else 0)
     if "batch_norm" in name:
         return size_bytes + _batch_norm_bytes(inputs[0])
     if "upsample" in name:

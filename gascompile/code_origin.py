@@ -7,6 +7,7 @@ own. What is installed is versioned; all the rest may change between two runs.
 from __future__ import annotations
 
 import enum
+import importlib.machinery
 import sys
 import sysconfig
 import types
@@ -17,6 +18,7 @@ import torch
 
 _INSTALLED = ("site-packages", "dist-packages")
 _TORCH = str(Path(torch.__file__).parent) + "/"
+_COMPILED = tuple(importlib.machinery.EXTENSION_SUFFIXES)
 _OWN = ("gascompile", "cost_models", "passes", "runtime")
 
 
@@ -64,6 +66,9 @@ def origin_of_module(module: types.ModuleType | None) -> Origin:
         return Origin.PYTHON
     if isinstance(name, str) and name.partition(".")[0] == "torch":
         return Origin.TORCH  # torch.ops, torch._C._nn and others lie in no file
+    parent = sys.modules.get(name.rpartition(".")[0]) if isinstance(name, str) else None
+    if str(getattr(parent, "__file__", "")).endswith(_COMPILED):
+        return origin_of_module(parent)  # pyexpat.errors and others that an extension makes
     return _origin_of_folders(module)
 
 

@@ -93,8 +93,14 @@ class Unit:
 
     def misfit(self, leaves: list[Any], spec: pytree.TreeSpec) -> Misfit | None:
         """Return why a call does not fit the plan, or ``None`` when it does."""
-        if self.basis is not None and (changed := self.basis.changed()) is not None:
-            return Misfit(f"{changed}, which is part of the plan")
+        found = self._call_misfit(leaves, spec)
+        if found is None and self.basis is not None:
+            changed = self.basis.changed()
+            if changed is not None:
+                return Misfit(f"{changed}, which is part of the plan", is_value=True)
+        return found
+
+    def _call_misfit(self, leaves: list[Any], spec: pytree.TreeSpec) -> Misfit | None:
         key = (quick_key(leaves), same_tensors(leaves), spec)
         if key == self._fit:
             return None
@@ -382,14 +388,21 @@ class CompiledModel:
             if found is None:
                 return unit
             misfits.append(found)
-        # Where only the layout differs a plan is made though shapes are given once and for all.
-        closest = sorted(misfits, key=lambda found: not found.is_layout)
-        is_layout = bool(closest) and closest[0].is_layout
-        prepare = self._prepare or (self._variant if is_layout else None)
+        # Where only layout or a value of Python's differs a plan is made though shapes are given once and for all.
+        closest = sorted(misfits, key=lambda found: (not found.is_value, not found.is_layout))
+        has_plan = bool(closest) and (closest[0].is_value or closest[0].is_layout)
+        prepare = self._prepare or (self._variant if has_plan else None)
         if prepare is None:
             raise PlanMismatchError(f"{closest[0].reason}. {advice(closest[0])}")
-        if is_layout:
+        if not has_plan:
+            self._units.append(prepare(args, kwargs))
+            return self._units[-1]
+        if closest[0].is_layout:
             _log.info("%s: this call gets a plan of its own", closest[0].reason)
-        unit = prepare(args, kwargs)
-        self._units.append(unit)
-        return unit
+            self._units.append(prepare(args, kwargs))
+            return self._units[-1]
+        _log.warning("%s: the model is captured again, as at every change of it", closest[0].reason)
+        # In the place of the one that is out of date: a value may change at every call.
+        i = next(number for number, found in enumerate(misfits) if found.is_value)
+        self._units[i] = prepare(args, kwargs)
+        return self._units[i]

@@ -23,6 +23,8 @@ class Misfit:
     reason: str
     is_layout: bool = False
     """Whether only strides, or what arguments share, differ."""
+    is_value: bool = False
+    """Whether the call is as planned, but a value that the capture read in Python is another now."""
 
 
 def require_inputs(program: Program, machine: Machine) -> None:
@@ -52,6 +54,8 @@ def require_inputs(program: Program, machine: Machine) -> None:
 
 def advice(found: Misfit) -> str:
     """Return what to do where a call fits no plan and none is made for it."""
+    if found.is_value:
+        return "Put the value back (for .training: model.eval()), or compile again"
     if found.is_layout:
         return (
             "Pass a copy that is laid out as planned, such as x.contiguous() or x.clone(), or compile again with "

@@ -7,6 +7,7 @@ in there; where an operator calls back (hooks of tensors, custom ops, higher-ord
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import random
@@ -86,6 +87,8 @@ class Running:
 
     def _seen(self, frame: types.FrameType, event: str, argument: Any) -> None:
         if event == "call":
+            if gc.callbacks and _collects(frame.f_code):
+                return
             self._ran(frame.f_code, frame.f_globals)
             handler = _HANDLERS.get(id(frame.f_code))
             if handler is not None:
@@ -206,6 +209,8 @@ def origin_of_type(kind: type) -> Origin:
 def _caller(frame: types.FrameType | None) -> types.FrameType | None:
     """Return the frame of the model or a library that asks; ``None`` for torch, imports and log messages."""
     while frame is not None:
+        if _collects(frame.f_code):
+            return None
         path = frame.f_code.co_filename
         if path.startswith("<frozen importlib"):
             return None
@@ -218,6 +223,11 @@ def _caller(frame: types.FrameType | None) -> types.FrameType | None:
             return frame
         frame = frame.f_back
     return None
+
+
+def _collects(code: types.CodeType) -> bool:
+    """Return whether a function is called by the garbage collector, which may run anywhere."""
+    return any(getattr(callback, "__code__", None) is code for callback in gc.callbacks)
 
 
 def _module_of(argument: Any) -> str:

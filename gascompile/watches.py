@@ -8,11 +8,12 @@ identity in three passes of C code; only where one differs is it looked at by va
 from __future__ import annotations
 
 import enum
+import logging
 import operator
 import random
 import sys
 import types
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Sized
 from dataclasses import dataclass
 from functools import partial
@@ -38,11 +39,16 @@ Columns = tuple[list[Any], list[Any], list[Any], list[Any]]
 _SCALARS = (bool, int, float, complex, str, bytes, type(None), enum.Enum, torch.dtype, torch.device)
 _RANDOM = (random.Random, numpy.random.Generator, numpy.random.RandomState)
 _TENSORS = {"_parameters", "_buffers"}
+_MIRRORS = {"_flat_weights", "_flat_weight_refs"}
+"""Lists that recurrent layers make of their parameters, anew in every trace."""
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _ALWAYS = {"forward", "training", "__call__"}
 _MANY_ENTRIES = 4096
 _MAX_ARRAY_BYTES = 1 << 20
 _GONE = object()
+_INERT = (logging.Logger, logging.Handler, logging.Manager)
+"""What they say is no part of what a model computes; the first capture of a process changes torch's own."""
+_PLAIN_LOOKUPS = (dict.__getitem__, OrderedDict.__getitem__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +67,19 @@ class Reads:
     def calls(self, code: types.CodeType) -> bool:
         """Return whether a function ran."""
         return self.ran is None or key_of(code) in self.ran
+
+
+class _Stored:
+    """What a dictionary holds, where asking it for an item makes a new one each time."""
+
+    def __init__(self, of: dict[Any, Any]) -> None:
+        self._of = of
+
+    def __getitem__(self, key: Any) -> Any:
+        return dict.__getitem__(self._of, key)
+
+    def __len__(self) -> int:
+        return len(self._of)
 
 
 class Watches:
@@ -265,6 +284,8 @@ class _Walk:
         """Watch the attributes of an object, of its slots and of its classes."""
         space = vars(owner) if hasattr(owner, "__dict__") else {}
         for key in list(space):
+            if isinstance(owner, nn.RNNBase) and key in _MIRRORS:
+                continue
             if key not in _TENSORS and self._reads.has(key):
                 self.item(space, key, f"{name}.{key}")
         for base in type(owner).__mro__:
@@ -297,6 +318,8 @@ class _Walk:
     def _visit(self, value: Any, name: str) -> None:
         if isinstance(value, (torch.Tensor, numpy.ndarray)):
             self.watches.content(value, name)
+        elif isinstance(value, _INERT):
+            return
         elif isinstance(value, _RANDOM) or hasattr(type(value), "__next__"):
             self.watches.moving.append(name)
         elif isinstance(value, (dict, types.MappingProxyType)):
@@ -323,6 +346,8 @@ class _Walk:
         self.watches.size(owner, name)
         if self._reads.names is None and len(owner) > _MANY_ENTRIES:
             return  # a data set, most likely; what reads it is known only after the capture
+        if isinstance(owner, dict) and type(owner).__getitem__ not in _PLAIN_LOOKUPS:
+            owner = _Stored(owner)
         for key in keys:
             self.item(owner, key, f"{name}[{key!r:.40}]")
 

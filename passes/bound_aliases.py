@@ -48,5 +48,9 @@ def _shares_memory(node: torch.fx.Node, argument: torch.fx.Node) -> bool:
 
 def _memory(node: torch.fx.Node) -> set[int]:
     values = pytree.tree_leaves(node.meta.get("val"))
-    # Values of transforms such as vmap have no memory of their own.
-    return {v.untyped_storage()._cdata for v in values if isinstance(v, FakeTensor)}
+    # Values of transforms such as vmap, and sparse ones, have no memory of their own.
+    return {
+        v.untyped_storage()._cdata
+        for v in values
+        if isinstance(v, FakeTensor) and v.layout is torch.strided
+    }

@@ -6,7 +6,6 @@ the node the runtime calls and as the leaf ops they dispatch to, whose intermedi
 
 from __future__ import annotations
 
-import math
 import operator
 import weakref
 from dataclasses import dataclass, field
@@ -16,7 +15,6 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import register_flop_formula
 
 from gascompile.cost_models.flop_formulas import flops_of, is_heavy
 from gascompile.cost_models.kernel_workspace import is_proven, kernel_workspace_bytes
@@ -331,12 +329,6 @@ _ROW_READERS = {
     torch.ops.aten.index_select.default,
     torch.ops.aten.gather.default,
 }
-
-
-@register_flop_formula(torch.ops.gascompile.wire_linear)
-def _wire_linear_flops(x_shape: Any, weight_shape: Any, *args: Any, **kwargs: Any) -> int:
-    del args, kwargs
-    return int(2 * math.prod(x_shape) * weight_shape[0])
 
 
 def _decoded(func: Any, args: Any) -> Decoded | None:

@@ -13,7 +13,7 @@ from gascompile.errors import GASCompileError, InfeasiblePlanError, PlanVerifica
 ERROR_TYPES = [
     member
     for _, member in inspect.getmembers(errors, inspect.isclass)
-    if issubclass(member, Exception)
+    if issubclass(member, Exception) and not issubclass(member, Warning)
 ]
 
 

@@ -1,0 +1,85 @@
+"""Values of Python's that change between two calls of a compiled model: eager's results, whatever they are."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import gascompile
+from gascompile.watches import Reads, watch
+
+_logger = logging.getLogger(__name__)
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.scale, self.calls = nn.Linear(8, 8), 1.0, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        _logger.debug("call %d", self.calls)
+        return self.linear(x) * self.scale
+
+
+@pytest.mark.parametrize("gives_examples", [True, False])
+def test_a_changed_value_gets_its_plan_in_the_place_of_the_old_one(
+    tmp_path: Path, gives_examples: bool
+) -> None:
+    model, x = Scaled().eval(), torch.randn(2, 8)
+    with gascompile.compile(
+        model, None, (x,) if gives_examples else None, cache_dir=tmp_path, fuse="off"
+    ) as compiled:
+        for scale in (1.0, 2.0, 2.0, 0.5):
+            model.scale = scale
+            torch.testing.assert_close(compiled(x), model(x))
+        assert len(compiled._units) == 1
+
+
+class MadeOnDemand(dict[str, type]):
+    """As libraries keep activations: asked for one, it makes it."""
+
+    def __getitem__(self, key: str) -> object:
+        return super().__getitem__(key)()
+
+
+def test_dictionaries_that_make_what_is_asked_for_have_not_changed() -> None:
+    model = nn.Module()
+    model.made = MadeOnDemand(relu=nn.ReLU)
+    watches = watch(model, (), (), Reads(names=None, ran=None), versions=False)
+    assert watches.changed() is None
+    dict.__setitem__(model.made, "relu", nn.GELU)
+    assert "made['relu']" in (watches.changed() or "")
+
+
+@pytest.fixture
+def _timed_collections() -> Iterator[None]:
+    import time
+
+    def timed(phase: str, info: dict[str, int]) -> None:
+        time.perf_counter()
+
+    gc.callbacks.append(timed)
+    yield
+    gc.callbacks.remove(timed)
+
+
+class Collects(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gc.collect()
+        return x + 1
+
+
+@pytest.mark.usefixtures("_timed_collections")
+def test_what_is_told_of_collections_is_no_part_of_a_capture() -> None:
+    from gascompile.capture import capture
+
+    record = capture(Collects(), (torch.ones(2),), {}).record
+    assert record is not None
+    assert "clock" not in (record.why or "")
