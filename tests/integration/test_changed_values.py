@@ -6,6 +6,7 @@ import gc
 import logging
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +26,8 @@ class Scaled(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1
         _logger.debug("call %d", self.calls)
-        return self.linear(x) * self.scale
+        scaled: torch.Tensor = self.linear(x) * self.scale
+        return scaled
 
 
 @pytest.mark.parametrize("gives_examples", [True, False])
@@ -42,19 +44,19 @@ def test_a_changed_value_gets_its_plan_in_the_place_of_the_old_one(
         assert len(compiled._units) == 1
 
 
-class MadeOnDemand(dict[str, type]):
+class MadeOnDemand(dict[str, Any]):
     """As libraries keep activations: asked for one, it makes it."""
 
-    def __getitem__(self, key: str) -> object:
+    def __getitem__(self, key: str) -> Any:
         return super().__getitem__(key)()
 
 
 def test_dictionaries_that_make_what_is_asked_for_have_not_changed() -> None:
-    model = nn.Module()
-    model.made = MadeOnDemand(relu=nn.ReLU)
+    model, made = nn.Module(), MadeOnDemand(relu=nn.ReLU)
+    vars(model)["made"] = made
     watches = watch(model, (), (), Reads(names=None, ran=None), versions=False)
     assert watches.changed() is None
-    dict.__setitem__(model.made, "relu", nn.GELU)
+    made["relu"] = nn.GELU
     assert "made['relu']" in (watches.changed() or "")
 
 
