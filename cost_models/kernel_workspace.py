@@ -117,23 +117,30 @@ def kernel_workspace_bytes(
         return size_bytes + (_nbytes(outputs) if inputs[0].stride() != inputs[1].stride() else 0)
     if "batch_norm" in name:
         return size_bytes + _batch_norm_bytes(inputs[0])
+    return size_bytes + _copies_bytes(name, args, inputs, outputs)
+
+
+def _copies_bytes(
+    name: str, args: Sequence[Any], inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
+) -> int:
+    """Return what a kernel takes that works on copies of its arguments."""
     if "upsample" in name:
         # Without channels last, nearest and linear kernels copy input and output to it and back.
-        return size_bytes + _nbytes(inputs) + _nbytes(outputs)
+        return _nbytes(inputs) + _nbytes(outputs)
     if name == "aten::_embedding_bag":
-        return size_bytes + 4 * _nbytes(inputs[1:])
+        return 4 * _nbytes(inputs[1:])
     if name == "aten::roll":
-        return size_bytes + (_nbytes(inputs) if len(args) > 2 and len(args[2]) > 1 else 0)
+        return _nbytes(inputs) if len(args) > 2 and len(args[2]) > 1 else 0
     if "linalg" in name and "norm" not in name and name not in _SEVERAL_COPIES:
         # LAPACK works in place on column-major copies.
-        return size_bytes + 2 * (_nbytes(inputs) + _nbytes(outputs))
+        return 2 * (_nbytes(inputs) + _nbytes(outputs))
     if name in _COPYING_KERNELS:
-        return size_bytes + _nbytes(inputs)
+        return _nbytes(inputs)
     if name in _SEVERAL_COPIES:
-        return size_bytes + _SEVERAL_COPIES[name] * _nbytes(inputs)
+        return _SEVERAL_COPIES[name] * _nbytes(inputs)
     if name in _CONTIGUOUS_KERNELS:
-        return size_bytes + _nbytes([v for v in inputs if not v.is_contiguous()])
-    return size_bytes
+        return _nbytes([v for v in inputs if not v.is_contiguous()])
+    return 0
 
 
 def _nbytes(values: Sequence[torch.Tensor]) -> int:

@@ -77,19 +77,7 @@ def write_bundle(
         StorageError: the folder cannot be written; nothing half-written stays behind.
     """
     enclosed = {str(path): f"{_WEIGHTS_FOLDER}/{path.name}" for path in enclose}
-    contents = {
-        "program.json": json.dumps(program_to_json(bundle.program), separators=(",", ":")).encode(),
-        "plan.json": serial.dumps(bundle.plan).encode(),
-        "weights.json": serial.dumps(relocate(bundle.weights, enclosed)).encode(),
-        "held.safetensors": save_tensors(
-            {name: tensor.detach().contiguous().clone() for name, tensor in bundle.held.items()}
-        ),
-    }
-    if bundle.fusion is not None:
-        contents[FUSION] = serial.dumps(bundle.fusion).encode()
-    for digest, files in bundle.kernels.items():
-        contents[f"kernels-{digest}.json"] = files.record
-        contents[f"kernels-{digest}.so"] = files.code
+    contents = _contents_of(bundle, enclosed)
     manifest: dict[str, Any] = {
         "format": FORMAT,
         "positional": list(bundle.positional),
@@ -129,6 +117,24 @@ def write_bundle(
         if temporary:
             shutil.rmtree(temporary, ignore_errors=True)
     return _digest_of_both(manifest["files"])
+
+
+def _contents_of(bundle: Bundle, enclosed: Mapping[str, str]) -> dict[str, bytes]:
+    """Return the files of a bundle but for its manifest, by name."""
+    contents = {
+        "program.json": json.dumps(program_to_json(bundle.program), separators=(",", ":")).encode(),
+        "plan.json": serial.dumps(bundle.plan).encode(),
+        "weights.json": serial.dumps(relocate(bundle.weights, enclosed)).encode(),
+        "held.safetensors": save_tensors(
+            {name: tensor.detach().contiguous().clone() for name, tensor in bundle.held.items()}
+        ),
+    }
+    if bundle.fusion is not None:
+        contents[FUSION] = serial.dumps(bundle.fusion).encode()
+    for digest, files in bundle.kernels.items():
+        contents[f"kernels-{digest}.json"] = files.record
+        contents[f"kernels-{digest}.so"] = files.code
+    return contents
 
 
 def read_bundle(folder: Path, *, allow_code: bool = False) -> Bundle:

@@ -94,10 +94,9 @@ class Unit:
     def misfit(self, leaves: list[Any], spec: pytree.TreeSpec) -> Misfit | None:
         """Return why a call does not fit the plan, or ``None`` when it does."""
         found = self._call_misfit(leaves, spec)
-        if found is None and self.basis is not None:
-            changed = self.basis.changed()
-            if changed is not None:
-                return Misfit(f"{changed}, which is part of the plan", is_value=True)
+        changed = self.basis.changed() if found is None and self.basis is not None else None
+        if changed is not None:
+            return Misfit(f"{changed}, which is part of the plan", is_value=True)
         return found
 
     def _call_misfit(self, leaves: list[Any], spec: pytree.TreeSpec) -> Misfit | None:
@@ -389,20 +388,21 @@ class CompiledModel:
                 return unit
             misfits.append(found)
         # Where only layout or a value of Python's differs a plan is made though shapes are given once and for all.
-        closest = sorted(misfits, key=lambda found: (not found.is_value, not found.is_layout))
-        has_plan = bool(closest) and (closest[0].is_value or closest[0].is_layout)
-        prepare = self._prepare or (self._variant if has_plan else None)
+        near = min(
+            misfits, key=lambda found: (not found.is_value, not found.is_layout), default=None
+        )
+        is_near = near is not None and (near.is_value or near.is_layout)
+        prepare = self._prepare or (self._variant if is_near else None)
         if prepare is None:
-            raise PlanMismatchError(f"{closest[0].reason}. {advice(closest[0])}")
-        if not has_plan:
-            self._units.append(prepare(args, kwargs))
-            return self._units[-1]
-        if closest[0].is_layout:
-            _log.info("%s: this call gets a plan of its own", closest[0].reason)
-            self._units.append(prepare(args, kwargs))
-            return self._units[-1]
-        _log.warning("%s: the model is captured again, as at every change of it", closest[0].reason)
-        # In the place of the one that is out of date: a value may change at every call.
-        i = next(number for number, found in enumerate(misfits) if found.is_value)
-        self._units[i] = prepare(args, kwargs)
-        return self._units[i]
+            assert near is not None
+            raise PlanMismatchError(f"{near.reason}. {advice(near)}")
+        if near is not None and near.is_value:
+            _log.warning("%s: the model is captured again, as at each change of it", near.reason)
+            # In the place of the one that is out of date: a value may change at every call.
+            i = misfits.index(near)
+            self._units[i] = unit = prepare(args, kwargs)
+            return unit
+        if near is not None and near.is_layout:
+            _log.info("%s: this call gets a plan of its own", near.reason)
+        self._units.append(prepare(args, kwargs))
+        return self._units[-1]

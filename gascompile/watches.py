@@ -7,13 +7,12 @@ identity in three passes of C code; only where one differs is it looked at by va
 
 from __future__ import annotations
 
-import enum
 import logging
 import operator
 import random
 import sys
 import types
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Iterable, Sized
 from dataclasses import dataclass
 from functools import partial
@@ -31,12 +30,12 @@ from gascompile.code_origin import (
     origin_of_module,
     origin_of_name,
 )
+from gascompile.likeness import GONE, SCALARS, alike, same, shown
 
 Code = tuple[types.CodeType, dict[str, Any]]
 Columns = tuple[list[Any], list[Any], list[Any], list[Any]]
 """Owners, keys, values and names of what is watched."""
 
-_SCALARS = (bool, int, float, complex, str, bytes, type(None), enum.Enum, torch.dtype, torch.device)
 _RANDOM = (random.Random, numpy.random.Generator, numpy.random.RandomState)
 _TENSORS = {"_parameters", "_buffers"}
 _MIRRORS = {"_flat_weights", "_flat_weight_refs"}
@@ -45,7 +44,6 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 _ALWAYS = {"forward", "training", "__call__"}
 _MANY_ENTRIES = 4096
 _MAX_ARRAY_BYTES = 1 << 20
-_GONE = object()
 _INERT = (logging.Logger, logging.Handler, logging.Manager)
 """What they say is no part of what a model computes; the first capture of a process changes torch's own."""
 _PLAIN_LOOKUPS = (dict.__getitem__, OrderedDict.__getitem__)
@@ -159,10 +157,10 @@ class Watches:
                 now = get(owner, key)
                 if now is value or (reads is not None and not reads.has(key)):
                     continue
-                if _same(value, now):
+                if same(value, now):
                     columns[2][i] = now
-                elif reads is None or not _alike(value, now):
-                    words.append(f"{name} was {_shown(value)} and is {_shown(now)} now")
+                elif reads is None or not alike(value, now):
+                    words.append(f"{name} was {shown(value)} and is {shown(now)} now")
         for owner, length, name in zip(*self._sizes, strict=True):
             leaf = name.rpartition(".")[2]
             if len(owner) != length and (reads is None or reads.has(leaf)):
@@ -182,46 +180,14 @@ def _item(owner: Any, key: Any) -> Any:
     try:
         return owner[key]
     except LookupError:
-        return _GONE
+        return GONE
 
 
 def _attribute(owner: Any, key: str) -> Any:
     try:
-        return getattr(owner, key, _GONE)
+        return getattr(owner, key, GONE)
     except ValueError:  # an empty cell
-        return _GONE
-
-
-def _same(before: Any, now: Any) -> bool:
-    """Return whether two scalars are one value, which 1, 1.0 and True are not, nor 0.0 and -0.0."""
-    if type(before) is not type(now):
-        return False
-    if isinstance(before, types.MethodType):
-        return before.__func__ is now.__func__ and before.__self__ is now.__self__
-    if isinstance(before, tuple):
-        same_size = len(before) == len(now)
-        return same_size and all(a is b or _same(a, b) for a, b in zip(before, now, strict=True))
-    return isinstance(before, _SCALARS) and repr(before) == repr(now)
-
-
-def _alike(before: Any, now: Any) -> bool:
-    """Return whether two containers hold the same, as those that torch.export puts in a module's attributes."""
-    if type(before) is not type(now):
-        return False
-    if isinstance(before, dict):
-        return list(before) == list(now) and _alike(list(before.values()), list(now.values()))
-    if isinstance(before, (list, tuple, deque)):
-        pairs = zip(before, now, strict=False)
-        return len(before) == len(now) and all(a is b or _alike(a, b) for a, b in pairs)
-    return _same(before, now)
-
-
-def _shown(value: Any) -> str:
-    if value is _GONE:
-        return "not there"
-    if isinstance(value, _SCALARS):
-        return f"{value!r:.60}"
-    return f"another {type(value).__name__}"
+        return GONE
 
 
 def watch(
@@ -311,7 +277,7 @@ class _Walk:
 
     def value(self, value: Any, name: str) -> None:
         """Look into a value later."""
-        if not isinstance(value, _SCALARS) and id(value) not in self._seen:
+        if not isinstance(value, SCALARS) and id(value) not in self._seen:
             self._seen[id(value)] = value
             self._todo.append((value, name))
 
@@ -367,7 +333,7 @@ class _Walk:
         if found is Origin.OWN or not self._reads.calls(function.__code__):
             return
         for number, cell in enumerate(function.__closure__ or ()):
-            if _attribute(cell, "cell_contents") is not _GONE:
+            if _attribute(cell, "cell_contents") is not GONE:
                 inner = f"{function.__code__.co_freevars[number]} in {name}"
                 self.value(self.watches.attribute(cell, "cell_contents", inner), inner)
         if found.versioned:

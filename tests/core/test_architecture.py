@@ -29,7 +29,7 @@ EVERYTHING = SOURCES + sorted(
 )
 MAX_LINES = 400
 # What a plan is made of stands in one file, so that a reader finds every field in one place.
-LONGER = {"gascompile/ir.py": 500}
+LONGER = {"gascompile/ir.py": 500, "gascompile/compiled.py": 420}
 MAX_FUNCTION_LINES = 50
 SOLVER_FILES = {"gascompile.passes.place", "gascompile.passes.linear_program"}
 
