@@ -52,13 +52,17 @@ class CountedRuns:
 
     @contextmanager
     def run(self) -> Iterator[Count]:
-        """Count what a run takes."""
-        limit_bytes = self.limit_bytes if self._stops else NO_LIMIT
+        """Count what a run takes; who runs it sets ``enforced_bytes`` as its limit, and lifts it."""
         if self._draws:
             # No tensor, which would be memory of the budget.
             self._random = torch.default_generator.clone_state()
-        with self._counter.counting(limit_bytes=limit_bytes) as self._count:
+        with self._counter.counting() as self._count:
             yield self._count
+
+    @property
+    def enforced_bytes(self) -> int:
+        """Beyond what a run is stopped."""
+        return self.limit_bytes if self._stops else NO_LIMIT
 
     @property
     def limit_bytes(self) -> int:

@@ -257,6 +257,8 @@ extern "C" {
 void* PyCapsule_New(void*, const char*, void (*)(void*));
 void* PyCapsule_GetPointer(void*, const char*);
 int PyCapsule_SetDestructor(void*, void (*)(void*));
+int PyCapsule_SetContext(void*, void*);
+void* PyCapsule_GetContext(void*);
 }
 
 namespace {
@@ -281,7 +283,15 @@ void gascompile_count_read(void* run, CountFigures* figures) {
 
 void gascompile_count_end(void* run) {
   PyCapsule_SetDestructor(run, nullptr);
+  PyCapsule_SetContext(run, run);
   drop(run);
+}
+
+// For a run that has ended, and may be another one's by now, there is nothing to do.
+void gascompile_count_limit(void* run, int64_t limit) {
+  if (PyCapsule_GetContext(run) == nullptr) {
+    counted(run)->limit = limit;
+  }
 }
 
 // The peak begins anew; returns what is alive.

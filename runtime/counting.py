@@ -7,8 +7,9 @@ take for a run that are neither its own nor workers of its parallel regions.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 NO_LIMIT = (1 << 63) - 1
@@ -31,6 +32,8 @@ class Count:
         self._library = library
         self._run = run
         self._figures = _Figures()
+        self.limit: Callable[[int], object] = partial(library.gascompile_count_limit, run)
+        """Set another limit; native code, so that a ``finally`` that begins with it lifts one for certain."""
         self._ended = False
 
     @property
@@ -95,6 +98,7 @@ class Counter:
             ("install", [], ctypes.c_int),
             ("begin", [size, size], run),
             ("end", [run], None),
+            ("limit", [run, size], None),
             ("read", [run, ctypes.POINTER(_Figures)], None),
             ("mark", [run], size),
             ("adjust", [run, size], None),

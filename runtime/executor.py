@@ -18,7 +18,7 @@ from gascompile.errors import DeviceError, PlanMismatchError, UnsupportedOpError
 from gascompile.ir import Plan
 from gascompile.reports import GraphReport, RunReport
 from gascompile.runtime.counted_runs import CountedRuns
-from gascompile.runtime.counting import Counter
+from gascompile.runtime.counting import NO_LIMIT, Counter
 from gascompile.runtime.fused import FusedSegment
 from gascompile.runtime.graphs import GraphRuns, make_room
 from gascompile.runtime.meter import LiveBytes, process_peak_bytes
@@ -130,8 +130,15 @@ class Executor:
         if self._counted is None:
             outputs, live_bytes = self._compute(schedule, inputs)
         else:
+            enforced_bytes = self._counted.enforced_bytes
             with self._counted.run() as count:
-                outputs, _ = self._compute(schedule, inputs)
+                limit = count.limit
+                # Not by the context, whose exit an interrupt may keep from coming to it.
+                try:
+                    limit(enforced_bytes)
+                    outputs, _ = self._compute(schedule, inputs)
+                finally:
+                    limit(NO_LIMIT)
             live_bytes = count.peak_bytes
         if self._measure:
             # Compute alone: what the next run has asked for ahead stays on its way.

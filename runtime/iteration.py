@@ -24,7 +24,7 @@ from gascompile.ir import (
     Wait,
 )
 from gascompile.reports import RunReport
-from gascompile.runtime.counting import Count, Counter
+from gascompile.runtime.counting import NO_LIMIT, Count, Counter
 from gascompile.runtime.heap_memory import HeapMemory, own_bytes
 from gascompile.runtime.lives import Lives, at_rest, changes, new_bytes, owners
 from gascompile.runtime.pages import Pages
@@ -141,9 +141,14 @@ class Iteration:
                     set_autocast("cpu", False)
                     activate(1)
                     with counting as run.count:
-                        if pending is None:
-                            run.start(self._up_front)
-                        run.steps(self._entries)
+                        limit = bool if run.count is None else run.count.limit
+                        try:
+                            limit(self._limit_bytes)
+                            if pending is None:
+                                run.start(self._up_front)
+                            run.steps(self._entries)
+                        finally:
+                            limit(NO_LIMIT)
                 finally:
                     activate(0)
             finally:
@@ -156,7 +161,7 @@ class Iteration:
     def _counting(self, run: Run) -> contextlib.AbstractContextManager[Count | None]:
         if self._counter is None:
             return contextlib.nullcontext()
-        return self._counter.counting(live_bytes=run.live_bytes, limit_bytes=self._limit_bytes)
+        return self._counter.counting(live_bytes=run.live_bytes)
 
     def _begin(self) -> None:
         """Bring about what an iteration before the first one would have left."""

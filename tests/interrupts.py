@@ -65,7 +65,7 @@ class Storm:
             signal.setitimer(signal.ITIMER_REAL, max(after_s, 1e-6), every_s)
             act()
             self.left = 0
-        except (KeyboardInterrupt, StorageError):
+        except (KeyboardInterrupt, StorageError, OSError):
             # At once: what comes now is the caller's own work. A folder that is being removed loses the interrupt.
             self.left = 0
             if not self.raised:
