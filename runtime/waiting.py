@@ -246,7 +246,12 @@ class Pool(Generic[Request]):
             while not self._inbox.empty():
                 self._obey(self._inbox.get())
             task = self._server.take(self._heap)
-            self.in_flight += task is not None
+            if task is None:
+                return None
+            self.in_flight += 1
+            # One bell may have stood for several messages: who finds more than its own wakes the next thread.
+            if self._heap and self._bell.empty():
+                self._bell.put(None)
             return task
 
     def _obey(self, message: tuple[int, int, Request] | Gate | None) -> None:

@@ -19,6 +19,7 @@ from gascompile.errors import ForkedError
 from gascompile.runtime.waiting import Gate, OwnThread, Pool, Turn, own_threads
 from tests.interrupts import Generated, Streamed, Trained
 from tests.runtime.toys import make_plan, mlp
+from tests.waiting import eventually
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -123,6 +124,37 @@ def test_own_threads_are_seen_and_no_signal_reaches_them() -> None:
     assert "gascompile-test" not in own_threads()
     assert {signal.SIGINT, signal.SIGALRM, signal.SIGTERM} <= set(masks[0])
     assert signal.SIGSEGV not in masks[0]
+
+
+class _Blocks:
+    """Serves every request by waiting until the test lets it go."""
+
+    def __init__(self) -> None:
+        self.ends = Gate()
+        self.begun: list[int] = []
+
+    def take(self, heap: list[tuple[int, int, int]]) -> Callable[[], None] | None:
+        return partial(self._serve, heap.pop()[2]) if heap else None
+
+    def cancel(self, request: int) -> None:
+        raise AssertionError(request)
+
+    def _serve(self, request: int) -> None:
+        self.begun.append(request)
+        self.ends.wait()
+
+
+def test_messages_that_share_a_bell_wake_a_thread_each() -> None:
+    server = _Blocks()
+    pool = Pool[int](server, 3, "gascompile-test")
+    pool.start()
+    time.sleep(0.05)  # most likely all of them are asleep by then; they hear one bell
+    for request in range(3):
+        pool._inbox.put((0, request, request))
+    pool._bell.put(None)
+    assert eventually(lambda: len(server.begun) == 3)
+    server.ends.open()
+    pool.close()
 
 
 def test_a_child_waits_for_no_thread_and_no_turn_of_its_parents() -> None:
