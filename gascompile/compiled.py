@@ -42,6 +42,7 @@ from gascompile.runtime.session import Session
 from gascompile.runtime.waiting import Turn
 from gascompile.signature import quick_key, same_tensors
 from gascompile.store import is_spilled
+from gascompile.torch_settings import call_settings
 
 _log = logging.getLogger(__name__)
 
@@ -100,7 +101,7 @@ class Unit:
         return found
 
     def _call_misfit(self, leaves: list[Any], spec: pytree.TreeSpec) -> Misfit | None:
-        key = (quick_key(leaves), same_tensors(leaves), spec)
+        key = (quick_key(leaves), same_tensors(leaves), spec, call_settings())
         if key == self._fit:
             return None
         if spec != self.in_spec:
@@ -387,12 +388,9 @@ class CompiledModel:
             if found is None:
                 return unit
             misfits.append(found)
-        # Where only layout or a value of Python's differs a plan is made though shapes are given once and for all.
-        near = min(
-            misfits, key=lambda found: (not found.is_value, not found.is_layout), default=None
-        )
-        is_near = near is not None and (near.is_value or near.is_layout)
-        prepare = self._prepare or (self._variant if is_near else None)
+        # Where only that differs a plan is made though shapes are given once and for all.
+        near = min(misfits, key=lambda found: (not found.is_value, not found.is_near), default=None)
+        prepare = self._prepare or (self._variant if near is not None and near.is_near else None)
         if prepare is None:
             assert near is not None
             raise PlanMismatchError(f"{near.reason}. {advice(near)}")
@@ -402,7 +400,7 @@ class CompiledModel:
             i = misfits.index(near)
             self._units[i] = unit = prepare(args, kwargs)
             return unit
-        if near is not None and near.is_layout:
+        if near is not None and near.is_near:
             _log.info("%s: this call gets a plan of its own", near.reason)
         self._units.append(prepare(args, kwargs))
         return self._units[-1]

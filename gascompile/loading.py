@@ -20,6 +20,7 @@ from gascompile.fingerprint import versions
 from gascompile.fusion import load_kernels
 from gascompile.ir import FileStamp
 from gascompile.machine import host_name, this_machine_name
+from gascompile.matching import advice, settings_misfit
 from gascompile.passes.verify import verify
 from gascompile.progress import task
 from gascompile.wire_kernels import use_wire_kernels
@@ -54,8 +55,8 @@ def load(
     Raises:
         DeviceError: the plan computes on a GPU that cannot be used here, or whose memory others hold.
         FormatError: the bundle is damaged or of another version of the format.
-        PlanMismatchError: it was made by another version of torch or GASCompile, or on another machine; or its plan
-            is not one of its program.
+        PlanMismatchError: it was made by another version of torch or GASCompile, on another machine, or under another
+            autocast or default dtype; or its plan is not one of its program.
         CheckpointError: a weight is not the one that its program needs.
         PlanVerificationError: the plan breaks a budget or a dependency.
         StorageError: a weight file is missing or its content has changed.
@@ -74,6 +75,8 @@ def load(
             "here, or pass any_machine=True to run it as it is"
         )
     verify(bundle.plan)
+    if (found := settings_misfit(bundle.plan)) is not None:
+        raise PlanMismatchError(f"{path}: {found.reason}. {advice(found)}")
     check_bundle(bundle, cache)
     bundle = replace(bundle, plan=admit_saved(bundle.plan))
     weights = bundle.weights

@@ -14,6 +14,7 @@ from gascompile.ir import Machine, Plan
 from gascompile.passes.bound_aliases import bound_aliases
 from gascompile.program import Dim, InputSpec, Program
 from gascompile.signature import require_plain, same_memory, same_tensors, strides_of
+from gascompile.torch_settings import PLAIN, SETTINGS, settings_now
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,13 @@ class Misfit:
     """Whether only strides, or what arguments share, differ."""
     is_value: bool = False
     """Whether the call is as planned, but a value that the capture read in Python is another now."""
+    is_setting: bool = False
+    """Whether the call is as planned, but torch is set to compute in other types."""
+
+    @property
+    def is_near(self) -> bool:
+        """Whether shapes, types and structure are as planned."""
+        return self.is_layout or self.is_value or self.is_setting
 
 
 def require_inputs(program: Program, machine: Machine) -> None:
@@ -52,10 +60,20 @@ def require_inputs(program: Program, machine: Machine) -> None:
         )
 
 
+def settings_misfit(plan: Plan) -> Misfit | None:
+    """Return why ops that are called now would compute in other types than those of ``plan``, or ``None``."""
+    wanted, now = plan.fingerprint.get(SETTINGS, PLAIN), settings_now()
+    if now == wanted:
+        return None
+    return Misfit(f"torch is set to {now}; the plan was made under {wanted}", is_setting=True)
+
+
 def advice(found: Misfit) -> str:
     """Return what to do where a call fits no plan and none is made for it."""
     if found.is_value:
         return "Put the value back (for .training: model.eval()), or compile again"
+    if found.is_setting:
+        return "Set them back around the call, or compile again under these"
     if found.is_layout:
         return (
             "Pass a copy that is laid out as planned, such as x.contiguous() or x.clone(), or compile again with "
@@ -83,7 +101,7 @@ def misfit(plan: Plan, inputs: Sequence[InputSpec], leaves: Sequence[Any]) -> Mi
             reason = _layout_mismatch(value, expected)
             if reason is not None:
                 layout = Misfit(f"input '{expected.path}' {reason}", is_layout=True)
-    return layout or _sharing_misfit(inputs, leaves)
+    return layout or _sharing_misfit(inputs, leaves) or settings_misfit(plan)
 
 
 def as_planned(

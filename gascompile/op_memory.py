@@ -24,6 +24,7 @@ from gascompile.op_times import computes_here
 from gascompile.passes.annotate import Annotation, annotate
 from gascompile.program import Program
 from gascompile.tiles import base_name
+from gascompile.torch_settings import cast_suffix
 
 _log = logging.getLogger("gascompile")
 
@@ -114,7 +115,7 @@ def lacks_memory(bundle: Bundle, *, cache_dir: Path) -> str:
 def _kind(kinds: Mapping[str, str], op: str) -> str:
     """Return what an op's workspace depends on; per-thread buffers are part of it."""
     kind = kinds.get(base_name(op))
-    return f"{kind} threads={torch.get_num_threads()}" if kind else ""
+    return f"{kind} threads={torch.get_num_threads()}{cast_suffix()}" if kind else ""
 
 
 def _reserving(op: OpSpec, size_bytes: int) -> OpSpec:

@@ -20,6 +20,7 @@ from gascompile.ir import Machine, Workload
 from gascompile.machine import host_name, op_times_path, this_machine_name
 from gascompile.program import Program
 from gascompile.runtime.early_memory import no_pages_taken
+from gascompile.torch_settings import cast_suffix
 from gascompile.wire_kernels import use_wire_kernels
 
 _log = logging.getLogger(__name__)
@@ -50,20 +51,23 @@ def measured_times(
         return {}
     nodes = dict(zip((op.name for op in workload.ops), program.op_nodes(), strict=True))
     costly = sorted(workload.ops, key=lambda op: -op.time_s[tier])
-    names = {op.name: signature(nodes[op.name], program) for op in costly}
+    casts = cast_suffix()
+    kinds = {op.name: signature(nodes[op.name], program) for op in costly}
+    names = {op: f"{kind}{casts}" for op, kind in kinds.items() if kind is not None}
     path = op_times_path(cache_dir)
     known = _read(path)
-    missing = [nodes[op] for op, name in names.items() if name is not None and name not in known]
+    missing = [nodes[op] for op, name in names.items() if name not in known]
     if missing:
         with warned_if_busy("this model"), no_pages_taken():
-            new = measure_ops(missing, program, limit_s=_LIMIT_S)
+            measured = measure_ops(missing, program, limit_s=_LIMIT_S)
+        new = {f"{kind}{casts}": time_s for kind, time_s in measured.items()}
         known = {**known, **new}
         if new:
             text = json.dumps({"format": _FORMAT, "seconds": known}, indent=1)
             keep_times(path, text)
     # What calling from a plan costs beyond calling from a loop was fitted on a run.
     beyond_s = max(sum(rate.op_overhead_s for rate in machine.memory) - op_overhead_s(), 0.0)
-    return {op: known[name] + beyond_s for op, name in names.items() if name and name in known}
+    return {op: known[name] + beyond_s for op, name in names.items() if name in known}
 
 
 def keep_times(path: Path, text: str) -> None:

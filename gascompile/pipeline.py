@@ -47,6 +47,7 @@ from gascompile.sensitivity import Sensitivity
 from gascompile.signature import signature_of
 from gascompile.store import STORE
 from gascompile.to_program import Capture
+from gascompile.torch_settings import SETTINGS, has_autocast, require_castable, settings_now
 from gascompile.weights import Resolved, reserved_bytes, resolve_weights, with_held_tensors
 from gascompile.wire_kernels import use_wire_kernels
 
@@ -92,6 +93,7 @@ class Job:
         """Return the verified plan for one input signature, from the cache where it is there."""
         register_pytrees()
         require_plain_inputs(args, kwargs)
+        require_castable(self.config.weights)
         checkpoint = self.open_checkpoint()
         printed = module_print(self.model)
         prints = self.fingerprint(args, kwargs, checkpoint, printed)
@@ -128,7 +130,7 @@ class Job:
 
     def _fused(self, unit: Unit) -> Unit:
         """Decide which ops of a new plan run as compiled kernels, and compile them."""
-        if self.config.fuse == "off":
+        if self.config.fuse == "off" or has_autocast():
             return unit
         folder, runs = self.config.cache_dir, self.config.fuse_runs
         unit.bundle = fuse_ops(unit.bundle, unit.graph_module, cache_dir=folder, runs=runs)
@@ -151,13 +153,13 @@ class Job:
     ) -> dict[str, str]:
         """Return the digest of every input of the plan, by part."""
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        dtype = str(torch.get_default_dtype())
-        call = [str(spec), signature_of(leaves), repr(self.dynamic_shapes), dtype]
+        call = [str(spec), signature_of(leaves), repr(self.dynamic_shapes)]
         shared = serial.digest(self.pinned) if self.pinned else ""
         layout = checkpoint.sources if checkpoint else {}
         return {
             "graph": (printed or module_print(self.model)).key,
             "inputs": serial.digest(call),
+            SETTINGS: settings_now(),
             "weights": serial.digest(
                 {n: [s.dtype, list(s.shape)] for n, s in sorted(layout.items())}
             ),

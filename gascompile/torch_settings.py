@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from gascompile.errors import UnsupportedOpError
+
+SETTINGS = "settings"
+"""Part of a plan's fingerprint: settings of torch under which its ops compute what the model would."""
+
 
 def torch_settings() -> list[tuple[str, str]]:
     """Return the name and the value of every setting."""
@@ -26,3 +31,49 @@ def torch_settings() -> list[tuple[str, str]]:
         flags[f"autocast {device}"] = torch.is_autocast_enabled(device)
         flags[f"autocast dtype {device}"] = torch.get_autocast_dtype(device)
     return [(name, str(value)) for name, value in flags.items()]
+
+
+def call_settings() -> tuple[torch.dtype, torch.dtype | None, torch.dtype | None]:
+    """Return what decides at the time of a call which types ops compute in: the default, and autocasts' by device."""
+    is_enabled = torch.is_autocast_enabled
+    return (
+        torch.get_default_dtype(),
+        torch.get_autocast_dtype("cpu") if is_enabled("cpu") else None,
+        torch.get_autocast_dtype("cuda") if is_enabled("cuda") else None,
+    )
+
+
+def has_autocast() -> bool:
+    """Return whether ops that are called now cast their arguments."""
+    return call_settings()[1:] != (None, None)
+
+
+def cast_suffix() -> str:
+    """Return what a key of something measured on ops has more where they cast their arguments."""
+    return f" {settings_now()}" if has_autocast() else ""
+
+
+def settings_now() -> str:
+    """Return ``call_settings`` as they are kept with a plan."""
+    default, *autocasts = call_settings()
+    casts = [
+        f"autocast on {d} to {t}" for d, t in zip(("cpu", "cuda"), autocasts, strict=True) if t
+    ]
+    return ", ".join((f"the default dtype {default}", *(casts or ("no autocast",))))
+
+
+PLAIN = "the default dtype torch.float32, no autocast"
+"""Settings that nobody has changed; of a plan that does not say."""
+
+
+def require_castable(weights: str | None) -> None:
+    """Return if ops with weights in the form ``weights`` compute what the model would under the settings of now.
+
+    Raises:
+        UnsupportedOpError: autocast is on, of which products with packed weights know nothing.
+    """
+    if weights is not None and has_autocast():
+        raise UnsupportedOpError(
+            f"weights={weights!r} under torch.autocast: products with packed weights are not cast as the model's are; "
+            "compile and call outside of autocast, or leave weights= out"
+        )

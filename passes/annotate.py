@@ -43,7 +43,8 @@ def annotate(program: Program, machine: Machine, *, repeats: bool = True) -> Ann
     device = machine.compute_tier
     nodes = {node.name: node for node in program.op_nodes()}
     ops = tuple(
-        _op_spec(op, device, machine, *_parts(nodes[op.name], program, facts)) for op in facts.ops
+        _op_spec(op, device, machine, *_parts(nodes[op.name], op, program, facts))
+        for op in facts.ops
     )
     unknown = sorted({leaf.target for op in facts.ops for leaf in op.leaves if not leaf.known})
     workload = Workload(
@@ -58,13 +59,15 @@ def annotate(program: Program, machine: Machine, *, repeats: bool = True) -> Ann
 
 
 def _parts(
-    node: torch.fx.Node, program: Program, facts: Facts
+    node: torch.fx.Node, op: OpFacts, program: Program, facts: Facts
 ) -> tuple[Mapping[str, int], Mapping[str, int]]:
     """Return the weight that an op could take in tiles, with its rows, and the one it needs rows of, with their bytes.
 
     Only a weight that the op is given as it lies in its file counts: its rows are ranges of bytes there.
     """
-    if node.target in (torch.ops.aten.linear.default, LINEAR):
+    # Tiles write their part of a result as it is: they cast nothing.
+    is_plain = node.target is torch.ops.aten.linear.default and op.has_one_dtype
+    if is_plain or node.target is LINEAR:
         weight = _weight(node.args[1], program)
         if weight is not None:
             return {weight: program.bound[weight].shape[0]}, {}

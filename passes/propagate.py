@@ -61,6 +61,8 @@ class OpFacts:
     workspace_bytes: int = 0
     kind: str = ""
     """What its workspace depends on: the op, the layout of its tensors, the other arguments."""
+    has_one_dtype: bool = True
+    """Whether what it returns is of the dtype of all that it is given; under autocast it need not be."""
     unproven: OpCall | None = None
     """The op itself where one of its kernels may take more than formulas know."""
 
@@ -208,6 +210,8 @@ def _run_node(
                 env[node] = env[node].clone()
         results = pytree.tree_leaves(env[node])
         fresh = [isinstance(v, torch.Tensor) and not owners.known(v) for v in results]
+        tensors = (v for v in (*given, *results) if isinstance(v, torch.Tensor))
+        facts.has_one_dtype = len({v.dtype for v in tensors}) <= 1
     except _REFUSALS as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         if not isinstance(node.target, torch._ops.OpOverload):

@@ -20,9 +20,15 @@ import torch
 from gascompile.allocator_library import allocation_counter
 from gascompile.compiled import Unit
 from gascompile.config import CompileConfig, default_cache_dir
-from gascompile.errors import BudgetExceededError, CheckpointError, UnsupportedOpError
+from gascompile.errors import (
+    BudgetExceededError,
+    CheckpointError,
+    PlanMismatchError,
+    UnsupportedOpError,
+)
 from gascompile.integrations.generation_plans import Units, plan_generation
 from gascompile.ir import Budget, FileStamp, Machine, Plan
+from gascompile.matching import advice, settings_misfit
 from gascompile.op_memory import remember
 from gascompile.pipeline import make_job
 from gascompile.reports import RunReport
@@ -143,6 +149,7 @@ class Generator:
 
         Raises:
             ValueError: an argument is out of range.
+            PlanMismatchError: autocast is on, or off, where it was not when the plans were made.
             StorageError: a weight cannot be read; the generator stays usable.
         """
         tokens = self._checked_prompt(input_ids)
@@ -223,6 +230,8 @@ class Generator:
         name = "decode" if len(part) == 1 else "prefill"
         assert self._open is not None
         executor = self._open[1][name]
+        if (found := settings_misfit(self._units.decode.bundle.plan)) is not None:
+            raise PlanMismatchError(f"{found.reason}. {advice(found)}")
         logits: torch.Tensor
         (logits,) = executor.run(torch.tensor([part]), torch.tensor(position))
         assert executor.last_run is not None

@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from gascompile import serial
+from gascompile.torch_settings import settings_now
 
 
 def leaf_kinds(batch: Any) -> list[object]:
@@ -26,5 +27,4 @@ def kind_of(model: nn.Module, batch: Any, *, trains: bool) -> str:
     # Of an open tensor it would be asked in Python.
     with torch._C.DisableTorchFunctionSubclass():
         frozen = [not parameter.requires_grad for parameter in model.parameters()]
-    autocast = [torch.is_autocast_enabled("cpu"), str(torch.get_autocast_dtype("cpu"))]
-    return serial.digest([str(spec), leaf_kinds(batch), modes, frozen, autocast, trains])
+    return serial.digest([str(spec), leaf_kinds(batch), modes, frozen, settings_now(), trains])

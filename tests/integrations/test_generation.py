@@ -16,6 +16,7 @@ from gascompile.config import CACHE_VARIABLE
 from gascompile.errors import (
     CheckpointError,
     InfeasiblePlanError,
+    PlanMismatchError,
     StorageError,
     UnsupportedOpError,
 )
@@ -369,3 +370,12 @@ def test_bad_models_are_refused(llama: tuple[Path, Any], tmp_path: Path, cache: 
     llama[1].config.save_pretrained(tmp_path)
     with pytest.raises(CheckpointError, match=r"no \.safetensors file"):
         _open(tmp_path, "1GiB", cache)
+
+
+def test_tokens_under_autocast_are_refused(generator: Generator, llama: tuple[Path, Any]) -> None:
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        pytest.raises(PlanMismatchError, match="autocast on cpu"),
+    ):
+        next(generator.stream(PROMPT, NUM_NEW))
+    assert list(generator.stream(PROMPT, NUM_NEW)) == _eager(llama[1], PROMPT, NUM_NEW)
