@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from gascompile.passes.interval_choices import Choices, Kind, Schedule, base_memory
+from gascompile.passes.interval_choices import Choices, Schedule, base_memory
 from gascompile.passes.interval_layout import Layout
 from gascompile.passes.interval_schedule import Scheduler
 
@@ -125,10 +125,7 @@ class _Reserving(Scheduler):
     def _issue(self, boundary: int) -> None:
         """Issue the copies out whose link is free before the next boundary."""
         until_s = self._next_s(boundary)
-        while True:
-            free = self._first_free()
-            if free is None or free[0] > until_s:
-                return
+        while (free := self._first_free()) is not None and free[0] <= until_s:
             self._issue_first(free[1], boundary)
 
     def _issue_next(self, boundary: int) -> bool:
@@ -141,19 +138,16 @@ class _Reserving(Scheduler):
 
     def _first_free(self) -> tuple[float, int] | None:
         """Return when the first link with something to carry out is free, and its route."""
-        return min(
-            (
-                (self.link_free[link], route)
-                for route, queue in enumerate(self.ready)
-                if queue and (link := self.task.routes[route].link_out) is not None
-            ),
-            default=None,
-        )
+        first: tuple[float, int] | None = None
+        for route, queue in enumerate(self.ready):
+            if queue and (link := self.task.routes[route].link_out) is not None:
+                free_s = self.link_free[link]
+                if first is None or free_s < first[0]:
+                    first = free_s, route
+        return first
 
     def _next_s(self, boundary: int) -> float:
-        if boundary == self.count:
-            return math.inf
-        return self.now + float(self.plan.seconds[boundary])
+        return self.now + self.run_s[boundary] if boundary < self.count else math.inf
 
     def _issue_first(self, route: int, boundary: int) -> None:
         number = self.ready[route].pop(0)
@@ -204,32 +198,13 @@ class _Reserving(Scheduler):
 
     def _try(self, route: int, latest_s: float, boundary: int) -> bool:
         """Start the first copy back of a route if it is time and it fits; return whether it started."""
-        due, number = self.queues[route][0]
-        interval = self.plan.intervals[number]
-        link = self.task.routes[route].link_in
-        if due > boundary:
+        if self.queues[route][0][0] > boundary:
+            link = self.task.routes[route].link_in
             next_s = self._next_s(boundary)
             ahead_s = self.starts[boundary] + (next_s - self.now if next_s < math.inf else 0.0)
             if self.link_free[link] > next_s or latest_s > ahead_s + self.lead_s:
                 return False
-        size = self.task.sizes[interval.tensor]
-        ahead = self.memory[boundary : min(due, self.count)]
-        most = int(ahead.max()) + size if len(ahead) else int(self.memory[boundary])
-        if most > self.limit:
-            return False
-        if due >= self.count and interval.wraps:
-            held = self.memory[: self.loaded[number]]
-            if len(held) and int(held.max()) + size > self.limit:
-                return False
-            held += size
-            self.boundaries[self.loaded[number]].remove((Kind.LOAD, number))
-            self.tail_loads.add(number)
-        ahead += size
-        heapq.heappop(self.queues[route])
-        self.loaded[number] = boundary
-        self.boundaries[boundary].append((Kind.LOAD, number))
-        self.arrival[number] = self._enqueue(link, size)
-        return True
+        return self._fetch(route, boundary)
 
     def _close(self) -> None:
         """End the list: what still leaves may cross the end."""

@@ -53,6 +53,7 @@ class Scheduler:
         same = before is not None and before.layout is plan
         self.expected = before.clock if before is not None and same else plan.clock
         self.starts: list[float] = self.expected.tolist()
+        self.run_s: list[float] = plan.seconds.tolist()
         self.clock = np.zeros(self.count + 1)
         self.now = 0.0
         machine = plan.task.machine
@@ -70,6 +71,8 @@ class Scheduler:
         self.idle: set[int] = set()
         self.away: set[int] = set()
         """Tensors that are away around the end of the list."""
+        self.crowded: dict[int, int] = {}
+        """Per copy back that found no room the run that had none."""
         self.first_age: dict[tuple[int, int], int] = {}
         """Per value the age at which it leaves for the first time."""
         self.carried = before.carried if before is not None and same else {}
@@ -85,7 +88,7 @@ class Scheduler:
             if not self._boundary(run):
                 return None
             self.clock[run] = self.now
-            self.now += float(self.plan.seconds[run])
+            self.now += self.run_s[run]
         self.clock[self.count] = self.now
         self._close()
         carried = {j: max(0.0, self.arrival[j] - self.now) for j in self.tail_loads}
@@ -258,26 +261,39 @@ class Scheduler:
     def _load(self, boundary: int) -> None:
         """Start what fits into the memory of all runs up to its use."""
         for route, queue in enumerate(self.queues):
-            while queue:
-                due, number = queue[0]
-                interval = self.plan.intervals[number]
-                size = self.task.sizes[interval.tensor]
-                ahead = self.memory[boundary : min(due, self.count)]
-                most = int(ahead.max()) + size if len(ahead) else int(self.memory[boundary])
-                if most > self.limit:
-                    break
-                if due >= self.count and interval.wraps:
-                    held = self.memory[: self.loaded[number]]
-                    if len(held) and int(held.max()) + size > self.limit:
-                        break
-                    held += size
-                    self.boundaries[self.loaded[number]].remove((Kind.LOAD, number))
-                    self.tail_loads.add(number)
-                ahead += size
-                heapq.heappop(queue)
-                self.loaded[number] = boundary
-                self.boundaries[boundary].append((Kind.LOAD, number))
-                self.arrival[number] = self._enqueue(self.task.routes[route].link_in, size)
+            while queue and self._fetch(route, boundary):
+                pass
+
+    def _fetch(self, route: int, boundary: int) -> bool:
+        """Start the first copy back of a route if it fits; return whether it started."""
+        queue = self.queues[route]
+        due, number = queue[0]
+        size = self.task.sizes[self.plan.intervals[number].tensor]
+        # Mostly asked in vain: the run that had no room the last time answers before all runs are looked at.
+        crowded = self.crowded.get(number, -1)
+        if crowded >= boundary and self.memory[crowded] + size > self.limit:
+            return False
+        ahead = self.memory[boundary : min(due, self.count)]
+        if len(ahead):
+            crowded = boundary + int(ahead.argmax())
+            if self.memory[crowded] + size > self.limit:
+                self.crowded[number] = crowded
+                return False
+        elif int(self.memory[boundary]) > self.limit:
+            return False
+        if due >= self.count and self.plan.intervals[number].wraps:
+            held = self.memory[: self.loaded[number]]
+            if len(held) and int(held.max()) + size > self.limit:
+                return False
+            held += size
+            self.boundaries[self.loaded[number]].remove((Kind.LOAD, number))
+            self.tail_loads.add(number)
+        ahead += size
+        heapq.heappop(queue)
+        self.loaded[number] = boundary
+        self.boundaries[boundary].append((Kind.LOAD, number))
+        self.arrival[number] = self._enqueue(self.task.routes[route].link_in, size)
+        return True
 
     def _land_before(self, number: int, boundary: int) -> None:
         """Release what is out before a tensor is back, so that its room is used while that is waited for."""

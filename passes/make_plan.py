@@ -242,6 +242,7 @@ def _best_of_all(
             time_limit_s=max(0.0, left_s()),
             mip_gap=mip_gap,
             op_s_per_byte=op_s_per_byte,
+            bound_s=all_s,
         )
     except InfeasiblePlanError as error:
         if best is None:

@@ -86,6 +86,7 @@ def plan_intervals(
     mip_gap: float = 0.01,
     recompute: bool = True,
     op_s_per_byte: float = 0.0,
+    bound_s: float = 0.0,
 ) -> IntervalPlan:
     """Return the fastest moves found that keep every tier's limit in program order.
 
@@ -99,6 +100,7 @@ def plan_intervals(
         recompute: whether ops may run again.
         op_s_per_byte: processors' time that moving a byte takes from ops; the fastest plan is then one that
             counts it, though its seconds do not.
+        bound_s: what no plan beats, as far as is known; the search ends near it.
 
     Raises:
         InfeasiblePlanError: nothing fits; names the smallest budget that does, and its op.
@@ -117,17 +119,21 @@ def plan_intervals(
     if small.fixed and all_moved(layout(small)).fits:
         begun_s = time.perf_counter()
         with contextlib.suppress(InfeasiblePlanError):
-            return _found(small, time_limit_s, mip_gap, reserved_bytes)
+            return _found(small, time_limit_s, mip_gap, reserved_bytes, bound_s)
         spent_s = time.perf_counter() - begun_s
         time_limit_s = max(time_limit_s - spent_s, time_limit_s / 10)
-    return _found(task, time_limit_s, mip_gap, reserved_bytes)
+    return _found(task, time_limit_s, mip_gap, reserved_bytes, bound_s)
 
 
 def _found(
-    task: IntervalProblem, time_limit_s: float, mip_gap: float, reserved_bytes: int
+    task: IntervalProblem,
+    time_limit_s: float,
+    mip_gap: float,
+    reserved_bytes: int,
+    bound_s: float,
 ) -> IntervalPlan:
     search = Search(task, time_limit_s=time_limit_s, mip_gap=mip_gap)
-    search.bound_s = task.compute_s
+    search.bound_s = max(task.compute_s, bound_s)
     remakes = interval_recompute(search.base)
     candidates = starts(search.base, remakes)
     least = _begin(search, remakes, candidates)

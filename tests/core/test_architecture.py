@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -42,20 +42,35 @@ def module_name(path: Path) -> str:
     return ".".join(parts if parts[0] == "gascompile" else ["gascompile", *parts])
 
 
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What the rules ask of a file; the tree itself, of millions of nodes, would be kept for nothing."""
+
+    imports: tuple[str, ...]
+    """Full dotted names, at any depth."""
+    functions: tuple[tuple[str, int], ...]
+    """Names and lines of bodies."""
+
+
 @cache
-def nodes(path: Path) -> tuple[ast.AST, ...]:
-    """Return every node of a file's syntax tree."""
-    return tuple(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
-
-
-def imports(path: Path) -> Iterator[str]:
-    """Yield the full dotted name of everything that a file imports, at any depth."""
-    for node in nodes(path):
+def source(path: Path) -> Source:
+    """Parse a file, once for all rules."""
+    names: list[str] = []
+    functions: list[tuple[str, int]] = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            names += (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            names += (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.FunctionDef):
+            functions.append((node.name, num_body_lines(node)))
+    return Source(tuple(names), tuple(functions))
+
+
+def imports(path: Path) -> tuple[str, ...]:
+    """Return the full dotted name of everything that a file imports, at any depth."""
+    return source(path).imports
 
 
 def layer(name: str) -> str:
@@ -136,10 +151,10 @@ def num_body_lines(node: ast.FunctionDef) -> int:
 
 def test_functions_are_short() -> None:
     wrong = [
-        f"{module_name(path)}.{node.name} has {num_body_lines(node)} lines"
+        f"{module_name(path)}.{name} has {num_lines} lines"
         for path in SOURCES
-        for node in nodes(path)
-        if isinstance(node, ast.FunctionDef) and num_body_lines(node) > MAX_FUNCTION_LINES
+        for name, num_lines in source(path).functions
+        if num_lines > MAX_FUNCTION_LINES
     ]
     assert wrong == []
 

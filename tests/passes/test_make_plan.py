@@ -45,6 +45,7 @@ from tests.passes.planning import (
     workload,
     workloads,
 )
+from tests.scale import SCALE
 
 SLOT = reserve_bytes(UNIT)
 
@@ -238,7 +239,7 @@ def test_a_pinned_plan_shares_its_arena() -> None:
         make_plan(workload(["efg"]), cpu_machine(), budget, fingerprint={}, pinned=first)
 
 
-@settings(max_examples=60)
+@settings(max_examples=24 * SCALE)
 @given(workloads(), machines(), shares())
 def test_every_plan_runs_within_its_budget(task: Workload, machine: Machine, share: float) -> None:
     tier = machine.compute_tier
@@ -252,7 +253,7 @@ def test_every_plan_runs_within_its_budget(task: Workload, machine: Machine, sha
     assert replay_plan(plan).seconds == pytest.approx(certificate.predicted_s, rel=1e-8, abs=1e-12)
 
 
-@settings(max_examples=30)
+@settings(max_examples=12 * SCALE)
 @given(workloads(), machines(), shares())
 def test_the_answer_is_never_worse_than_any_strategy(
     task: Workload, machine: Machine, share: float
@@ -263,7 +264,7 @@ def test_the_answer_is_never_worse_than_any_strategy(
         assert best <= plan_of(task, machine, budget, strategy).certificate.predicted_s
 
 
-@settings(max_examples=40)
+@settings(max_examples=16 * SCALE)
 @given(
     workloads(max_weights=11, max_ops=14),
     machines(),
@@ -275,7 +276,7 @@ def test_more_budget_is_never_slower(task: Workload, machine: Machine, parts: li
     assert all(slower >= faster for slower, faster in pairwise(times)), (budgets, times)
 
 
-@settings(max_examples=40)
+@settings(max_examples=16 * SCALE)
 @given(workloads(), machines())
 def test_the_smallest_budget_is_exact(task: Workload, machine: Machine) -> None:
     needed = least_budget(task, machine)
@@ -286,7 +287,7 @@ def test_the_smallest_budget_is_exact(task: Workload, machine: Machine) -> None:
         assert caught.value.required_bytes == needed
 
 
-@settings(max_examples=25)
+@settings(max_examples=10 * SCALE)
 @given(workloads(max_weights=6), shares())
 def test_no_resident_set_beats_the_answer(task: Workload, share: float) -> None:
     """Compare with every resident set in every size of the staging region, one page apart."""

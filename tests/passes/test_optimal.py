@@ -17,11 +17,12 @@ from gascompile.passes.plan_intervals import plan_intervals
 from tests.passes.move_oracle import Optimum, least_limit, move_optimum
 from tests.passes.random_workloads import Case, cases, draw_case, faster
 from tests.passes.step_interpreter import simulate
+from tests.scale import SCALE
 
 MIP_GAP = 0.01
-NUM_BLOCKS = 26
+NUM_BLOCKS = 8 * SCALE
 BLOCK = 30
-TIME_LIMIT_S = 4.0
+TIME_LIMIT_S = 2.0
 """Seldom reached; a process that is held up for a second still answers."""
 MAX_LABELS = 2_000
 MOST_MISSED = 3
@@ -104,7 +105,7 @@ def check_not_slower(less: Outcome, more: Outcome) -> None:
 
 
 @given(case=cases(max_tensors=5, max_ops=5))
-@settings(max_examples=40)
+@settings(max_examples=12 * SCALE)
 def test_more_memory_is_not_slower(case: Case) -> None:
     budget = case.limits_bytes[case.machine.compute_tier]
     answers = [outcome(case.with_budget(budget + more)) for more in (0, 1, 3)]
@@ -113,6 +114,6 @@ def test_more_memory_is_not_slower(case: Case) -> None:
 
 
 @given(case=cases(max_tensors=5, max_ops=5))
-@settings(max_examples=40)
+@settings(max_examples=12 * SCALE)
 def test_more_bandwidth_is_not_slower(case: Case) -> None:
     check_not_slower(outcome(case), outcome(case.on(faster(case.machine, 2.0))))

@@ -44,6 +44,7 @@ from gascompile.passes.plan_intervals import plan_intervals
 from tests.passes.move_oracle import move_optimum
 from tests.passes.random_workloads import Case, cases, op
 from tests.passes.step_interpreter import simulate
+from tests.scale import SCALE
 
 
 def task(tensors: str, *ops: OpSpec, repeats: bool = True) -> Workload:
@@ -313,7 +314,7 @@ def replayed(case: Case, steps: tuple[Step, ...]) -> float:
     return replay(steps, case.workload.ops, times, case.machine, repeats=repeats).seconds
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=12 * SCALE, deadline=None)
 @given(cases())
 def test_small_plans_are_right_and_bounded_by_the_optimum(case: Case) -> None:
     found = attempt(case)
@@ -347,7 +348,7 @@ def test_more_memory_is_never_slower(case: Case, more: int) -> None:
     assert richer.seconds <= found.seconds * (1 + 1e-9) or richer.bound_s < richer.seconds
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=5 * SCALE, deadline=None)
 @given(cases(max_tensors=25, max_ops=30))
 def test_larger_plans_are_right_and_no_slower_than_any_heuristic(case: Case) -> None:
     found = attempt(case)
