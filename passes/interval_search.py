@@ -50,6 +50,7 @@ class Search:
         self.mip_gap = mip_gap
         self.bound_s = 0.0
         self.best: Found | None = None
+        self._tried: set[int] = set()
 
     @property
     def out_of_time(self) -> bool:
@@ -117,6 +118,14 @@ class Search:
         if best is not None and (self.best is None or best.seconds < self.best.seconds):
             self.best = best
         return best
+
+    def try_once(self, like: Found, selection: Selection) -> None:
+        """Consider a change to a schedule, unless the same has been tried: of few tensors most have."""
+        routes = frozenset(selection.routes.items())
+        known = hash((like.recomputed, like.lead_s, routes))
+        if known not in self._tried:
+            self._tried.add(known)
+            self.consider(like.strategy, selection, like.recomputed, lead_s=like.lead_s)
 
     def _once(
         self,
@@ -202,7 +211,7 @@ def improve(search: Search, until_s: float, chance: random.Random) -> None:
         selection = _changed(best, chance)
         before = best.seconds
         if selection is not None:
-            search.consider(best.strategy, selection, best.recomputed, lead_s=best.lead_s)
+            search.try_once(best, selection)
         now = search.best
         fruitless = 0 if now is not None and now.seconds < before else fruitless + 1
 

@@ -6,6 +6,7 @@ import importlib.util
 import os
 import signal
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,15 @@ def _seed() -> None:
 def root() -> Path:
     """Return the root of the repository."""
     return Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture
+def _quick_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have training steps planned in two seconds, for tests of anything but how good a plan is."""
+    import gascompile
+
+    quick = partial(gascompile.compile_step, time_limit_s=2.0)
+    monkeypatch.setattr(gascompile, "compile_step", quick)
 
 
 @pytest.fixture(autouse=True)

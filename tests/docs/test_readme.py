@@ -58,6 +58,7 @@ def _run(block: Block, page: Path, namespace: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("_quick_plans")
 def test_the_code_and_the_commands_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -12,6 +12,8 @@ import torch
 from examples import train_text, train_vision
 from examples.small_gpt import SmallGPT, batch_at, next_byte_loss, read_text
 
+pytestmark = pytest.mark.usefixtures("_quick_plans")
+
 SIZES = ["--layers", "2", "--width", "64", "--heads", "2", "--tokens", "32", "--batch", "2"]
 # Weights, gradients and moments alone take 2.1 MB, beside the transfer buffers of 4 MiB.
 BUDGET = ["--budget", "5.5MiB"]
@@ -23,63 +25,52 @@ def _json(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     return data
 
 
-def test_text_is_learned_as_eager_learns_it(
+def test_text_is_learned_as_eager_learns_it_and_a_resumed_run_goes_on(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     picture = tmp_path / "loss.png"
-    command = [*SIZES, *BUDGET, "--steps", "20", "--every", "10", "--compare"]
-    assert train_text.main([*command, "--plot", str(picture), "--json"]) == 0
-    data = _json(capsys)
-    assert data["failures"] == []
-    assert data["max_difference"] <= 1e-4
-    assert data["peak_bytes"] <= data["budget_bytes"] == 11 << 19
-    assert sum(data["link_bytes"].values()) > 0
-    assert len(data["losses"]) == 20
+    common = [*BUDGET, "--every", "10", "--json"]
+    command = [*SIZES, *common, "--steps", "20", "--compare", "--plot", str(picture)]
+    assert train_text.main(command) == 0
+    whole = _json(capsys)
+    assert whole["failures"] == []
+    assert whole["max_difference"] <= 1e-4
+    assert whole["peak_bytes"] <= whole["budget_bytes"] == 11 << 19
+    assert sum(whole["link_bytes"].values()) > 0
+    assert len(whole["losses"]) == 20
     # A byte chosen blindly costs log 256 = 5.55 nats.
-    assert data["held_out"]["0"] == pytest.approx(5.55, abs=0.1)
-    assert data["held_out"]["20"] < data["held_out"]["10"] < data["held_out"]["0"] - 0.3
+    assert whole["held_out"]["0"] == pytest.approx(5.55, abs=0.1)
+    assert whole["held_out"]["20"] < whole["held_out"]["10"] < whole["held_out"]["0"] - 0.3
     assert picture.read_bytes().startswith(b"\x89PNG")
 
-
-def test_a_resumed_run_is_the_run_without_a_break(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    common = [*BUDGET, "--json"]
-    assert train_text.main([*SIZES, *common, "--steps", "4"]) == 0
-    whole = _json(capsys)
     saved = str(tmp_path / "run")
-    assert train_text.main([*SIZES, *common, "--steps", "2", "--save", saved]) == 0
-    assert _json(capsys)["losses"] == whole["losses"][:2]
-    capsys.readouterr()
+    assert train_text.main([*SIZES, *common, "--steps", "10", "--save", saved]) == 0
+    assert _json(capsys)["losses"] == whole["losses"][:10]
     with pytest.raises(SystemExit):
-        train_text.main([*SIZES, *common, "--steps", "2", "--save", saved])
+        train_text.main([*SIZES, *common, "--steps", "10", "--save", saved])
     assert "has a run" in capsys.readouterr().err
     # The sizes of the model are the saved run's.
-    assert train_text.main([*common, "--steps", "4", "--resume", saved]) == 0
+    assert train_text.main([*common, "--steps", "20", "--resume", saved]) == 0
     resumed = _json(capsys)
-    assert (resumed["first_step"], resumed["num_steps"]) == (2, 2)
+    assert (resumed["first_step"], resumed["num_steps"]) == (10, 10)
     assert resumed["losses"] == whole["losses"]
-    assert resumed["held_out"]["4"] == whole["held_out"]["4"]
+    assert resumed["held_out"]["20"] == whole["held_out"]["20"]
 
 
-def test_text_training_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
-    assert train_text.main([*SIZES, *BUDGET, "--steps", "2"]) == 0
+def test_text_training_prints_a_table_and_a_step_is_drawn(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    drawn = tmp_path / "drawn"
+    assert train_text.main([*SIZES, *BUDGET, "--steps", "2", "--timeline", str(drawn)]) == 0
     shown = capsys.readouterr()
     for part in ("weights", "of 5.50 MiB", "held-out text", "per step"):
         assert part in shown.out
     assert "step 2  loss" in shown.err
     assert "nvme->cpu" in shown.err
-
-
-def test_a_step_of_text_training_is_drawn(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    shown = tmp_path / "shown"
-    assert train_text.main([*SIZES, *BUDGET, "--steps", "2", "--timeline", str(shown)]) == 0
-    events = json.loads((shown / "timeline.perfetto.json").read_text())["traceEvents"]
+    events = json.loads((drawn / "timeline.perfetto.json").read_text())["traceEvents"]
     named = [event["args"]["name"] for event in events if event["name"] == "process_name"]
     assert named == ["predicted", "measured"]
-    assert (shown / "timeline.png").read_bytes().startswith(b"\x89PNG")
+    assert (drawn / "timeline.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_text_training_says_what_budget_would_do(capsys: pytest.CaptureFixture[str]) -> None:
