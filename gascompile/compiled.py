@@ -163,7 +163,8 @@ class CompiledModel:
             BudgetExceededError: an op asked for more memory than the budget has, after states had changed.
             PlanMismatchError: the inputs have another shape, dtype, device or structure than planned, or, of a
                 bundle, other strides.
-            UnsupportedOpError: an input is no plain dense tensor.
+            UnsupportedOpError: an input is no plain dense tensor; or, of a bundle, an op refuses the values it is given,
+                for which a compiled model raises what the model does.
             StorageError: a weight could not be read; the compiled model stays usable.
         """
         bound_args, bound_kwargs = bind_call(self._positional, args, kwargs)
@@ -375,6 +376,7 @@ class CompiledModel:
             graphs=unit.graphs == "auto",
             counter=allocation_counter(self._cache_dir),
             on_exceed=self._on_exceed,
+            from_file=self._exact is None,
         )
         self._active = unit
         return self._executor

@@ -28,6 +28,10 @@ from gascompile.runtime.session import Session
 from gascompile.runtime.steps import Schedule, compile_steps
 
 
+_REFUSALS = (RuntimeError, TypeError, ValueError, AssertionError, ArithmeticError, LookupError, AttributeError)  # fmt: skip
+"""What ops raise of their own."""
+
+
 class Executor:
     """One plan on a session. Calls from several threads run one after the other."""
 
@@ -44,6 +48,7 @@ class Executor:
         graphs: bool = True,
         counter: Counter | None = None,
         on_exceed: str = "error",
+        from_file: bool = False,
     ) -> None:
         """Prepare ``graph_module``, the program with the moves of ``plan`` inserted.
 
@@ -63,6 +68,7 @@ class Executor:
             counter: what counts the memory that runs take; without one, planned workspace is believed. A device
                 with memory of its own counts by itself.
             on_exceed: ``"error"`` stops a run before it takes more than the budget; ``"warn"`` says so afterwards.
+            from_file: the program is data that nobody has run here: what an op refuses is an ``UnsupportedOpError``.
 
         Raises:
             PlanMismatchError: session, graph and plan do not belong together.
@@ -71,7 +77,7 @@ class Executor:
         _check_session(session, plan)
         self._session = session
         self._plan = plan
-        self._measure = measure
+        self._measure, self._from_file = measure, from_file
         self.mover = PlanMover(session, plan, overlap=overlap, paranoid=paranoid)
         self._schedule: Schedule = compile_steps(graph_module, plan, session, self.mover, fused)
         is_wanted = graphs and not paranoid and session.device.graphs() is not None
@@ -97,6 +103,7 @@ class Executor:
         Raises:
             BudgetExceededError: an op asked for more memory than the budget leaves; it was stopped before.
             StorageError: a weight cannot be read, a file has changed, the session is closed.
+            UnsupportedOpError: an op of a program from a file refuses what it is given.
             PlanMismatchError: the number of inputs is wrong.
         """
         if len(inputs) != len(self._schedule.inputs):
@@ -195,6 +202,11 @@ class Executor:
                 if beyond is not None:
                     raise beyond from error
                 raise self._session.device.out_of_memory(f"op '{name}'", error) from error
+            if self._from_file and isinstance(error, _REFUSALS):
+                raise UnsupportedOpError(
+                    f"op {op} '{name}' of '{self._plan.workload.name}' refuses what it is given ({_line(error)}); call "
+                    "with other values, or, where the model itself takes these, save the bundle again"
+                ) from error
             error.add_note(f"while running op {op} '{name}' of '{self._plan.workload.name}'")
             raise
 
@@ -232,6 +244,11 @@ class Executor:
                 else "planned workspace"
             ),
         )
+
+
+def _line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
 
 
 def _draws(target: object) -> bool:

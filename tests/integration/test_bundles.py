@@ -14,9 +14,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch import nn
 
 import gascompile
 from gascompile import serial
+from gascompile.errors import UnsupportedOpError
+from tests.fuzz.mutate import sign
 from tests.integration.net import Build
 
 
@@ -134,3 +137,39 @@ def test_bundle_whose_weights_were_touched_or_moved(
     with pytest.raises(gascompile.StorageError, match="pass checkpoint="):
         gascompile.load(bundle)
     assert torch.equal(gascompile.load(bundle, checkpoint=moved)(**inputs), wanted)
+
+
+class Rows(nn.Module):
+    """Two ops that may refuse values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(10, 4)
+
+    def forward(self, index: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """Add rows to ``x``."""
+        return torch.maximum(self.rows(index), x)
+
+
+def test_what_an_op_of_a_bundle_refuses_is_a_typed_error(cache: Path, tmp_path: Path) -> None:
+    index, x, wrong = torch.arange(3), torch.randn(3, 4), torch.tensor([1, 2, 77])
+    folder, model = tmp_path / "rows", Rows().eval()
+    with gascompile.compile(model, None, (index, x), cache_dir=cache, fuse="off") as compiled:
+        compiled.save(folder)
+        with pytest.raises(IndexError):
+            compiled(wrong, x)
+    with gascompile.load(folder, cache_dir=cache) as loaded:
+        for _ in range(2):
+            with pytest.raises(UnsupportedOpError, match=r"op 0 'embedding'.*IndexError"):
+                loaded(wrong, x)
+            assert torch.equal(loaded(index, x), model(index, x))
+    program = (folder / "program.json").read_text()
+    serial.write_atomic(
+        folder / "program.json", program.replace("aten.maximum.default", "aten.bitwise_or.Tensor")
+    )
+    sign(folder)
+    with (
+        gascompile.load(folder, cache_dir=cache) as loaded,
+        pytest.raises(UnsupportedOpError, match=r"'maximum'.*bitwise_or.*not implemented"),
+    ):
+        loaded(index, x)
