@@ -5,10 +5,15 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
+
+_LEAVES = frozenset({torch.Tensor, bool, int, float, str, type(None)})
+"""Types that are no containers, and nobody makes such of them."""
 
 ExampleInputs = tuple[Any, ...] | Mapping[str, Any]
 
@@ -52,6 +57,8 @@ def bind_call(
     if len(args) > len(names):
         return args, dict(kwargs)
     bound = dict(zip(names, args, strict=False))
+    if not kwargs:
+        return (), bound
     twice = bound.keys() & kwargs.keys()
     if twice:
         raise TypeError(f"the argument '{min(twice)}' is given by position and by name")
@@ -60,6 +67,21 @@ def bind_call(
     return (), dict(
         sorted(merged.items(), key=lambda item: (order.get(item[0], len(order)), item[0]))
     )
+
+
+def flatten_call(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[list[Any], pytree.TreeSpec]:
+    """Return the leaves of a call and its structure; of named leaves alone the structure is made once."""
+    values = list(kwargs.values())
+    if args or not _LEAVES.issuperset(map(type, values)):
+        return pytree.tree_flatten((args, kwargs))
+    return values, _named_leaves(tuple(kwargs))
+
+
+@lru_cache(maxsize=256)
+def _named_leaves(names: tuple[str, ...]) -> pytree.TreeSpec:
+    return pytree.tree_structure(((), dict.fromkeys(names)))
 
 
 def copies(leaves: Iterable[Any]) -> list[Any]:

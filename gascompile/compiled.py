@@ -19,7 +19,7 @@ from gascompile.bundle import Bundle, content_stamp, require_unchanged, write_bu
 from gascompile.bundle_check import note_checked
 from gascompile.bundle_files import Weights
 from gascompile.call_types import unflatten
-from gascompile.calls import bind_call, copies
+from gascompile.calls import bind_call, copies, flatten_call
 from gascompile.config import default_cache_dir
 from gascompile.errors import PlanMismatchError
 from gascompile.form_report import FormatReport, MeasuredError, format_report, output_error
@@ -50,7 +50,7 @@ Args = tuple[Any, ...]
 Kwargs = Mapping[str, Any]
 
 
-@dataclass
+@dataclass(eq=False)
 class Unit:
     """One plan ready to be executed for one input signature."""
 
@@ -163,12 +163,12 @@ class CompiledModel:
             BudgetExceededError: an op asked for more memory than the budget has, after states had changed.
             PlanMismatchError: the inputs have another shape, dtype, device or structure than planned, or, of a
                 bundle, other strides.
-            UnsupportedOpError: an input is no plain dense tensor; or, of a bundle, an op refuses the values it is given,
+            UnsupportedOpError: an input is no plain dense tensor; or an op of a bundle refuses the values it is given,
                 for which a compiled model raises what the model does.
             StorageError: a weight could not be read; the compiled model stays usable.
         """
         bound_args, bound_kwargs = bind_call(self._positional, args, kwargs)
-        leaves, spec = pytree.tree_flatten((bound_args, bound_kwargs))
+        leaves, spec = flatten_call(bound_args, bound_kwargs)
 
         def call() -> Any:
             unit = self._unit_for(leaves, spec, bound_args, bound_kwargs)
@@ -185,7 +185,8 @@ class CompiledModel:
         start, again = self._activate, self._replan
         unit, outputs = run_within_budget(unit, leaves, start, again, self._cache_dir)
         self._units[i] = self._last = unit
-        executor = start(unit)
+        executor = self._executor
+        assert executor is not None, "it has just run"
         unit.last_run, unit.graph_report = executor.last_run, executor.graph_report
         return outputs
 
@@ -256,7 +257,7 @@ class CompiledModel:
                 "a bundle holds the weights as they move and no others; measure the error where the model is compiled"
             )
         bound_args, bound_kwargs = bind_call(self._positional, args, kwargs)
-        leaves, spec = pytree.tree_flatten((bound_args, bound_kwargs))
+        leaves, spec = flatten_call(bound_args, bound_kwargs)
 
         def both() -> tuple[Any, ...]:
             unit = self._unit_for(leaves, spec, bound_args, bound_kwargs)

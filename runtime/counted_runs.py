@@ -6,8 +6,7 @@ An op is measured only where it matters: a run that is stopped stands in the op 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -50,14 +49,16 @@ class CountedRuns:
             )
         return replace(schedule, steps=steps)
 
-    @contextmanager
-    def run(self) -> Iterator[Count]:
-        """Count what a run takes; who runs it sets ``enforced_bytes`` as its limit, and lifts it."""
+    def run(self) -> Count:
+        """Return the context that counts a run; who runs it gives it to ``begin``."""
         if self._draws:
             # No tensor, which would be memory of the budget.
             self._random = torch.default_generator.clone_state()
-        with self._counter.counting() as self._count:
-            yield self._count
+        return self._counter.counting()
+
+    def begin(self, count: Count) -> None:
+        """Know the run at hand; who runs it sets ``enforced_bytes`` as its limit, and lifts it."""
+        self._count = count
 
     @property
     def enforced_bytes(self) -> int:

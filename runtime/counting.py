@@ -7,10 +7,10 @@ take for a run that are neither its own nor workers of its parallel regions.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Self
 
 NO_LIMIT = (1 << 63) - 1
 
@@ -25,7 +25,7 @@ class _Figures(ctypes.Structure):
 
 
 class Count:
-    """What one run has taken. Its figures stay when it has ended."""
+    """What one run has taken, and the context in which it runs. Its figures stay when it has ended."""
 
     def __init__(self, library: ctypes.PyDLL, run: object) -> None:
         """Know ``run``, a capsule of the library."""
@@ -35,6 +35,12 @@ class Count:
         self.limit: Callable[[int], object] = partial(library.gascompile_count_limit, run)
         """Set another limit; native code, so that a ``finally`` that begins with it lifts one for certain."""
         self._ended = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.end()
 
     @property
     def live_bytes(self) -> int:
@@ -112,17 +118,12 @@ class Counter:
         done: int = self._library.gascompile_count_install()
         return done == 0
 
-    @contextmanager
-    def counting(self, *, live_bytes: int = 0, limit_bytes: int = NO_LIMIT) -> Iterator[Count]:
-        """Count what this thread takes.
+    def counting(self, *, live_bytes: int = 0, limit_bytes: int = NO_LIMIT) -> Count:
+        """Count what this thread takes, until the context that is returned ends.
 
         Args:
             live_bytes: what is alive already.
             limit_bytes: beyond so many alive bytes, an allocation raises ``torch.OutOfMemoryError``.
         """
         # Whoever drops the capsule ends the run: an interrupt between any two lines leaves no limit behind.
-        count = Count(self._library, self._library.gascompile_count_begin(live_bytes, limit_bytes))
-        try:
-            yield count
-        finally:
-            count.end()
+        return Count(self._library, self._library.gascompile_count_begin(live_bytes, limit_bytes))

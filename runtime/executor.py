@@ -27,8 +27,15 @@ from gascompile.runtime.residents import resident_addresses
 from gascompile.runtime.session import Session
 from gascompile.runtime.steps import Schedule, compile_steps
 
-
-_REFUSALS = (RuntimeError, TypeError, ValueError, AssertionError, ArithmeticError, LookupError, AttributeError)  # fmt: skip
+_REFUSALS = (
+    RuntimeError,
+    TypeError,
+    ValueError,
+    AssertionError,
+    ArithmeticError,
+    LookupError,
+    AttributeError,
+)
 """What ops raise of their own."""
 
 
@@ -139,6 +146,7 @@ class Executor:
         else:
             enforced_bytes = self._counted.enforced_bytes
             with self._counted.run() as count:
+                self._counted.begin(count)
                 limit = count.limit
                 # Not by the context, whose exit an interrupt may keep from coming to it.
                 try:

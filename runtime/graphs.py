@@ -320,6 +320,8 @@ def make_room(session: Session, plan: Plan, *, but: GraphRuns | None = None) -> 
         plan: whose peak is the most that the run takes.
         but: the graphs that the run itself replays.
     """
+    if not session.sharers:
+        return
     others = [sharer for sharer in session.sharers if sharer is not but and sharer.held_bytes]
     tier = plan.machine.compute_tier
     held_bytes = sum(sharer.held_bytes for sharer in others)

@@ -7,9 +7,8 @@ workspace that the plan reserves for it counts too. The user's inputs are the us
 
 from __future__ import annotations
 
-import re
+import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -119,9 +118,14 @@ class LiveBytes:
 
 def process_peak_bytes() -> int:
     """Return the high-water mark of the process's memory as the kernel knows it; 0 where it does not say."""
+    # After each run: as Python's own files, with their buffers, it would take half of the time of a short one.
     try:
-        status = Path("/proc/self/status").read_text(encoding="ascii")
+        file = os.open("/proc/self/status", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            status = os.read(file, 1 << 14)
+        finally:
+            os.close(file)
     except OSError:
         return 0
-    found = re.search(r"^VmHWM:\s*(\d+) kB$", status, re.MULTILINE)
-    return int(found.group(1)) * 1024 if found else 0
+    start = status.find(b"\nVmHWM:")
+    return int(status[start + 7 :].split(None, 1)[0]) << 10 if start >= 0 else 0
