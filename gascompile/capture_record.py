@@ -130,9 +130,9 @@ def watched(model: nn.Module, known: Dependencies) -> Watches:
 def _code_of(known: Dependencies) -> list[Code]:
     """Return the functions that ran and that are loaded, with their globals."""
     ran, found = set(known.ran), []
+    files = {key.rpartition(":")[0] for key in ran}
     for name, module in list(sys.modules.items()):
-        path = getattr(module, "__file__", None)
-        if any(key.startswith(f"{path}:") for key in ran):
+        if str(getattr(module, "__file__", None)) in files:
             found += [(code, vars(module)) for code in _codes(name, module) if key_of(code) in ran]
     return found
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import importlib.machinery
+import os
 import sys
 import sysconfig
 import types
@@ -35,7 +36,7 @@ class Origin(enum.Enum):
     @property
     def versioned(self) -> bool:
         """Whether a version or a file's digest stands for all of it."""
-        return self not in {Origin.USER, Origin.MADE}
+        return self is not Origin.USER and self is not Origin.MADE
 
 
 @cache
@@ -60,7 +61,7 @@ def origin_of_module(module: types.ModuleType | None) -> Origin:
         return Origin.USER
     path = getattr(module, "__file__", None)
     name = vars(module).get("__name__")
-    if isinstance(path, str) and (path.startswith("<") or Path(path).is_absolute()):
+    if isinstance(path, str) and (path.startswith("<") or os.path.isabs(path)):
         return origin_of_file(path)
     if name in sys.builtin_module_names or _is_frozen(module):
         return Origin.PYTHON
