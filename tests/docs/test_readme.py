@@ -57,8 +57,16 @@ def _run(block: Block, page: Path, namespace: dict[str, Any]) -> None:
             _command(line)
 
 
+def _run_pages(*names: str) -> dict[str, Any]:
+    """Run what pages show, one after the other; return what they leave behind."""
+    namespace: dict[str, Any] = {}
+    for name in names:
+        for block in blocks(ROOT / name):
+            _run(block, ROOT / name, namespace)
+    return namespace
+
+
 @pytest.mark.slow
-@pytest.mark.usefixtures("_quick_plans")
 def test_the_code_and_the_commands_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -69,17 +77,9 @@ def test_the_code_and_the_commands_run(
     # The commands list and measure; the other tests' cache is none of their business.
     monkeypatch.setenv("GASCOMPILE_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
-    namespace: dict[str, Any] = {}
-    for name in (
-        "README.md",
-        "docs/how-it-works.md",
-        "docs/explaining-a-plan.md",
-        "docs/weight-forms.md",
-        "docs/training.md",
-    ):
-        page = ROOT / name
-        for block in blocks(page):
-            _run(block, page, namespace)
+    namespace = _run_pages(
+        "README.md", "docs/how-it-works.md", "docs/explaining-a-plan.md", "docs/weight-forms.md"
+    )
     printed = capsys.readouterr().out
     assert "gascompile_moves_prefetch" in printed
     assert "equals eager" in printed
@@ -87,6 +87,14 @@ def test_the_code_and_the_commands_run(
     assert plan.peak_bytes["cpu"] <= 24 << 20 < plan.peak_bytes["cpu"] + plan.peak_bytes["nvme"]
     for name in ("demo-compiled/manifest.json", "gpu-plan.json", "this-machine.json"):
         assert (tmp_path / name).is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_quick_plans")
+def test_the_code_on_training_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    _run_pages("docs/training.md")
+    assert (tmp_path / "timeline" / "timeline.png").is_file()
 
 
 def test_every_verb_is_shown() -> None:

@@ -19,11 +19,11 @@ _CODE = (
     "\rimport antigravity", "\nimport this\n", "x=__import__('antigravity')", "a\u2028import this", "\x0cimport this",
     "__import__('os').system('true')", "self", "torch", "device", "inf", "lambda", "None", "a b", "\u212b", "\u0660",
     "", "\0", "\ud800", "%x", "..", "../../../etc/passwd", "/etc/passwd", "/dev/zero", "/proc/self/mem", OUTSIDE,
-    "x" * 5000, "w[0:5]", "[0:0]", "operator", "mover",
+    "x" * 5000, "w[0:5]", "[0:0]", "operator", "mover", "w0", "gpu", "cpu", "nvme", "nvme->gpu", "\x1b[2J", "9" * 100,
 )  # fmt: skip
 _NUMBERS = (
     0, -1, 1, 2, 3, 7, 8, 16, 63, 64, 255, 4096, 10**6, 2**31, 2**40, 2**62, 2**63 - 1, -(2**63), 2**64, 10**400,
-    0.5, -0.5, 1e-300, 1e300, float("nan"), float("inf"), True, False,
+    0.5, -0.5, 1e-300, 1e300, 1e308, 5e-324, float("nan"), float("inf"), True, False,
 )  # fmt: skip
 _VALUES: tuple[Any, ...] = (None, [], {}, [[]], {"a": 1}, [0], ["x"], *_CODE, *_NUMBERS)
 _TYPES = (

@@ -22,6 +22,7 @@ from gascompile.bundle_check import check_program_of
 from gascompile.checkpoint import open_checkpoint
 from gascompile.errors import GASCompileError
 from gascompile.ir import Plan
+from gascompile.passes.explain import explain
 from gascompile.passes.verify import verify
 from tests.core.bad_files import BUDGET, MACHINE, WORKLOAD
 from tests.fuzz import mutate
@@ -109,11 +110,15 @@ class Cases:
     def use(self, kind: str, place: Path) -> str:
         """Do with the files what a user does; return what came of it."""
         if kind == "workload":
-            verify(gascompile.plan(place, BUDGET, MACHINE, time_limit_s=1))
+            _check(gascompile.plan(place, BUDGET, MACHINE, time_limit_s=1))
         elif kind == "machine":
-            verify(gascompile.plan(WORKLOAD, BUDGET, place, time_limit_s=1))
+            _check(gascompile.plan(WORKLOAD, BUDGET, place, time_limit_s=1))
         elif kind == "plan":
-            gascompile.simulate(Plan.load(place))
+            plan = Plan.load(place)
+            gascompile.simulate(plan)
+            for name in (*list(plan.tensors)[:3], *(op.name for op in plan.ops[:1])):
+                explain(plan, name)
+            _check(plan)
         elif kind in ("header", "index"):
             found = open_checkpoint(place)
             assert all(source.size_bytes >= 0 for source in found.sources.values())
@@ -128,6 +133,11 @@ class Cases:
             same = _equal(found, self._wanted)
             return "same result" if same else "other result"
         return "another model's result"
+
+
+def _check(plan: Plan) -> None:
+    verify(plan)
+    assert all(peak <= plan.budget_bytes[tier] for tier, peak in plan.peak_bytes.items())
 
 
 def _equal(found: Any, wanted: Any) -> bool:

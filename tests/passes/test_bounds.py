@@ -125,7 +125,7 @@ def test_activations_that_may_leave_lower_the_bound_of_everything_alone() -> Non
     machine = replace(machine, links=(*machine.links, replace(back, bandwidth_bytes_per_s=1e12)))
     found = make_plan(task, machine, Budget(cpu=6 * UNIT), fingerprint={}).certificate
     everything = make_plan(
-        task, machine, Budget(cpu=6 * UNIT), fingerprint={}, move_all=True
+        task, machine, Budget(cpu=6 * UNIT), fingerprint={}, move_all=True, time_limit_s=3.0
     ).certificate
     assert found.holds_over == WEIGHTS
     assert found.lower_bound_all_s <= everything.predicted_s < found.lower_bound_s

@@ -19,6 +19,7 @@ from tests.passes.planning import (
     workload,
     workloads,
 )
+from tests.scale import SCALE
 
 
 def test_the_same_plan() -> None:
@@ -128,7 +129,7 @@ def test_tiles_are_compared_as_the_weight_they_are_part_of() -> None:
     assert Change(name="form", unit="", before="whole weights", after="2 tiles") in found.summary
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=12 * SCALE, deadline=None)
 @given(task=workloads(), on=machines())
 def test_backwards_is_the_opposite(task: Workload, on: Machine) -> None:
     plans = [

@@ -309,7 +309,7 @@ def test_no_resident_set_beats_the_answer(task: Workload, share: float) -> None:
 @pytest.mark.parametrize("seconds_per_mb", [0.0115e-3, 0.2e-3, 0.45e-3])
 def test_a_decoder_gets_no_slower_along_a_curve_of_budgets(seconds_per_mb: float) -> None:
     task, machine = llama(6, seconds_per_mb)
-    budgets = [size * MIB for size in (330, 400, 470, 540, 700, 1000, 1400, 1500, 1512)]
+    budgets = [size * MIB for size in (330, 400, 540, 1000, 1500, 1512)]
     plans = [plan_of(task, machine, budget) for budget in budgets]
     times = [plan.certificate.predicted_s for plan in plans]
     assert all(slower >= faster for slower, faster in pairwise(times)), times

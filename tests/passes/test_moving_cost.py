@@ -17,6 +17,7 @@ from gascompile.passes.plan_intervals import plan_intervals
 from tests.passes.random_workloads import Case, cases, op
 from tests.passes.step_interpreter import simulate
 from tests.passes.test_plan_intervals import drive, task
+from tests.scale import SCALE
 
 QUICK = drive(100.0, 100.0)
 UPDATES = task(
@@ -87,7 +88,7 @@ def test_the_limit_counts_what_changes_twice() -> None:
     assert found.predicted_s == pytest.approx(34.0)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=12 * SCALE, deadline=None)
 @given(cases(), st.sampled_from([0.1, 1.0, 8.0]))
 def test_no_plan_beats_the_bound(case: Case, op_s_per_byte: float) -> None:
     try:

@@ -42,6 +42,7 @@ from tests.passes.planning import (
     workload,
     workloads,
 )
+from tests.scale import SCALE
 
 SLOT = reserve_bytes(UNIT)
 Edited = TypeVar("Edited", Step, TensorPlan, Plan, Certificate)
@@ -219,12 +220,12 @@ def refused(plan: Plan) -> bool:
     return False
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=24 * SCALE, suppress_health_check=[HealthCheck.too_slow])
 @given(workloads(), machines(), shares(), st.integers(0, 2**32))
 def test_whatever_breaks_a_run_is_refused(
     task: Workload, machine: Machine, share: float, seed: int
 ) -> None:
-    """Over two thousand corruptions; those that happen to be harmless may be accepted."""
+    """Some thousand corruptions; those that happen to be harmless may be accepted."""
     budget = Budget.of(budget_at(share, task, machine), machine)
     plan = make_plan(task, machine, budget, fingerprint={})
     assert not refused(plan)
