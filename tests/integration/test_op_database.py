@@ -19,7 +19,7 @@ _EVERY = 1 if _ALL else 23
 _SCALES = (1, 20) if _ALL else (8,)
 
 
-@pytest.mark.timeout(3600 if _ALL else 300)
+@pytest.mark.timeout(3600 if _ALL else 600)
 def test_ops_keep_their_smallest_budget() -> None:
     found: list[Found] = []
     with warnings.catch_warnings():
