@@ -149,6 +149,11 @@ def _inline_wrappers(graph_module: torch.fx.GraphModule) -> None:
                 f"the captured graph holds the higher-order op '{target}' ({node.name}); "
                 "GASCompile runs straight-line graphs: compile the branches separately, or leave autocast off"
             )
+        if target == "wrap_with_autocast" and torch.is_autocast_enabled(str(node.args[0])):
+            raise UnsupportedOpError(
+                f"a part of the model ({node.name}) switches autocast of '{node.args[0]}' off, which is on around it; "
+                "compile and call it outside of autocast, or compile the parts one by one"
+            )
         body_at = wrappers[target]
         body = graph_module.get_submodule(str(node.args[body_at].target))
         assert isinstance(body, torch.fx.GraphModule)

@@ -116,6 +116,53 @@ def test_packed_weights_are_refused(cache: Path) -> None:
         gascompile.compile(model(), None, (X,), cache_dir=cache, weights="int8")
 
 
+class Region(nn.Module):
+    """Layers of which one is not to be cast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Switch autocast off for the second layer."""
+        x = self.first(x).float()
+        with torch.autocast("cpu", enabled=False):
+            x = self.second(x)
+        return self.first(x), x
+
+
+def test_a_region_without_autocast_under_autocast_is_refused(cache: Path) -> None:
+    net = Region().eval()
+    with gascompile.compile(net, None, (X,), cache_dir=cache) as compiled:
+        assert all(map(torch.equal, compiled(X), net(X)))
+        with cast(), pytest.raises(UnsupportedOpError, match="switches autocast of 'cpu' off"):
+            compiled(X)
+
+
+class Casts(nn.Module):
+    """Casts that do something under autocast alone, and one that does nothing there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return results of several types."""
+        y = self.layer(x)
+        return y.float(), y.to(torch.bfloat16), y.to(x.dtype) + y, y.softmax(-1), y @ x.T
+
+
+def test_casts_of_the_model_itself(cache: Path) -> None:
+    net = Casts().eval()
+    with gascompile.compile(net, None, (X,), cache_dir=cache) as compiled:
+        for setting in (torch.no_grad(), cast()):
+            with setting:
+                found, wanted = compiled(X), net(X)
+            for one, other in zip(found, wanted, strict=True):
+                assert one.dtype == other.dtype
+                assert torch.equal(one, other)
+
+
 def test_the_default_dtype_of_a_call(cache: Path) -> None:
     class Made(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
