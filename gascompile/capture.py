@@ -14,16 +14,22 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from gascompile.capture_record import Recorder
 from gascompile.code_origin import Origin, origin_of_file
+from gascompile.effects import Trace, prove
 from gascompile.errors import CaptureError, UnsupportedOpError
 from gascompile.fake_twin import fake_twin
 from gascompile.passes.mutated_tensors import written_inputs
 from gascompile.to_program import Capture, to_program
 from gascompile.trace_inputs import overlaps, trace_inputs, with_sharing
+from gascompile.trial import Trial
 from gascompile.true_strides import true_strides
+
+_Exported = tuple[ExportedProgram, Mapping[str, str], tuple[Any, ...], Mapping[str, Any]]
+"""With the first names of tensors, and the inputs of the trace."""
 
 
 def capture(
@@ -68,21 +74,36 @@ def _captured(
     *,
     overlapping: bool,
 ) -> Capture:
-    twin, canonical = fake_twin(model, device=device)
-    args, kwargs = trace_inputs(args, kwargs, device=device, overlapping=overlapping)
-    recorder = Recorder(twin, versions=True)
-    recorder.follow(twin)
-    try:
-        with recorder.around(), torch.no_grad(), warnings.catch_warnings(), true_strides():
-            # Recurrent layers set up their own list of weights again while they are traced.
-            warnings.filterwarnings("ignore", message=r".*\._flat_weights\[")
-            exported = torch.export.export(
-                twin, args, dict(kwargs), dynamic_shapes=dynamic_shapes, strict=False
-            )
-    except Exception as error:  # torch.export raises whatever the model's own code raises
-        raise _capture_error(model, error) from error
-    captured = to_program(type(model).__name__, exported, canonical, args, kwargs)
-    return replace(captured, record=recorder.record(model))
+    def exported(trial: Trial | None = None) -> Trace[_Exported]:
+        twin, canonical = fake_twin(model, device=device)
+        inputs = trace_inputs(args, kwargs, device=device, overlapping=overlapping)
+        recorder = Recorder(twin, versions=True, trial=trial)
+        recorder.follow(twin)
+        try:
+            with recorder.around(), torch.no_grad(), warnings.catch_warnings(), true_strides():
+                # Recurrent layers set up their own list of weights again while they are traced.
+                warnings.filterwarnings("ignore", message=r".*\._flat_weights\[")
+                found = torch.export.export(
+                    twin, inputs[0], dict(inputs[1]), dynamic_shapes=dynamic_shapes, strict=False
+                )
+        except Exception as error:  # torch.export raises whatever the model's own code raises
+            raise _capture_error(model, error) from error
+        return Trace(
+            found=(found, canonical, *inputs), graph_module=found.graph_module, recorder=recorder
+        )
+
+    trace = exported()
+    record = trace.recorder.record(model)
+    if not record.is_reproducible:
+        before = [trace.recorder]
+        proof = prove(record, exported, before=before, who=type(model).__name__)
+        if proof.trace is not None:
+            trace = proof.trace
+            record = trace.recorder.record(model)
+        elif proof.why:
+            record = replace(record, why=f"{record.why}, and this counts: {proof.why}")
+    captured = to_program(type(model).__name__, *trace.found)
+    return replace(captured, record=record)
 
 
 def _capture_error(model: nn.Module, error: Exception) -> CaptureError:

@@ -10,8 +10,8 @@ import inspect
 import sys
 import types
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any
 
@@ -21,8 +21,12 @@ from gascompile.code_names import codes_in, names_of
 from gascompile.code_origin import Origin, key_of, origin_of_file, origin_of_name
 from gascompile.dependencies import Dependencies, dependencies
 from gascompile.recorder import Running
-from gascompile.watches import Code, Reads, Watches, watch
+from gascompile.snapshot import undo
+from gascompile.trial import Trial
+from gascompile.watched import Change, Reads, Watches
+from gascompile.watches import Code, watch
 
+_EVERYTHING = Reads(names=None, ran=None)
 _GENERAL = "torch/nn/modules/module.py"
 
 
@@ -36,11 +40,18 @@ class CaptureRecord:
     own: tuple[Code, ...]
     why: str | None = None
     """Why another capture may differ although nothing changed, as with random numbers of Python's."""
+    suspects: frozenset[str] = frozenset()
+    """What the capture itself changed; a reason only if it matters, which a trial shows."""
+    is_open: bool = False
+    """Whether ``suspects`` and looks at the clock are all reasons there are."""
 
     @property
     def is_reproducible(self) -> bool:
         """Whether the same code on the same values would be captured alike."""
         return self.why is None
+
+    inert: frozenset[str] = frozenset()
+    """What the capture changes, and is proven not to matter."""
 
     def changed(self) -> str | None:
         """Return which value is another than it was when captured, in words, or ``None``.
@@ -57,6 +68,7 @@ class CaptureRecord:
             reached: what the model's digest covers.
         """
         found, reasons = dependencies(self.running, self.reads, self.own, reached)
+        found = replace(found, inert=tuple(sorted(self.inert)))
         return found, _joined([*filter(None, [self.why]), *reasons])
 
 
@@ -64,7 +76,11 @@ class Recorder:
     """Records one capture: ``around`` encloses it, ``running`` the model's own code in it."""
 
     def __init__(
-        self, model: nn.Module, *functions: Callable[..., Any], versions: bool = False
+        self,
+        model: nn.Module,
+        *functions: Callable[..., Any],
+        versions: bool = False,
+        trial: Trial | None = None,
     ) -> None:
         """Take note of the values before the capture.
 
@@ -72,19 +88,34 @@ class Recorder:
             model: what is traced, which may be a copy.
             functions: what else is called, as a loss.
             versions: whether plain tensors that are read are baked in; steps of training read them anew.
+            trial: what to find out by this capture, which then leaves everything as it was.
         """
-        self._functions, self._versions = functions, versions
+        self._functions, self._versions, self._trial = functions, versions, trial
         self._running = Running()
         self._before = Watches(versions=False)
+        self._changed: dict[str, Change] = {}
+        self._follows = False
         self._model = model
 
     @contextmanager
     def around(self) -> Iterator[None]:
         """Enclose the capture."""
-        everything = Reads(names=None, ran=None)
-        self._before = watch(self._model, self._functions, (), everything, versions=False)
-        with self._running.around():
-            yield
+        self._before = watch(self._model, self._functions, (), _EVERYTHING, versions=False)
+        trial = self._trial.active(self._before) if self._trial else nullcontext()
+        with self._running.around(), trial:
+            try:
+                yield
+            finally:
+                if not self._follows:
+                    self._compare()
+
+    def _compare(self) -> None:
+        """Take note of what differs from before."""
+        if self._trial is not None and self._trial.is_opaque:
+            return
+        with self._trial.paused() if self._trial else nullcontext():
+            found = self._before.changes(_EVERYTHING)
+        self._changed.update({change.name: change for change in found})
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -94,12 +125,15 @@ class Recorder:
 
     def follow(self, module: nn.Module) -> None:
         """Record every call of ``module``, a copy that is made for the capture."""
-        inner = module.forward
+        inner, self._follows = module.forward, True
 
         @wraps(inner)
         def forward(*args: Any, **kwargs: Any) -> Any:
             with self.running():
-                return inner(*args, **kwargs)
+                found = inner(*args, **kwargs)
+            # Here, as torch.export lets attributes be as they were before.
+            self._compare()
+            return found
 
         # Hooks would not do: torch.export leaves them out when a call fails.
         vars(module)["forward"] = forward
@@ -114,17 +148,50 @@ class Recorder:
         reads = _reads(code, self._model)
         own = [(body, space) for body, space in code if _is_own(body, space)]
         watches = watch(model or self._model, self._functions, own, reads, versions=self._versions)
-        reasons = [f"it changes what it reads: {text}" for text in self._before.differences(reads)]
-        reasons += self._running.asked
-        reasons += [
+        changes, asked = self._changes(reads), dict(self._running.asked)
+        if self._trial is not None:
+            watches = watches.without(self._trial.suspects)
+            asked = {text: None for text in asked if text not in self._running.clocks}
+        reasons = [f"it changes what it reads: {change.text}" for change in changes]
+        others = [text for text in asked if text not in self._running.clocks]
+        others += [
             f"it reads {name}, which gives another value each time" for name in watches.moving
         ]
-        return CaptureRecord(reads, watches, self._running, tuple(own), _joined(reasons))
+        reasons += [*(text for text in asked if text not in others), *others]
+        return CaptureRecord(
+            reads,
+            watches,
+            self._running,
+            tuple(own),
+            _joined(reasons),
+            suspects=frozenset(change.name for change in changes),
+            is_open=not others,
+            inert=self._trial.suspects if self._trial else frozenset(),
+        )
+
+    @property
+    def reads_clock(self) -> bool:
+        """Whether the capture has looked at the clock."""
+        return bool(self._running.clocks)
+
+    def undo(self, names: frozenset[str]) -> None:
+        """Let these values be what they were before the capture."""
+        undo(self._before, names)
+
+    def _changes(self, reads: Reads) -> list[Change]:
+        """Return what the capture changed, but for what its trial is about."""
+        known = self._trial.suspects if self._trial else ()
+        return [
+            change
+            for change in self._changed.values()
+            if reads.reach(change.name, change.key) and change.name not in known
+        ]
 
 
 def watched(model: nn.Module, known: Dependencies) -> Watches:
     """Return the values that a capture of another process read, as they are now."""
-    return watch(model, (), _code_of(known), known.reading(), versions=True)
+    found = watch(model, (), _code_of(known), known.reading(), versions=True)
+    return found.without(frozenset(known.inert))
 
 
 def _code_of(known: Dependencies) -> list[Code]:
@@ -153,7 +220,7 @@ def _codes(name: str, module: types.ModuleType) -> Iterator[types.CodeType]:
 
 
 def _joined(reasons: list[str]) -> str | None:
-    return "; ".join(reasons[:3]) or None
+    return "; ".join(list(dict.fromkeys(reasons))[:3]) or None
 
 
 def _is_own(code: types.CodeType, space: dict[str, Any]) -> bool:
@@ -177,7 +244,7 @@ def _reads(code: list[Code], model: nn.Module) -> Reads:
         found = origin_of_file(body.co_filename)
         if not found.versioned:
             here = names_of(body)
-            names |= here.attributes
+            names |= here.attributes.union(*here.chains)
             by_name = by_name or here.by_name
         elif _counts(body, found, files):
             names.update(body.co_names)

@@ -21,7 +21,8 @@ from gascompile.code_names import names_of
 from gascompile.code_origin import Origin, origin_of_module, place_of
 from gascompile.recorder import Running, variable
 from gascompile.value_digest import ValueDigest
-from gascompile.watches import Code, Reads
+from gascompile.watched import Reads
+from gascompile.watches import Code
 
 _PLAIN = (int, float, complex, str, bytes)
 _NONE = ""
@@ -47,6 +48,8 @@ class Dependencies:
     reads: tuple[str, ...] | None
     """Attributes that were read; ``None`` for all."""
     ran: tuple[str, ...]
+    inert: tuple[str, ...] = ()
+    """Values that the capture changes itself, and that are proven not to matter."""
 
     def broken(self) -> str | None:
         """Return what is not as it was, or ``None``."""

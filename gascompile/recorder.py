@@ -59,6 +59,8 @@ class Running:
         """Imported for the first time."""
         self.asked: dict[str, None] = {}
         """Why another run may capture something else, in words."""
+        self.clocks: dict[str, None] = {}
+        """Which of these are no more than a look at the clock."""
 
     @contextmanager
     def around(self) -> Iterator[None]:
@@ -106,7 +108,10 @@ class Running:
     def _asks(self, frame: types.FrameType, what: str, name: str) -> None:
         caller = _caller(frame)
         if caller is not None:
-            self.asked[f"{caller.f_code.co_qualname} {what} ({name})"] = None
+            text = f"{caller.f_code.co_qualname} {what} ({name})"
+            self.asked[text] = None
+            if name in _CLOCKS:
+                self.clocks[text] = None
 
     def reads_variable(self, frame: types.FrameType) -> None:
         """Note an environment variable that the model's code reads, here with its value."""

@@ -19,7 +19,7 @@ from gascompile.capture_record import CaptureRecord, watched
 from gascompile.dependencies import Dependencies
 from gascompile.errors import FormatError, StorageError
 from gascompile.fingerprint import ModulePrint
-from gascompile.watches import Watches
+from gascompile.watched import Watches
 
 _log = logging.getLogger("gascompile")
 _FILE = "dependencies.json"

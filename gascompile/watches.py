@@ -1,20 +1,17 @@
 """Watches: the plain Python values that captured code read, compared with those of today in microseconds.
 
 A trace bakes in numbers, flags and which function stands behind a name. They are found by walking from the
-model and from the code that ran, through exactly the names that this code reads. All are compared by
-identity in three passes of C code; only where one differs is it looked at by value.
+model and from the code that ran, through exactly the names that this code reads.
 """
 
 from __future__ import annotations
 
 import logging
-import operator
 import random
 import sys
 import types
 from collections import OrderedDict
 from collections.abc import Iterable, Sized
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -25,169 +22,24 @@ from torch import nn
 from gascompile.code_names import Import, Names, absolute_name, names_of
 from gascompile.code_origin import (
     Origin,
-    key_of,
     origin_of_code,
     origin_of_module,
     origin_of_name,
 )
-from gascompile.likeness import GONE, SCALARS, alike, same, shown
+from gascompile.likeness import GONE, SCALARS
+from gascompile.watched import Reads, Stored, Watches, attribute_of
 
 Code = tuple[types.CodeType, dict[str, Any]]
-Columns = tuple[list[Any], list[Any], list[Any], list[Any]]
-"""Owners, keys, values and names of what is watched."""
 
 _RANDOM = (random.Random, numpy.random.Generator, numpy.random.RandomState)
 _TENSORS = {"_parameters", "_buffers"}
 _MIRRORS = {"_flat_weights", "_flat_weight_refs"}
 """Lists that recurrent layers make of their parameters, anew in every trace."""
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_ALWAYS = {"forward", "training", "__call__"}
 _MANY_ENTRIES = 4096
-_MAX_ARRAY_BYTES = 1 << 20
 _INERT = (logging.Logger, logging.Handler, logging.Manager)
 """What they say is no part of what a model computes; the first capture of a process changes torch's own."""
 _PLAIN_LOOKUPS = (dict.__getitem__, OrderedDict.__getitem__)
-
-
-@dataclass(frozen=True, slots=True)
-class Reads:
-    """Which values count: of what ran, by what it reads."""
-
-    names: frozenset[str] | None
-    """Attributes that are read; ``None`` for all."""
-    ran: frozenset[str] | None
-    """Functions that ran, as ``key_of`` names them; ``None`` for all that can be reached."""
-
-    def has(self, name: object) -> bool:
-        """Return whether an attribute is read."""
-        return self.names is None or not isinstance(name, str) or name in self.names | _ALWAYS
-
-    def calls(self, code: types.CodeType) -> bool:
-        """Return whether a function ran."""
-        return self.ran is None or key_of(code) in self.ran
-
-
-class _Stored:
-    """What a dictionary holds, where asking it for an item makes a new one each time."""
-
-    def __init__(self, of: dict[Any, Any]) -> None:
-        self._of = of
-
-    def __getitem__(self, key: Any) -> Any:
-        return dict.__getitem__(self._of, key)
-
-    def __len__(self) -> int:
-        return len(self._of)
-
-
-class Watches:
-    """Values with the places they were read from."""
-
-    def __init__(self, *, versions: bool) -> None:
-        """Take nothing yet.
-
-        Args:
-            versions: whether tensors are baked in, so that writing to one counts.
-        """
-        self._versions = versions
-        self._items: Columns = ([], [], [], [])
-        self._attributes: Columns = ([], [], [], [])
-        self._sizes: tuple[list[Any], list[int], list[str]] = ([], [], [])
-        self._length = 0
-        self._tensors: tuple[list[torch.Tensor], list[int], list[str]] = ([], [], [])
-        self._arrays: list[tuple[Any, bytes, str]] = []
-        self.moving: list[str] = []
-        """Names of what gives another value each time it is asked."""
-
-    def item(self, owner: Any, key: Any, name: str) -> Any:
-        """Watch ``owner[key]`` and return it."""
-        return self._take(self._items, owner, key, owner[key], name)
-
-    def attribute(self, owner: Any, key: str, name: str) -> Any:
-        """Watch an attribute that is in no ``__dict__`` and return it."""
-        return self._take(self._attributes, owner, key, getattr(owner, key), name)
-
-    @staticmethod
-    def _take(columns: Columns, owner: Any, key: Any, value: Any, name: str) -> Any:
-        for column, part in zip(columns, (owner, key, value, name), strict=True):
-            column.append(part)
-        return value
-
-    def size(self, owner: Any, name: str) -> None:
-        """Watch the length of a container."""
-        self._length += len(owner)
-        owners, lengths, names = self._sizes
-        owners.append(owner)
-        lengths.append(len(owner))
-        names.append(name)
-
-    def content(self, value: Any, name: str) -> None:
-        """Watch what a tensor or an array holds."""
-        if isinstance(value, numpy.ndarray) and value.nbytes <= _MAX_ARRAY_BYTES:
-            self._arrays.append((value, value.tobytes(), name))
-        elif isinstance(value, torch.Tensor) and self._versions and not value.is_inference():
-            tensors, numbers, names = self._tensors
-            tensors.append(value)
-            numbers.append(value._version)
-            names.append(name)
-
-    def changed(self) -> str | None:
-        """Return the first value that differs, with its name, what it was and what it is now."""
-        owners, keys, values, _ = self._items
-        objects, names, found, _ = self._attributes
-        sized, lengths = self._sizes[0], self._length
-        try:
-            if (
-                all(map(operator.is_, map(operator.getitem, owners, keys), values))
-                and all(map(operator.is_, map(getattr, objects, names), found))
-                and sum(map(len, sized)) == lengths
-                and all(map(operator.eq, map(_version, self._tensors[0]), self._tensors[1]))
-                and all(array.tobytes() == content for array, content, _ in self._arrays)
-            ):
-                return None
-        except (LookupError, AttributeError, ValueError):
-            pass  # something is not there any more
-        return next(iter(self.differences()), None)
-
-    def differences(self, reads: Reads | None = None) -> list[str]:
-        """Return all values that differ, in words; equal ones are taken over under their new identity."""
-        words = []
-        for get, columns in ((_item, self._items), (_attribute, self._attributes)):
-            for i, (owner, key, value, name) in enumerate(zip(*columns, strict=True)):
-                now = get(owner, key)
-                if now is value or (reads is not None and not reads.has(key)):
-                    continue
-                if same(value, now):
-                    columns[2][i] = now
-                elif reads is None or not alike(value, now):
-                    words.append(f"{name} was {shown(value)} and is {shown(now)} now")
-        for owner, length, name in zip(*self._sizes, strict=True):
-            leaf = name.rpartition(".")[2]
-            if len(owner) != length and (reads is None or reads.has(leaf)):
-                words.append(f"{name} had {length} entries and has {len(owner)} now")
-        for tensor, version, name in zip(*self._tensors, strict=True):
-            if tensor._version != version:
-                words.append(f"the tensor {name} was written to")
-        words += [f"the array {n} was written to" for a, b, n in self._arrays if a.tobytes() != b]
-        return words
-
-
-def _version(tensor: torch.Tensor) -> int:
-    return tensor._version
-
-
-def _item(owner: Any, key: Any) -> Any:
-    try:
-        return owner[key]
-    except LookupError:
-        return GONE
-
-
-def _attribute(owner: Any, key: str) -> Any:
-    try:
-        return getattr(owner, key, GONE)
-    except ValueError:  # an empty cell
-        return GONE
 
 
 def watch(
@@ -313,7 +165,7 @@ class _Walk:
         if self._reads.names is None and len(owner) > _MANY_ENTRIES:
             return  # a data set, most likely; what reads it is known only after the capture
         if isinstance(owner, dict) and type(owner).__getitem__ not in _PLAIN_LOOKUPS:
-            owner = _Stored(owner)
+            owner = Stored(owner)
         for key in keys:
             self.item(owner, key, f"{name}[{key!r:.40}]")
 
@@ -333,7 +185,7 @@ class _Walk:
         if found is Origin.OWN or not self._reads.calls(function.__code__):
             return
         for number, cell in enumerate(function.__closure__ or ()):
-            if _attribute(cell, "cell_contents") is not GONE:
+            if attribute_of(cell, "cell_contents") is not GONE:
                 inner = f"{function.__code__.co_freevars[number]} in {name}"
                 self.value(self.watches.attribute(cell, "cell_contents", inner), inner)
         if found.versioned:

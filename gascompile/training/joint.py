@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import operator
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils import _pytree as pytree
 
 from gascompile.capture_record import CaptureRecord, Recorder
+from gascompile.effects import Trace, prove
 from gascompile.errors import CaptureError, UnsupportedOpError
 from gascompile.passes.bound_aliases import bound_aliases
 from gascompile.training.cumulative_norms import numbered_norms, take_counts
@@ -41,6 +42,7 @@ from gascompile.training.own_kernels import own_kernels, uncompiled
 from gascompile.training.stand_ins import StandIns
 from gascompile.training.storages import Storages, View, named_tensors, places
 from gascompile.training.traced_loss import MODEL, OUTSIDE, LossFunction, TracedLoss
+from gascompile.trial import Trial
 from gascompile.true_strides import true_strides
 
 _NO_OPS = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
@@ -70,6 +72,14 @@ class Joint:
     """What the trace read in Python, which a step bakes in."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Traced:
+    """What was traced, and the counts of its norms by name."""
+
+    wrapped: TracedLoss
+    norms: Mapping[float, str]
+
+
 def capture_joint(
     model: nn.Module,
     loss_fn: LossFunction,
@@ -91,7 +101,19 @@ def capture_joint(
     storages = storages or Storages(model)
     leaves, spec = pytree.tree_flatten(batch)
     stand_ins = StandIns(model, storages)
-    num_known, asks, has_asked = -1, False, False
+
+    def traced(trial: Trial | None = None) -> Trace[_Traced]:
+        recorder = Recorder(model, loss_fn, trial=trial)
+        caches = torch.is_autocast_cache_enabled()
+        wrapped = TracedLoss(
+            model, loss_fn, spec, stand_ins, recorder, trains=trains, caches=caches
+        )
+        with recorder.around(), numbered_norms(model) as norms:
+            graph_module = _captured(wrapped, leaves)
+        found = _Traced(wrapped, norms)
+        return Trace(found=found, graph_module=graph_module, recorder=recorder)
+
+    num_known, asks, recorders = -1, False, list[Recorder]()
     while len(stand_ins.outside) > num_known or asks:
         if num_known > 0 and len(stand_ins.outside) > num_known:
             raise CaptureError(
@@ -99,24 +121,38 @@ def capture_joint(
                 "them in the batch"
             )
         num_known = len(stand_ins.outside)
-        recorder = Recorder(model, loss_fn)
-        caches = torch.is_autocast_cache_enabled()
-        wrapped = TracedLoss(
-            model, loss_fn, spec, stand_ins, recorder, trains=trains, caches=caches
-        )
-        with recorder.around(), numbered_norms(model) as norms:
-            graph_module = _captured(wrapped, leaves)
-        record = recorder.record()
+        trace = traced()
+        recorders.append(trace.recorder)
+        record = trace.recorder.record()
         # What a first call sets, and later ones read, is another course once.
-        asks = not record.is_reproducible and not has_asked
-        has_asked = has_asked or asks
+        asks = not record.is_reproducible and not asks
     if not record.is_reproducible:
-        raise CaptureError(
-            f"the loss of {type(model).__name__} may take another course at every call, and a planned step takes one: "
-            f"{record.why}; draw by torch.rand, keep what changes in a buffer, or pass it in the batch, where each "
-            "value that is no tensor gets a plan of its own"
-        )
-    return _read(graph_module, wrapped, storages.views, norms, record)
+        trace = _without_effects(record, traced, recorders, type(model).__name__)
+        record = trace.recorder.record()
+    found = trace.found
+    return _read(trace.graph_module, found.wrapped, storages.views, found.norms, record)
+
+
+def _without_effects(
+    record: CaptureRecord,
+    traced: Callable[[Trial], Trace[_Traced]],
+    recorders: Sequence[Recorder],
+    model: str,
+) -> Trace[_Traced]:
+    """Return a trace whose effects do not matter.
+
+    Raises:
+        CaptureError: they may, or there is another reason for which a step might take another course.
+    """
+    proof = prove(record, traced, before=recorders, who=f"the loss of {model}")
+    if proof.trace is not None:
+        return proof.trace
+    matters = f", and this counts: {proof.why}" if proof.why else ""
+    raise CaptureError(
+        f"the loss of {model} may take another course at every call, and a planned step takes one: {record.why}"
+        f"{matters}; draw by torch.rand, keep what changes in a buffer, or pass it in the batch, where each value that "
+        "is no tensor gets a plan of its own. Only counting, timing and appending to a list are let go"
+    )
 
 
 def _captured(wrapped: TracedLoss, leaves: list[Any]) -> fx.GraphModule:

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 import gascompile
-from gascompile.watches import Reads, watch
+from gascompile.watched import Reads
+from gascompile.watches import watch
 
 _logger = logging.getLogger(__name__)
 
