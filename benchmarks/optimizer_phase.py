@@ -30,7 +30,7 @@ from torch import nn
 
 import gascompile
 from benchmarks.environment import describe_environment, result_path
-from benchmarks.training_contenders import LEARNING_RATE, SHAPES, build_model
+from benchmarks.training_contenders import LEARNING_RATE, PLANNING_S, SHAPES, build_model
 from gascompile.commands.output import fields
 from gascompile.cost_models.trace import Trace
 from gascompile.ir import Offload, Reload
@@ -153,7 +153,13 @@ def measure(shape: str, budget: str, rounds: int, scratch: Path) -> dict[str, An
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     gradient = gradient_for(model)
     with gascompile.compile_step(
-        model, given_loss, optimizer, budget, gradient, cache_dir=scratch
+        model,
+        given_loss,
+        optimizer,
+        budget,
+        gradient,
+        cache_dir=scratch,
+        time_limit_s=PLANNING_S[shape],
     ) as step:
         step(gradient)
         plan = step.plan

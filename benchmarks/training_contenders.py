@@ -35,6 +35,10 @@ SHAPES: dict[str, dict[str, int]] = {
 }
 
 
+PLANNING_S = {"gpt2": 20.0, "toy": 1.0}
+"""What the search for a plan may take."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
     """What a contender trains, and the folder that it may fill."""
@@ -43,6 +47,7 @@ class Case:
     first_batch: torch.Tensor
     scratch: Path
     budget: str | None
+    planning_s: float = PLANNING_S["gpt2"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,6 +225,7 @@ def ours(case: Case) -> Trainer:
         optimizer_of(case.model),
         case.budget,
         example_batch=case.first_batch,
+        time_limit_s=case.planning_s,
     )
 
     def details() -> dict[str, Any]:

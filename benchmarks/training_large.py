@@ -101,6 +101,7 @@ def planned(options: argparse.Namespace) -> tuple[Step, Details]:
         batch_of(options.batch, options.tokens, 0),
         checkpoint=options.checkpoint,
         machine=options.machine,
+        time_limit_s=options.planning_s,
     )
 
     def details() -> dict[str, Any]:
@@ -174,7 +175,7 @@ def train(options: argparse.Namespace, scratch: Path, console: Console) -> list[
     command += [sys.executable, "-m", "benchmarks.training_large", "--checkpoint", str(path)]
     command += ["--layers", str(options.layers), "--budget", options.budget]
     command += ["--batch", str(options.batch), "--tokens", str(options.tokens)]
-    command += ["--steps", str(options.steps)]
+    command += ["--steps", str(options.steps), "--planning-s", str(options.planning_s)]
     command += ["--machine", options.machine] if options.machine else []
     rows: list[dict[str, Any]] = []
     for name in ["gascompile", *(["eager"] if options.eager else [])]:
@@ -210,6 +211,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--eager", action="store_true", help="PyTorch too, in memory as it takes")
     parser.add_argument("--machine", help="name or file; this machine, if not given")
     parser.add_argument("--scratch", type=Path, help="folder for the checkpoint; temporary")
+    parser.add_argument("--planning-s", type=float, default=20.0, help="for the search for a plan")
     parser.add_argument("--limit-s", type=float, default=1200, help="seconds for each")
     parser.add_argument("--checkpoint", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("-o", "--output", type=Path, help="result file")

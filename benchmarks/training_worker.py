@@ -13,7 +13,14 @@ import torch
 import transformers
 
 from benchmarks.anonymous import PeakSampler, anonymous_bytes
-from benchmarks.training_contenders import CONTENDERS, SHAPES, Case, batch_of, build_model
+from benchmarks.training_contenders import (
+    CONTENDERS,
+    PLANNING_S,
+    SHAPES,
+    Case,
+    batch_of,
+    build_model,
+)
 from benchmarks.training_peers import PEERS
 
 transformers.utils.logging.disable_progress_bar()
@@ -32,6 +39,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             first_batch=batch_of(options.shape, 0),
             scratch=options.scratch,
             budget=options.budget,
+            planning_s=PLANNING_S[options.shape],
         )
         model_s = time.perf_counter() - begin_s
         trainer = MAKERS[options.contender](case)

@@ -65,6 +65,8 @@ _SWEEP_SHARE = 0.6
 """Share of the time that is left in which amounts of recomputation are tried."""
 _FEW_TENSORS = 64
 """Workloads of no more are searched with all their freedom."""
+_MANY_TENSORS = 300
+"""Workloads of more are refused a budget, too, when the clock has run out before anything fits."""
 _FEW_LABELS = 30_000
 _MOST_LABELS = 300_000
 """How far small problems are gone through: before and after all other searches."""
@@ -248,9 +250,13 @@ def _begin(search: Search, remakes: Mapping[int, Remake], candidates: Iterator[S
             break
     assert least is not None, "there are heuristics"
     if search.best is None:
+        # What is quickly gone through is: no budget is refused because a machine was busy.
+        large = len(search.task.names) > _MANY_TENSORS
         for name, selection, dropped in last_resorts(search.base, remakes):
             least = min(least, selection, key=lambda found: found.excess_bytes)
-            if search.consider(name, selection, dropped) is not None or search.out_of_time:
+            if search.consider(name, selection, dropped) is not None or (
+                large and search.out_of_time
+            ):
                 break
     return least
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import signal
@@ -12,6 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 from hypothesis import settings
+
+from gascompile.fusion_build import compiler
+from tests.compiler import remembering_compiler
 
 # Timings on shared machines vary too much for a deadline; fixed examples make a failure repeatable.
 settings.register_profile("gascompile", deadline=None, derandomize=True)
@@ -33,12 +37,31 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device and kvikio"))
 
 
+def pytest_collection_finish() -> None:
+    """Take what has been imported out of the garbage collector's rounds: it stays, and tracing starts many."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _private_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Keep the user's cache out of the tests, and theirs in one place so a machine is measured once."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         patch.setenv("HF_HUB_OFFLINE", "1")
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _compiler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Compile each source once for all workers and for the processes that tests start."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    found = remembering_compiler(compiler(), folder / "compiler")
+    with pytest.MonkeyPatch.context() as patch:
+        if found is not None:
+            patch.setenv("CXX", str(found))
         yield
 
 

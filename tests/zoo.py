@@ -137,7 +137,7 @@ def deepseek_v3() -> Case:
 def mamba2() -> Case:
     config = transformers.Mamba2Config(
         hidden_size=64,
-        num_hidden_layers=2,
+        num_hidden_layers=1,
         vocab_size=100,
         state_size=8,
         num_heads=8,

@@ -39,27 +39,42 @@ ROWS = 8192
 """A result takes 2 MiB: large enough to leave."""
 
 
-def smallest_bytes(model: nn.Module, x: torch.Tensor, folder: Path) -> int:
-    with pytest.raises(InfeasiblePlanError) as refused:
-        gascompile.compile(model, 1, example_inputs=(x,), cache_dir=folder)
-    return refused.value.required_bytes
+PLANNING_S = 1.0
+"""Nothing here asks how fast a plan is."""
 
 
-@pytest.fixture
+def build(
+    case: tuple[Ladder, torch.Tensor], budget: int | str | Budget, cache: Path
+) -> gascompile.CompiledModel:
+    model, x = case
+    return gascompile.compile(
+        model, budget, example_inputs=(x,), cache_dir=cache, time_limit_s=PLANNING_S
+    )
+
+
+@pytest.fixture(scope="module")
 def case() -> tuple[Ladder, torch.Tensor]:
     torch.manual_seed(0)
     return Ladder().eval(), torch.randn(ROWS, 64)
 
 
+@pytest.fixture(scope="module")
+def smallest(case: tuple[Ladder, torch.Tensor], kernels: Path) -> int:
+    """Return the smallest budget of the case."""
+    with pytest.raises(InfeasiblePlanError) as refused:
+        build(case, 1, kernels)
+    return refused.value.required_bytes
+
+
 @pytest.mark.parametrize("extra_bytes", [0, MIB, 3 * MIB])
 def test_results_are_eager_and_the_peak_is_kept(
-    case: tuple[Ladder, torch.Tensor], cache: Path, extra_bytes: int
+    case: tuple[Ladder, torch.Tensor], smallest: int, cache: Path, extra_bytes: int
 ) -> None:
     model, x = case
     with torch.no_grad():
         expected = model(x)
-    budget = smallest_bytes(model, x, cache) + extra_bytes
-    with gascompile.compile(model, budget, example_inputs=(x,), cache_dir=cache) as compiled:
+    budget = smallest + extra_bytes
+    with build(case, budget, cache) as compiled:
         assert any(isinstance(step, Offload) for step in compiled.plan.steps)
         assert any(isinstance(step, Reload) for step in compiled.plan.steps)
         # All kept results together would not fit.
@@ -74,26 +89,26 @@ def test_results_are_eager_and_the_peak_is_kept(
         assert peak_growth_bytes(lambda: compiled(x)) <= budget - arena
 
 
-def test_one_byte_less_is_refused(case: tuple[Ladder, torch.Tensor], cache: Path) -> None:
-    model, x = case
-    smallest = smallest_bytes(model, x, cache)
+def test_one_byte_less_is_refused(
+    case: tuple[Ladder, torch.Tensor], smallest: int, cache: Path
+) -> None:
     with pytest.raises(InfeasiblePlanError):
-        gascompile.compile(model, smallest - 1, example_inputs=(x,), cache_dir=cache)
+        build(case, smallest - 1, cache)
 
 
 @pytest.mark.parametrize("room_bytes", [0, 4 * MIB])
 def test_a_small_disk_asks_for_more_memory(
-    case: tuple[Ladder, torch.Tensor], cache: Path, room_bytes: int
+    case: tuple[Ladder, torch.Tensor], smallest: int, cache: Path, room_bytes: int
 ) -> None:
     model, x = case
     weights_bytes = sum(weight.nbytes for weight in model.parameters())
 
     def within(size_bytes: int) -> gascompile.CompiledModel:
         budget = Budget(cpu=size_bytes, nvme=weights_bytes + room_bytes)
-        return gascompile.compile(model, budget, example_inputs=(x,), cache_dir=cache)
+        return build(case, budget, cache)
 
     with pytest.raises(InfeasiblePlanError) as refused:
-        within(smallest_bytes(model, x, cache))
+        within(smallest)
     with within(refused.value.required_bytes) as compiled, torch.no_grad():
         assert torch.equal(compiled(x), model(x))
     with pytest.raises(InfeasiblePlanError):
@@ -102,14 +117,14 @@ def test_a_small_disk_asks_for_more_memory(
 
 def test_with_room_for_all_nothing_moves(case: tuple[Ladder, torch.Tensor], cache: Path) -> None:
     model, x = case
-    with gascompile.compile(model, "64MiB", example_inputs=(x,), cache_dir=cache) as compiled:
+    with build(case, "64MiB", cache) as compiled:
         assert not any(isinstance(step, Offload) for step in compiled.plan.steps)
         with torch.no_grad():
             assert torch.equal(compiled(x), model(x))
 
 
 def test_a_disk_that_fails_in_between_is_an_error_and_the_next_run_is_right(
-    case: tuple[Ladder, torch.Tensor], cache: Path, monkeypatch: pytest.MonkeyPatch
+    case: tuple[Ladder, torch.Tensor], smallest: int, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, x = case
     broken = [False]
@@ -121,8 +136,7 @@ def test_a_disk_that_fails_in_between_is_an_error_and_the_next_run_is_right(
         return write(descriptor, data, offset)
 
     monkeypatch.setattr(os, "pwrite", fail)
-    budget = smallest_bytes(model, x, cache)
-    with gascompile.compile(model, budget, example_inputs=(x,), cache_dir=cache) as compiled:
+    with build(case, smallest, cache) as compiled:
         broken[0] = True
         with pytest.raises(StorageError, match="moving"):
             compiled(x)
@@ -132,28 +146,25 @@ def test_a_disk_that_fails_in_between_is_an_error_and_the_next_run_is_right(
 
 
 def test_a_bundle_moves_them_too(
-    case: tuple[Ladder, torch.Tensor], cache: Path, tmp_path: Path
+    case: tuple[Ladder, torch.Tensor], smallest: int, cache: Path, tmp_path: Path
 ) -> None:
     model, x = case
-    budget = smallest_bytes(model, x, cache)
-    with gascompile.compile(model, budget, example_inputs=(x,), cache_dir=cache) as compiled:
+    with build(case, smallest, cache) as compiled:
         compiled.save(tmp_path / "bundle")
     with gascompile.load(tmp_path / "bundle") as loaded, torch.no_grad():
         assert torch.equal(loaded(x), model(x))
 
 
 def test_what_moves_goes_to_the_cache_folder(
-    case: tuple[Ladder, torch.Tensor], cache: Path
+    case: tuple[Ladder, torch.Tensor], smallest: int, cache: Path
 ) -> None:
-    model, x = case
-    budget = smallest_bytes(model, x, cache)
     (cache / "spill").touch()
     with pytest.raises(StorageError, match=str(cache / "spill")):
-        gascompile.compile(model, budget, example_inputs=(x,), cache_dir=cache)
+        build(case, smallest, cache)
 
 
-def test_the_buffers_are_in_the_arena(case: tuple[Ladder, torch.Tensor], cache: Path) -> None:
-    model, x = case
-    budget = smallest_bytes(model, x, cache)
-    with gascompile.compile(model, budget, example_inputs=(x,), cache_dir=cache) as compiled:
+def test_the_buffers_are_in_the_arena(
+    case: tuple[Ladder, torch.Tensor], smallest: int, cache: Path
+) -> None:
+    with build(case, smallest, cache) as compiled:
         assert compiled.plan.arena_bytes["cpu"] >= 2 * SPILL_BUFFER_BYTES

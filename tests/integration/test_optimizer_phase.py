@@ -15,7 +15,7 @@ from benchmarks import optimizer_phase
 from benchmarks.training_contenders import build_model
 from gascompile import compile_step
 from gascompile.units import PAGE_BYTES
-from tests.training.runs import MACHINE
+from tests.training.runs import MACHINE, PLANNING_S
 
 
 def test_a_step_is_torch_s_update_with_the_given_gradient(tmp_path: Path) -> None:
@@ -34,7 +34,7 @@ def test_a_step_is_torch_s_update_with_the_given_gradient(tmp_path: Path) -> Non
         gradient,
         machine=MACHINE,
         cache_dir=tmp_path,
-        time_limit_s=2.0,
+        time_limit_s=PLANNING_S,
     ) as step:
         assert float(step(gradient)) == 0.0
         assert step.plan is not None and step.last_run is not None

@@ -229,7 +229,7 @@ def test_who_was_interrupted_while_closing_a_generator_generates(
     case.check()
 
 
-NUM_INTERRUPTS = int(os.environ.get("GASCOMPILE_INTERRUPTS", "48"))
+NUM_INTERRUPTS = int(os.environ.get("GASCOMPILE_INTERRUPTS", "32"))
 KINDS = ("inference", "threads", "close", "save", "load", "generation", "training", "checkpoints")
 
 

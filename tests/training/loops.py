@@ -13,6 +13,7 @@ from torch import nn
 
 from gascompile import compile_step
 from gascompile.training.step import TrainingStep
+from tests.training.runs import PLANNING_S
 from tests.training.trials import MACHINE
 
 NUM_STEPS = 20
@@ -91,7 +92,7 @@ def planned(case: Case, folder: Path) -> Outcome:
         "64MiB",
         machine=MACHINE,
         cache_dir=folder,
-        time_limit_s=1.0,
+        time_limit_s=PLANNING_S,
         **case.options,
     ) as loop.step:
         torch.manual_seed(7)

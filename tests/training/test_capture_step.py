@@ -90,6 +90,7 @@ def test_planning_is_measured() -> None:
 def test_a_large_model_trains_as_pytorch_does(tmp_path: Path) -> None:
     output = tmp_path / "large.json"
     command = ["--layers", "2", "--budget", "56MiB", "--tokens", "32", "--eager"]
+    command += ["--planning-s", "0.5"]
     command += ["--machine", "cpu-nvme", "--scratch", str(tmp_path), "-o", str(output)]
     assert training_large.main(command) == 0
     ours, eager = json.loads(output.read_text())["rows"]

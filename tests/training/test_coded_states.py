@@ -12,7 +12,7 @@ from torch import nn
 
 from gascompile import CheckpointError, TrainingStep, compile_step
 from gascompile.training.optimizers import StateForm
-from tests.training.runs import MACHINE, adamw, batches, loss_fn, new_model, plain_step
+from tests.training.runs import MACHINE, PLANNING_S, adamw, batches, loss_fn, new_model, plain_step
 
 TIGHT = 9 << 20
 TOLERANCE = 0.005
@@ -45,7 +45,7 @@ def compiled(
         batches(1)[0],
         machine=MACHINE,
         cache_dir=folder / "cache",
-        time_limit_s=0.5,
+        time_limit_s=PLANNING_S,
         states=states,
         **options,  # type: ignore[arg-type]
     )

@@ -18,7 +18,16 @@ from gascompile import TrainingStep, compile_step
 from gascompile.errors import CheckpointError, InfeasiblePlanError, UnsupportedOpError
 from gascompile.training import states
 from gascompile.training.step_plan import step_plan
-from tests.training.runs import BUDGET_BYTES, MACHINE, TinyGPT, adamw, batches, loss_fn, new_model
+from tests.training.runs import (
+    BUDGET_BYTES,
+    MACHINE,
+    PLANNING_S,
+    TinyGPT,
+    adamw,
+    batches,
+    loss_fn,
+    new_model,
+)
 
 Tensors = dict[str, torch.Tensor]
 
@@ -66,7 +75,7 @@ def opened(
         checkpoint=path,
         machine=MACHINE,
         cache_dir=cache,
-        time_limit_s=2,
+        time_limit_s=PLANNING_S,
     )
 
 

@@ -14,6 +14,7 @@ from torch.nn import functional
 from gascompile import compile_step
 from gascompile.errors import CaptureError, PlanMismatchError
 from gascompile.training.step import TrainingStep
+from tests.training.runs import PLANNING_S
 from tests.training.trials import MACHINE, Loss, Trial, adamw
 
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -41,7 +42,7 @@ def compiled(model: nn.Module, loss_fn: Loss, folder: Path, optimizer: Any = Non
         batches(1)[0],
         machine=MACHINE,
         cache_dir=folder,
-        time_limit_s=1,
+        time_limit_s=PLANNING_S,
     )
 
 

@@ -14,6 +14,7 @@ from torch import nn
 from gascompile import CheckpointError, compile_step
 from tests.training.runs import (
     MACHINE,
+    PLANNING_S,
     TinyGPT,
     adamw,
     batches,
@@ -129,7 +130,13 @@ def test_a_state_before_the_first_plan_is_the_models_own(tmp_path: Path) -> None
     model = new_model().train()
     optimizer = adamw(model)
     step = compile_step(
-        model, loss_fn, optimizer, "64MiB", machine=MACHINE, cache_dir=tmp_path, time_limit_s=2
+        model,
+        loss_fn,
+        optimizer,
+        "64MiB",
+        machine=MACHINE,
+        cache_dir=tmp_path,
+        time_limit_s=PLANNING_S,
     )
     with step:
         state = copy.deepcopy(step.state_dict())

@@ -22,6 +22,7 @@ from gascompile.machine import resolve_machine, this_machine_name
 from gascompile.runtime.engine import read_blocks
 from gascompile.training import step_costs as costs
 from gascompile.training.step import TrainingStep
+from tests.training.runs import PLANNING_S
 from tests.training.trials import MACHINE, adamw
 
 _BUDGET = 64 << 20
@@ -105,7 +106,7 @@ def compiled(machine: Machine, cache: Path, depth: int = 8) -> TrainingStep:
         BATCH,
         machine=machine,
         cache_dir=cache,
-        time_limit_s=1.0,
+        time_limit_s=PLANNING_S,
     )
 
 
@@ -251,7 +252,7 @@ def test_a_users_own_op_is_not_run_on_made_up_values(machine: Machine, tmp_path:
         BATCH,
         machine=machine,
         cache_dir=tmp_path,
-        time_limit_s=1.0,
+        time_limit_s=PLANNING_S,
     ) as step:
         assert seen == []
         assert list(tmp_path.rglob("*.steps.json"))

@@ -15,6 +15,7 @@ from torch.nn import functional
 from gascompile import compile_step
 from gascompile.errors import CaptureError, InfeasiblePlanError
 from gascompile.training.storages import Layout, Storages
+from tests.training.runs import PLANNING_S
 from tests.training.trials import MACHINE, Optimizers, adamw
 
 WIDTH = 48
@@ -207,7 +208,11 @@ def test_views_under_clipping_and_accumulation(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", [BufferOfParameter, ParameterOfParameter])
 def test_views_in_the_smallest_budget(kind: Callable[[], nn.Module], tmp_path: Path) -> None:
-    options: dict[str, Any] = {"machine": MACHINE, "cache_dir": tmp_path, "time_limit_s": 1.0}
+    options: dict[str, Any] = {
+        "machine": MACHINE,
+        "cache_dir": tmp_path,
+        "time_limit_s": PLANNING_S,
+    }
     model = made(kind)
     with pytest.raises(InfeasiblePlanError) as caught:
         compile_step(model, mse, adamw(model), 1, BATCH, **options)

@@ -17,6 +17,7 @@ from gascompile import CheckpointError, compile_step
 from gascompile.errors import StorageError, UnsupportedOpError
 from gascompile.training.step import TrainingStep
 from gascompile.units import format_size
+from tests.training.runs import PLANNING_S
 from tests.training.trials import MACHINE, Trial
 
 Make = Callable[[nn.Module], torch.optim.Optimizer]
@@ -86,7 +87,7 @@ def compiled(
         BATCHES[0],
         machine=MACHINE,
         cache_dir=folder,
-        time_limit_s=1,
+        time_limit_s=PLANNING_S,
         unplanned_optimizer=True,
     )
 

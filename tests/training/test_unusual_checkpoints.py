@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from gascompile import TrainingStep, compile_step
-from tests.training.runs import MACHINE, adamw, batches, loss_fn, new_model
+from tests.training.runs import MACHINE, PLANNING_S, adamw, batches, loss_fn, new_model
 
 
 def losses(step: TrainingStep, begin: int, end: int) -> list[float]:
@@ -28,7 +28,7 @@ def test_a_run_resumes_between_the_batches_of_an_update(tmp_path: Path) -> None:
             machine=MACHINE,
             cache_dir=tmp_path,
             accumulate=2,
-            time_limit_s=2,
+            time_limit_s=PLANNING_S,
         )
 
     reference = new_model().train()

@@ -16,6 +16,7 @@ from gascompile.errors import InfeasiblePlanError
 from gascompile.ir import Plan
 from gascompile.training.step import TrainingStep
 from gascompile.units import SPILL_BUFFER_BYTES
+from tests.training.runs import PLANNING_S
 
 MACHINE = "cpu-nvme"
 TRANSFER_BYTES = 4 * SPILL_BUFFER_BYTES
@@ -77,7 +78,7 @@ class Trial:
             self.batches[0],
             machine=MACHINE,
             cache_dir=self.cache,
-            time_limit_s=1.0,
+            time_limit_s=PLANNING_S,
             **self.options,
         )
 

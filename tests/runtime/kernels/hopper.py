@@ -39,26 +39,26 @@ def main() -> None:
         cast.cast_copy(
             torch.empty(64, 256, dtype=source)[:, 8:136], torch.empty(64, 128, dtype=target)
         )
-    for form, group in (
-        ("int8", 16),
-        ("int8", 64),
-        ("int9", 16),
-        ("int12", 16),
-        ("int4", 32),
-        ("int4", 128),
+    for form, group, target in (
+        ("int8", 16, DTYPES[0]),
+        ("int8", 64, DTYPES[1]),
+        ("int9", 16, DTYPES[1]),
+        ("int12", 16, DTYPES[0]),
+        ("int4", 32, DTYPES[0]),
+        ("int4", 128, DTYPES[1]),
     ):
         packed = torch.empty(64, row_bytes(form, 4096, group), dtype=torch.uint8)
-        for target in DTYPES[:2]:
-            dequantise.unpack(packed, torch.empty(64, 4096, dtype=target), form=form, group=group)
-    for form, rows, dtype in itertools.product(
-        (None, "int8", "int10", "int4"), (1, 16), DTYPES[:2]
+        dequantise.unpack(packed, torch.empty(64, 4096, dtype=target), form=form, group=group)
+    # Each pair of form, rows, outputs and dtype once at least.
+    for (wire, rows), outputs in itertools.product(
+        itertools.product((None, "int8", "int10", "int4"), (1, 16)), (256, 40960)
     ):
-        for outputs, bias in ((256, None), (40960, torch.empty(40960, dtype=dtype))):
-            columns = row_bytes(form, 4096, 32) if form else 4096
-            stored = torch.uint8 if form else dtype
-            weight = torch.empty(outputs, columns, dtype=stored)
-            x, out = torch.empty(rows, 4096, dtype=dtype), torch.empty(rows, outputs, dtype=dtype)
-            product.linear(x, weight, bias, out, form=form, group=32)
+        dtype = DTYPES[(wire in {"int8", "int4"}) ^ (rows > 1) ^ (outputs > 256)]
+        bias = torch.empty(outputs, dtype=dtype) if outputs > 256 else None
+        columns = row_bytes(wire, 4096, 32) if wire else 4096
+        weight = torch.empty(outputs, columns, dtype=torch.uint8 if wire else dtype)
+        x, out = torch.empty(rows, 4096, dtype=dtype), torch.empty(rows, outputs, dtype=dtype)
+        product.linear(x, weight, bias, out, form=wire, group=32)
 
 
 def compile_for_target(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:

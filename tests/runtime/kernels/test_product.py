@@ -34,7 +34,7 @@ def worst(result: torch.Tensor, expected: torch.Tensor) -> float:
     return float((result.double() - expected).abs().max() / expected.abs().max())
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     form=st.sampled_from(FORMS),
     rows=st.sampled_from([1, 1, 2, 3, 7, 16]),
@@ -74,7 +74,8 @@ def test_random_shapes(
 @pytest.mark.parametrize("rows", [1, 3])
 def test_divided_columns(device: torch.device, form: str | None, rows: int) -> None:
     """Few outputs of many columns are summed in parts; the last part is shorter, and the bias added once."""
-    columns = {None: 20_000, "int4": 20_032}.get(form, 20_010)
+    # One row is divided later than several are.
+    columns = (20_000 if rows == 1 else 4_000) + {None: 0, "int4": 32}.get(form, 10)
     tiling = choose_tiling(rows, 3, columns, form=form, group=32)
     assert tiling.parts > 1 and columns % tiling.part_columns
     x = torch.randn(rows, columns, device=device)
