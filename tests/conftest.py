@@ -61,7 +61,9 @@ def _compiler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     found = remembering_compiler(compiler(), folder / "compiler")
     with pytest.MonkeyPatch.context() as patch:
         if found is not None:
-            patch.setenv("CXX", str(found))
+            # By its name: a process without a path has no compiler.
+            patch.setenv("PATH", str(found.parent), prepend=os.pathsep)
+            patch.setenv("CXX", found.name)
         yield
 
 

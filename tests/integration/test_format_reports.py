@@ -190,10 +190,14 @@ def test_errors_by_hand() -> None:
 # ------------------------------------------------------------ the fastest form
 
 
-def trial(times_s: dict[str | None, float | Exception]) -> str:
-    """Return the wire form that is chosen where forms take these seconds, or fail so."""
+@pytest.fixture(scope="module")
+def program(kernels: Path) -> Program:
     model, ids = net()
-    program = gascompile.compile(model, example_inputs=(ids,), fuse="off").program
+    return gascompile.compile(model, example_inputs=(ids,), cache_dir=kernels, fuse="off").program
+
+
+def trial(program: Program, times_s: dict[str | None, float | Exception]) -> str:
+    """Return the wire form that is chosen where forms take these seconds, or fail so."""
     wires = {None: "float32", "bf16": "bfloat16", "int8": "int8", "int4": "int4"}
     by_wire = {wires[weights]: found for weights, found in times_s.items()}
 
@@ -227,21 +231,14 @@ def infeasible(required_bytes: int) -> InfeasiblePlanError:
     ],
 )
 def test_the_fastest_form_is_chosen_and_the_least_lossy_of_ties(
-    times_s: dict[str | None, float | Exception],
-    chosen: str,
-    cache: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    times_s: dict[str | None, float | Exception], chosen: str, program: Program
 ) -> None:
-    monkeypatch.setenv("GASCOMPILE_CACHE_DIR", str(cache))
-    assert trial(times_s) == chosen
+    assert trial(program, times_s) == chosen
 
 
-def test_where_no_form_fits_the_least_demand_is_told(
-    cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("GASCOMPILE_CACHE_DIR", str(cache))
+def test_where_no_form_fits_the_least_demand_is_told(program: Program) -> None:
     with pytest.raises(InfeasiblePlanError) as caught:
-        trial({None: infeasible(9), "bf16": infeasible(5), "int8": infeasible(7)})
+        trial(program, {None: infeasible(9), "bf16": infeasible(5), "int8": infeasible(7)})
     assert caught.value.required_bytes == 5
 
 

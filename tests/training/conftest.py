@@ -1,11 +1,18 @@
-"""One thread: what is trained here is small, and other tests have the other cores."""
+"""One thread: what is trained here is small, and other tests have the other cores. One plan for what is the same."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 
 import pytest
 import torch
+
+from gascompile import serial
+from gascompile.config import CompileConfig
+from gascompile.errors import InfeasiblePlanError
+from gascompile.ir import Budget, Machine, Plan, Workload
+from gascompile.training.step_plan import step_plan
 
 
 @pytest.fixture(autouse=True, scope="package")
@@ -14,3 +21,35 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True, scope="package")
+def _planned_once() -> Iterator[None]:
+    """Look once for the plan of a workload in a budget: many tests train the same small model."""
+    known: dict[tuple[object, ...], Plan | InfeasiblePlanError] = {}
+
+    def once(
+        workload: Workload,
+        machine: Machine,
+        budget: Budget,
+        config: CompileConfig,
+        *,
+        reserved_bytes: int,
+    ) -> Plan:
+        asked = (serial.digest(x) for x in (workload, machine, budget.limits_bytes(machine)))
+        key = (*asked, config.time_limit_s, config.mip_gap, reserved_bytes)
+        if key not in known:
+            try:
+                known[key] = step_plan(
+                    workload, machine, budget, config, reserved_bytes=reserved_bytes
+                )
+            except InfeasiblePlanError as error:
+                known[key] = copy.copy(error)
+        found = known[key]
+        if isinstance(found, InfeasiblePlanError):
+            raise copy.copy(found)
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("gascompile.training.units.step_plan", once)
+        yield

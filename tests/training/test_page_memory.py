@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -49,6 +50,7 @@ def test_equal_to_eager(trial: Trial, monkeypatch: pytest.MonkeyPatch, *, has_pa
 @pytest.mark.skipif(not has_compiler(), reason="needs a C++ compiler")
 def test_pages_hold_no_more_than_the_plan(trial: Trial) -> None:
     budget = trial.smallest_budget()
+    trial = replace(trial, planning_s=3.0)
     model = copy.deepcopy(trial.model)
     gc.collect()
     with trial.compiled(model, adamw(model), budget) as step:

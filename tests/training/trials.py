@@ -41,6 +41,7 @@ class Trial:
     optimizer: Optimizers = adamw
     scheduler: Callable[[torch.optim.Optimizer], Any] | None = None
     options: dict[str, Any] = field(default_factory=dict)
+    planning_s: float = PLANNING_S
 
     def eager(self) -> Result:
         """Train a copy as one would without a plan."""
@@ -78,7 +79,7 @@ class Trial:
             self.batches[0],
             machine=MACHINE,
             cache_dir=self.cache,
-            time_limit_s=PLANNING_S,
+            time_limit_s=self.planning_s,
             **self.options,
         )
 
