@@ -183,11 +183,13 @@ class Watches:
             for row in zip(*columns, strict=True):
                 if row[3] not in names and id(row[0]) not in gone:
                     self._take(kept, *row)
-        for owner, length, name in zip(*self._sizes, strict=True):
+        owners, lengths, kept_names = found._sizes
+        for owner, length, name in self.sized():
             if name not in names:
                 found._length += length
-                for column, part in zip(found._sizes, (owner, length, name), strict=True):
-                    column.append(part)
+                owners.append(owner)
+                lengths.append(length)
+                kept_names.append(name)
         found._tensors, found._arrays, found.moving = self._tensors, self._arrays, self.moving
         return found
 
