@@ -35,7 +35,6 @@ _SIZES: dict[str, Any] = {
     "eos_token_id": None,
 }
 _SHALLOW = {**_SIZES, "num_hidden_layers": 1}
-"""For what does not depend on the number of layers."""
 MACHINE = Machine(
     name="test",
     tiers={"cpu": Tier(size_bytes=8 << 30), "nvme": Tier(size_bytes=64 << 30)},
@@ -141,7 +140,6 @@ def opened(llama: tuple[Path, Any], cache: Path) -> Iterator[Generator]:
 
 @pytest.fixture
 def generator(opened: Generator) -> Generator:
-    """Return a generator that remembers nothing."""
     opened.reset()
     return opened
 
