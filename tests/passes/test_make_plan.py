@@ -239,7 +239,7 @@ def test_a_pinned_plan_shares_its_arena() -> None:
         make_plan(workload(["efg"]), cpu_machine(), budget, fingerprint={}, pinned=first)
 
 
-@settings(max_examples=24 * SCALE)
+@settings(max_examples=16 * SCALE)
 @given(workloads(), machines(), shares())
 def test_every_plan_runs_within_its_budget(task: Workload, machine: Machine, share: float) -> None:
     tier = machine.compute_tier
@@ -253,7 +253,7 @@ def test_every_plan_runs_within_its_budget(task: Workload, machine: Machine, sha
     assert replay_plan(plan).seconds == pytest.approx(certificate.predicted_s, rel=1e-8, abs=1e-12)
 
 
-@settings(max_examples=12 * SCALE)
+@settings(max_examples=8 * SCALE)
 @given(workloads(), machines(), shares())
 def test_the_answer_is_never_worse_than_any_strategy(
     task: Workload, machine: Machine, share: float
