@@ -84,7 +84,7 @@ class Running:
             try:
                 yield
             finally:
-                sys.setprofile(before)
+                _profile_again(before)
                 _active.running = outer
 
     def _seen(self, frame: types.FrameType, event: str, argument: Any) -> None:
@@ -147,6 +147,15 @@ class Running:
             self.files.add(os.path.abspath(os.fsdecode(path)))
         else:
             self.asked["reads an open file"] = None
+
+
+def _profile_again(before: Any) -> None:
+    """Give the profile back to whom it was taken from: a function, or a profiler that is no function."""
+    if before is None or callable(before):
+        sys.setprofile(before)
+    else:
+        sys.setprofile(None)
+        before.enable()
 
 
 class _Quiet(TorchFunctionMode):

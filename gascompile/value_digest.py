@@ -69,6 +69,9 @@ class ValueDigest(CodeDigest):
         self._registered = frozenset(registered)
         self._state = hashlib.blake2b(digest_size=20)
         self._seen: dict[int, tuple[int, object]] = {}
+        self._around: tuple[dict[int, tuple[int, object]], ...] = ()
+        """What was seen before the element of a set that this digest is of."""
+        self._num_around = 0
         self._storages: dict[int, int] = {}
         self._path: list[str] = []
         self._todo: deque[tuple[Callable[[Any], None], Any, tuple[str, ...]]] = deque()
@@ -97,18 +100,26 @@ class ValueDigest(CodeDigest):
         if kind in _EXACT:
             self.add(type(value).__name__, value)
             return
-        known = self._seen.get(id(value))
+        known = self._known(id(value))
         if known is not None:
             self.add("again", known[0])
             return
         if not isinstance(value, (tuple, frozenset)):
-            self._seen[id(value)] = (len(self._seen), value)
+            self._seen[id(value)] = (self._num_around + len(self._seen), value)
         self._path.append(name)
         try:
             _feeder(kind)(self, value)
         except RecursionError:
             self.unknown("nested too deep")
         self._path.pop()
+
+    def _known(self, number: int) -> tuple[int, object] | None:
+        known = self._seen.get(number)
+        if known is None:
+            for seen in self._around:
+                if known := seen.get(number):
+                    break
+        return known
 
     def later(self, feed: Callable[[Any], None], value: Any) -> None:
         """Feed code after the values, so that long chains of it nest no calls."""
@@ -137,7 +148,9 @@ class ValueDigest(CodeDigest):
                 digests.append(f"{type(item).__name__} {item!r}")
                 continue
             part = ValueDigest(self._registered)
-            part._seen, part._path = dict(self._seen), [*self._path, "an element"]
+            part._around = (self._seen, *self._around)
+            part._num_around = self._num_around + len(self._seen)
+            part._path = [*self._path, "an element"]
             part.value(item)
             digests.append(part.digest())
             self.opaque += part.opaque

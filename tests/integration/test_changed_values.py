@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import cProfile
 import gc
 import logging
 from collections.abc import Iterator
@@ -86,3 +87,13 @@ def test_what_is_told_of_collections_is_no_part_of_a_capture() -> None:
     record = capture(Collects(), (torch.ones(2),), {}).record
     assert record is not None
     assert "clock" not in (record.why or "")
+
+
+def test_a_capture_under_a_profiler_gives_it_back(tmp_path: Path) -> None:
+    profiler, x = cProfile.Profile(), torch.ones(2, 8)
+    profiler.enable()
+    with gascompile.compile(Scaled().eval(), None, (x,), cache_dir=tmp_path, fuse="off") as model:
+        before = sum(entry.callcount for entry in profiler.getstats())
+        model(x)
+        profiler.disable()
+    assert sum(entry.callcount for entry in profiler.getstats()) > before
