@@ -62,6 +62,8 @@ class Persistent:
         self._away: set[str] = {*zeros, *unread}
         self._valid: set[str] = set(zeros)
         """Whose slot holds the value of now."""
+        self._coming: set[str] = set()
+        """Read for somebody else, and not there yet."""
         self._writes: dict[str, Ticket] = {}
         self.num_changes = 0
         """Grows whenever a value changes."""
@@ -138,9 +140,15 @@ class Persistent:
         return found.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
 
     def taken(self, name: str) -> torch.Tensor:
-        """Return a tensor in memory, for somebody else to own once this is closed."""
-        if name in self._away:
+        """Return a tensor in memory, for somebody else to own once this is closed.
+
+        Raises:
+            StorageError: it cannot be read; to be asked for again.
+        """
+        if name in self._away or name in self._coming:
+            self._coming.add(name)
             self.read(name).wait()
+            self._coming.discard(name)
         return self.tensors[name]
 
     def assign(self, name: str, value: torch.Tensor) -> None:

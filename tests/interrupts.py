@@ -253,6 +253,50 @@ class Checkpointed(Trained):
         assert float(self.step(self.batches[1])) == self.expected[0]
 
 
+class Ended:
+    """Closing a training step: its values are with it or back in the model, and a second call ends it."""
+
+    def __init__(self, folder: Path) -> None:
+        """Plan once to know what is right."""
+        self.folder, self.batch = folder, torch.linspace(-1, 1, 4 * 96).view(4, 96)
+        self.expected: dict[str, torch.Tensor] = {}
+        self.begin()
+        self.step.close()
+        self.expected = copied(self.model)
+        self.begin()
+
+    def begin(self) -> None:
+        """Take one step, of a model whose states leave memory."""
+        torch.manual_seed(5)
+        self.model = nn.Sequential(nn.Linear(96, 96), nn.Linear(96, 96))
+        self.step = gascompile.compile_step(
+            self.model,
+            lambda model, batch: model(batch).square().mean(),
+            adamw(self.model),
+            (4 << 20) + 220_000,
+            machine=MACHINE,
+            cache_dir=self.folder,
+        )
+        self.step(self.batch)
+
+    def act(self) -> None:
+        """Close it."""
+        self.step.close()
+
+    def check(self) -> None:
+        """Close it again, and take the next one."""
+        self.step.close()
+        found = copied(self.model)
+        for name, expected in self.expected.items():
+            assert torch.equal(found[name], expected), name
+        self.begin()
+
+
+def copied(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return copies of a model's values."""
+    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+
 CASES: dict[str, Callable[[Path], Case]] = {
     "inference": Streamed,
     "threads": Shared,
@@ -262,6 +306,7 @@ CASES: dict[str, Callable[[Path], Case]] = {
     "generation": Generated,
     "training": Trained,
     "checkpoints": Checkpointed,
+    "close of a step": Ended,
 }
 
 
@@ -270,6 +315,7 @@ def disturb(case: Case, count: int, seed: int) -> Iterator[int]:
     generator, storm = random.Random(seed), Storm()
     signal.signal(signal.SIGALRM, storm)
     case.act()
+    case.check()
     start_s = time.perf_counter()
     case.act()
     time_s = time.perf_counter() - start_s

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import logging
+import warnings
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from torch import nn
 
 from gascompile.errors import GASCompileError, StorageError
 from gascompile.runtime.waiting import life, require_life
+from gascompile.training.attempt import Attempt, begin
 from gascompile.training.checkpoints import CheckpointFolder
 from gascompile.training.states import States
 from gascompile.training.unfinished import Unfinished
@@ -30,6 +34,8 @@ class Holdings:
         """What ended a step after which values may be half updated."""
         self.unfinished = Unfinished(units)
         self.is_closed = False
+        self._attempt = Attempt()
+        self._said: list[Callable[[], None]] = []
         maker.before_access = self.settled
 
     @property
@@ -76,42 +82,69 @@ class Holdings:
     def close(self) -> None:
         """Put values back into the model and the optimizer; give memory and files back. Idempotent.
 
+        An own thread does it, so that no interrupt leaves it half done. The first one that comes is raised when all
+        is back; after another, a second call waits for the end.
+
         Raises:
-            StorageError: a value cannot be read.
+            StorageError: a value cannot be read; it stays where it is, and another call tries again.
         """
+        self.is_closed = True
+        attempt = self._attempt
+        if not attempt.is_over:
+            begin(partial(self._finish, attempt))
+            try:
+                attempt.wait()
+            except BaseException:
+                attempt.wait()
+                raise
+        while self._said:
+            # By the caller: a handler's lock may be the caller's.
+            self._said.pop(0)()
+        if attempt.error is not None:
+            raise attempt.error
+
+    def _finish(self, attempt: Attempt) -> None:
+        """Give all back, unless another thread does; what has been given back is not touched again."""
+        if not attempt.claim():
+            return
+        try:
+            self._give_back()
+        except BaseException as error:  # noqa: BLE001 - the caller raises it
+            attempt.error = error
+            self._attempt = Attempt()
+        attempt.end()
+
+    def _give_back(self) -> None:
         for checkpoints in self.folders.values():
             checkpoints.close()
-        states, self._maker.states = self._maker.states, None
-        self.is_closed = True
+        states, units = self.states, list(self._units)
         if states is None:
             return
-        OPEN.discard(self._model)
-        units = self._units.clear()
+        if not self.failure and not self.unfinished.tidied(states.persistent):
+            self.failure = "it was interrupted"
         if self.failure:
-            _log.warning(
-                "a step has failed (%s): what goes back into the model may be half updated",
-                self.failure,
-            )
-        try:
-            for unit in units:
-                unit.iteration.settle()
-                # What activations took is free again before values come back.
-                unit.iteration.close()
-            if self.failure:
-                states.persistent.recover()
-            states.give_back(moments=not self.failure)
-            states.storages.restore()
-        finally:
-            states.covers.close()
-            for unit in units:
-                unit.iteration.close()
-            states.persistent.close()
+            text = "a step has failed (%s): what goes back into the model may be half updated"
+            self._said.append(partial(_log.warning, text, self.failure))
+        for unit in units:
+            unit.iteration.settle()
+            # What activations took is free again before values come back.
+            unit.iteration.close()
+        if self.failure:
+            states.persistent.recover()
+        warned = states.give_back(moments=not self.failure)
+        self._said += [partial(warnings.warn, text, stacklevel=4) for text in warned]
+        states.storages.restore()
+        # All is in the model again.
+        states.persistent.close()
+        self._units.clear()
+        self._maker.states = None
+        OPEN.discard(self._model)
 
     def dropped(self) -> None:
         """Close in the place of a step that nobody has closed, and say so."""
-        if self.is_closed or self._life is not life():
+        if (self.is_closed and self.states is None) or self._life is not life():
             return
-        if self.states is not None:
+        if self.states is not None and not self.is_closed:
             _log.warning(
                 "a training step of %s was dropped without close(); its values go back into the model now. Use it in a "
                 "'with', or call close()",

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
+
+import torch
 
 from gascompile.errors import CheckpointError
 
@@ -32,6 +35,11 @@ def require_same(model: str, shapes: Shapes, wanted: Shapes) -> None:
         raise CheckpointError(
             f"the state is of another model than {model}: it {'; it '.join(said)}"
         )
+
+
+def shapes_of(state: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a state's tensors."""
+    return {n: tuple(value.shape) for n, value in state.items() if isinstance(value, torch.Tensor)}
 
 
 def _some(names: list[str]) -> str:

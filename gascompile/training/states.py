@@ -7,7 +7,6 @@ tensors there and moments have no entry. ``give_back`` returns both.
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from gascompile.training.covers import Covers
 from gascompile.training.file_values import FileValues
 from gascompile.training.open_optimizer import OpenOptimizer, listed, restore
 from gascompile.training.optimizers import TOTAL, Rules, Slot, Tile
-from gascompile.training.same_model import require_same
+from gascompile.training.same_model import require_same, shapes_of
 from gascompile.training.storages import Storages
 from gascompile.units import format_size
 
@@ -78,6 +77,8 @@ class States:
         self.counts, self.num_steps = self._counts(entries)
         """Updates of each parameter so far, by name; without planned updates the optimizer has its own."""
         self.num_batches = 0
+        self._given: set[str] = set()
+        """What is back in the model."""
         self.pending: frozenset[str] = frozenset()
         """Parameters whose totals hold a gradient."""
         own = {name: tensor.detach() for name, tensor in self.tensors.items()}
@@ -253,7 +254,7 @@ class States:
             )
         model = found["model"]
         kept = self.model.state_dict(keep_vars=True)
-        require_same(type(self.model).__name__, _shapes(model), self._wanted(kept))
+        require_same(type(self.model).__name__, shapes_of(model), self._wanted(kept))
         checked = self._checked(found["optimizer"])
         self.generation += 1
         restore(self.optimizer, self._rest(found["optimizer"]))
@@ -267,8 +268,8 @@ class States:
 
     def _wanted(self, kept: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         own = self.names()
-        like = {name: self.like(own[name]) if own[name] else kept[name] for name in _shapes(kept)}
-        return _shapes(like)
+        like = {name: self.like(own[name]) if own[name] else kept[name] for name in shapes_of(kept)}
+        return shapes_of(like)
 
     def _checked(
         self, found: Mapping[str, Any]
@@ -351,34 +352,36 @@ class States:
                 counts[slot.name] = int(entry.get("momentum_buffer") is not None)
         return counts, max(steps, default=0)
 
-    def give_back(self, *, moments: bool) -> None:
-        """Fill the model again, and the optimizer where ``moments`` is true and memory allows it.
+    def give_back(self, *, moments: bool) -> list[str]:
+        """Fill the model again, and the optimizer where memory allows it; return what to warn of.
 
-        Raises:
-            StorageError: a value cannot be read.
+        Called again after a ``StorageError``, it goes on with what is not back yet.
         """
         self.covers.close()
         self._open.close()
         if self.values is not None and self.values.stays_out(
             self.tensors, self.persistent, _available_bytes()
         ):
-            return
+            return []
         for name, tensor in self.tensors.items():
-            tensor.data = self.persistent.taken(name)
+            if name not in self._given:
+                tensor.data = self.persistent.taken(name)
+                self._given.add(name)
         for view in self.storages.views.values():
             view.tensor.data = view.layout.within(self.tensors[view.owner].detach())
         tiles = (tile for tiles in self.tiles.values() for tile in tiles)
         size_bytes = torch.float32.itemsize * sum(tile.num_elements for tile in tiles)
         available = _available_bytes()
         if moments and size_bytes + size_bytes // 16 + _BESIDE_BYTES > available:
-            warnings.warn(
+            said = (
                 f"the optimizer's state of {format_size(size_bytes)} does not fit the {format_size(available)} of "
-                "memory that is free, and stays out of the optimizer; use save before close to keep it",
-                stacklevel=3,
+                "memory that is free, and stays out of the optimizer; use save before close to keep it"
             )
-        elif moments:
+            return [said]
+        if moments:
             for slot, _, entry in list(self._entries()):
                 self.optimizer.state[self.tensor(slot.name)] = entry
+        return []
 
 
 def _in_order_of(like: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -394,7 +397,3 @@ def _available_bytes() -> int:
     lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     (found,) = (int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
     return min(found << 10, memory_limit().size_bytes - own_bytes())
-
-
-def _shapes(state: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    return {n: tuple(value.shape) for n, value in state.items() if isinstance(value, torch.Tensor)}

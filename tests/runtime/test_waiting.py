@@ -230,7 +230,17 @@ def test_who_was_interrupted_while_closing_a_generator_generates(
 
 
 NUM_INTERRUPTS = int(os.environ.get("GASCOMPILE_INTERRUPTS", "32"))
-KINDS = ("inference", "threads", "close", "save", "load", "generation", "training", "checkpoints")
+KINDS = (
+    "inference",
+    "threads",
+    "close",
+    "save",
+    "load",
+    "generation",
+    "training",
+    "checkpoints",
+    "close of a step",
+)
 
 
 @pytest.mark.parametrize("kinds", [KINDS[:5], KINDS[5:]], ids=["inference", "others"])
