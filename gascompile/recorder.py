@@ -228,9 +228,9 @@ def _caller(frame: types.FrameType | None) -> types.FrameType | None:
         path = frame.f_code.co_filename
         if path.startswith("<frozen importlib"):
             return None
-        if any(f"/{talk}" in path for talk in _TALK):
-            return None
         found = origin_of_file(path)
+        if found.versioned and any(f"/{talk}" in path for talk in _TALK):
+            return None
         if found in {Origin.TORCH, Origin.OWN}:
             return None
         if found is not Origin.PYTHON:

@@ -88,6 +88,7 @@ class Watches:
         self._length = 0
         self._tensors: tuple[list[torch.Tensor], list[int], list[str]] = ([], [], [])
         self._arrays: list[tuple[Any, bytes, str]] = []
+        self._sets: list[tuple[set[Any], frozenset[Any], str]] = []
         self.moving: list[str] = []
         """Names of what gives another value each time it is asked."""
 
@@ -114,8 +115,10 @@ class Watches:
         names.append(name)
 
     def content(self, value: Any, name: str) -> None:
-        """Watch what a tensor or an array holds."""
-        if isinstance(value, numpy.ndarray) and value.nbytes <= _MAX_ARRAY_BYTES:
+        """Watch what a tensor, an array or a set holds."""
+        if isinstance(value, set):
+            self._sets.append((value, _elements(value), name))
+        elif isinstance(value, numpy.ndarray) and value.nbytes <= _MAX_ARRAY_BYTES:
             self._arrays.append((value, value.tobytes(), name))
         elif isinstance(value, torch.Tensor) and self._versions and not value.is_inference():
             tensors, numbers, names = self._tensors
@@ -135,6 +138,7 @@ class Watches:
                 and sum(map(len, sized)) == lengths
                 and all(map(operator.eq, map(_version, self._tensors[0]), self._tensors[1]))
                 and all(array.tobytes() == content for array, content, _ in self._arrays)
+                and all(_elements(held) == elements for held, elements, _ in self._sets)
             ):
                 return None
         except (LookupError, AttributeError, ValueError):
@@ -162,6 +166,13 @@ class Watches:
         for tensor, version, name in zip(*self._tensors, strict=True):
             if tensor._version != version:
                 found.append(Change(name, None, f"the tensor {name} was written to"))
+        for held, elements, name in self._sets:
+            if (
+                _elements(held) != elements
+                and len(held) == len(elements)
+                and (reads is None or reads.reach(name, _leaf(name)))
+            ):
+                found.append(Change(name, _leaf(name), f"the set {name} has other elements now"))
         written = [n for array, content, n in self._arrays if array.tobytes() != content]
         return found + [Change(n, None, f"the array {n} was written to") for n in written]
 
@@ -190,6 +201,7 @@ class Watches:
                 owners.append(owner)
                 lengths.append(length)
                 kept_names.append(name)
+        found._sets = [row for row in self._sets if row[2] not in names]
         found._tensors, found._arrays, found.moving = self._tensors, self._arrays, self.moving
         return found
 
@@ -198,6 +210,11 @@ def _leaf(name: str) -> object:
     """Return the attribute that a place lies in; ``None`` where its name does not say."""
     leaf = _ENTRY.sub("", name).rpartition(".")[2]
     return leaf if leaf.isidentifier() else None
+
+
+def _elements(held: set[Any]) -> frozenset[tuple[type, Any]]:
+    """Return what is in a set, of which 1 and True are not the same."""
+    return frozenset(zip(map(type, held), held, strict=True))
 
 
 def _version(tensor: torch.Tensor) -> int:

@@ -10,7 +10,7 @@ import logging
 import random
 import sys
 import types
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Sized
 from functools import partial
 from typing import Any
@@ -142,7 +142,7 @@ class _Walk:
             self.watches.moving.append(name)
         elif isinstance(value, (dict, types.MappingProxyType)):
             self._entries(value, list(value), name)
-        elif isinstance(value, (list, tuple)):
+        elif isinstance(value, (list, tuple, deque)):
             self._entries(value, range(len(value)), name)
         elif isinstance(value, types.FunctionType):
             self._function(value, name)
@@ -175,6 +175,7 @@ class _Walk:
             self.value(wrapped, name)
         if isinstance(value, (set, frozenset)):
             self.watches.size(value, name)
+            self.watches.content(value, name)
         elif id(value) not in self._registered:
             self.fields(value, name)
             if isinstance(value, nn.Module):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import cProfile
 import gc
 import logging
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,28 @@ def test_dictionaries_that_make_what_is_asked_for_have_not_changed() -> None:
     assert watches.changed() is None
     made["relu"] = nn.GELU
     assert "made['relu']" in (watches.changed() or "")
+
+
+@pytest.mark.parametrize(
+    ("held", "change"),
+    [
+        (deque([1, 2]), lambda held: held.rotate()),
+        (deque([1, 2], 2), lambda held: held.append(1)),
+        ({1, 2}, lambda held: (held.remove(1), held.add(3))),
+        ({1, 2}, lambda held: (held.remove(1), held.add(True))),
+        ([1, 2], lambda held: held.reverse()),
+        ({"a": 1, "b": 2}, lambda held: held.update(a=2, b=1)),
+    ],
+)
+def test_containers_of_the_same_length_have_changed(
+    held: Any, change: Callable[[Any], object]
+) -> None:
+    model = nn.Module()
+    vars(model)["held"] = held
+    watches = watch(model, (), (), Reads(names=None, ran=None), versions=False)
+    assert watches.changed() is None
+    change(held)
+    assert "held" in (watches.changed() or "")
 
 
 @pytest.fixture
