@@ -90,12 +90,22 @@ def remember(
     kind = _kind(annotate(program, machine).kinds, error.op)
     if not kind:
         return False
+    learn(kind, error.real_bytes, cache_dir)
+    return True
+
+
+def learn(kind: str, real_bytes: int, cache_dir: Path) -> None:
+    """Keep what a kind of op was found to ask for in a run that was stopped."""
     known = _read(cache_dir)
     before = known.learnt.get(kind, 0)
     # It was stopped at the first block too many: more may follow, a little at first.
-    size_bytes = max(error.real_bytes * 9 // 8 + _SMALL_BYTES, before * 3 // 2)
+    size_bytes = max(real_bytes * 9 // 8 + _SMALL_BYTES, before * 3 // 2)
     _write(replace(known, learnt={**known.learnt, kind: size_bytes}), cache_dir)
-    return True
+
+
+def learnt_bytes(cache_dir: Path) -> Mapping[str, int]:
+    """Return what runs that were stopped have taught, by kind of op."""
+    return _read(cache_dir).learnt
 
 
 def lacks_memory(bundle: Bundle, *, cache_dir: Path) -> str:

@@ -49,17 +49,22 @@ def run_within_budget(
             learnt = remember(bundle.program, bundle.plan.machine, error, cache_dir)
             if not learnt or number == MOST_PLANS or error.half_updated or replan is None:
                 raise
-            _log.warning(
-                "op '%s' asks for %d bytes, planned were %d: the plan is made again",
-                error.op,
-                error.real_bytes,
-                error.planned_bytes,
-            )
+            log_replan(error)
             unit = replan(unit)
         else:
             _grade(executor, unit.bundle.plan, cache_dir)
             return unit, outputs
     raise AssertionError("the last run returns or raises")
+
+
+def log_replan(error: BudgetExceededError) -> None:
+    """Say that a plan is made again, and why."""
+    _log.warning(
+        "op '%s' asks for %d bytes, planned were %d: the plan is made again",
+        error.op,
+        error.real_bytes,
+        error.planned_bytes,
+    )
 
 
 def _grade(executor: Executor, plan: Plan, cache_dir: Path) -> None:

@@ -93,16 +93,21 @@ class CountedRuns:
         result = function(*values)
         if count.peak_bytes > self.limit_bytes:
             self._said = True
-            real = budget_exceeded(self._plan, op, count.peak_bytes - before_bytes)
-            _log.warning(
-                "op '%s' took %d bytes, for which %d are planned: the run passed the budget of %d bytes for tier '%s'",
-                real.op,
-                real.real_bytes,
-                real.planned_bytes,
-                real.budget_bytes,
-                real.tier,
-            )
+            log_excess(self._plan, op, count.peak_bytes - before_bytes)
         return result
+
+
+def log_excess(plan: Plan, op: int, real_bytes: int) -> None:
+    """Warn of an op that passed the budget, where that is let go."""
+    found = budget_exceeded(plan, op, real_bytes)
+    _log.warning(
+        "op '%s' took %d bytes, for which %d are planned: the run passed the budget of %d bytes for tier '%s'",
+        found.op,
+        found.real_bytes,
+        found.planned_bytes,
+        found.budget_bytes,
+        found.tier,
+    )
 
 
 def budget_exceeded(

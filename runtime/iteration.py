@@ -54,6 +54,7 @@ class Iteration:
         pages: Pages | None = None,
         counter: Counter | None = None,
         reserved_bytes: int = 0,
+        stops: bool = True,
     ) -> None:
         """Turn the steps into calls and take room for the activations that leave.
 
@@ -64,6 +65,7 @@ class Iteration:
             pages: where large results are to lie; else on the heap.
             counter: what counts the memory that runs take; without one, planned workspace is believed.
             reserved_bytes: of the budget, for others than the ops.
+            stops: whether a run ends before it passes the budget; else it says so afterwards.
 
         Raises:
             StorageError: the folder cannot be written to, or has too little space.
@@ -102,7 +104,10 @@ class Iteration:
         self.heap = HeapMemory()
         self._budget_bytes = plan.budget_bytes[plan.machine.compute_tier]
         self._peak_bytes = plan.peak_bytes[plan.machine.compute_tier]
-        self._counter, self._limit_bytes = counter, self._budget_bytes - reserved_bytes
+        self._counter, self.limit_bytes = counter, self._budget_bytes - reserved_bytes
+        self._stops = stops
+        self.says_excess = counter is not None and not stops
+        """Whether the first op that passes the budget is still to be reported."""
         self.new_bytes = new_bytes(plan, persistent.sizes)
         self._pending: dict[str, Ticket] | None = None
         """Transfers that the last run has started for the next one; ``None`` before the first."""
@@ -143,7 +148,7 @@ class Iteration:
                     with counting as run.count:
                         limit = bool if run.count is None else run.count.limit
                         try:
-                            limit(self._limit_bytes)
+                            limit(self.limit_bytes if self._stops else NO_LIMIT)
                             if pending is None:
                                 run.start(self._up_front)
                             run.steps(self._entries)

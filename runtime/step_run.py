@@ -24,7 +24,7 @@ from gascompile.ir import (
     Wait,
 )
 from gascompile.reports import RunReport, Stall
-from gascompile.runtime.counted_runs import budget_exceeded
+from gascompile.runtime.counted_runs import budget_exceeded, log_excess
 from gascompile.runtime.counting import Count
 from gascompile.runtime.lives import Entry
 from gascompile.runtime.meter import process_peak_bytes
@@ -84,6 +84,8 @@ class Run:
                     self.move(step)
             except torch.OutOfMemoryError as error:
                 raise self._refused(step) or error from None
+            if self._of.says_excess:
+                self._look(step)
             for node in entry.frees:
                 self._values.pop(node, None)
             for name in entry.dies:
@@ -96,6 +98,13 @@ class Run:
         results = self._values.get(owner[0]) if owner is not None else None
         if owner is not None and owner[1] is not None and isinstance(results, list):
             results[owner[1]] = None
+
+    def _look(self, step: Step) -> None:
+        """Report the first step that passes the budget."""
+        count = self.count
+        if count is not None and count.peak_bytes > self._of.limit_bytes:
+            self._of.says_excess = False
+            log_excess(self._of._plan, step.op, count.peak_bytes - self.live_bytes)
 
     def _refused(self, step: Step) -> BudgetExceededError | None:
         """Return what passed the budget in a step, if that is what happened."""

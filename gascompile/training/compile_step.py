@@ -39,6 +39,7 @@ def compile_step(
     replan: bool = True,
     states: StateForm = "fp32",
     unplanned_optimizer: bool = False,
+    on_exceed: str = "error",
     time_limit_s: float = 20.0,
     mip_gap: float = 0.01,
 ) -> TrainingStep:
@@ -68,6 +69,7 @@ def compile_step(
         unplanned_optimizer: let torch's own ``optimizer.step()`` update, whichever optimizer it is. Forward and
             backward passes are planned; parameters and gradients are all in memory for an update, and the
             optimizer's state all the time. A warning gives the numbers where that is more than the budget.
+        on_exceed: where an op asks for more than the budget has, ``"error"`` plans again or stops, ``"warn"`` goes on.
         time_limit_s: wall clock for the solver.
         mip_gap: relative gap at which the solver may stop.
 
@@ -89,6 +91,7 @@ def compile_step(
         replan=replan,
         states=states,
         unplanned=unplanned_optimizer,
+        on_exceed=on_exceed,
     )
     (require_step if unplanned_optimizer else require_rule)(optimizer)
     require_followed(model, optimizer)

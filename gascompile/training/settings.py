@@ -11,6 +11,7 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from gascompile.config import ON_EXCEED
 from gascompile.errors import CaptureError, NanLossError, PlanMismatchError
 from gascompile.training.optimizers import STATE_FORMS, StateForm
 from gascompile.training.step_program import StepOptions
@@ -32,6 +33,7 @@ class Settings:
     unplanned: bool = False
     """Torch's own optimizer updates."""
     states: StateForm = "fp32"
+    on_exceed: str = "error"
 
     def __post_init__(self) -> None:
         """Check the values.
@@ -45,6 +47,8 @@ class Settings:
             raise ValueError(f"max_grad_norm={self.max_grad_norm}; it has to be more than 0")
         if self.on_nan not in _ON_NAN:
             raise ValueError(f"on_nan={self.on_nan!r}; it is one of {', '.join(_ON_NAN)}")
+        if self.on_exceed not in ON_EXCEED:
+            raise ValueError(f"on_exceed={self.on_exceed!r}; it is one of {', '.join(ON_EXCEED)}")
         if self.states not in STATE_FORMS:
             raise ValueError(f"states={self.states!r}; it is one of {', '.join(STATE_FORMS)}")
         if self.unplanned and self.states != "fp32":

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from gascompile.batches import admit
 from gascompile.config import CompileConfig
 from gascompile.errors import (
+    BudgetExceededError,
     CheckpointError,
     ClosedStepError,
     StorageError,
@@ -25,6 +26,7 @@ from gascompile.errors import (
 )
 from gascompile.ir import Budget, Machine, Plan
 from gascompile.reports import RunReport
+from gascompile.run_within_budget import MOST_PLANS
 from gascompile.runtime.pages import Pages
 from gascompile.runtime.recording import Recording
 from gascompile.training.checkpoints import CheckpointFolder
@@ -108,8 +110,7 @@ class TrainingStep:
         """
         num_batches = self._states.num_batches if self._states else 0
         updates = self._settings.updates_at(num_batches)
-        unit = self._unit(batch, trains=True, updates=updates)
-        states, loss = self._run(unit, batch)
+        unit, states, loss = self._run_within_budget(batch, trains=True, updates=updates)
         states.pending |= unit.program.gradients
         if updates and self._settings.unplanned:
             self._update_unplanned(states, unit)
@@ -149,11 +150,10 @@ class TrainingStep:
         modes = {module: module.training for module in self._model.modules()}
         self._model.eval()
         try:
-            unit = self._unit(batch, trains=False)
+            _, _, loss = self._run_within_budget(batch, trains=False)
         finally:
             for module, training in modes.items():
                 module.training = training
-        _, loss = self._run(unit, batch)
         self._holdings.unfinished.end()
         return loss
 
@@ -205,6 +205,31 @@ class TrainingStep:
             raise ClosedStepError(
                 "the step is closed and has given its values back; compile a new step with compile_step"
             )
+
+    def _run_within_budget(
+        self, batch: Any, *, trains: bool, updates: bool = False
+    ) -> tuple[Unit, States, torch.Tensor]:
+        """Run what is planned for a batch; plan again where an op takes more than the plan has for it."""
+        random = torch.default_generator.clone_state()
+        for number in range(MOST_PLANS + 1):
+            unit = self._unit(batch, trains=trains, updates=updates)
+            try:
+                return unit, *self._run(unit, batch)
+            except BudgetExceededError as error:
+                if number == MOST_PLANS or not self._learns(unit, error):
+                    raise
+            torch.set_rng_state(random.get_state())
+        raise AssertionError("the last run returns or raises")
+
+    def _learns(self, unit: Unit, error: BudgetExceededError) -> bool:
+        """Return whether a plan that knows what was found may be tried: nothing has changed yet."""
+        if error.half_updated or self._holdings.failure:
+            return False
+        if not self._maker.learns(unit, error):
+            return False
+        self._holdings.settle(unit)
+        self._units.drop(unit)
+        return True
 
     def _run(self, unit: Unit, batch: Any) -> tuple[States, torch.Tensor]:
         states = self._open_states()

@@ -23,9 +23,10 @@ from torch.utils import _pytree as pytree
 from gascompile import serial
 from gascompile.busy import warned_if_busy
 from gascompile.cost_models.rehearse import made_up
-from gascompile.errors import NanLossError
+from gascompile.errors import BudgetExceededError, NanLossError
 from gascompile.ir import Budget, Machine, Workload
 from gascompile.machine import step_times_path, this_machine_name
+from gascompile.op_memory import learn, learnt_bytes
 from gascompile.op_times import keep_times
 from gascompile.program import Program
 from gascompile.runtime.pages import Pages
@@ -89,7 +90,29 @@ def costed_workload(
         room_bytes=_room_bytes(program, budget.limits_bytes(machine)[machine.compute_tier]),
         pages=pages,
     )
-    return with_costs(workload, costs, device=machine.compute_tier)
+    costed = with_costs(workload, costs, device=machine.compute_tier)
+    return _with_learnt(costed, program.program, cache_dir)
+
+
+def remember(program: Program, error: BudgetExceededError, cache_dir: Path) -> bool:
+    """Keep what a stopped step has taught about its op for the next plan; False where it taught nothing."""
+    for node in program.op_nodes():
+        if node.name == error.op:
+            learn(_call(node), error.real_bytes, cache_dir)
+            return True
+    return False
+
+
+def _with_learnt(workload: Workload, program: Program, cache_dir: Path) -> Workload:
+    learnt = learnt_bytes(cache_dir)
+    if not learnt:
+        return workload
+    sizes = {node.name: learnt.get(_call(node), 0) for node in program.op_nodes()}
+    ops = tuple(
+        replace(op, workspace_bytes=max(op.workspace_bytes, sizes.get(op.name, 0)))
+        for op in workload.ops
+    )
+    return replace(workload, ops=ops)
 
 
 def _room_bytes(program: StepProgram, budget_bytes: int) -> int:
@@ -160,6 +183,18 @@ def _kind(node: fx.Node) -> str | None:
     target = node.target
     if isinstance(target, torch._ops.OpOverload) and not target.namespace.startswith(_OWN):
         return None
+    for leaf in pytree.tree_leaves((node.args, node.kwargs)):
+        for value in pytree.tree_leaves(leaf.meta.get("val") if isinstance(leaf, fx.Node) else ()):
+            if isinstance(value, torch.Tensor) and not all(
+                isinstance(n, int) for n in (*value.shape, *value.stride())
+            ):
+                return None
+    return _call(node)
+
+
+def _call(node: fx.Node) -> str:
+    """Return an op in words, with its constants and how its tensors lie."""
+    target = node.target
     parts = [f"{torch.get_num_threads()} threads", str(node.target)]
     # Last of an update's arguments is the parameter's row, which costs nothing.
     args = node.args[:-1] if str(target).startswith(_UPDATES) else node.args
@@ -167,11 +202,11 @@ def _kind(node: fx.Node) -> str | None:
         if not isinstance(leaf, fx.Node):
             parts.append(repr(leaf))
             continue
-        for value in pytree.tree_leaves(leaf.meta.get("val")):
-            if isinstance(value, torch.Tensor):
-                if not all(isinstance(n, int) for n in (*value.shape, *value.stride())):
-                    return None
-                parts.append(f"{value.dtype}{tuple(value.shape)}{tuple(value.stride())}")
+        parts += [
+            f"{value.dtype}{tuple(value.shape)}{tuple(value.stride())}"
+            for value in pytree.tree_leaves(leaf.meta.get("val"))
+            if isinstance(value, torch.Tensor)
+        ]
     return " ".join(parts)
 
 

@@ -85,6 +85,13 @@ class UnitTable:
                 "the batch as a tensor; it then changes without another plan"
             )
 
+    def drop(self, unit: Unit) -> None:
+        """Forget a unit under which no transfer is under way, and give its files back."""
+        for units in self._units.values():
+            if any(u is unit for u in units):
+                units[:] = [u for u in units if u is not unit]
+        unit.iteration.close()
+
     def clear(self) -> list[Unit]:
         """Forget all units and return them."""
         found = list(self)

@@ -14,11 +14,12 @@ from torch import nn
 from gascompile.allocator_library import allocation_counter, page_memory
 from gascompile.capture_record import CaptureRecord
 from gascompile.config import CompileConfig
-from gascompile.errors import InfeasiblePlanError
+from gascompile.errors import BudgetExceededError, InfeasiblePlanError
 from gascompile.ir import Budget, Machine, Plan, Workload
 from gascompile.machine import profile_of
 from gascompile.progress import task
 from gascompile.reports import RunReport
+from gascompile.run_within_budget import log_replan
 from gascompile.runtime.early_memory import map_anonymous
 from gascompile.runtime.iteration import Iteration
 from gascompile.stale_profile import Grader
@@ -29,7 +30,7 @@ from gascompile.training.requirements import require_followed
 from gascompile.training.settings import Settings, require_known
 from gascompile.training.shapes import Shapes
 from gascompile.training.states import States
-from gascompile.training.step_costs import costed_workload
+from gascompile.training.step_costs import costed_workload, remember
 from gascompile.training.step_plan import step_plan
 from gascompile.training.step_program import StepProgram, step_program
 from gascompile.training.storages import Storages
@@ -152,6 +153,7 @@ class UnitMaker:
             pages=self.pages,
             counter=allocation_counter(self._config.cache_dir),
             reserved_bytes=self.transfer_bytes,
+            stops=self._settings.on_exceed == "error",
         )
         return Unit(
             program=program,
@@ -161,6 +163,13 @@ class UnitMaker:
             grader=Grader(plan, self._profile),
             record=record,
         )
+
+    def learns(self, unit: Unit, error: BudgetExceededError) -> bool:
+        """Keep what a stopped run of ``unit`` has taught for the next plan; False where it taught nothing."""
+        if not remember(unit.program.program, error, self._config.cache_dir):
+            return False
+        log_replan(error)
+        return True
 
     def _profile(self) -> Path | None:
         return profile_of(self._machine, self._config.cache_dir)
