@@ -15,7 +15,7 @@ from gascompile.allocator_library import allocation_counter, page_memory
 from gascompile.capture_record import CaptureRecord
 from gascompile.config import CompileConfig
 from gascompile.errors import BudgetExceededError, InfeasiblePlanError
-from gascompile.ir import Budget, Machine, Plan, Workload
+from gascompile.ir import Budget, Machine, Plan
 from gascompile.machine import profile_of
 from gascompile.progress import task
 from gascompile.reports import RunReport
@@ -133,14 +133,7 @@ class UnitMaker:
             options = self._settings.program(trains=trains, updates=updates, pending=pending)
             program = step_program(joint, rules, name=name, options=options)
         with task("Planning"):
-            workload = costed_workload(
-                program,
-                self._machine,
-                self._budget,
-                cache_dir=self._config.cache_dir,
-                pages=self.pages,
-            )
-            plan = self._plan(workload)
+            plan = self._plan(program)
         states = self._own(rules, program, tensors, accumulates=options.accumulates)
         iteration = Iteration(
             program.program.graph_module.graph,
@@ -174,7 +167,12 @@ class UnitMaker:
     def _profile(self) -> Path | None:
         return profile_of(self._machine, self._config.cache_dir)
 
-    def _plan(self, workload: Workload) -> Plan:
+    def _plan(self, program: StepProgram) -> Plan:
+        cache, pages = self._config.cache_dir, self.pages
+        workload = costed_workload(
+            program, self._machine, self._budget, cache_dir=cache, pages=pages
+        )
+
         def found(reserved_bytes: int) -> Plan:
             return step_plan(
                 workload,
