@@ -80,8 +80,9 @@ def build(sources: Sequence[str]) -> bytes:
         source.write_text("\n".join((HEADER, *sources)), encoding="utf-8")
         try:
             with config.patch({"cpp.vec_isa_ok": True, "cpp.cxx": (compiler(),)}):
+                # Integers wrap around, as torch's do; to a C++ compiler they never overflow.
                 options = CppTorchOptions(
-                    vec_isa=pick_vec_isa(), warning_all=False, extra_flags=["-w"]
+                    vec_isa=pick_vec_isa(), warning_all=False, extra_flags=["-w", "-fwrapv"]
                 )
                 command = CppBuilder(
                     name="kernels",
