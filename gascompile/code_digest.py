@@ -41,6 +41,8 @@ _OF_MODULES = {
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _DATA = (*_PLAIN, list, tuple, dict, set, frozenset, torch.Tensor, numpy.ndarray)
 _DISPATCH_CACHES = {"dispatch_cache", "cache_token"}
+_HEAP_TYPE = 1 << 9
+"""Flag of classes that a ``class`` statement or ``type()`` made, ``Py_TPFLAGS_HEAPTYPE``."""
 _FRAMES = {"_getframe", "currentframe", "stack", "get_objects", "get_referrers"}
 
 
@@ -82,6 +84,8 @@ class CodeDigest:
         elif found.versioned:
             if found is Origin.INSTALLED:
                 self.add(*library_parts(function))
+            if not _is_named(function):
+                self.code(function.__code__)
         else:
             self.code(function.__code__)
             self.names(function.__code__, function.__globals__)
@@ -214,7 +218,8 @@ class CodeDigest:
         if type(cls) is not type:
             self.value(type(cls), "its metaclass")
         for base in cls.__mro__:
-            if origin_of_name(base.__module__).versioned and not _is_of_main(base):
+            versioned = origin_of_name(base.__module__).versioned and not _is_of_main(base)
+            if versioned and (_is_named(base) or not base.__flags__ & _HEAP_TYPE):
                 self._library_class(base)
             else:
                 self._own_class(base)
@@ -252,7 +257,16 @@ class CodeDigest:
             self.add("replaced", name)
             self.value(function, name)
         elif owner is not None and function.__qualname__ != f"{owner}.{name}":
-            self.add("other", name, function.__module__, function.__qualname__)
+            self.add("other", name)
+            self.value(function, name)
+
+
+def _is_named(value: types.FunctionType | type) -> bool:
+    """Return whether a library's function or class is what its name in the library says; many share ``<lambda>``."""
+    found: Any = sys.modules.get(value.__module__)
+    for key in value.__qualname__.split("."):
+        found = getattr(found, "__dict__", {}).get(key)
+    return found is value
 
 
 def _is_data(value: Any) -> bool:

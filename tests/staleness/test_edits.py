@@ -137,3 +137,38 @@ def _report(name: str, again: str) -> None:
     """Say, for ``pytest -rP``, what is captured again although nothing was edited."""
     if again:
         sys.stdout.write(f"AGAIN {name}: {again}\n")
+
+
+class Applies(nn.Module):
+    """Holds what a library gave it."""
+
+    def __init__(self, held: object) -> None:
+        super().__init__()
+        self.held = held
+
+
+def of_library(body: str) -> object:
+    """Return a lambda as torch itself could have made it."""
+    return eval(compile(f"lambda x: {body}", torch.__file__, "eval"), {"__name__": "torch"})
+
+
+def class_of_library(factor: int) -> type:
+    """Return a class as a factory of torch could have made it."""
+    return type("Made", (), {"__module__": "torch", "factor": factor, "act": of_library("x")})
+
+
+def test_lambdas_and_made_classes_of_libraries_differ_by_what_they_do() -> None:
+    """They share a name, and a version."""
+    prints = [
+        module_print(Applies(held))
+        for held in (
+            of_library("x + 1"),
+            of_library("x + 2"),
+            of_library("x.to(torch.int8)"),
+            class_of_library(1),
+            class_of_library(2),
+        )
+    ]
+    assert len(set(prints)) == len(prints)
+    assert module_print(Applies(of_library("x + 1"))) == prints[0]
+    assert module_print(Applies(class_of_library(1))) == prints[3]
