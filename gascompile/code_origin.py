@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-_INSTALLED = ("site-packages", "dist-packages")
+_INSTALLED = ("/site-packages/", "/dist-packages/")
 _TORCH = str(Path(torch.__file__).parent) + "/"
 _COMPILED = tuple(importlib.machinery.EXTENSION_SUFFIXES)
 _OWN = ("gascompile", "cost_models", "passes", "runtime")
@@ -48,7 +48,7 @@ def origin_of_file(path: str) -> Origin:
         return Origin.MADE
     if path.startswith(_TORCH):
         return Origin.TORCH
-    if any(part in _INSTALLED for part in Path(path).parts):
+    if any(folder in f"/{path}" for folder in _INSTALLED):
         return Origin.INSTALLED
     if path.startswith(_python_folders()):
         return Origin.PYTHON

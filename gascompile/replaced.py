@@ -32,6 +32,8 @@ def _in_module(name: str, module: types.ModuleType) -> list[tuple[str, types.Fun
     space = vars(module)
     paths = {v.__code__.co_filename for v in space.values() if type(v) is types.FunctionType}
     _versioned_files.update(path for path in paths if origin_of_file(path).versioned)
+    if paths <= _versioned_files:
+        return []
     if origin_of_module(module) in {Origin.OWN, Origin.USER} or name == "__main__":
         return []
     return list(_foreign(name, space))

@@ -12,34 +12,18 @@ import hashlib
 import json
 import os
 import tempfile
-import types
 from collections import Counter
 from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, cast, get_args
 
 from gascompile.errors import FormatError, StorageError
 from gascompile.files import MAX_JSON_BYTES, read_regular
+from gascompile.json_readers import SCALARS, json_fields, reader_of, shown
 
 T = TypeVar("T")
-_SCALARS = frozenset({bool, int, float, str})
 JsonValue = None | bool | int | float | str | list[Any] | dict[str, Any]
-
-
-@functools.cache
-def _json_fields(cls: type) -> tuple[tuple[str, str, Any, bool], ...]:
-    """Return ``(python name, JSON name, type, required)`` of each field of a dataclass."""
-    hints = get_type_hints(cls)
-    return tuple(
-        (
-            f.name,
-            f.metadata.get("json", f.name),
-            hints[f.name],
-            f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING,
-        )
-        for f in dataclasses.fields(cls)
-    )
 
 
 @functools.cache
@@ -50,13 +34,13 @@ def _left_out(cls: type) -> frozenset[str]:
 
 def to_json(value: object) -> JsonValue:
     """Return plain JSON data for a dataclass, mapping, sequence, enum or scalar."""
-    if type(value) in _SCALARS:
+    if type(value) in SCALARS:
         return cast(JsonValue, value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         data: dict[str, Any] = {}
         if hasattr(value, "FORMAT"):
             data["format"] = value.FORMAT
-        for name, json_name, _, _ in _json_fields(type(value)):
+        for name, json_name, _, _ in json_fields(type(value)):
             held = getattr(value, name)
             if held is not None or name not in _left_out(type(value)):
                 data[json_name] = to_json(held)
@@ -92,102 +76,8 @@ def from_json(cls: type[T], data: object, *, where: str = "$") -> T:
     Raises:
         FormatError: the data is not of this format, names an unknown field, lacks one or has a wrong type.
     """
-    if not isinstance(data, dict):
-        raise FormatError(f"{where}: expected an object for {cls.__name__}, found {_shown(data)}")
-    rest = dict(data)
-    expected = getattr(cls, "FORMAT", None)
-    if expected is not None and (found := rest.pop("format", None)) != expected:
-        raise FormatError(
-            f"{where}: this reader knows the format {expected!r}, the data says {_shown(found)}; "
-            f"write it again with this version"
-        )
-    values: dict[str, Any] = {}
-    dataclass_type: type = cls
-    for name, json_name, hint, required in _json_fields(dataclass_type):
-        if json_name in rest:
-            values[name] = _read(hint, rest.pop(json_name), f"{where}.{json_name}")
-        elif required:
-            raise FormatError(f"{where}: the field {json_name!r} of {cls.__name__} is missing")
-    if rest:
-        raise FormatError(f"{where}: unknown field {_shown(min(rest))} in {cls.__name__}")
-    return cls(**values)
-
-
-def _read(hint: Any, data: object, where: str) -> Any:
-    if hint in _SCALARS:
-        return _read_scalar(hint, data, where)
-    origin, args = get_origin(hint), get_args(hint)
-    if origin in (Union, types.UnionType):
-        return _read_union(args, data, where)
-    if origin is tuple:
-        if not isinstance(data, list):
-            raise FormatError(f"{where}: expected a list, found {_shown(data)}")
-        return tuple(_read(args[0], item, f"{where}[{i}]") for i, item in enumerate(data))
-    if origin is Mapping:
-        if not isinstance(data, dict):
-            raise FormatError(f"{where}: expected an object, found {_shown(data)}")
-        return {str(key): _read(args[1], item, f"{where}.{key}") for key, item in data.items()}
-    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
-        return from_json(hint, data, where=where)
-    return _read_scalar(hint, data, where)
-
-
-def _read_union(args: tuple[Any, ...], data: object, where: str) -> Any:
-    if data is None and type(None) in args:
-        return None
-    members = [arg for arg in args if arg is not type(None)]
-    if scalars := [arg for arg in members if arg in _SCALARS]:
-        # A number or an object, such as a dimension that is fixed or named.
-        members = (
-            [arg for arg in members if arg not in _SCALARS] if isinstance(data, dict) else scalars
-        )
-        members = members or scalars
-    if len(members) == 1:
-        return _read(members[0], data, where)
-    if not isinstance(data, dict):
-        raise FormatError(f"{where}: expected a step, found {_shown(data)}")
-    tag = data.get("step")
-    for member in members:
-        if member.__name__.lower() == tag:
-            return from_json(member, {k: v for k, v in data.items() if k != "step"}, where=where)
-    raise FormatError(f"{where}: unknown step {_shown(tag)}")
-
-
-def _read_scalar(hint: Any, data: object, where: str) -> Any:
-    if isinstance(hint, type) and issubclass(hint, StrEnum):
-        members = [member.value for member in hint]
-        if data not in members:
-            raise FormatError(f"{where}: {_shown(data)} is not one of {members}")
-        return hint(data)
-    accepted = (int, float) if hint is float else hint
-    if not isinstance(data, accepted) or (isinstance(data, bool) and hint is not bool):
-        raise FormatError(f"{where}: expected {hint.__name__}, found {_shown(data)}")
-    if isinstance(data, (int, float)) and not abs(data) <= _MAX_NUMBER[hint]:
-        raise FormatError(f"{where}: {_shown(data)} is no finite number of a sensible size")
-    if hint is float and isinstance(data, int):
-        return float(data)
-    if isinstance(data, str) and not data.isascii() and not _is_text(data):
-        raise FormatError(f"{where}: {_shown(data)} holds half a character; write whole ones")
-    return data
-
-
-_MAX_NUMBER = {bool: 1, int: (1 << 63) - 1, float: 1e300}
-"""What int64 and the solver's doubles hold; NaN compares false and so never passes."""
-
-
-def _is_text(data: str) -> bool:
-    """Return whether ``data`` can be printed and written; JSON's escapes can spell lone surrogates."""
-    return not any("\ud800" <= character <= "\udfff" for character in data)
-
-
-def _shown(data: object) -> str:
-    """Return data for a message: short, and in ASCII; of what holds other data its type alone."""
-    if data is not None and not isinstance(data, (bool, int, float, str)):
-        return type(data).__name__
-    if isinstance(data, int) and data.bit_length() > 200:
-        return f"an int of {data.bit_length()} bits"
-    text = ascii(data)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    kind: type = cls
+    return cast(T, reader_of(kind)(data, (where,)))
 
 
 def check_types(value: object, *, where: str = "$") -> None:
@@ -287,7 +177,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
-        raise ValueError(f"the key {_shown(twice)} stands twice in one object")
+        raise ValueError(f"the key {shown(twice)} stands twice in one object")
     return found
 
 

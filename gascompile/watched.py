@@ -36,7 +36,9 @@ class Reads:
 
     def has(self, name: object) -> bool:
         """Return whether an attribute is read."""
-        return self.names is None or not isinstance(name, str) or name in self.names | _ALWAYS
+        if self.names is None or not isinstance(name, str):
+            return True
+        return name in self.names or name in _ALWAYS
 
     def reach(self, name: str, key: object) -> bool:
         """Return whether a place is read: an attribute by its name, an entry where its container is, a variable."""
@@ -188,6 +190,8 @@ class Watches:
 
     def without(self, names: frozenset[str]) -> Watches:
         """Return the watches of all but these, and but what is in these."""
+        if not names:
+            return self
         found = Watches(versions=self._versions)
         gone = {id(owner) for owner, _, name in self.sized() if name in names}
         for columns, kept in ((self._items, found._items), (self._attributes, found._attributes)):

@@ -14,7 +14,8 @@ from gascompile.checkpoint import Checkpoint, match_weights
 from gascompile.errors import CheckpointError, UnsupportedOpError
 from gascompile.form_store import Item, converted
 from gascompile.forms_choice import FLOATING, as_computed, is_lossless
-from gascompile.integrations.huggingface import ignorable_weights, rebuild_buffers
+from gascompile.integrations.huggingface import ignorable_weights
+from gascompile.integrations.lost_buffers import rebuild_buffers
 from gascompile.ir import FileStamp, WeightSource
 from gascompile.program import BoundSpec, Program
 from gascompile.store import spill

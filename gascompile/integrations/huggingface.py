@@ -172,45 +172,6 @@ def checkpoint_dtype(dtypes: Collection[str]) -> str | None:
     return max(set(floating), key=floating.count) if floating else None
 
 
-def rebuild_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the values of non-persistent buffers that a model built on the meta device has lost.
-
-    Each is taken from a second skeleton that the owning transformers model builds from its own
-    configuration with real buffers (rotary tables, position ids). Buffers of other modules are absent.
-    """
-    lost = [
-        name
-        for name, buffer in model.named_buffers(remove_duplicate=False)
-        if buffer.device.type == "meta" and _is_non_persistent(model, name)
-    ]
-    if not lost or "transformers" not in sys.modules:
-        return {}
-    from accelerate import init_empty_weights
-    from transformers import PreTrainedModel
-
-    roots = {n: m for n, m in model.named_modules() if isinstance(m, PreTrainedModel)}
-    values: dict[str, torch.Tensor] = {}
-    rebuilt: dict[str, dict[str, torch.Tensor]] = {}
-    for name in lost:
-        owners = [root for root in roots if root == "" or name.startswith(f"{root}.")]
-        if not owners:
-            continue
-        root = min(owners, key=len)
-        if root not in rebuilt:
-            with init_empty_weights(include_buffers=False), torch.device("cpu"):
-                twin = type(roots[root])(roots[root].config)
-            rebuilt[root] = dict(twin.named_buffers(remove_duplicate=False))
-        value = rebuilt[root].get(name.removeprefix(f"{root}.") if root else name)
-        if value is not None and value.device.type != "meta":
-            values[name] = value.to(model.get_buffer(name).dtype)
-    return values
-
-
-def _is_non_persistent(model: nn.Module, name: str) -> bool:
-    path, _, leaf = name.rpartition(".")
-    return leaf in model.get_submodule(path)._non_persistent_buffers_set
-
-
 def ignorable_weights(model: nn.Module, names: Collection[str]) -> set[str]:
     """Return the checkpoint names that transformers itself ignores for this model class."""
     patterns: list[str] = []

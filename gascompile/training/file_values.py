@@ -18,11 +18,8 @@ from torch import nn
 from gascompile.checkpoint import Checkpoint, match_weights, open_checkpoint
 from gascompile.errors import CheckpointError, UnsupportedOpError
 from gascompile.forms_choice import is_lossless
-from gascompile.integrations.huggingface import (
-    ignorable_weights,
-    is_transformers_model,
-    rebuild_buffers,
-)
+from gascompile.integrations.huggingface import ignorable_weights, is_transformers_model
+from gascompile.integrations.lost_buffers import rebuild_buffers
 from gascompile.ir import WeightSource
 from gascompile.runtime.persistent import Persistent
 from gascompile.training.outlines import Outlines, become
