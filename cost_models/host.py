@@ -13,6 +13,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from gascompile.errors import StorageError
 from gascompile.units import PAGE_BYTES
 
@@ -174,3 +176,8 @@ def _writes_a_page(descriptor: int) -> bool:
             return False
         finally:
             os.close(descriptor)
+
+
+def machine_name() -> str:
+    """Return the name that this machine's measurement carries: processor and torch's threads."""
+    return f"this machine: {cpu_model()}, {torch.get_num_threads()} threads"

@@ -16,7 +16,7 @@ from datetime import date
 
 import torch
 
-from gascompile.cost_models.host import capacity_bytes, cpu_model, memory_limit
+from gascompile.cost_models.host import capacity_bytes, machine_name, memory_limit
 from gascompile.cost_models.measure_compute import (
     FEW_ROWS,
     ROWS,
@@ -169,11 +169,6 @@ def measure_machine(
         stage("disk and processor at once")
         together = _measure_together(file, target, read, disk, weights, effort)
     return _machine(folder, f"measured {_today()} {effort.name}:", compute, disk, together)
-
-
-def machine_name() -> str:
-    """Return the name that this machine's measurement carries: processor and torch's threads."""
-    return f"this machine: {cpu_model()}, {torch.get_num_threads()} threads"
 
 
 def _today() -> str:

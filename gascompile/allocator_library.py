@@ -9,14 +9,12 @@ from __future__ import annotations
 import importlib.resources
 import logging
 import sys
-from functools import partial
 from pathlib import Path
 
 import torch
 
 from gascompile import serial
-from gascompile.errors import StorageError
-from gascompile.fusion_build import KernelBuildError, compile_library
+from gascompile.errors import GASCompileError
 from gascompile.native_library import kept_library
 from gascompile.runtime.counting import Counter
 from gascompile.runtime.pages import Pages
@@ -65,12 +63,18 @@ def _loaded(cache_dir: Path) -> tuple[Pages, Counter] | None:
     folder = importlib.resources.files("gascompile.runtime")
     source = "".join(folder.joinpath(name).read_text() for name in _SOURCES)
     digest = serial.digest([source, str(torch.__version__), torch.compiled_with_cxx11_abi()])
+
+    def compiled() -> bytes:
+        from gascompile.fusion_build import compile_library
+
+        return compile_library(source, libraries=("c10",))
+
     path = cache_dir / "native" / f"allocator-{digest[:16]}.so"
     try:
-        kept = kept_library(path, partial(compile_library, source, libraries=("c10",)))
+        kept = kept_library(path, compiled)
         assert kept is not None, "what is missing is built"
         return Pages(kept), Counter(kept)
-    except (KernelBuildError, StorageError, OSError) as error:
+    except (GASCompileError, OSError) as error:
         _log.warning(
             "no allocator of our own: %s; runs report planned memory, not what they took, and training steps run "
             "on the heap, and slower",

@@ -26,11 +26,12 @@ from gascompile.cost_models import correct
 from gascompile.cost_models.measure import THOROUGH, Effort, Stage, measure_machine
 from gascompile.cost_models.measure_disk import Reader
 from gascompile.cost_models.replay import replay_plan
-from gascompile.gpu_machine import usable_gpu, with_gpu
+from gascompile.gpu_machine import with_gpu
 from gascompile.ir import Interference, InterferencePoint, Machine, Plan
 from gascompile.machine import made_folder, remember_machine
 from gascompile.passes.annotate import annotate
 from gascompile.pipeline import compile as compile_model
+from gascompile.runtime.probe import usable_gpu
 
 _NUM_STAGES = 7
 _NUM_GPU_STAGES = 2

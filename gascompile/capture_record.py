@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import wraps
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -21,10 +21,11 @@ from gascompile.code_names import codes_in, names_of
 from gascompile.code_origin import Origin, key_of, origin_of_file, origin_of_name
 from gascompile.dependencies import Dependencies, dependencies
 from gascompile.recorder import Running
-from gascompile.snapshot import undo
-from gascompile.trial import Trial
 from gascompile.watched import Change, Reads, Watches
 from gascompile.watches import Code, watch
+
+if TYPE_CHECKING:
+    from gascompile.trial import Trial
 
 _EVERYTHING = Reads(names=None, ran=None)
 _GENERAL = "torch/nn/modules/module.py"
@@ -176,6 +177,8 @@ class Recorder:
 
     def undo(self, names: frozenset[str]) -> None:
         """Let these values be what they were before the capture."""
+        from gascompile.snapshot import undo
+
         undo(self._before, names)
 
     def _changes(self, reads: Reads) -> list[Change]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch.utils import _pytree as pytree
@@ -16,14 +16,11 @@ from torch.utils import _pytree as pytree
 from gascompile.admission import admit_plan, device_of
 from gascompile.allocator_library import allocation_counter
 from gascompile.bundle import Bundle, content_stamp, require_unchanged, write_bundle
-from gascompile.bundle_check import note_checked
 from gascompile.bundle_files import Weights
 from gascompile.call_types import unflatten
 from gascompile.calls import bind_call, copies, flatten_call
 from gascompile.config import default_cache_dir
 from gascompile.errors import PlanMismatchError
-from gascompile.form_report import FormatReport, MeasuredError, format_report, output_error
-from gascompile.fusion import LoadedFusion
 from gascompile.ir import Plan
 from gascompile.kernels import FusedReport
 from gascompile.matching import Misfit, advice, as_planned, misfit, require_inputs
@@ -43,6 +40,10 @@ from gascompile.runtime.waiting import Turn
 from gascompile.signature import quick_key, same_tensors
 from gascompile.store import is_spilled
 from gascompile.torch_settings import call_settings
+
+if TYPE_CHECKING:
+    from gascompile.form_report import FormatReport, MeasuredError
+    from gascompile.fusion import LoadedFusion
 
 _log = logging.getLogger(__name__)
 
@@ -236,6 +237,8 @@ class CompiledModel:
         Raises:
             StorageError: a weight file cannot be read.
         """
+        from gascompile.form_report import format_report
+
         bundle = self._current().bundle
         return format_report(bundle.program, bundle.weights)
 
@@ -251,6 +254,8 @@ class CompiledModel:
             InfeasiblePlanError: the budget is too small for the weights as they are stored.
             CheckpointError: the model wants another dtype than they are stored in.
         """
+        from gascompile.form_report import output_error
+
         plan_exact = self._exact
         if plan_exact is None:
             raise PlanMismatchError(
@@ -305,6 +310,8 @@ class CompiledModel:
         Raises:
             StorageError: the folder cannot be written, or a weight file has changed.
         """
+        from gascompile.bundle_check import note_checked
+
         self._turn.take(self._pull_states)
         bundle = self._current().bundle
         stamps = bundle.weights.stamps

@@ -9,14 +9,23 @@ from __future__ import annotations
 
 import uuid
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
+from torch.utils import _pytree as pytree
 
+from gascompile import serial
+from gascompile.device_budget import without_sizes
 from gascompile.replaced import replaced_functions
-from gascompile.torch_settings import torch_settings
+from gascompile.signature import signature_of
+from gascompile.torch_settings import SETTINGS, settings_now, torch_settings
 from gascompile.value_digest import ValueDigest
+
+if TYPE_CHECKING:
+    from gascompile.checkpoint import Checkpoint
+    from gascompile.pipeline import Job
 
 _ELSEWHERE = {
     # Names and shapes of tensors are fed by themselves, child modules by their own names.
@@ -99,6 +108,34 @@ def _storage_name(tensor: torch.Tensor, name: str, storages: dict[int, str]) -> 
     if tensor.layout is not torch.strided or tensor.device.type == "meta" or not tensor.numel():
         return name
     return storages.setdefault(tensor.untyped_storage().data_ptr(), name)
+
+
+def plan_prints(
+    job: Job, call: tuple[Any, Any], checkpoint: Checkpoint | None, printed: ModulePrint
+) -> dict[str, str]:
+    """Return the digest of every input of a plan, by part.
+
+    Args:
+        job: what is planned.
+        call: the arguments of a call, by place and by name.
+        checkpoint: where the weights lie, if they lie in files.
+        printed: of the job's model.
+    """
+    leaves, spec = pytree.tree_flatten(call)
+    signature = [str(spec), signature_of(leaves), repr(job.dynamic_shapes)]
+    shared = serial.digest(job.pinned) if job.pinned else ""
+    layout = checkpoint.sources if checkpoint else {}
+    return {
+        "graph": printed.key,
+        "inputs": serial.digest(signature),
+        SETTINGS: settings_now(),
+        "weights": serial.digest({n: [s.dtype, list(s.shape)] for n, s in sorted(layout.items())}),
+        "machine": serial.digest(without_sizes(job.machine)),
+        "budget": serial.digest(job.budget.limits_bytes(job.machine)),
+        "options": serial.digest(job.config.fingerprint_fields()),
+        "sharing": serial.digest([shared, job.reserved_bytes]),
+        "versions": serial.digest(versions()),
+    }
 
 
 def versions() -> dict[str, str]:

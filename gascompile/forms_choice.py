@@ -13,7 +13,7 @@ import math
 import statistics
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 
@@ -22,8 +22,10 @@ from gascompile.errors import UnsupportedOpError
 from gascompile.form_allocation import CEILINGS, TARGETS, UNMEASURED_CEILINGS, Choice, allocate
 from gascompile.packing import DEFAULT_GROUPS, FORMS, LOW_BITS
 from gascompile.program import BoundSpec, Program
-from gascompile.sensitivity import Sensitivity
 from gascompile.wire_ops import FormSpec, wire_matrix
+
+if TYPE_CHECKING:
+    from gascompile.sensitivity import Sensitivity
 
 LEAST_BYTES = 64 << 10
 """Weights of fewer bytes, as they are computed in, are not worth a loss."""

@@ -13,22 +13,25 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torch import fx
 
 from gascompile import kernel_store, serial
 from gascompile.bundle import Bundle
-from gascompile.cost_models.op_time import op_time_s
 from gascompile.cost_models.replay import replay_plan
 from gascompile.errors import FormatError, StorageError, UnsupportedOpError
-from gascompile.fusion_backends import KernelBackend, backend_of, has_compiler_for
-from gascompile.fusion_build import KernelBuildError, NoCompilerError
 from gascompile.ir import Plan
 from gascompile.kernels import FusedReport, Fusion, Kernel, KernelFiles, KernelLibrary, Segment
-from gascompile.passes.segments import layout, segments
 from gascompile.progress import task
 from gascompile.runtime.fused import FusedSegment
+from gascompile.torch_settings import has_autocast
 from gascompile.units import format_time
+
+if TYPE_CHECKING:
+    from gascompile.compiled import Unit
+    from gascompile.config import CompileConfig
+    from gascompile.fusion_backends import KernelBackend
 
 _log = logging.getLogger("gascompile")
 
@@ -42,6 +45,9 @@ def fuse(bundle: Bundle, graph_module: fx.GraphModule, *, cache_dir: Path, runs:
         cache_dir: where kernels are kept.
         runs: how many runs a compilation may take to pay; infinity compiles whatever saves anything.
     """
+    from gascompile.fusion_backends import backend_of
+    from gascompile.fusion_build import KernelBuildError, NoCompilerError
+
     plan = bundle.plan
     backend, reason = backend_of(plan.machine)
     if backend is None:
@@ -91,13 +97,37 @@ def _unfused(bundle: Bundle, reason: str, *, lacks_compiler: bool = False) -> Bu
     return replace(bundle, fusion=Fusion(reason=reason, lacks_compiler=lacks_compiler), kernels={})
 
 
+def fused_unit(unit: Unit, config: CompileConfig) -> Unit:
+    """Decide which ops of a new plan run as compiled kernels, and compile them."""
+    if config.fuse == "off" or has_autocast():
+        return unit
+    folder, runs = config.cache_dir, config.fuse_runs
+    unit.bundle = fuse(unit.bundle, unit.graph_module, cache_dir=folder, runs=runs)
+    fusion = unit.bundle.fusion
+    return with_kernels(unit, config, compile_s=fusion.compile_s if fusion is not None else 0.0)
+
+
+def with_kernels(unit: Unit, config: CompileConfig, compile_s: float = 0.0) -> Unit:
+    """Load the compiled kernels that a plan runs with."""
+    if unit.bundle.program.forms:
+        from gascompile.wire_kernels import use_wire_kernels
+
+        use_wire_kernels(unit.bundle.program.forms, config.cache_dir, make=True)
+    if unit.bundle.fusion is not None:
+        unit.fusion = load_kernels(unit.bundle, cache_dir=config.cache_dir, compile_s=compile_s)
+    return unit
+
+
 def outdated(bundle: Bundle, *, cache_dir: Path) -> str:
     """Return why ops of a kept plan should be fused again; empty where they are as they would be today."""
     fusion = bundle.fusion
     if fusion is None:
         return ""
-    if fusion.lacks_compiler and has_compiler_for(bundle.plan.machine):
-        return "there was no compiler of kernels when it was made"
+    if fusion.lacks_compiler:
+        from gascompile.fusion_backends import has_compiler_for
+
+        if has_compiler_for(bundle.plan.machine):
+            return "there was no compiler of kernels when it was made"
     return _refusal(bundle, cache_dir, trust=False) if fusion.segments else ""
 
 
@@ -106,6 +136,8 @@ def outdated(bundle: Bundle, *, cache_dir: Path) -> str:
 
 def _worthwhile(graph_module: fx.GraphModule, plan: Plan, call_s: float) -> list[Segment]:
     """Return the segments that are predicted to take less time than their ops."""
+    from gascompile.passes.segments import segments
+
     times_s = {op.name: op.time_s for op in plan.ops}
     nodes = {node.name: node for node in graph_module.graph.nodes}
     return [
@@ -117,6 +149,8 @@ def _worthwhile(graph_module: fx.GraphModule, plan: Plan, call_s: float) -> list
 
 def _segment_s(segment: Segment, nodes: Mapping[str, fx.Node], plan: Plan) -> float:
     """Return the predicted seconds of a kernel: its inputs are read once, its outputs written once."""
+    from gascompile.cost_models.op_time import op_time_s
+
     read_bytes, write_bytes = (
         sum(_size_bytes(nodes[name]) for name in names)
         for names in (segment.inputs, segment.outputs)
@@ -132,6 +166,8 @@ def _segment_s(segment: Segment, nodes: Mapping[str, fx.Node], plan: Plan) -> fl
 
 
 def _size_bytes(node: fx.Node) -> int:
+    from gascompile.passes.segments import layout
+
     of = layout(node)
     value = node.meta["val"]
     return 0 if of is None else math.prod(of.shape) * int(value.element_size())
@@ -258,6 +294,8 @@ def load_kernels(
                 format_time(max(unfused_s - fusion.gain_s, 0.0)),
             )
         return LoadedFusion(report=_report(bundle, (), compile_s, reason))
+    from gascompile.fusion_backends import backend_of
+
     kernels = _kernels(bundle.kernels)
     backend, _ = backend_of(bundle.plan.machine)
     assert backend is not None, "without one there is a refusal"
@@ -280,6 +318,8 @@ def load_kernels(
 
 def _refusal(bundle: Bundle, cache_dir: Path, *, trust: bool) -> str:
     """Return why the machine code of a bundle is not run here; empty where it is."""
+    from gascompile.fusion_backends import backend_of
+
     backend, reason = backend_of(bundle.plan.machine)
     if backend is None:
         return reason

@@ -39,13 +39,6 @@ _STEP_BYTES = 256 * MIB
 """Free memory counts in such steps, so that a plan is not made again for every little change of it."""
 
 
-def usable_gpu() -> str:
-    """Return the name of the GPU that plans for this machine compute on; empty where there is none."""
-    if not torch.cuda.is_available():
-        return ""
-    return str(torch.cuda.get_device_name())
-
-
 def with_gpu(
     host: Machine, folder: Path, read: Reader, effort: Effort, stage: Stage = lambda name: None
 ) -> Machine:

@@ -11,24 +11,24 @@ import logging
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from gascompile import serial
-from gascompile.busy import warned_if_busy
-from gascompile.cost_models.host import cpu_model, file_system_id, memory_limit
-from gascompile.cost_models.measure import SHORT, machine_name, measure_machine
-from gascompile.cost_models.measure_disk import Reader
-from gascompile.cost_models.measure_gpu import named_with_gpu
+from gascompile.cost_models.host import cpu_model, file_system_id, machine_name, memory_limit
 from gascompile.emulated import EMULATED, emulated_machine
 from gascompile.errors import FormatError, StorageError
-from gascompile.gpu_machine import usable_gpu, with_free_memory, with_gpu
 from gascompile.ir import Machine
 from gascompile.machine_files import load_machine, named_machine
 from gascompile.machine_files import preset as preset  # noqa: PLC0414 - re-exported
 from gascompile.machine_files import preset_names as preset_names  # noqa: PLC0414 - re-exported
 from gascompile.read_path import readable_here
+from gascompile.runtime.probe import usable_gpu
 from gascompile.stale_profile import SUFFIX, is_stale
+
+if TYPE_CHECKING:
+    from gascompile.cost_models.measure_disk import Reader
 
 _log = logging.getLogger(__name__)
 
@@ -69,7 +69,11 @@ def host_name() -> str:
 def this_machine_name() -> str:
     """Return the name that plans made for this machine carry, without measuring it."""
     gpu = usable_gpu()
-    return named_with_gpu(host_name(), gpu) if gpu else host_name()
+    if not gpu:
+        return host_name()
+    from gascompile.cost_models.measure_gpu import named_with_gpu
+
+    return named_with_gpu(host_name(), gpu)
 
 
 def remembered_machine(cache_dir: str | os.PathLike[str]) -> Machine | None:
@@ -83,7 +87,7 @@ def remembered_machine(cache_dir: str | os.PathLike[str]) -> Machine | None:
     except (FormatError, StorageError) as error:
         _log.warning("the remembered machine is damaged and will be measured again: %s", error)
         return None
-    return with_free_memory(_with_memory_limit(machine))
+    return _with_free_memory(_with_memory_limit(machine))
 
 
 def remember_machine(machine: Machine, cache_dir: Path) -> None:
@@ -100,6 +104,10 @@ def measure_briefly(*, cache_dir: str | os.PathLike[str], read: Reader) -> Machi
     Raises:
         StorageError: ``cache_dir`` cannot be made or written to.
     """
+    from gascompile.busy import warned_if_busy
+    from gascompile.cost_models.measure import SHORT, measure_machine
+    from gascompile.gpu_machine import with_gpu
+
     folder = made_folder(Path(cache_dir))
     with warned_if_busy("this machine"):
         machine = with_gpu(measure_machine(folder=folder, read=read), folder, read, SHORT)
@@ -119,8 +127,16 @@ def _this_machine(cache_dir: Path, read: Reader) -> Machine:
     made_folder(cache_dir)
     disproved = is_stale(remembered_path(cache_dir))
     remembered = None if disproved else remembered_machine(cache_dir)
-    found = remembered or with_free_memory(measure_briefly(cache_dir=cache_dir, read=read))
+    found = remembered or _with_free_memory(measure_briefly(cache_dir=cache_dir, read=read))
     return readable_here(found)
+
+
+def _with_free_memory(machine: Machine) -> Machine:
+    if "gpu" not in machine.tiers:
+        return machine
+    from gascompile.gpu_machine import with_free_memory
+
+    return with_free_memory(machine)
 
 
 def made_folder(folder: Path) -> Path:

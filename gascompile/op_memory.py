@@ -11,20 +11,20 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from gascompile import serial
-from gascompile.allocator_library import allocation_counter
 from gascompile.bundle import Bundle
-from gascompile.cost_models.measure_memory import measured_workspace_bytes
 from gascompile.errors import BudgetExceededError, StorageError
 from gascompile.ir import Machine, OpSpec
-from gascompile.op_times import computes_here
-from gascompile.passes.annotate import Annotation, annotate
 from gascompile.program import Program
 from gascompile.tiles import base_name
 from gascompile.torch_settings import cast_suffix
+
+if TYPE_CHECKING:
+    from gascompile.passes.annotate import Annotation
 
 _log = logging.getLogger("gascompile")
 
@@ -53,6 +53,9 @@ def annotate_memory(program: Program, machine: Machine, cache_dir: Path) -> Anno
 
     What no formula bounds is measured on made-up values: up to two seconds and 256 MiB, once per kind of op.
     """
+    from gascompile.op_times import computes_here
+    from gascompile.passes.annotate import annotate
+
     found = annotate(program, machine)
     if not computes_here(machine):
         return found
@@ -65,6 +68,8 @@ def annotate_memory(program: Program, machine: Machine, cache_dir: Path) -> Anno
 
 def unknown_ops(annotation: Annotation, machine: Machine, cache_dir: Path) -> tuple[str, ...]:
     """Return a line per op whose cost no formula covers, and one for those whose memory nothing does."""
+    from gascompile.op_times import computes_here
+
     warnings = tuple(
         f"no cost formula for {name}: only the bytes it touches are counted"
         for name in annotation.unknown_ops
@@ -87,6 +92,8 @@ def remember(
     program: Program, machine: Machine, error: BudgetExceededError, cache_dir: Path
 ) -> bool:
     """Keep what a stopped run has taught about its op for the next plan; False where it taught nothing."""
+    from gascompile.passes.annotate import annotate
+
     kind = _kind(annotate(program, machine).kinds, error.op)
     if not kind:
         return False
@@ -114,6 +121,8 @@ def lacks_memory(bundle: Bundle, *, cache_dir: Path) -> str:
     targets = {str(node.target) for node in bundle.program.op_nodes()}
     if not any(kind.split(" ", 1)[0] in targets for kind in learnt):
         return ""
+    from gascompile.passes.annotate import annotate
+
     plan = bundle.plan
     kinds = annotate(bundle.program, plan.machine).kinds
     for op in plan.workload.ops:
@@ -133,6 +142,9 @@ def _reserving(op: OpSpec, size_bytes: int) -> OpSpec:
 
 
 def _with_measured(annotation: Annotation, cache_dir: Path) -> _Known:
+    from gascompile.allocator_library import allocation_counter
+    from gascompile.cost_models.measure_memory import measured_workspace_bytes
+
     known = _read(cache_dir)
     counter = allocation_counter(cache_dir) if annotation.unproven else None
     if counter is None:

@@ -4,52 +4,43 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
-from gascompile import serial
 from gascompile.admission import admit, admit_model
 from gascompile.bundle import Bundle
 from gascompile.calls import ExampleInputs, normalize_call, positional_names, split_inputs
-from gascompile.capture import capture
-from gascompile.capture_record import CaptureRecord
 from gascompile.checkpoint import Checkpoint, open_checkpoint
+from gascompile.collection import no_collection
 from gascompile.compiled import CompiledModel, Unit
 from gascompile.config import CompileConfig
-from gascompile.device_budget import plan_on_device, without_sizes
 from gascompile.errors import FormatError, PlanVerificationError
-from gascompile.fingerprint import ModulePrint, module_print, versions
-from gascompile.form_calibration import calibrate
-from gascompile.form_trials import Forming
-from gascompile.forms_choice import stored_dtypes
-from gascompile.fusion import fuse as fuse_ops
-from gascompile.fusion import load_kernels, outdated
+from gascompile.fingerprint import ModulePrint, module_print, plan_prints, versions
+from gascompile.fusion import fused_unit, outdated, with_kernels
 from gascompile.integrations.huggingface import is_transformers_model, register_pytrees
 from gascompile.ir import Budget, Machine, Plan, Workload
 from gascompile.machine import resolve_machine
 from gascompile.machine_check import source_warnings
-from gascompile.op_memory import annotate_memory, lacks_memory, unknown_ops
-from gascompile.op_times import measured_times
-from gascompile.passes.make_plan import make_plan
-from gascompile.passes.retime import retime
+from gascompile.op_memory import lacks_memory
 from gascompile.plain_tensors import require_plain_inputs
 from gascompile.program import Program
 from gascompile.progress import task
-from gascompile.reuse import CachedPlan
+from gascompile.reuse import CachedPlan, LookedUp
 from gascompile.runtime.early_memory import EarlyMemory
 from gascompile.runtime.engine import read_blocks
-from gascompile.sensitivity import Sensitivity
-from gascompile.signature import signature_of
 from gascompile.store import STORE
-from gascompile.to_program import Capture
-from gascompile.torch_settings import SETTINGS, has_autocast, require_castable, settings_now
+from gascompile.torch_settings import require_castable
 from gascompile.weights import Resolved, reserved_bytes, resolve_weights, with_held_tensors
-from gascompile.wire_kernels import use_wire_kernels
+
+if TYPE_CHECKING:
+    from gascompile.capture_record import CaptureRecord
+    from gascompile.sensitivity import Sensitivity
+    from gascompile.to_program import Capture
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +82,11 @@ class Job:
 
     def prepare(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Unit:
         """Return the verified plan for one input signature, from the cache where it is there."""
+        looked_up = self.look_up(args, kwargs)
+        return looked_up.unit or self.plan_anew(looked_up, args, kwargs)
+
+    def look_up(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> LookedUp:
+        """Return the plan for one input signature, if the cache has it, and what it is looked up by."""
         register_pytrees()
         require_plain_inputs(args, kwargs)
         require_castable(self.config.weights)
@@ -98,18 +94,30 @@ class Job:
         printed = module_print(self.model)
         prints = self.fingerprint(args, kwargs, checkpoint, printed)
         entry = CachedPlan(self.config.cache_dir, self.model, printed, prints)
-        cached = entry.read(self._outdated)
-        if cached is not None:
-            try:
-                unit = Unit.of(self._with_weights(cached, checkpoint), graphs=self.config.graphs)
-                unit.basis = entry.basis()
-                return self._with_kernels(unit)
-            except (PlanVerificationError, FormatError) as error:
-                entry.refuse(error)
-        bundle, record = self._plan(args, kwargs, checkpoint, prints)
-        unit = self._fused(Unit.of(bundle, graphs=self.config.graphs))
+        return LookedUp(entry, checkpoint, self._cached(entry, checkpoint))
+
+    def plan_anew(
+        self, looked_up: LookedUp, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Unit:
+        """Return the plan that the cache did not have, and keep it."""
+        entry = looked_up.entry
+        bundle, record = self._plan(args, kwargs, looked_up.checkpoint, entry.prints)
+        unit = fused_unit(Unit.of(bundle, graphs=self.config.graphs), self.config)
         unit.basis = entry.keep(self._kept(unit.bundle), record)
         return unit
+
+    def _cached(self, entry: CachedPlan, checkpoint: Checkpoint | None) -> Unit | None:
+        """Return the plan that is kept, ready to run; ``None`` where none holds."""
+        cached = entry.read(self._outdated)
+        if cached is None:
+            return None
+        try:
+            unit = Unit.of(self._with_weights(cached, checkpoint), graphs=self.config.graphs)
+            unit.basis = entry.basis()
+            return with_kernels(unit, self.config)
+        except (PlanVerificationError, FormatError) as error:
+            entry.refuse(error)
+            return None
 
     def _kept(self, bundle: Bundle) -> Bundle:
         """Return what is kept of a plan: the model's own states are bound to the model of the day."""
@@ -123,26 +131,10 @@ class Job:
         """Return ``unit`` with a plan that has what its runs have taught about the memory of ops."""
         before, prints = unit.bundle, unit.bundle.plan.fingerprint
         bundle = replace(before, plan=self.place(before.program, prints), fusion=None)
-        found = self._fused(Unit.of(bundle, graphs=self.config.graphs))
+        found = fused_unit(Unit.of(bundle, graphs=self.config.graphs), self.config)
         if unit.basis is not None:
             found.basis = unit.basis.rewrite(self.config.cache_dir, self._kept(found.bundle))
         return found
-
-    def _fused(self, unit: Unit) -> Unit:
-        """Decide which ops of a new plan run as compiled kernels, and compile them."""
-        if self.config.fuse == "off" or has_autocast():
-            return unit
-        folder, runs = self.config.cache_dir, self.config.fuse_runs
-        unit.bundle = fuse_ops(unit.bundle, unit.graph_module, cache_dir=folder, runs=runs)
-        fusion = unit.bundle.fusion
-        return self._with_kernels(unit, compile_s=fusion.compile_s if fusion is not None else 0.0)
-
-    def _with_kernels(self, unit: Unit, compile_s: float = 0.0) -> Unit:
-        folder = self.config.cache_dir
-        use_wire_kernels(unit.bundle.program.forms, folder, make=True)
-        if unit.bundle.fusion is not None:
-            unit.fusion = load_kernels(unit.bundle, cache_dir=folder, compile_s=compile_s)
-        return unit
 
     def fingerprint(
         self,
@@ -152,23 +144,7 @@ class Job:
         printed: ModulePrint | None = None,
     ) -> dict[str, str]:
         """Return the digest of every input of the plan, by part."""
-        leaves, spec = pytree.tree_flatten((args, kwargs))
-        call = [str(spec), signature_of(leaves), repr(self.dynamic_shapes)]
-        shared = serial.digest(self.pinned) if self.pinned else ""
-        layout = checkpoint.sources if checkpoint else {}
-        return {
-            "graph": (printed or module_print(self.model)).key,
-            "inputs": serial.digest(call),
-            SETTINGS: settings_now(),
-            "weights": serial.digest(
-                {n: [s.dtype, list(s.shape)] for n, s in sorted(layout.items())}
-            ),
-            "machine": serial.digest(without_sizes(self.machine)),
-            "budget": serial.digest(self.budget.limits_bytes(self.machine)),
-            "options": serial.digest(self.config.fingerprint_fields()),
-            "sharing": serial.digest([shared, self.reserved_bytes]),
-            "versions": serial.digest(versions()),
-        }
+        return plan_prints(self, (args, kwargs), checkpoint, printed or module_print(self.model))
 
     def _with_weights(self, cached: Bundle, checkpoint: Checkpoint | None) -> Bundle:
         """Bind a cached program to the model's weights of today."""
@@ -232,6 +208,11 @@ class Job:
 
     def capture(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Capture:
         """Trace the model; see ``gascompile.capture``."""
+        from gascompile.capture import capture
+        from gascompile.form_calibration import calibrate
+        from gascompile.form_trials import Forming
+        from gascompile.forms_choice import stored_dtypes
+
         with task(f"Capturing {type(self.model).__name__}"):
             shapes = self.dynamic_shapes
             if isinstance(shapes, (tuple, list)) and not args:
@@ -254,6 +235,10 @@ class Job:
 
     def place(self, program: Program, prints: Mapping[str, str]) -> Plan:
         """Annotate and plan a captured program."""
+        from gascompile.device_budget import plan_on_device
+        from gascompile.op_memory import annotate_memory, unknown_ops
+        from gascompile.passes.make_plan import make_plan
+
         with task("Planning"):
             annotation = annotate_memory(program, self.machine, self.config.cache_dir)
             workload = self.retimed(program, annotation.workload)
@@ -278,6 +263,9 @@ class Job:
 
     def retimed(self, program: Program, workload: Workload) -> Workload:
         """Return the workload with the seconds that this machine was measured to take for its ops."""
+        from gascompile.op_times import measured_times
+        from gascompile.passes.retime import retime
+
         times_s = measured_times(program, workload, self.machine, self.config.cache_dir)
         return retime(workload, times_s, device=self.machine.compute_tier)
 
@@ -377,24 +365,33 @@ def compile(  # noqa: A001 - the public name, as in torch.compile
         machine=machine,
         config=config,
     )
-    positional = positional_names(model)
-    units: list[Unit] = []
-    if example_inputs is not None:
-        args, kwargs = split_inputs(example_inputs)
-        early = EarlyMemory(min(reserved_bytes(model), job.limit_bytes))
-        try:
-            units.append(job.prepare(*normalize_call(model, args, kwargs)))
-        except BaseException:
-            early.discard()
-            raise
-        units[0].early = early
+    if example_inputs is None:
+        return _compiled(job, [])
+    args, kwargs = normalize_call(model, *split_inputs(example_inputs))
+    early = EarlyMemory(min(reserved_bytes(model), job.limit_bytes))
+    with ExitStack() as stack:
+        stack.callback(early.discard)
+        # Graphs and plans are many objects that stay: passes over them would take as long as making them.
+        with no_collection():
+            looked_up = job.look_up(args, kwargs)
+            if looked_up.unit is not None:
+                stack.pop_all()
+                looked_up.unit.early = early
+                return _compiled(job, [looked_up.unit])
+        unit = job.plan_anew(looked_up, args, kwargs)
+        stack.pop_all()
+    unit.early = early
+    return _compiled(job, [unit])
+
+
+def _compiled(job: Job, units: list[Unit]) -> CompiledModel:
     return CompiledModel(
-        positional=positional,
+        positional=positional_names(job.model),
         units=units,
         prepare=None if units else job.prepare,
         variant=job.prepare,
         exact=job.without_loss().prepare,
-        cache_dir=config.cache_dir,
+        cache_dir=job.config.cache_dir,
         replan=job.planned_again,
-        on_exceed=on_exceed,
+        on_exceed=job.config.on_exceed,
     )

@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
+from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from gascompile.errors import UnsupportedOpError
 from gascompile.ir import Forms
@@ -26,6 +27,11 @@ from gascompile.strides import contiguous_strides, normal_strides, span_elements
 
 OP_NAME = "op"
 """Key in the ``meta`` of a node that is called otherwise than its op, as a node's name cannot hold it."""
+
+
+def graph_module_of(root: torch.nn.Module, graph: torch.fx.Graph) -> torch.fx.GraphModule:
+    """Return ``graph`` as a module whose code is written when somebody asks for it: a run needs none."""
+    return _LazyGraphModule(root, graph)
 
 
 def op_name(node: torch.fx.Node) -> str:

@@ -21,7 +21,7 @@ from gascompile.call_types import check_call_type, check_registered, transformer
 from gascompile.errors import FormatError, UnsupportedOpError
 from gascompile.ir import Forms
 from gascompile.packing import FORMS
-from gascompile.program import BoundSpec, Dim, InputSpec, Program, Stride
+from gascompile.program import BoundSpec, Dim, InputSpec, Program, Stride, graph_module_of
 from gascompile.program_ops import FUNCTION_NAMES, OPS_OF_LIBRARIES, check_call, draws, find_target
 
 FORMAT = "gascompile.program/1"
@@ -299,4 +299,4 @@ def _read_graph(data: Mapping[str, Any], where: str, *, allow_code: bool) -> tor
             grammar.refuse(f"{where}.outputs", f"{grammar.shown(value)} is no result of a node")
     graph.output(tuple(_decode(arg, nodes) for arg in data["outputs"]))
     graph.lint()
-    return torch.fx.GraphModule(torch.nn.Module(), graph)
+    return graph_module_of(torch.nn.Module(), graph)

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -20,6 +21,10 @@ from gascompile.dependencies import Dependencies
 from gascompile.errors import FormatError, StorageError
 from gascompile.fingerprint import ModulePrint
 from gascompile.watched import Watches
+
+if TYPE_CHECKING:
+    from gascompile.checkpoint import Checkpoint
+    from gascompile.compiled import Unit
 
 _log = logging.getLogger("gascompile")
 _FILE = "dependencies.json"
@@ -104,6 +109,15 @@ class CachedPlan:
             return Basis(record.watches, None)
         _write(self.folder, bundle, known, damaged=self.found)
         return Basis(record.watches, known)
+
+
+@dataclass(frozen=True, slots=True)
+class LookedUp:
+    """A place in the cache, and the plan in it, ready to run; ``None`` where none holds."""
+
+    entry: CachedPlan
+    checkpoint: Checkpoint | None
+    unit: Unit | None
 
 
 def _write(folder: Path, bundle: Bundle, known: Dependencies, *, damaged: bool) -> None:

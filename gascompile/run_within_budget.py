@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from gascompile.errors import BudgetExceededError
-from gascompile.machine import profile_of
 from gascompile.op_memory import remember
 from gascompile.stale_profile import Grader
 
@@ -71,6 +70,8 @@ def _grade(executor: Executor, plan: Plan, cache_dir: Path) -> None:
     """Compare the run with its plan: one that beats its limit disproves the machine's numbers."""
     grader = _GRADERS.get(executor)
     if grader is None:
+        from gascompile.machine import profile_of
+
         grader = Grader(plan, lambda: profile_of(plan.machine, cache_dir))
         _GRADERS[executor] = grader
     if executor.last_run is not None:

@@ -12,7 +12,6 @@ from torch import nn
 from gascompile.bundle_files import Weights
 from gascompile.checkpoint import Checkpoint, match_weights
 from gascompile.errors import CheckpointError, UnsupportedOpError
-from gascompile.form_store import Item, converted
 from gascompile.forms_choice import FLOATING, as_computed, is_lossless
 from gascompile.integrations.huggingface import ignorable_weights
 from gascompile.integrations.lost_buffers import rebuild_buffers
@@ -149,6 +148,8 @@ def _in_wire_forms(
     store: Path,
 ) -> tuple[dict[str, WeightSource], tuple[FileStamp, ...]]:
     """Return ``sources`` with the weights that move in another form than they lie in converted into ``store``."""
+    from gascompile.form_store import Item, converted
+
     items = {}
     for name, source in sources.items():
         wire = program.forms[name].wire if name in program.forms else program.bound[name].dtype

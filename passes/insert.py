@@ -26,7 +26,7 @@ from gascompile.ir import (
     Wait,
 )
 from gascompile.passes.divide_graph import divide_graph
-from gascompile.program import Program, op_name
+from gascompile.program import Program, graph_module_of, op_name
 from gascompile.tiles import base_name
 
 for _move in (moves.prefetch, moves.wait, moves.release, *moves.HEAP_MOVES):
@@ -49,7 +49,7 @@ def insert(program: Program, plan: Plan) -> fx.GraphModule:
         rewrite.apply(step)
     rewrite.finish()
     graph.lint()
-    return fx.GraphModule(program.graph_module, graph)
+    return graph_module_of(program.graph_module, graph)
 
 
 def _unused(name: str, graph: fx.Graph) -> str:

@@ -264,3 +264,10 @@ def _version(package: str) -> str:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return ""
+
+
+def usable_gpu() -> str:
+    """Return the name of the GPU that plans for this machine compute on; empty where there is none."""
+    if not torch.cuda.is_available():
+        return ""
+    return str(torch.cuda.get_device_name())

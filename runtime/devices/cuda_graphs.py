@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from gascompile.runtime.devices.cuda import CudaApi
+    from gascompile.collection import no_collection
+from gascompile.runtime.devices.cuda import CudaApi
 
 _TURN = threading.Lock()
 """Torch captures one graph at a time in a process."""
@@ -117,7 +118,7 @@ class CudaGraphs:
         Other threads go on to read and copy meanwhile: only this one is held to what can be captured.
         """
         made = CudaGraph(self._cuda.CUDAGraph())
-        with _TURN, _no_collection():
+        with _TURN, no_collection():
             # A product takes its workspace from the pool, and so as long as the graph lives; dropped at the
             # end, it serves later graphs, and is not counted twice.
             self._api.drop_workspaces()
@@ -161,15 +162,3 @@ class CudaGraphs:
 
     def _allocated_bytes(self) -> int:
         return int(self._cuda.memory_allocated(self._device))
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Keep the garbage collector from destroying events or graphs of others in the middle of a capture."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()

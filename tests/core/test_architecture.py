@@ -16,7 +16,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 LEAVES = (
     "ir", "reports", "serial", "units", "errors", "program", "moves", "tiles", "strides", "true_strides", "packing",
-    "wire_ops", "kernels", "files", "json_readers", "machine_check", "own_files", "plan_check", "workload_check",
+    "wire_ops", "collection", "kernels", "files", "json_readers", "machine_check", "own_files", "plan_check",
+    "workload_check",
 )  # fmt: skip
 INNER = ("passes", "cost_models", "runtime")
 SOURCES = sorted(

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from gascompile import machine as machine_module
 from gascompile.emulated import EMULATED, emulated_machine, emulated_name
 from gascompile.errors import FormatError
 from gascompile.ir import Interference, InterferencePoint, IoSettings, Machine
@@ -79,7 +78,7 @@ def test_by_name_it_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
         measured.append(folder)
         return HOST
 
-    monkeypatch.setattr(machine_module, "measure_machine", measure)
+    monkeypatch.setattr("gascompile.cost_models.measure.measure_machine", measure)
     found = machine_of(EMULATED, tmp_path)
     assert found.rates == emulated_machine(HOST).rates
     again = resolve_machine(EMULATED, cache_dir=tmp_path, read=lambda *_, **__: None)  # type: ignore[arg-type]

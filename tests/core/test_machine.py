@@ -55,7 +55,7 @@ class Measured:
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> Measured:
     fake = Measured()
-    monkeypatch.setattr(machine_module, "measure_machine", fake)
+    monkeypatch.setattr("gascompile.cost_models.measure.measure_machine", fake)
     return fake
 
 

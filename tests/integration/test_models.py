@@ -13,7 +13,6 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import gascompile
-from gascompile import pipeline
 from gascompile.calls import bind_call
 from gascompile.capture import capture
 from gascompile.integrations.huggingface import register_pytrees
@@ -63,7 +62,7 @@ def _traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
             known[id(model)] = capture(model, *rest, **options)
         return known[id(model)]
 
-    monkeypatch.setattr(pipeline, "capture", once)
+    monkeypatch.setattr("gascompile.capture.capture", once)
 
 
 BETWEEN = ("llama", "gpt2", "t5", "mixtral", "convnet", "tied", "modules")

@@ -29,9 +29,9 @@ def test_second_compile_runs_neither_capture_nor_solver(
     def refuse(*args: object, **kwargs: object) -> None:
         raise AssertionError("ran again")
 
-    monkeypatch.setattr("gascompile.pipeline.capture", refuse)
-    monkeypatch.setattr("gascompile.pipeline.make_plan", refuse)
-    monkeypatch.setattr("gascompile.pipeline.annotate_memory", refuse)
+    monkeypatch.setattr("gascompile.capture.capture", refuse)
+    monkeypatch.setattr("gascompile.passes.make_plan.make_plan", refuse)
+    monkeypatch.setattr("gascompile.op_memory.annotate_memory", refuse)
     assert torch.equal(build()(**inputs), first)
 
 

@@ -11,7 +11,6 @@ import torch
 import transformers
 from torch import nn
 
-from gascompile import pipeline
 from gascompile.config import CACHE_VARIABLE
 from gascompile.errors import (
     CheckpointError,
@@ -228,8 +227,8 @@ def test_a_second_start_neither_captures_nor_plans(
         pytest.fail("the second start did the work again")
 
     first = start()
-    monkeypatch.setattr(pipeline, "capture", never)
-    monkeypatch.setattr(pipeline, "make_plan", never)
+    monkeypatch.setattr("gascompile.capture.capture", never)
+    monkeypatch.setattr("gascompile.passes.make_plan.make_plan", never)
     assert start() == first
 
 
