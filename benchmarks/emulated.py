@@ -26,13 +26,13 @@ from torch.utils import _pytree as pytree
 import gascompile
 from benchmarks.environment import describe_environment, result_path
 from benchmarks.llama_checkpoint import write_llama
-from gascompile.cost_models.host import OtherWork
+from gascompile.core.machine import Budget, Machine
+from gascompile.core.serial import to_json
+from gascompile.core.sizes import MIB, format_size
+from gascompile.cost_models.measure.host import OtherWork
 from gascompile.integrations.huggingface import build_skeleton
-from gascompile.ir import Budget, Machine
-from gascompile.machine import resolve_machine
-from gascompile.runtime.engine import read_blocks
-from gascompile.serial import to_json
-from gascompile.units import MIB, format_size
+from gascompile.machines.resolve import resolve_machine
+from gascompile.runtime.transfer.engine import read_blocks
 
 TIME_TOLERANCE = 0.10
 _WARM_RUNS = 2

@@ -26,10 +26,10 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks.environment import describe_environment, result_path
 from benchmarks.llama_checkpoint import SHAPE_1B, write_llama
-from gascompile.machine import resolve_machine
-from gascompile.runtime.engine import read_blocks
-from gascompile.serial import dumps, to_json
-from gascompile.units import format_size
+from gascompile.core.serial import dumps, to_json
+from gascompile.core.sizes import format_size
+from gascompile.machines.resolve import resolve_machine
+from gascompile.runtime.transfer.engine import read_blocks
 
 FORMS = ("fp32", "bf16", "int8", "int4")
 TOKENS = (1, 128)

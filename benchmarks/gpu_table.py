@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from gascompile.units import format_size
+from gascompile.core.sizes import format_size
 
 ROOT = Path(__file__).resolve().parent.parent
 BEGIN = "<!-- gpu:begin -->"

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_models import SHAPES, empty_llama, llama_in_memory, weight_bytes
-from gascompile.units import GIB
+from gascompile.core.sizes import GIB
 
 _RUNS_TO_PAY = 1000.0
 """What ``compile`` takes by default."""
@@ -102,8 +102,8 @@ def run_torch_compile(options: argparse.Namespace) -> dict[str, Any]:
 def run_link(options: argparse.Namespace) -> dict[str, Any]:
     """Return what the link into the GPU carries: copies of pinned memory, or what the machine's file says."""
     if options.machine is not None:
-        from gascompile.machine import resolve_machine
-        from gascompile.runtime.engine import read_blocks
+        from gascompile.machines.resolve import resolve_machine
+        from gascompile.runtime.transfer.engine import read_blocks
 
         cache = options.scratch / "cache"
         machine = resolve_machine(options.machine, cache_dir=cache, read=read_blocks)

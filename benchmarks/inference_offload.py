@@ -21,10 +21,10 @@ from rich.table import Table
 from benchmarks.environment import describe_environment, result_path
 from benchmarks.limited import can_limit, run_limited
 from benchmarks.llama_checkpoint import SHAPE_1B, write_llama
-from gascompile.machine import resolve_machine
-from gascompile.runtime.engine import read_blocks
-from gascompile.serial import dumps, to_json
-from gascompile.units import GIB, MIB, format_size, parse_size
+from gascompile.core.serial import dumps, to_json
+from gascompile.core.sizes import GIB, MIB, format_size, parse_size
+from gascompile.machines.resolve import resolve_machine
+from gascompile.runtime.transfer.engine import read_blocks
 
 CGROUP_BYTES = 3 * GIB
 PROCESS_BYTES = 700 * MIB

@@ -138,8 +138,8 @@ def run_read(options: argparse.Namespace) -> dict[str, Any]:
     from accelerate import init_empty_weights
 
     import gascompile
-    from gascompile.ir import Prefetch
-    from gascompile.runtime.session import Session
+    from gascompile.core.steps import Prefetch
+    from gascompile.runtime.run.session import Session
 
     config = transformers.AutoConfig.from_pretrained(options.model)
     with init_empty_weights(include_buffers=False):

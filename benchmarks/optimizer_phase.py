@@ -32,11 +32,11 @@ import gascompile
 from benchmarks.environment import describe_environment, result_path
 from benchmarks.training_contenders import LEARNING_RATE, PLANNING_S, SHAPES, build_model
 from gascompile.commands.output import fields
-from gascompile.cost_models.trace import Trace
-from gascompile.ir import Offload, Reload
+from gascompile.core.sizes import PAGE_BYTES, align_up, format_size, format_time
+from gascompile.core.steps import Offload, Reload
+from gascompile.cost_models.simulate.trace import Trace
 from gascompile.training.step import TrainingStep
 from gascompile.training.timeline import record
-from gascompile.units import PAGE_BYTES, align_up, format_size, format_time
 
 THREADS = 2
 BUDGETS = {"gpt2": "384MiB", "toy": "5MiB"}

@@ -24,10 +24,11 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.environment import describe_environment, result_path
-from gascompile.cost_models.replay import replay_plan
-from gascompile.errors import InfeasiblePlanError
-from gascompile.ir import Budget, Plan
-from gascompile.units import GIB, format_size
+from gascompile.core.errors import InfeasiblePlanError
+from gascompile.core.machine import Budget
+from gascompile.core.plan import Plan
+from gascompile.core.sizes import GIB, format_size
+from gascompile.cost_models.simulate.replay import replay_plan
 
 MACHINE = "h100-gen5"
 GPU_BYTES, CPU_BYTES = 24 * GIB, 64 * GIB
@@ -103,16 +104,16 @@ def plan_case(case: Case, folder: Path) -> dict[str, Any]:
     """Plan ``case`` in this process; return its seconds by stage, its certificate and its peak memory."""
     watch = Stopwatch()
     with watch.stage("import"):
-        from gascompile.calls import normalize_call
-        from gascompile.config import CompileConfig
+        from gascompile.api.compile import Job
+        from gascompile.api.sources import open_source
+        from gascompile.capture.calls import normalize_call
+        from gascompile.core.config import CompileConfig
         from gascompile.integrations.huggingface import register_pytrees
-        from gascompile.machine import resolve_machine
-        from gascompile.passes.annotate import annotate
-        from gascompile.passes.make_plan import make_plan
-        from gascompile.passes.verify import verify
-        from gascompile.pipeline import Job
-        from gascompile.runtime.engine import read_blocks
-        from gascompile.sources import open_source
+        from gascompile.machines.resolve import resolve_machine
+        from gascompile.passes.graph.annotate import annotate
+        from gascompile.passes.plan.make_plan import make_plan
+        from gascompile.passes.verify.walk import verify
+        from gascompile.runtime.transfer.engine import read_blocks
     write_config(case, folder)
     machine = resolve_machine(MACHINE, cache_dir=folder, read=read_blocks)
     budget = Budget(gpu=case.gpu_bytes, cpu=case.cpu_bytes)

@@ -27,13 +27,13 @@ from rich.table import Table
 
 from benchmarks.environment import describe_environment, result_path
 from benchmarks.llama_checkpoint import SHAPE_1B, write_llama
-from gascompile.calibration import calibrate_machine
-from gascompile.cost_models.measure_compute import Weights, matrix_rates
-from gascompile.ir import Machine
-from gascompile.machine import resolve_machine
-from gascompile.runtime.engine import read_blocks
-from gascompile.serial import dumps, to_json
-from gascompile.units import format_size
+from gascompile.api.calibrate import calibrate_machine
+from gascompile.core.machine import Machine
+from gascompile.core.serial import dumps, to_json
+from gascompile.core.sizes import format_size
+from gascompile.cost_models.measure.compute import Weights, matrix_rates
+from gascompile.machines.resolve import resolve_machine
+from gascompile.runtime.transfer.engine import read_blocks
 
 TIME_TOLERANCE = 0.10
 PEAK_TOLERANCE = 0.02

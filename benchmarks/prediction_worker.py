@@ -17,7 +17,7 @@ import torch
 import transformers
 
 import gascompile
-from gascompile.cost_models.host import OtherWork
+from gascompile.cost_models.measure.host import OtherWork
 from gascompile.integrations.huggingface import build_skeleton
 
 transformers.utils.logging.disable_progress_bar()

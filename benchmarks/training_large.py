@@ -31,10 +31,10 @@ from benchmarks.environment import describe_environment, result_path
 from benchmarks.limited import run_limited
 from benchmarks.training_contenders import LEARNING_RATE, loss_fn
 from benchmarks.training_planning import WIDTHS, Clock, build_model
-from gascompile.config import CompileConfig
-from gascompile.machine import resolve_machine
-from gascompile.runtime.engine import read_blocks
-from gascompile.units import MIB, format_size, parse_size
+from gascompile.core.config import CompileConfig
+from gascompile.core.sizes import MIB, format_size, parse_size
+from gascompile.machines.resolve import resolve_machine
+from gascompile.runtime.transfer.engine import read_blocks
 
 PROCESS_BYTES = 700 * MIB
 """What the interpreter and the libraries may take beside the budget."""

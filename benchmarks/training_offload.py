@@ -29,7 +29,7 @@ from benchmarks.limited import can_limit, run_limited
 from benchmarks.training_contenders import CONTENDERS, LEARNING_RATE, OURS, SHAPES
 from benchmarks.training_peers import PACKAGES, missing, versions
 from gascompile.commands.output import grid
-from gascompile.units import MIB, format_size, parse_size
+from gascompile.core.sizes import MIB, format_size, parse_size
 
 LIMIT_S = 1200.0
 PROCESS_BYTES = 700 * MIB

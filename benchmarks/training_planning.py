@@ -29,14 +29,14 @@ from rich.console import Console
 from benchmarks.environment import describe_environment, result_path
 from benchmarks.training_contenders import LEARNING_RATE, loss_fn
 from gascompile.commands.output import grid
-from gascompile.config import CompileConfig
-from gascompile.ir import Budget, Machine
-from gascompile.machine import resolve_machine
-from gascompile.runtime.engine import read_blocks
-from gascompile.training.capture_step import capture_step
-from gascompile.training.step_plan import step_plan
-from gascompile.training.step_workload import step_workload
-from gascompile.units import SPILL_BUFFER_BYTES, format_size
+from gascompile.core.config import CompileConfig
+from gascompile.core.machine import Budget, Machine
+from gascompile.core.sizes import SPILL_BUFFER_BYTES, format_size
+from gascompile.machines.resolve import resolve_machine
+from gascompile.runtime.transfer.engine import read_blocks
+from gascompile.training.capture.capture_step import capture_step
+from gascompile.training.planning.step_plan import step_plan
+from gascompile.training.planning.step_workload import step_workload
 
 WIDTHS = {2: (64, 2), 12: (768, 12), 24: (1024, 16), 36: (1280, 20), 48: (1600, 25)}
 """Width and heads of GPT-2 small, medium, large and XL by their layers, and of one for tests."""

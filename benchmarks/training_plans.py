@@ -18,11 +18,12 @@ from typing import Any
 
 from benchmarks.environment import describe_environment, result_path
 from benchmarks.training_traces import NETS, PUBLISHED, published_trace, reference_machine
-from gascompile.ir import Budget, Machine, OpSpec, TensorKind, TensorSpec, Workload
-from gascompile.passes.interval_problem import interval_problem
-from gascompile.passes.interval_search import Search
-from gascompile.passes.interval_strategies import STRATEGIES
-from gascompile.planning import plan
+from gascompile.api.plan import plan
+from gascompile.core.machine import Budget, Machine
+from gascompile.core.workload import OpSpec, TensorKind, TensorSpec, Workload
+from gascompile.passes.intervals.search import Search
+from gascompile.passes.intervals.strategies import STRATEGIES
+from gascompile.passes.model.interval_problem import interval_problem
 
 LAYERED = {"layered-3x": 3.0, "layered-5x": 5.0, "layered-8x": 8.0}
 """Traces of 2,001 ops and 6,003 tensors, with their need of memory in GPU memories."""

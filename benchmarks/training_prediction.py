@@ -23,12 +23,12 @@ from rich.console import Console
 
 from benchmarks.environment import describe_environment, result_path
 from benchmarks.throttled import can_throttle
-from gascompile.calibration import calibrate_machine
+from gascompile.api.calibrate import calibrate_machine
 from gascompile.commands.output import grid
-from gascompile.ir import Machine
-from gascompile.runtime.engine import read_blocks
-from gascompile.serial import dumps, to_json
-from gascompile.units import format_size
+from gascompile.core.machine import Machine
+from gascompile.core.serial import dumps, to_json
+from gascompile.core.sizes import format_size
+from gascompile.runtime.transfer.engine import read_blocks
 
 TOLERANCE = 0.10
 TIMEOUT_S = 400.0

@@ -17,7 +17,8 @@ from torch.nn import functional
 from benchmarks.throttled import throttled
 from benchmarks.training_contenders import batch_of, build_model, loss_fn, optimizer_of
 from gascompile import compile_step
-from gascompile.ir import Plan, Recompute
+from gascompile.core.plan import Plan
+from gascompile.core.steps import Recompute
 
 LLAMA = {"batch": 8, "tokens": 256, "vocab_size": 32000}
 

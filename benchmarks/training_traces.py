@@ -20,7 +20,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from gascompile.ir import Link, Machine, OpSpec, Pipe, TensorKind, TensorSpec, Tier, Workload
+from gascompile.core.machine import Link, Machine, Pipe, Tier
+from gascompile.core.workload import OpSpec, TensorKind, TensorSpec, Workload
 
 _BYTES_PER_S = 1.25e12
 _LAUNCH_S = 5e-6

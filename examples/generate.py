@@ -22,8 +22,8 @@ import gascompile
 from examples.demo_model import make_demo
 from gascompile.commands.output import emit, fields, report_error
 from gascompile.commands.summary import plan_parts
+from gascompile.core.sizes import format_size, format_time, parse_size
 from gascompile.integrations.generation import Generator
-from gascompile.units import format_size, format_time, parse_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

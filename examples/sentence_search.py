@@ -23,7 +23,7 @@ import gascompile
 from examples.encoder import PACKAGE, batches, find_model, loaded, skeleton
 from gascompile.commands.output import emit, fields, grid, report_error
 from gascompile.commands.summary import plan_parts
-from gascompile.units import format_size, format_time, parse_size
+from gascompile.core.sizes import format_size, format_time, parse_size
 
 TOLERANCE = 1e-5
 QUERIES = (

@@ -23,10 +23,10 @@ import torch
 import gascompile
 from examples.small_gpt import SmallGPT, batch_at, next_byte_loss, read_text
 from gascompile.commands.output import emit, fields, report_error, reserved_stdout
+from gascompile.core.sizes import format_size, format_time, parse_size
 from gascompile.training.monitor import Monitor
 from gascompile.training.timeline import record
 from gascompile.training.units import UnitMaker
-from gascompile.units import format_size, format_time, parse_size
 
 TOLERANCE = 1e-4
 _WARMUP_STEPS = 20

@@ -23,7 +23,7 @@ from torch.nn import functional
 
 import gascompile
 from gascompile.commands.output import emit, fields, report_error, reserved_stdout
-from gascompile.units import format_size, format_time, parse_size
+from gascompile.core.sizes import format_size, format_time, parse_size
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 PACKAGE = "scikit-learn"

@@ -12,45 +12,47 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from gascompile.compiled import CompiledModel as CompiledModel
-    from gascompile.errors import CaptureError as CaptureError
-    from gascompile.errors import CheckpointError as CheckpointError
-    from gascompile.errors import DeviceError as DeviceError
-    from gascompile.errors import DeviceMapError as DeviceMapError
-    from gascompile.errors import FormatError as FormatError
-    from gascompile.errors import GASCompileError as GASCompileError
-    from gascompile.errors import InfeasiblePlanError as InfeasiblePlanError
-    from gascompile.errors import PlanMismatchError as PlanMismatchError
-    from gascompile.errors import PlanVerificationError as PlanVerificationError
-    from gascompile.errors import SolverError as SolverError
-    from gascompile.errors import StorageError as StorageError
-    from gascompile.errors import UnsupportedOpError as UnsupportedOpError
-    from gascompile.ir import Budget as Budget
-    from gascompile.ir import Machine as Machine
-    from gascompile.ir import Plan as Plan
-    from gascompile.ir import Workload as Workload
-    from gascompile.loading import load as load
-    from gascompile.pipeline import compile as compile
-    from gascompile.planning import plan as plan
-    from gascompile.planning import simulate as simulate
-    from gascompile.reports import GraphReport as GraphReport
-    from gascompile.reports import RunReport as RunReport
-    from gascompile.reports import Timeline as Timeline
+    from gascompile.api.compile import compile as compile
+    from gascompile.api.compiled import CompiledModel as CompiledModel
+    from gascompile.api.load import load as load
+    from gascompile.api.plan import plan as plan
+    from gascompile.api.plan import simulate as simulate
+    from gascompile.core.errors import CaptureError as CaptureError
+    from gascompile.core.errors import CheckpointError as CheckpointError
+    from gascompile.core.errors import DeviceError as DeviceError
+    from gascompile.core.errors import DeviceMapError as DeviceMapError
+    from gascompile.core.errors import FormatError as FormatError
+    from gascompile.core.errors import GASCompileError as GASCompileError
+    from gascompile.core.errors import InfeasiblePlanError as InfeasiblePlanError
+    from gascompile.core.errors import PlanMismatchError as PlanMismatchError
+    from gascompile.core.errors import PlanVerificationError as PlanVerificationError
+    from gascompile.core.errors import SolverError as SolverError
+    from gascompile.core.errors import StorageError as StorageError
+    from gascompile.core.errors import UnsupportedOpError as UnsupportedOpError
+    from gascompile.core.machine import Budget as Budget
+    from gascompile.core.machine import Machine as Machine
+    from gascompile.core.plan import Plan as Plan
+    from gascompile.core.reports import GraphReport as GraphReport
+    from gascompile.core.reports import RunReport as RunReport
+    from gascompile.core.reports import Timeline as Timeline
+    from gascompile.core.workload import Workload as Workload
     from gascompile.training.compile_step import compile_step as compile_step
     from gascompile.training.step import TrainingStep as TrainingStep
 
 _HOMES = {
-    "compiled": ("CompiledModel",),
-    "errors": (
+    "api.compile": ("compile",),
+    "api.compiled": ("CompiledModel",),
+    "api.load": ("load",),
+    "api.plan": ("plan", "simulate"),
+    "core.errors": (
         "CaptureError", "CheckpointError", "DeviceError", "DeviceMapError", "FormatError",
         "GASCompileError", "InfeasiblePlanError", "PlanMismatchError", "PlanVerificationError",
         "SolverError", "StorageError", "UnsupportedOpError",
     ),
-    "ir": ("Budget", "Machine", "Plan", "Workload"),
-    "loading": ("load",),
-    "pipeline": ("compile",),
-    "planning": ("plan", "simulate"),
-    "reports": ("GraphReport", "RunReport", "Timeline"),
+    "core.machine": ("Budget", "Machine"),
+    "core.plan": ("Plan",),
+    "core.reports": ("GraphReport", "RunReport", "Timeline"),
+    "core.workload": ("Workload",),
     "training.compile_step": ("compile_step",),
     "training.step": ("TrainingStep",),
 }  # fmt: skip

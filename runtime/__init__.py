@@ -1,1 +1,1 @@
-"""x."""
+"""Runs plans: what moves and computes, behind the protocols that stand here."""

@@ -13,10 +13,10 @@ from typing import Any, Protocol
 
 import torch
 
-from gascompile.errors import DeviceError
-from gascompile.runtime.early_memory import EarlyMemory
-from gascompile.runtime.landing import Landing, Piece
-from gascompile.runtime.races import Races
+from gascompile.core.errors import DeviceError
+from gascompile.runtime.debug.races import Races
+from gascompile.runtime.memory.early_memory import EarlyMemory
+from gascompile.runtime.transfer.read_plan import Landing, Piece
 
 
 class Reader(Protocol):

@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from gascompile.fusion_build import compiler
+from gascompile.codegen.build import compiler
 from tests.compiler import remembering_compiler
 
 # Timings on shared machines vary too much for a deadline; fixed examples make a failure repeatable.

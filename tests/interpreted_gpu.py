@@ -22,10 +22,10 @@ from torch._inductor.runtime import triton_helpers
 from triton.runtime import interpreter
 from triton.runtime.interpreter import TensorHandle
 
-from gascompile.fusion_cubin import Image, jit_function
-from gascompile.fusion_triton import TritonSource
-from gascompile.gpu_target import GpuTarget
-from gascompile.runtime.driver import CudaDriver
+from gascompile.codegen.cubin import Image, jit_function
+from gascompile.codegen.target import GpuTarget
+from gascompile.codegen.triton import TritonSource
+from gascompile.runtime.devices.driver import CudaDriver
 from gascompile.runtime.kernels.launching import INTERPRETED
 
 needs_interpreter = pytest.mark.skipif(

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 import gascompile
-from gascompile.errors import StorageError
+from gascompile.core.errors import StorageError
 from gascompile.integrations.generation import Generator
 from tests.training.runs import MACHINE, adamw, batches, compiled, new_model
 

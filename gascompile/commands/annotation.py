@@ -7,14 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from gascompile import serial
 from gascompile.commands import options as opt
 from gascompile.commands.output import emit, note, reserved_stdout, warnings_block
 from gascompile.commands.plans import Source
 from gascompile.commands.summary import totals_by_kind, workload_parts, workload_summary
-from gascompile.errors import CaptureError
-from gascompile.ir import Budget, Machine, Workload
-from gascompile.workload_files import is_workload_file, load_workload
+from gascompile.core import serial
+from gascompile.core.checks.workload_files import is_workload_file, load_workload
+from gascompile.core.errors import CaptureError
+from gascompile.core.machine import Budget, Machine
+from gascompile.core.workload import Workload
 
 _COUNTER = re.compile(r"_\d+$")
 
@@ -66,12 +67,12 @@ def _annotated(
         workload = load_workload(source, machine)
         kinds = [_COUNTER.sub("", op.name) for op in workload.ops]
         return _Annotated(workload=workload, kinds=kinds, unknown_ops=())
-    from gascompile.calls import normalize_call
-    from gascompile.config import CompileConfig
+    from gascompile.api.compile import Job
+    from gascompile.api.sources import open_source
+    from gascompile.capture.calls import normalize_call
+    from gascompile.core.config import CompileConfig
     from gascompile.integrations.huggingface import register_pytrees
-    from gascompile.passes.annotate import annotate as cost
-    from gascompile.pipeline import Job
-    from gascompile.sources import open_source
+    from gascompile.passes.graph.annotate import annotate as cost
 
     opened = open_source(source, batch=batch, tokens=tokens)
     if opened.inputs is None:

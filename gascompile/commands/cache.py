@@ -9,10 +9,10 @@ import typer
 
 from gascompile.commands import options as opt
 from gascompile.commands.output import emit, grid, note
-from gascompile.units import format_size
+from gascompile.core.sizes import format_size
 
 if TYPE_CHECKING:  # torch comes with it, which help and wrong usage need not wait for
-    from gascompile.cache_upkeep import CacheItem
+    from gascompile.api.cache_upkeep import CacheItem
 
 cache = typer.Typer(
     help="List or remove kept plans, spilled weights, compiled code and machine profiles.",
@@ -57,7 +57,7 @@ def list_items(cache_dir: opt.CacheDir = None, json: opt.JsonFlag = False) -> No
 
     Example: [bold]gascompile cache ls[/bold]
     """
-    from gascompile.cache_upkeep import items
+    from gascompile.api.cache_upkeep import items
 
     folder = opt.cache_dir_of(cache_dir)
     found = items(folder)
@@ -76,7 +76,7 @@ def remove_items(keys: Keys, cache_dir: opt.CacheDir = None, json: opt.JsonFlag 
 
     Example: [bold]gascompile cache rm 3fa9c1[/bold]
     """
-    from gascompile.cache_upkeep import items, remove, select
+    from gascompile.api.cache_upkeep import items, remove, select
 
     folder = opt.cache_dir_of(cache_dir)
     with opt.usage_errors():
@@ -102,7 +102,7 @@ def collect_items(
 
     Example: [bold]gascompile cache gc --older-than 30d --max-size 10GiB[/bold]
     """
-    from gascompile.cache_upkeep import collect
+    from gascompile.api.cache_upkeep import collect
 
     removed = collect(
         opt.cache_dir_of(cache_dir),

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import RenderableType
 
-from gascompile import serial
 from gascompile.commands import options as opt
 from gascompile.commands.output import emit, grid, note
 from gascompile.commands.plans import read_plan
-from gascompile.units import format_size, format_time
+from gascompile.core import serial
+from gascompile.core.sizes import format_size, format_time
 
 if TYPE_CHECKING:  # help and wrong usage need not wait for the passes
-    from gascompile.passes.diff import Change, PlanDiff
+    from gascompile.passes.explain.diff import Change, PlanDiff
 
 _SHOWN = 12
 """Rows of a table for people; JSON has all."""
@@ -34,8 +34,8 @@ def diff_verb(a: Before, b: After, json: opt.JsonFlag = False) -> None:
 
     Example: [bold]gascompile diff small.plan.json large.plan.json[/bold]
     """
-    from gascompile.passes.diff import diff
-    from gascompile.passes.verify import verify
+    from gascompile.passes.explain.diff import diff
+    from gascompile.passes.verify.walk import verify
 
     plans = [read_plan(a), read_plan(b)]
     for made in plans:

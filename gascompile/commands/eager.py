@@ -16,11 +16,11 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from gascompile.errors import CheckpointError, StorageError
-from gascompile.program import InputSpec, Program
-from gascompile.program_io import load_treespec
-from gascompile.sources import Source
-from gascompile.units import format_size
+from gascompile.api.sources import Source
+from gascompile.capture.saved.program_io import load_treespec
+from gascompile.core.errors import CheckpointError, StorageError
+from gascompile.core.program import InputSpec, Program
+from gascompile.core.sizes import format_size
 
 _TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 """Largest difference, relative to the largest value, that the rounding of a dtype explains."""

@@ -8,20 +8,20 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import RenderableType
 
-from gascompile import serial
 from gascompile.commands import options as opt
 from gascompile.commands.output import emit, fields, grid, note, reserved_stdout
 from gascompile.commands.plans import make_plan_of, read_plan
 from gascompile.commands.simulation import why_late
-from gascompile.ir import Plan
-from gascompile.units import format_size, format_time
+from gascompile.core import serial
+from gascompile.core.plan import Plan
+from gascompile.core.sizes import format_size, format_time
 
 if TYPE_CHECKING:  # numpy comes with it, which help and wrong usage need not wait for
-    from gascompile.cost_models.trace import Transfer
-    from gascompile.passes.alternatives import Alternative
-    from gascompile.passes.explain import OpExplanation, TensorExplanation
-    from gascompile.passes.other_moves import OtherMove
-    from gascompile.passes.other_sites import OtherSite
+    from gascompile.cost_models.simulate.trace import Transfer
+    from gascompile.passes.explain.alternatives import Alternative
+    from gascompile.passes.explain.explain import OpExplanation, TensorExplanation
+    from gascompile.passes.explain.other_moves import OtherMove
+    from gascompile.passes.explain.other_sites import OtherSite
 
 Subject = Annotated[
     str, typer.Argument(metavar="TENSOR|OP", help="A name in the plan.", show_default=False)
@@ -54,8 +54,8 @@ def explain_verb(
 
     Example: [bold]gascompile explain plan.json model.layers.7.mlp.up_proj.weight[/bold]
     """
-    from gascompile.passes.explain import TensorExplanation, explain
-    from gascompile.passes.verify import verify
+    from gascompile.passes.explain.explain import TensorExplanation, explain
+    from gascompile.passes.verify.walk import verify
 
     with reserved_stdout(json):
         path = Path(source)

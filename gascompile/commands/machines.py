@@ -8,11 +8,11 @@ import typer
 from rich.console import RenderableType
 from rich.text import Text
 
-from gascompile import serial
 from gascompile.commands import options as opt
 from gascompile.commands.output import emit, fields, grid, note, reserved_stdout
-from gascompile.ir import ComputeRate, Machine
-from gascompile.units import format_size
+from gascompile.core import serial
+from gascompile.core.machine import ComputeRate, Machine
+from gascompile.core.sizes import format_size
 
 
 def calibrate(
@@ -28,10 +28,10 @@ def calibrate(
     Every resource alone and beside others, then whole runs of a small model. Leave the machine idle.
     Example: [bold]gascompile calibrate -o this-machine.json[/bold]
     """
-    from gascompile.calibration import calibrate_machine, num_stages
-    from gascompile.machine import measure_briefly
-    from gascompile.progress import stages, task
-    from gascompile.runtime.engine import read_blocks
+    from gascompile.api.calibrate import calibrate_machine, num_stages
+    from gascompile.core.progress import stages, task
+    from gascompile.machines.resolve import measure_briefly
+    from gascompile.runtime.transfer.engine import read_blocks
 
     folder = opt.cache_dir_of(cache_dir)
     if quick:
@@ -103,7 +103,7 @@ def doctor(cache_dir: opt.CacheDir = None, json: opt.JsonFlag = False) -> None:
 
     Example: [bold]gascompile doctor[/bold]
     """
-    from gascompile.doctor import examine
+    from gascompile.machines.doctor import examine
 
     with reserved_stdout(json):
         report = examine(opt.cache_dir_of(cache_dir))

@@ -10,12 +10,12 @@ from typing import Annotated
 
 import typer
 
-from gascompile.config import CACHE_VARIABLE, default_cache_dir
-from gascompile.errors import FormatError, StorageError
-from gascompile.files import is_file, is_folder
-from gascompile.ir import Budget, Machine
-from gascompile.serial import read_json
-from gascompile.units import parse_size
+from gascompile.core.config import CACHE_VARIABLE, default_cache_dir
+from gascompile.core.errors import FormatError, StorageError
+from gascompile.core.files import is_file, is_folder
+from gascompile.core.machine import Budget, Machine
+from gascompile.core.serial import read_json
+from gascompile.core.sizes import parse_size
 
 
 def size(text: str) -> int:
@@ -129,8 +129,8 @@ def usage_errors() -> Iterator[None]:
 
 def machine_of(given: str | None, cache_dir: Path) -> Machine:
     """Return the machine named on the command line, by default this one, measured once."""
-    from gascompile import planning
-    from gascompile.progress import task
+    from gascompile.api import plan as planning
+    from gascompile.core.progress import task
 
     with usage_errors(), task("Measuring this machine" if given is None else "Reading the machine"):
         return planning.machine_of(given, cache_dir)

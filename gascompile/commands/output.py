@@ -16,13 +16,13 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from gascompile.errors import (
+from gascompile.core.errors import (
     DeviceMapError,
     GASCompileError,
     InfeasiblePlanError,
     PlanVerificationError,
 )
-from gascompile.serial import JsonValue, to_json
+from gascompile.core.serial import JsonValue, to_json
 
 # Newer typer carries a click of its own, older ones import it; this is UsageError in both.
 USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]

@@ -7,11 +7,11 @@ from typing import Annotated
 
 import typer
 
-from gascompile import serial
 from gascompile.commands import options as opt
 from gascompile.commands.output import emit, note, reserved_stdout, warnings_block
 from gascompile.commands.summary import plan_parts
-from gascompile.ir import Plan
+from gascompile.core import serial
+from gascompile.core.plan import Plan
 
 Source = Annotated[
     str,
@@ -122,7 +122,7 @@ def make_plan_of(
     weights: str | None = None,
 ) -> Plan:
     """Plan a source as the command line names it; ``limits`` are those of the computing tier, CPU and NVMe."""
-    from gascompile.planning import plan as plan_source
+    from gascompile.api.plan import plan as plan_source
 
     resolved = opt.machine_of(machine, cache_dir)
     allowed = opt.budget_of(*limits, resolved)
@@ -144,7 +144,7 @@ def read_plan(path: Path) -> Plan:
     """Read the plan of a plan file or of a bundle; it is not verified yet."""
     opt.require_plan_or_bundle(path)
     if opt.is_bundle(path):
-        from gascompile.bundle_files import read_bundle_files
+        from gascompile.bundles.files import read_bundle_files
 
         return read_bundle_files(path).plan
     return Plan.load(path)

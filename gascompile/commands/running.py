@@ -10,20 +10,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import RenderableType
 
-from gascompile import serial
 from gascompile.commands import options as opt
 from gascompile.commands.output import counted, emit, fields, note, reserved_stdout, warnings_block
 from gascompile.commands.summary import sizes
-from gascompile.config import WEIGHT_FORMS
-from gascompile.errors import CheckpointError
-from gascompile.ir import Plan
-from gascompile.units import format_size, format_time
+from gascompile.core import serial
+from gascompile.core.config import WEIGHT_FORMS
+from gascompile.core.errors import CheckpointError
+from gascompile.core.plan import Plan
+from gascompile.core.sizes import format_size, format_time
 
 if TYPE_CHECKING:  # torch comes with these, which help and wrong usage need not wait for
+    from gascompile.api.compiled import CompiledModel
     from gascompile.commands.eager import Difference
-    from gascompile.compiled import CompiledModel
-    from gascompile.form_report import FormatReport, MeasuredError
-    from gascompile.reports import RunReport
+    from gascompile.core.reports import RunReport
+    from gascompile.precision.report import FormatReport, MeasuredError
 
 RunSource = Annotated[
     str,
@@ -182,8 +182,8 @@ def _load(
             f"{source} is a bundle: the form of its weights is part of its plan; compile the source again with "
             f"--weights {weights}, or write ./{weights} for a folder of that name"
         )
+    from gascompile.api.load import load
     from gascompile.commands.eager import inputs_of_program, with_given_inputs
-    from gascompile.loading import load
 
     any_machine, allow_code = trust
     compiled = load(
@@ -209,10 +209,10 @@ def _compile(
     repeat: int,
     check: bool,
 ) -> tuple[_Job, Difference | None]:
-    from gascompile.calls import normalize_call
+    from gascompile.api.compile import compile as compile_model
+    from gascompile.api.sources import open_source
+    from gascompile.capture.calls import normalize_call
     from gascompile.commands.eager import compare, require_room, with_given_inputs
-    from gascompile.pipeline import compile as compile_model
-    from gascompile.sources import open_source
 
     opened = open_source(source, batch=shape[0], tokens=shape[1])
     if opened.checkpoint is None and Path(source).is_dir():
@@ -246,7 +246,7 @@ def _compile(
 
 
 def _repeat(job: _Job, repeat: int) -> Any:
-    from gascompile.progress import task
+    from gascompile.core.progress import task
 
     outputs = None
     for number in range(repeat):

@@ -8,17 +8,18 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import RenderableType
 
-from gascompile import serial
 from gascompile.commands import options as opt
 from gascompile.commands.output import counted, emit, fields, grid, note, reserved_stdout
 from gascompile.commands.plans import PlanArgument, read_plan
 from gascompile.commands.summary import sizes
-from gascompile.ir import Machine, Plan
-from gascompile.reports import Stall
-from gascompile.units import format_size, format_time
+from gascompile.core import serial
+from gascompile.core.machine import Machine
+from gascompile.core.plan import Plan
+from gascompile.core.reports import Stall
+from gascompile.core.sizes import format_size, format_time
 
 if TYPE_CHECKING:  # numpy comes with it, which help and wrong usage need not wait for
-    from gascompile.cost_models.trace import Trace
+    from gascompile.cost_models.simulate.trace import Trace
 
 TraceFile = Annotated[
     Path | None,
@@ -47,7 +48,7 @@ def simulate(
 
     Example: [bold]gascompile simulate plan.json --trace trace.json --picture plan.png[/bold]
     """
-    from gascompile.passes.verify import verify
+    from gascompile.passes.verify.walk import verify
 
     with reserved_stdout(json):
         made = read_plan(plan_path)
@@ -74,7 +75,7 @@ def _kept_times(planned: Machine, target: Machine) -> str:
 
 def trace_of(made: Plan, target: Machine) -> Trace:
     """Return the trace; a machine without a link that the plan uses is wrong usage."""
-    from gascompile.cost_models.trace import trace
+    from gascompile.cost_models.simulate.trace import trace
 
     try:
         return trace(made, target)
@@ -91,13 +92,13 @@ def _write(
     """Write what was asked for; return what to say about it."""
     lines = []
     if picture is not None:
-        from gascompile.picture import picture as draw
+        from gascompile.report.picture import picture as draw
 
         with opt.usage_errors():
             draw(made, found, picture)
         lines.append(f"The picture is in {picture}.")
     if trace_file is not None:
-        from gascompile.perfetto import perfetto
+        from gascompile.report.perfetto import perfetto
 
         serial.write_atomic(trace_file, serial.dumps(perfetto(made, found)))
         lines.append(f"The trace is in {trace_file}; open it at https://ui.perfetto.dev.")

@@ -9,16 +9,10 @@ from typing import Any
 from rich.console import RenderableType
 
 from gascompile.commands.output import counted, fields, grid
-from gascompile.ir import (
-    Certificate,
-    OpSpec,
-    Plan,
-    TensorKind,
-    TensorPlan,
-    Workload,
-)
-from gascompile.passes.certify import EVERYTHING, WEIGHTS
-from gascompile.units import format_size, format_time
+from gascompile.core.plan import Certificate, Plan, TensorPlan
+from gascompile.core.sizes import format_size, format_time
+from gascompile.core.workload import OpSpec, TensorKind, Workload
+from gascompile.passes.bounds.certify import EVERYTHING, WEIGHTS
 
 
 def sizes(values: Mapping[str, int]) -> str:

@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import RenderableType
 
-from gascompile import serial
 from gascompile.commands import options as opt
 from gascompile.commands.explanation import PlanOrSource
 from gascompile.commands.output import emit, fields, grid, note, reserved_stdout, warnings_block
 from gascompile.commands.plans import make_plan_of, read_plan
-from gascompile.ir import Plan
-from gascompile.units import GIB, format_size, format_time
-from gascompile.workload_files import is_workload_file
+from gascompile.core import serial
+from gascompile.core.checks.workload_files import is_workload_file
+from gascompile.core.plan import Plan
+from gascompile.core.sizes import GIB, format_size, format_time
 
 if TYPE_CHECKING:  # numpy comes with it, which help and wrong usage need not wait for
-    from gascompile.passes.whatif import Variant, WhatIf
+    from gascompile.passes.explain.whatif import Variant, WhatIf
 
 Gib = Annotated[
     float | None,
@@ -52,9 +52,9 @@ def whatif_verb(
 
     Example: [bold]gascompile whatif plan.json --gib 4 --gbps 2[/bold]
     """
-    from gascompile.passes.verify import verify
-    from gascompile.passes.whatif import whatif
-    from gascompile.progress import task
+    from gascompile.core.progress import task
+    from gascompile.passes.explain.whatif import whatif
+    from gascompile.passes.verify.walk import verify
 
     with reserved_stdout(json):
         path = Path(source)

@@ -12,10 +12,11 @@ import typer
 from gascompile.commands import options as opt
 from gascompile.commands.output import counted, emit, note
 from gascompile.commands.plans import PlanArgument
-from gascompile.errors import StorageError
-from gascompile.ir import FileStamp, Plan
-from gascompile.serial import parse_json
-from gascompile.units import format_size
+from gascompile.core.errors import StorageError
+from gascompile.core.plan import Plan
+from gascompile.core.serial import parse_json
+from gascompile.core.sizes import format_size
+from gascompile.core.sources import FileStamp
 
 Rehash = Annotated[
     bool,
@@ -28,13 +29,13 @@ def verify(plan_path: PlanArgument, weights: Rehash = False, json: opt.JsonFlag 
 
     Example: [bold]gascompile verify compiled/ --weights[/bold]
     """
-    from gascompile.passes.verify import verify as check
-    from gascompile.program_grammar import check_program
+    from gascompile.capture.saved.grammar import check_program
+    from gascompile.passes.verify.walk import verify as check
 
     stamps: tuple[FileStamp, ...] = ()
     opt.require_plan_or_bundle(plan_path)
     if opt.is_bundle(plan_path):
-        from gascompile.bundle_files import read_bundle_files
+        from gascompile.bundles.files import read_bundle_files
 
         bundle = read_bundle_files(plan_path)
         check_program(
@@ -98,9 +99,9 @@ def check_stamp(stamp: FileStamp, *, rehash: bool) -> None:
 
 
 def _digest_now(stamp: FileStamp) -> str:
-    from gascompile.bundle import content_stamp
-    from gascompile.checkpoint import read_safetensors_header
-    from gascompile.progress import task
+    from gascompile.bundles.bundle import content_stamp
+    from gascompile.core.progress import task
+    from gascompile.weights.checkpoint import read_safetensors_header
 
     if not stamp.digest.startswith("content:"):
         return read_safetensors_header(Path(stamp.path))[1].digest

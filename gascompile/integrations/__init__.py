@@ -1,1 +1,1 @@
-"""x."""
+"""Libraries that models come from: transformers, its checkpoints and generation, device maps of accelerate."""

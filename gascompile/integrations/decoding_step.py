@@ -21,8 +21,8 @@ from transformers.cache_utils import (
     DynamicSlidingWindowLayer,
 )
 
-from gascompile.errors import UnsupportedOpError
-from gascompile.fake_twin import fake_twin
+from gascompile.capture.fake_twin import fake_twin
+from gascompile.core.errors import UnsupportedOpError
 
 
 class DecodingStep(nn.Module):

@@ -10,13 +10,15 @@ import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
-from gascompile import serial
-from gascompile.config import default_cache_dir
-from gascompile.errors import CaptureError, DeviceMapError, FormatError
-from gascompile.ir import Budget, Machine, Plan, TensorKind, Workload
-from gascompile.passes.as_mapped import as_mapped
-from gascompile.planning import machine_of
-from gascompile.workload_files import is_workload_file, load_workload
+from gascompile.api.plan import machine_of
+from gascompile.core import serial
+from gascompile.core.checks.workload_files import is_workload_file, load_workload
+from gascompile.core.config import default_cache_dir
+from gascompile.core.errors import CaptureError, DeviceMapError, FormatError
+from gascompile.core.machine import Budget, Machine
+from gascompile.core.plan import Plan
+from gascompile.core.workload import TensorKind, Workload
+from gascompile.passes.explain.device_map_baseline import as_mapped
 
 DeviceMap = Mapping[str, int | str]
 _SHOWN = 4
@@ -165,12 +167,12 @@ def _workload_of(
         return source, frozenset()
     if is_workload_file(source):
         return load_workload(source, machine), frozenset()
-    from gascompile.calls import normalize_call
-    from gascompile.config import CompileConfig
+    from gascompile.api.compile import Job
+    from gascompile.api.sources import open_source
+    from gascompile.capture.calls import normalize_call
+    from gascompile.core.config import CompileConfig
     from gascompile.integrations.huggingface import register_pytrees
-    from gascompile.passes.annotate import annotate
-    from gascompile.pipeline import Job
-    from gascompile.sources import open_source
+    from gascompile.passes.graph.annotate import annotate
 
     opened = open_source(source, batch=shape[0], tokens=shape[1])
     if opened.inputs is None:

@@ -17,26 +17,28 @@ from typing import Any, Self
 
 import torch
 
-from gascompile.allocator_library import allocation_counter
-from gascompile.compiled import Unit
-from gascompile.config import CompileConfig, default_cache_dir
-from gascompile.errors import (
+from gascompile.api.compile import make_job
+from gascompile.api.compiled import Unit
+from gascompile.api.matching import advice, settings_misfit
+from gascompile.api.sources import open_source
+from gascompile.codegen.allocator_library import allocation_counter
+from gascompile.core.config import CompileConfig, default_cache_dir
+from gascompile.core.errors import (
     BudgetExceededError,
     CheckpointError,
     PlanMismatchError,
     UnsupportedOpError,
 )
+from gascompile.core.machine import Budget, Machine
+from gascompile.core.plan import Plan
+from gascompile.core.reports import RunReport
+from gascompile.core.sources import FileStamp
+from gascompile.core.waiting import Turn
 from gascompile.integrations.generation_plans import Units, plan_generation
-from gascompile.ir import Budget, FileStamp, Machine, Plan
-from gascompile.matching import advice, settings_misfit
-from gascompile.op_memory import remember
-from gascompile.pipeline import make_job
-from gascompile.reports import RunReport
-from gascompile.run_within_budget import MOST_PLANS
-from gascompile.runtime.executor import Executor
-from gascompile.runtime.session import Session
-from gascompile.runtime.waiting import Turn
-from gascompile.sources import open_source
+from gascompile.machines.op_memory import remember
+from gascompile.machines.run_within_budget import MOST_PLANS
+from gascompile.runtime.run.executor import Executor
+from gascompile.runtime.run.session import Session
 
 _log = logging.getLogger("gascompile")
 

@@ -15,15 +15,15 @@ from typing import Any, ClassVar
 
 import torch
 
-from gascompile import serial
-from gascompile.compiled import Unit
-from gascompile.device_budget import graphs_room_bytes, placed_bytes
-from gascompile.errors import FormatError, InfeasiblePlanError, StorageError
-from gascompile.ir import TensorKind, Workload
-from gascompile.op_memory import annotate_memory
-from gascompile.passes.liveness import liveness
-from gascompile.pipeline import Job
-from gascompile.to_program import Capture
+from gascompile.api.compile import Job
+from gascompile.api.compiled import Unit
+from gascompile.api.device_budget import graphs_room_bytes, placed_bytes
+from gascompile.capture.to_program import Capture
+from gascompile.core import serial
+from gascompile.core.errors import FormatError, InfeasiblePlanError, StorageError
+from gascompile.core.workload import TensorKind, Workload
+from gascompile.machines.op_memory import annotate_memory
+from gascompile.passes.model.liveness import liveness
 
 _log = logging.getLogger("gascompile")
 

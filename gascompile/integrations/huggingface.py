@@ -15,9 +15,9 @@ from torch import nn
 from torch.fx._pytree import register_pytree_flatten_spec
 from torch.utils import _pytree as pytree
 
-from gascompile.errors import CheckpointError, FormatError
-from gascompile.files import is_file
-from gascompile.serial import read_json
+from gascompile.core.errors import CheckpointError, FormatError
+from gascompile.core.files import is_file
+from gascompile.core.serial import read_json
 
 
 def register_pytrees() -> None:

@@ -16,7 +16,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from gascompile.code_origin import Origin, origin_of_code, origin_of_name
+from gascompile.capture.fingerprint.code_origin import Origin, origin_of_code, origin_of_name
 
 _FILLS: Final = {"float": (float("nan"), 3.0), "int": (3, 5), "bool": (0, 1)}
 """What memory holds before it is set; where a result differs between the two, something was not set."""

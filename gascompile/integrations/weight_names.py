@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gascompile.checkpoint import Checkpoint
-from gascompile.errors import CheckpointError
+from gascompile.core.errors import CheckpointError
+from gascompile.core.sources import Extent, WeightSource
 from gascompile.integrations.huggingface import strip_prefix, transformers_models
-from gascompile.ir import Extent, WeightSource
+from gascompile.weights.checkpoint import Checkpoint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

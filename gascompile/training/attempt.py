@@ -5,7 +5,7 @@ from __future__ import annotations
 import _thread
 from collections.abc import Callable
 
-from gascompile.runtime.waiting import Gate, OwnThread
+from gascompile.core.waiting import Gate, OwnThread
 
 
 class Attempt:

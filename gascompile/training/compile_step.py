@@ -9,18 +9,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from gascompile.config import CompileConfig
-from gascompile.errors import UnsupportedOpError
-from gascompile.ir import Budget, Machine
-from gascompile.machine import resolve_machine
-from gascompile.runtime.engine import read_blocks
-from gascompile.training.file_values import FileValues
-from gascompile.training.optimizers import StateForm, require_rule
-from gascompile.training.requirements import require_followed
+from gascompile.core.config import CompileConfig
+from gascompile.core.errors import UnsupportedOpError
+from gascompile.core.machine import Budget, Machine
+from gascompile.machines.resolve import resolve_machine
+from gascompile.runtime.transfer.engine import read_blocks
+from gascompile.training.capture.requirements import require_followed
+from gascompile.training.capture.traced_loss import LossFunction
+from gascompile.training.optimizers.optimizers import StateForm, require_rule
+from gascompile.training.optimizers.unplanned import require_step
 from gascompile.training.settings import OnNan, Settings
+from gascompile.training.state.file_values import FileValues
 from gascompile.training.step import TrainingStep
-from gascompile.training.traced_loss import LossFunction
-from gascompile.training.unplanned import require_step
 
 
 def compile_step(

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Protocol, Self, TextIO
 
 import torch
 
-from gascompile.errors import GASCompileError
+from gascompile.core.errors import GASCompileError
+from gascompile.core.sizes import format_size, format_time
 from gascompile.training.step import TrainingStep
-from gascompile.units import format_size, format_time
 
 if TYPE_CHECKING:
     from rich.live import Live

@@ -11,10 +11,10 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gascompile.config import ON_EXCEED
-from gascompile.errors import CaptureError, NanLossError, PlanMismatchError
-from gascompile.training.optimizers import STATE_FORMS, StateForm
-from gascompile.training.step_program import StepOptions
+from gascompile.core.config import ON_EXCEED
+from gascompile.core.errors import CaptureError, NanLossError, PlanMismatchError
+from gascompile.training.optimizers.optimizers import STATE_FORMS, StateForm
+from gascompile.training.planning.step_program import StepOptions
 
 OnNan = Literal["raise", "locate", "ignore"]
 _ON_NAN = ("raise", "locate", "ignore")

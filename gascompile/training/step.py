@@ -15,33 +15,34 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from gascompile.batches import admit
-from gascompile.config import CompileConfig
-from gascompile.errors import (
+from gascompile.capture.batches import admit
+from gascompile.core.config import CompileConfig
+from gascompile.core.errors import (
     BudgetExceededError,
     CheckpointError,
     ClosedStepError,
     StorageError,
     UnsupportedOpError,
 )
-from gascompile.ir import Budget, Machine, Plan
-from gascompile.reports import RunReport
-from gascompile.run_within_budget import MOST_PLANS
-from gascompile.runtime.pages import Pages
-from gascompile.runtime.recording import Recording
-from gascompile.training.checkpoints import CheckpointFolder
-from gascompile.training.file_values import FileValues
-from gascompile.training.holdings import Holdings
-from gascompile.training.kinds import kind_of
-from gascompile.training.open_tensors import values_of
-from gascompile.training.optimizers import require_rule, structure
-from gascompile.training.requirements import require_alone, require_no_gradient
+from gascompile.core.machine import Budget, Machine
+from gascompile.core.plan import Plan
+from gascompile.core.reports import RunReport
+from gascompile.machines.run_within_budget import MOST_PLANS
+from gascompile.runtime.memory.pages import Pages
+from gascompile.runtime.run.recording import Recording
+from gascompile.training.capture.requirements import require_alone, require_no_gradient
+from gascompile.training.capture.traced_loss import LossFunction
+from gascompile.training.optimizers.optimizers import require_rule, structure
+from gascompile.training.optimizers.unplanned import BudgetWatch, changed_by, update
+from gascompile.training.planning.kinds import kind_of
 from gascompile.training.settings import Settings
-from gascompile.training.states import States
-from gascompile.training.traced_loss import LossFunction
+from gascompile.training.state.checkpoints import CheckpointFolder
+from gascompile.training.state.file_values import FileValues
+from gascompile.training.state.holdings import Holdings
+from gascompile.training.state.open_tensors import values_of
+from gascompile.training.state.train_state import States
 from gascompile.training.unit_table import UnitTable
 from gascompile.training.units import OPEN, Unit, UnitMaker
-from gascompile.training.unplanned import BudgetWatch, changed_by, update
 
 
 class TrainingStep:

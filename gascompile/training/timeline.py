@@ -13,8 +13,13 @@ from typing import Any
 
 import torch
 
-from gascompile import serial
-from gascompile.cost_models.memory_curve import (
+from gascompile.core import serial
+from gascompile.core.errors import PlanMismatchError
+from gascompile.core.plan import Plan
+from gascompile.core.reports import Stall
+from gascompile.core.steps import Compute, Offload, Recompute, Release, Reload, Wait
+from gascompile.core.workload import TensorKind
+from gascompile.cost_models.simulate.memory_curve import (
     ACTIVATIONS,
     STATES,
     STREAMED,
@@ -22,7 +27,7 @@ from gascompile.cost_models.memory_curve import (
     WORKSPACE,
     MemoryCurve,
 )
-from gascompile.cost_models.trace import (
+from gascompile.cost_models.simulate.trace import (
     BANDWIDTH,
     LINK_BUSY,
     MEMORY,
@@ -31,12 +36,9 @@ from gascompile.cost_models.trace import (
     Transfer,
     trace,
 )
-from gascompile.errors import PlanMismatchError
-from gascompile.ir import Compute, Offload, Plan, Recompute, Release, Reload, TensorKind, Wait
-from gascompile.perfetto import perfetto_of_several
-from gascompile.picture import picture_of_several
-from gascompile.reports import Stall
-from gascompile.runtime.recording import Moment, Recording, TimedTicket
+from gascompile.report.perfetto import perfetto_of_several
+from gascompile.report.picture import picture_of_several
+from gascompile.runtime.run.recording import Moment, Recording, TimedTicket
 from gascompile.training.step import TrainingStep
 
 TRACE_FILE, PICTURE_FILE = "timeline.perfetto.json", "timeline.png"

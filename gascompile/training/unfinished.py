@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from gascompile.runtime.persistent import Persistent
+from gascompile.runtime.memory.persistent import Persistent
 from gascompile.training.units import Unit
 
 _CHANGED = -1

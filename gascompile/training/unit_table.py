@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
-from gascompile.errors import CaptureError
-from gascompile.training.kinds import leaf_kinds
+from gascompile.core.errors import CaptureError
+from gascompile.training.planning.kinds import leaf_kinds
 from gascompile.training.settings import Settings
 from gascompile.training.units import Unit, UnitMaker
 

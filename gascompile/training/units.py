@@ -11,35 +11,36 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from gascompile.allocator_library import allocation_counter, page_memory
-from gascompile.capture_record import CaptureRecord
-from gascompile.config import CompileConfig
-from gascompile.errors import BudgetExceededError, InfeasiblePlanError
-from gascompile.ir import Budget, Machine, Plan
-from gascompile.machine import profile_of
-from gascompile.progress import task
-from gascompile.reports import RunReport
-from gascompile.run_within_budget import log_replan
-from gascompile.runtime.early_memory import map_anonymous
-from gascompile.runtime.iteration import Iteration
-from gascompile.stale_profile import Grader
-from gascompile.training.file_values import FileValues
-from gascompile.training.joint import capture_joint
-from gascompile.training.optimizers import Rules
-from gascompile.training.requirements import require_followed
+from gascompile.capture.record.record import CaptureRecord
+from gascompile.codegen.allocator_library import allocation_counter, page_memory
+from gascompile.core.config import CompileConfig
+from gascompile.core.errors import BudgetExceededError, InfeasiblePlanError
+from gascompile.core.machine import Budget, Machine
+from gascompile.core.plan import Plan
+from gascompile.core.progress import task
+from gascompile.core.reports import RunReport
+from gascompile.core.sizes import SPILL_BUFFER_BYTES
+from gascompile.machines.resolve import profile_of
+from gascompile.machines.run_within_budget import log_replan
+from gascompile.machines.stale_profile import Grader
+from gascompile.runtime.memory.early_memory import map_anonymous
+from gascompile.runtime.run.iteration import Iteration
+from gascompile.training.capture.joint import capture_joint
+from gascompile.training.capture.requirements import require_followed
+from gascompile.training.capture.shapes import Shapes
+from gascompile.training.capture.traced_loss import LossFunction
+from gascompile.training.optimizers.optimizers import Rules
+from gascompile.training.optimizers.unplanned import UnplannedRules, state_bytes
+from gascompile.training.planning.step_costs import costed_workload, remember
+from gascompile.training.planning.step_plan import step_plan
+from gascompile.training.planning.step_program import StepProgram, step_program
 from gascompile.training.settings import Settings, require_known
-from gascompile.training.shapes import Shapes
-from gascompile.training.states import States
-from gascompile.training.step_costs import costed_workload, remember
-from gascompile.training.step_plan import step_plan
-from gascompile.training.step_program import StepProgram, step_program
-from gascompile.training.storages import Storages
-from gascompile.training.traced_loss import LossFunction
-from gascompile.training.unplanned import UnplannedRules, state_bytes
-from gascompile.units import SPILL_BUFFER_BYTES
+from gascompile.training.state.aliasing import Storages
+from gascompile.training.state.file_values import FileValues
+from gascompile.training.state.train_state import States
 
 if TYPE_CHECKING:
-    from gascompile.runtime.recording import Recording
+    from gascompile.runtime.run.recording import Recording
 
 OPEN: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """Models whose values a step has."""

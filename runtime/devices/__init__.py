@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from gascompile.errors import DeviceError
-from gascompile.ir import Machine
+from gascompile.core.errors import DeviceError
+from gascompile.core.machine import Machine
 from gascompile.runtime.protocols import Device
 
 

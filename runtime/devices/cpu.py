@@ -6,9 +6,9 @@ import time
 
 import torch
 
-from gascompile.errors import DeviceError
-from gascompile.runtime.arena import Arena
-from gascompile.runtime.early_memory import EarlyMemory
+from gascompile.core.errors import DeviceError
+from gascompile.runtime.memory.arena import Arena
+from gascompile.runtime.memory.early_memory import EarlyMemory
 from gascompile.runtime.protocols import CopyStream, Event, Instant
 
 

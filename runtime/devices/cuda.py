@@ -17,14 +17,19 @@ from typing import Any
 
 import torch
 
-from gascompile.errors import DeviceError
-from gascompile.runtime.arena import Arena
+from gascompile.core.errors import DeviceError
+from gascompile.core.sizes import format_size
 from gascompile.runtime.devices.cuda_graphs import CudaGraphs, Pools
-from gascompile.runtime.early_memory import EarlyMemory
+from gascompile.runtime.devices.probe import (
+    DEVICE_MEMORY,
+    PINNED_MEMORY,
+    device_memory,
+    require_memory,
+)
 from gascompile.runtime.kernels.on_wire import install as install_wire_kernels
-from gascompile.runtime.probe import DEVICE_MEMORY, PINNED_MEMORY, device_memory, require_memory
+from gascompile.runtime.memory.arena import Arena
+from gascompile.runtime.memory.early_memory import EarlyMemory
 from gascompile.runtime.protocols import Booking, Event, Instant
-from gascompile.units import format_size
 
 _SHORTEST_STALL_S = 20e-6
 """Two events of the compute stream lie so far apart when nothing is between them, at most."""

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from gascompile.collection import no_collection
+    from gascompile.core.collection import no_collection
 from gascompile.runtime.devices.cuda import CudaApi
 
 _TURN = threading.Lock()

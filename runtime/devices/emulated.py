@@ -17,13 +17,13 @@ from functools import partial
 
 import torch
 
-from gascompile.errors import DeviceError
-from gascompile.ir import Machine
-from gascompile.runtime.arena import POISON, Arena
+from gascompile.core.errors import DeviceError
+from gascompile.core.machine import Machine
+from gascompile.core.waiting import Gate, OwnThread
 from gascompile.runtime.devices.pacing import Disorder, Pacing, sleep_until
-from gascompile.runtime.early_memory import EarlyMemory
+from gascompile.runtime.memory.arena import POISON, Arena
+from gascompile.runtime.memory.early_memory import EarlyMemory
 from gascompile.runtime.protocols import Booking, Event, Instant
-from gascompile.runtime.waiting import Gate, OwnThread
 
 _LIBC = ctypes.CDLL(None)
 """Unlike ``ctypes.memmove`` it lets other threads run meanwhile: those of other links, and compute."""

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from gascompile.ir import Link, Machine
+from gascompile.core.machine import Link, Machine
 
 _OVERSLEPT_S = 120e-6
 """How much longer than asked for a thread may sleep: the last of a wait is spent looking at the clock."""

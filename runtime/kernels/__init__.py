@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from gascompile.packing import DEFAULT_GROUPS
+from gascompile.formats.layout import DEFAULT_GROUPS
 from gascompile.runtime.kernels import checks, reference
 
 MAX_ROWS = checks.MAX_ROWS
@@ -43,7 +43,7 @@ def unpack(packed: torch.Tensor, out: torch.Tensor, *, form: str, group: int | N
     """Write the values of a row-packed weight to ``out``.
 
     Args:
-        packed: uint8 of ``[rows, row_bytes]`` as ``gascompile.packing`` lays rows out; rows may be further apart.
+        packed: uint8 of ``[rows, row_bytes]`` as ``formats.layout`` lays rows out; rows may be further apart.
         out: contiguous ``[rows, columns]`` of bfloat16, float16 or float32 on the same device.
         form: ``int8`` or ``int4``.
         group: columns that share a scale; those of ``DEFAULT_GROUPS`` where missing.

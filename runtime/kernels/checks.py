@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from gascompile.packing import Parts, packed_parts
+from gascompile.formats.layout import Parts, packed_parts
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_ROWS = 16

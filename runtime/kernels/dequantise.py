@@ -10,8 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-from gascompile import packing
-from gascompile.packing import LOW_BITS, packed_parts
+from gascompile.formats import layout as packing
+from gascompile.formats.layout import LOW_BITS, packed_parts
 from gascompile.runtime.kernels.launching import launch_device
 from gascompile.runtime.kernels.rounding import rounded
 

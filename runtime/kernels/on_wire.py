@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from gascompile import wire_ops
-from gascompile.packing import FORMS
+from gascompile.formats import ops as wire_ops
+from gascompile.formats.layout import FORMS
 from gascompile.runtime import kernels
 from gascompile.runtime.kernels.checks import DTYPES
 

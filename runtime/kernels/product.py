@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from gascompile.packing import LOW_BITS, packed_parts
+from gascompile.formats.layout import LOW_BITS, packed_parts
 from gascompile.runtime.kernels.dequantise import int4_tile, signed_tile
 from gascompile.runtime.kernels.launching import INTERPRETED, launch_device
 from gascompile.runtime.kernels.rounding import rounded

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from gascompile.wire_ops import decoded
+from gascompile.formats.ops import decoded
 
 _CHUNK_VALUES = 1 << 20
 """Values handled at a time, so that temporary copies stay small beside the weight."""

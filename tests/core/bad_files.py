@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import gascompile
-from gascompile import serial
-from gascompile.ir import OpSpec, Plan, TensorKind, TensorSpec, Workload
-from gascompile.machine_files import preset
+from gascompile.core import serial
+from gascompile.core.checks.machine_files import preset
+from gascompile.core.plan import Plan
+from gascompile.core.workload import OpSpec, TensorKind, TensorSpec, Workload
 
 BUDGET = "6MiB"
 MACHINE = preset("h100-gen5")

@@ -16,11 +16,12 @@ import pytest
 from typer.testing import CliRunner
 
 import gascompile
-from gascompile import serial
 from gascompile.cli import app
-from gascompile.errors import FormatError, StorageError, UnsupportedOpError
-from gascompile.ir import Budget, Machine, Tier, Workload
-from gascompile.workload_check import MAX_ITEMS
+from gascompile.core import serial
+from gascompile.core.checks.workload import MAX_ITEMS
+from gascompile.core.errors import FormatError, StorageError, UnsupportedOpError
+from gascompile.core.machine import Budget, Machine, Tier
+from gascompile.core.workload import Workload
 from tests.core.bad_files import BUDGET, MACHINE, WORKLOAD, changed, data_of, write
 
 NAN, INF = float("nan"), float("inf")

@@ -7,8 +7,8 @@ import pickle
 
 import pytest
 
-from gascompile import errors
-from gascompile.errors import GASCompileError, InfeasiblePlanError, PlanVerificationError
+from gascompile.core import errors
+from gascompile.core.errors import GASCompileError, InfeasiblePlanError, PlanVerificationError
 
 ERROR_TYPES = [
     member

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from gascompile.config import CompileConfig
-from gascompile.errors import StorageError, UnsafeCacheWarning
-from gascompile.files import open_regular, read_regular
-from gascompile.own_files import is_own, load_own, open_own, own_cache, read_own
+from gascompile.core.config import CompileConfig
+from gascompile.core.errors import StorageError, UnsafeCacheWarning
+from gascompile.core.files import open_regular, read_regular
+from gascompile.core.own_files import is_own, load_own, open_own, own_cache, read_own
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from gascompile.progress import stages, task
+from gascompile.core.progress import stages, task
 
 
 def _do_three() -> None:

@@ -9,30 +9,12 @@ from typing import Any
 
 import pytest
 
-from gascompile import serial
-from gascompile.errors import FormatError, StorageError
-from gascompile.ir import (
-    Certificate,
-    Compute,
-    ComputeRate,
-    IoSettings,
-    Link,
-    Machine,
-    MemoryRate,
-    OpPlan,
-    OpSpec,
-    Pipe,
-    Plan,
-    Prefetch,
-    Release,
-    SolverStatus,
-    TensorKind,
-    TensorPlan,
-    TensorSpec,
-    Tier,
-    Wait,
-    Workload,
-)
+from gascompile.core import serial
+from gascompile.core.errors import FormatError, StorageError
+from gascompile.core.machine import ComputeRate, IoSettings, Link, Machine, MemoryRate, Pipe, Tier
+from gascompile.core.plan import Certificate, OpPlan, Plan, SolverStatus, TensorPlan
+from gascompile.core.steps import Compute, Prefetch, Release, Wait
+from gascompile.core.workload import OpSpec, TensorKind, TensorSpec, Workload
 
 WORKLOAD = Workload(
     name="one layer",

@@ -5,31 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from gascompile.cost_models.replay import replay_plan
-from gascompile.ir import (
-    Certificate,
-    Compute,
-    Link,
-    Machine,
-    Offload,
-    OpPlan,
-    OpSpec,
-    Plan,
-    Prefetch,
-    Recompute,
-    Release,
-    Reload,
-    SolverStatus,
-    Step,
-    TensorKind,
-    TensorPlan,
-    TensorSpec,
-    Tier,
-    Wait,
-    Workload,
-)
-from gascompile.passes.account import account
-from gascompile.units import GIB, reserve_bytes
+from gascompile.core.machine import Link, Machine, Tier
+from gascompile.core.plan import Certificate, OpPlan, Plan, SolverStatus, TensorPlan
+from gascompile.core.sizes import GIB, reserve_bytes
+from gascompile.core.steps import Compute, Offload, Prefetch, Recompute, Release, Reload, Step, Wait
+from gascompile.core.workload import OpSpec, TensorKind, TensorSpec, Workload
+from gascompile.cost_models.simulate.replay import replay_plan
+from gascompile.passes.verify.account import account
 
 MB = 10**6
 KINDS = {

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gascompile.cost_models.correct import (
+from gascompile.core.machine import ComputeRate, Link, Machine, MemoryRate, RatePoint, Tier
+from gascompile.cost_models.measure.correct import (
     Factor,
     compute_factor,
     fitted,
@@ -17,7 +18,6 @@ from gascompile.cost_models.correct import (
     with_link,
     with_overhead,
 )
-from gascompile.ir import ComputeRate, Link, Machine, MemoryRate, RatePoint, Tier
 
 MACHINE = Machine(
     name="round",

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from gascompile.cost_models import cuda_timer
-from gascompile.cost_models.cuda_timer import CudaTimer, StagedReader, rows_for
-from gascompile.cost_models.measure_gpu import measure_gpu
-from gascompile.ir import IoSettings
-from tests.core.fake_cuda import GIB, FakeCuda
+from gascompile.core.machine import IoSettings
+from gascompile.cost_models.measure import cuda_timer
+from gascompile.cost_models.measure.cuda_timer import CudaTimer, StagedReader, rows_for
+from gascompile.cost_models.measure.gpu import measure_gpu
+from tests.machines.fake_cuda import GIB, FakeCuda
 
 KIB = 1 << 10
 
@@ -88,8 +88,8 @@ def test_closing_gives_all_memory_back() -> None:
 
 
 def test_it_is_what_the_measurement_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gascompile.cost_models.measure_gpu._LARGE_BYTES", 64 * KIB)
-    monkeypatch.setattr("gascompile.cost_models.measure_gpu._SMALL_BYTES", 4 * KIB)
+    monkeypatch.setattr("gascompile.cost_models.measure.gpu._LARGE_BYTES", 64 * KIB)
+    monkeypatch.setattr("gascompile.cost_models.measure.gpu._SMALL_BYTES", 4 * KIB)
     with CudaTimer(FakeCuda(allocated=[1, 6]), device="cpu") as timer:
         found = measure_gpu(timer, rows=(1, 2), num_repeats=2, dtypes=("float32",))
     assert found.name == "Some GPU"

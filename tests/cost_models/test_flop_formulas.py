@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
-from gascompile.cost_models.flop_formulas import flops_of, is_heavy
+from gascompile.cost_models.formulas.flops import flops_of, is_heavy
 
 aten: Any = torch.ops.aten
 A, B = torch.ones(6, 5), torch.ones(5, 4)

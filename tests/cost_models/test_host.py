@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from gascompile.cost_models.host import (
+from gascompile.core.errors import StorageError
+from gascompile.cost_models.measure.host import (
     OtherWork,
     cpu_model,
     file_system_id,
@@ -15,7 +16,6 @@ from gascompile.cost_models.host import (
     has_direct_io,
     memory_limit,
 )
-from gascompile.errors import StorageError
 
 RAM_BYTES = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 

@@ -8,28 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gascompile.cost_models.interference import lost_share
-from gascompile.cost_models.replay import replay, replay_plan
-from gascompile.cost_models.trace import trace
-from gascompile.ir import (
-    Budget,
-    Compute,
-    Interference,
-    InterferencePoint,
-    Link,
-    Machine,
-    OpSpec,
-    Prefetch,
-    Step,
-    TensorKind,
-    TensorSpec,
-    Tier,
-    Wait,
-    Workload,
-)
-from gascompile.passes.make_plan import make_plan
-from gascompile.passes.verify import verify
-from gascompile.units import reserve_bytes
+from gascompile.core.machine import Budget, Interference, InterferencePoint, Link, Machine, Tier
+from gascompile.core.sizes import reserve_bytes
+from gascompile.core.steps import Compute, Prefetch, Step, Wait
+from gascompile.core.workload import OpSpec, TensorKind, TensorSpec, Workload
+from gascompile.cost_models.formulas.interference import lost_share
+from gascompile.cost_models.simulate.replay import replay, replay_plan
+from gascompile.cost_models.simulate.trace import trace
+from gascompile.passes.plan.make_plan import make_plan
+from gascompile.passes.verify.walk import verify
 
 SIZE = 400_000
 ROOM = reserve_bytes(SIZE)
@@ -145,8 +132,8 @@ def test_the_share_grows_with_the_intensity(flops: int, expected: float) -> None
 
 
 def test_a_share_of_all_is_refused() -> None:
-    from gascompile.errors import FormatError
-    from gascompile.planning import plan
+    from gascompile.api.plan import plan
+    from gascompile.core.errors import FormatError
 
     with pytest.raises(FormatError, match="interference"):
         plan(chain([1.0]), "1MiB", replace(machine(0.0), interference=FULL))
@@ -205,8 +192,8 @@ def test_plans_promise_no_less_than_computing_and_moving(
 
 @pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf")])
 def test_moving_costs_that_make_no_sense_are_refused(value: float) -> None:
-    from gascompile.errors import FormatError
-    from gascompile.planning import plan
+    from gascompile.api.plan import plan
+    from gascompile.core.errors import FormatError
 
     with pytest.raises(FormatError, match="op_s_per_byte"):
         plan(chain([1.0]), "1MiB", moving(value))

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 
-from gascompile.cost_models.kernel_workspace import kernel_workspace_bytes
+from gascompile.cost_models.formulas.kernel_workspace import kernel_workspace_bytes
 from tests.allocator import peak_growth_bytes
 
 
@@ -83,7 +83,7 @@ def test_lstm(layers: int, steps: int, width: int) -> None:
 
 
 def _leaf_bytes(func: Any, args: tuple[Any, ...]) -> int:
-    from gascompile.passes.propagate import _Recorder
+    from gascompile.passes.graph.propagate import _Recorder
 
     with FakeTensorMode() as mode, torch.no_grad():
         fakes = pytree.tree_map_only(torch.Tensor, mode.from_tensor, args)

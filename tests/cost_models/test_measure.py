@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from gascompile import serial
-from gascompile.cost_models import measure_disk
-from gascompile.cost_models.measure import THOROUGH, measure_machine
-from gascompile.cost_models.measure_compute import ROWS, product_point, typical
-from gascompile.cost_models.measure_disk import best_setting, probe_file
-from gascompile.errors import StorageError
-from gascompile.ir import IoSettings, Machine
-from gascompile.machine_check import check_machine
-from gascompile.units import MIB
+from gascompile.core import serial
+from gascompile.core.checks.machine import check_machine
+from gascompile.core.errors import StorageError
+from gascompile.core.machine import IoSettings, Machine
+from gascompile.core.sizes import MIB
+from gascompile.cost_models.measure import disk as measure_disk
+from gascompile.cost_models.measure.compute import ROWS, product_point, typical
+from gascompile.cost_models.measure.disk import best_setting, probe_file
+from gascompile.cost_models.measure.machine import THOROUGH, measure_machine
 
 
 @dataclass(frozen=True)

@@ -8,18 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from gascompile import serial
-from gascompile.cost_models.measure_disk import probe_file
-from gascompile.cost_models.measure_gpu import (
+from gascompile.core import serial
+from gascompile.core.checks.machine import check_machine
+from gascompile.core.checks.machine_files import preset
+from gascompile.core.machine import IoSettings, Machine
+from gascompile.cost_models.measure.disk import probe_file
+from gascompile.cost_models.measure.gpu import (
     EngineFigures,
     fastest,
     gpu_machine,
     measure_engine,
     measure_gpu,
 )
-from gascompile.ir import IoSettings, Machine
-from gascompile.machine_check import check_machine
-from gascompile.machine_files import preset
 
 MIB = 1 << 20
 HOST = preset("cpu-nvme")

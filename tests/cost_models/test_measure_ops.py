@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from gascompile.capture import capture
-from gascompile.cost_models import measure_ops
-from gascompile.program import Program
+from gascompile.capture.export import capture
+from gascompile.core.program import Program
+from gascompile.cost_models.measure import ops as measure_ops
 
 
 class Twins(nn.Module):

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gascompile.cost_models.op_time import op_time_s, rate_at
-from gascompile.errors import UnsupportedOpError
-from gascompile.ir import ComputeRate, Machine, MemoryRate, RatePoint, Tier
+from gascompile.core.errors import UnsupportedOpError
+from gascompile.core.machine import ComputeRate, Machine, MemoryRate, RatePoint, Tier
+from gascompile.cost_models.formulas.op_time import op_time_s, rate_at
 
 MACHINE = Machine(
     name="round",

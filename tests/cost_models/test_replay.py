@@ -6,7 +6,11 @@ import random
 
 import pytest
 
-from gascompile.cost_models.events import (
+from gascompile.core.machine import Link, Machine, Pipe, Tier
+from gascompile.core.reports import Stall, Timeline
+from gascompile.core.steps import Compute, Prefetch, Release, Step, Wait
+from gascompile.core.workload import OpSpec
+from gascompile.cost_models.simulate.events import (
     COMPUTE,
     PREFETCH,
     WAIT,
@@ -14,20 +18,7 @@ from gascompile.cost_models.events import (
     EventProgram,
     steady_seconds,
 )
-from gascompile.cost_models.replay import replay, up_front_transfers
-from gascompile.ir import (
-    Compute,
-    Link,
-    Machine,
-    OpSpec,
-    Pipe,
-    Prefetch,
-    Release,
-    Step,
-    Tier,
-    Wait,
-)
-from gascompile.reports import Stall, Timeline
+from gascompile.cost_models.simulate.replay import replay, up_front_transfers
 
 LINK = Link(source_tier="nvme", target_tier="cpu", bandwidth_bytes_per_s=10.0, latency_s=0.5)
 TIERS = {"cpu": Tier(size_bytes=100), "nvme": Tier(size_bytes=100)}

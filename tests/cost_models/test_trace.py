@@ -7,14 +7,17 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 
-from gascompile.cost_models.replay import replay_plan
-from gascompile.cost_models.trace import BANDWIDTH, LINK_BUSY, MEMORY, Trace, trace
-from gascompile.errors import InfeasiblePlanError
-from gascompile.ir import Budget, Compute, Machine, Offload, Pipe, Plan, Release, Wait, Workload
-from gascompile.passes.make_plan import make_plan
-from gascompile.passes.verify import verify
-from gascompile.perfetto import perfetto
-from gascompile.units import reserve_bytes
+from gascompile.core.errors import InfeasiblePlanError
+from gascompile.core.machine import Budget, Machine, Pipe
+from gascompile.core.plan import Plan
+from gascompile.core.sizes import reserve_bytes
+from gascompile.core.steps import Compute, Offload, Release, Wait
+from gascompile.core.workload import Workload
+from gascompile.cost_models.simulate.replay import replay_plan
+from gascompile.cost_models.simulate.trace import BANDWIDTH, LINK_BUSY, MEMORY, Trace, trace
+from gascompile.passes.plan.make_plan import make_plan
+from gascompile.passes.verify.walk import verify
+from gascompile.report.perfetto import perfetto
 from tests.cost_models.hand_plans import MB, fetch, hand_plan, machine, streaming, training
 from tests.passes.planning import budget_at, machines, shares, workloads
 from tests.passes.random_workloads import Case, cases

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from gascompile.bundle_files import digest_of
+from gascompile.bundles.files import digest_of
 
 CANARIES = ("antigravity", "this", "turtledemo.clock", "idlelib.run", "lib2to3.main")
 """Modules of the standard library that nothing here imports."""

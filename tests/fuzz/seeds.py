@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn import functional
 
 import gascompile
-from gascompile import serial
-from gascompile.machine_files import preset
+from gascompile.core import serial
+from gascompile.core.checks.machine_files import preset
 from tests.core.bad_files import MACHINE, WORKLOAD, plan
 
 INPUT_SHAPE = (3, 8)

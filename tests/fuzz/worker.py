@@ -18,12 +18,12 @@ from typing import Any
 import torch
 
 import gascompile
-from gascompile.bundle_check import check_program_of
-from gascompile.checkpoint import open_checkpoint
-from gascompile.errors import GASCompileError
-from gascompile.ir import Plan
-from gascompile.passes.explain import explain
-from gascompile.passes.verify import verify
+from gascompile.bundles.check import check_program_of
+from gascompile.core.errors import GASCompileError
+from gascompile.core.plan import Plan
+from gascompile.passes.explain.explain import explain
+from gascompile.passes.verify.walk import verify
+from gascompile.weights.checkpoint import open_checkpoint
 from tests.core.bad_files import BUDGET, MACHINE, WORKLOAD
 from tests.fuzz import mutate
 from tests.fuzz.oracle import Hang, Watch, limit_memory

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import save_file
 
 import gascompile
-from gascompile.machine import op_times_path, resolve_machine
-from gascompile.runtime.engine import read_blocks
+from gascompile.machines.resolve import op_times_path, resolve_machine
+from gascompile.runtime.transfer.engine import read_blocks
 from tests.integration.fused_models import Gated
 from tests.integration.net import BUDGET, Build, Net
 

@@ -14,14 +14,14 @@ from torch.utils._python_dispatch import (
     _get_current_dispatch_mode_stack,
 )
 
-from gascompile import fusion_backends
-from gascompile.fusion_cubin import Image
-from gascompile.fusion_triton import TritonSource
-from gascompile.gpu_target import GpuTarget
-from gascompile.ir import Machine
-from gascompile.machine import resolve_machine
+from gascompile.codegen import backends as fusion_backends
+from gascompile.codegen.cubin import Image
+from gascompile.codegen.target import GpuTarget
+from gascompile.codegen.triton import TritonSource
+from gascompile.core.machine import Machine
+from gascompile.machines.resolve import resolve_machine
 from gascompile.runtime.devices.cuda import CudaDevice
-from gascompile.runtime.engine import read_blocks
+from gascompile.runtime.transfer.engine import read_blocks
 from tests.interpreted_gpu import HOPPER, FakeLibrary, fake_driver, image_of_source
 from tests.runtime.devices.fake_cuda import FakeRuntime, fake_cuda
 
@@ -36,11 +36,11 @@ class FusedGpu:
         emulated = resolve_machine("emulated", cache_dir=cache, read=read_blocks)
         self.machine: Machine = replace(emulated, name="fake GPU", backend="cuda")
         self.target: GpuTarget | None = HOPPER
-        patch.setattr("gascompile.pipeline.admit", lambda machine: machine)
-        patch.setattr("gascompile.loading.admit_saved", lambda plan: plan)
-        patch.setattr("gascompile.compiled.admit_plan", lambda plan: None)
-        patch.setattr("gascompile.compiled.device_of", lambda machine: torch.device("cpu"))
-        patch.setattr("gascompile.runtime.session.device_for", self._device)
+        patch.setattr("gascompile.api.compile.admit", lambda machine: machine)
+        patch.setattr("gascompile.api.load.admit_saved", lambda plan: plan)
+        patch.setattr("gascompile.api.compiled.admit_plan", lambda plan: None)
+        patch.setattr("gascompile.api.compiled.device_of", lambda machine: torch.device("cpu"))
+        patch.setattr("gascompile.runtime.run.session.device_for", self._device)
         patch.setattr(fusion_backends, "target_here", lambda: self.target)
         patch.setattr(fusion_backends, "open_driver", lambda: self.driver)
         patch.setattr(fusion_backends, "missing_triton", lambda: "")

@@ -15,7 +15,7 @@ from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils import _pytree as pytree
 
 import gascompile
-from gascompile.errors import (
+from gascompile.core.errors import (
     BudgetExceededError,
     CaptureError,
     GASCompileError,

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import gascompile
-from gascompile.errors import InfeasiblePlanError, PlanMismatchError, UnsupportedOpError
-from gascompile.matching import settings_misfit
+from gascompile.api.matching import settings_misfit
+from gascompile.core.errors import InfeasiblePlanError, PlanMismatchError, UnsupportedOpError
 
 X = torch.randn(8, 64)
 

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import gascompile
-from gascompile.errors import BudgetExceededError, InfeasiblePlanError
-from gascompile.fusion_build import has_compiler
+from gascompile.codegen.build import has_compiler
+from gascompile.core.errors import BudgetExceededError, InfeasiblePlanError
 from tests.allocator import peak_growth_bytes
 
 pytestmark = pytest.mark.skipif(not has_compiler(), reason="needs a C++ compiler")
@@ -172,7 +172,7 @@ def test_products_with_slices_are_planned_for_in_full(tmp_path: Path) -> None:
 def test_without_a_compiler_planned_workspace_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("gascompile.allocator_library._LOADED", [])
+    monkeypatch.setattr("gascompile.codegen.allocator_library._LOADED", [])
     monkeypatch.setenv("CXX", "no-such-compiler")
     with gascompile.compile(nn.Linear(8, 8), None, (X[:, :8],), cache_dir=tmp_path) as compiled:
         compiled(X[:, :8])

@@ -17,8 +17,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 import gascompile
-from gascompile import serial
-from gascompile.errors import UnsupportedOpError
+from gascompile.core import serial
+from gascompile.core.errors import UnsupportedOpError
 from tests.fuzz.mutate import sign
 from tests.integration.net import Build
 
@@ -55,7 +55,7 @@ def edit_plan(bundle: Path, change: Callable[[dict[str, Any]], None]) -> None:
     change(plan)
     serial.write_atomic(bundle / "plan.json", json.dumps(plan))
     manifest = json.loads((bundle / "manifest.json").read_text())
-    from gascompile.bundle_files import digest_of
+    from gascompile.bundles.files import digest_of
 
     manifest["files"]["plan.json"] = digest_of((bundle / "plan.json").read_bytes())
     (bundle / "manifest.json").write_text(json.dumps(manifest))
@@ -107,7 +107,7 @@ def test_bundle_calls_nothing_but_ops(bundle: Path) -> None:
         program["nodes"][-1]["target"] = target
         serial.write_atomic(bundle / "program.json", json.dumps(program))
         manifest = json.loads((bundle / "manifest.json").read_text())
-        from gascompile.bundle_files import digest_of
+        from gascompile.bundles.files import digest_of
 
         manifest["files"]["program.json"] = digest_of((bundle / "program.json").read_bytes())
         (bundle / "manifest.json").write_text(json.dumps(manifest))

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 import gascompile
-from gascompile.watched import Reads
-from gascompile.watches import watch
+from gascompile.capture.record.watched import Reads
+from gascompile.capture.record.watches import watch
 
 _logger = logging.getLogger(__name__)
 
@@ -105,7 +105,7 @@ class Collects(nn.Module):
 
 @pytest.mark.usefixtures("_timed_collections")
 def test_what_is_told_of_collections_is_no_part_of_a_capture() -> None:
-    from gascompile.capture import capture
+    from gascompile.capture.export import capture
 
     record = capture(Collects(), (torch.ones(2),), {}).record
     assert record is not None

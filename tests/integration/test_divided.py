@@ -10,12 +10,13 @@ from safetensors.torch import save_file
 from torch import nn
 
 import gascompile
+from gascompile.core.machine import ComputeRate, Link, Machine, MemoryRate, Tier
+from gascompile.core.plan import Plan
+from gascompile.core.tiles import parse_tile
 from gascompile.integrations.generation import Generator
-from gascompile.ir import ComputeRate, Link, Machine, MemoryRate, Plan, Tier
-from gascompile.passes.verify import verify
-from gascompile.runtime.executor import Executor
-from gascompile.runtime.session import Session
-from gascompile.tiles import parse_tile
+from gascompile.passes.verify.walk import verify
+from gascompile.runtime.run.executor import Executor
+from gascompile.runtime.run.session import Session
 from tests.allocator import peak_growth_bytes
 
 MIB = 1 << 20

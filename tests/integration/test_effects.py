@@ -16,10 +16,10 @@ import torch
 from torch import nn
 
 import gascompile
-from gascompile.capture import capture
-from gascompile.errors import CaptureError
-from gascompile.opaque import OpaqueList, OpaqueNumber, UsedError, Uses
-from gascompile.training.joint import capture_joint
+from gascompile.capture.export import capture
+from gascompile.capture.record.opaque import OpaqueList, OpaqueNumber, UsedError, Uses
+from gascompile.core.errors import CaptureError
+from gascompile.training.capture.joint import capture_joint
 from tests.training.runs import MACHINE
 
 _LOG = logging.getLogger(__name__)

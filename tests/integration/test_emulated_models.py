@@ -12,9 +12,9 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import gascompile
-from gascompile.device_budget import placed_bytes
+from gascompile.api.device_budget import placed_bytes
 from gascompile.integrations.huggingface import register_pytrees
-from gascompile.runtime.pinned import pinned_bytes
+from gascompile.runtime.memory.pinned import pinned_bytes
 from tests import zoo
 
 MACHINE = "emulated"

@@ -17,20 +17,20 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from gascompile.calls import bind_call, normalize_call, positional_names
-from gascompile.compiled import Unit
-from gascompile.config import CompileConfig
-from gascompile.errors import InfeasiblePlanError
+from gascompile.api.compile import Job, make_job
+from gascompile.api.compiled import Unit
+from gascompile.capture.calls import bind_call, normalize_call, positional_names
+from gascompile.capture.to_program import Capture
+from gascompile.core.config import CompileConfig
+from gascompile.core.errors import InfeasiblePlanError
+from gascompile.core.machine import Budget
 from gascompile.integrations.huggingface import register_pytrees
-from gascompile.ir import Budget
-from gascompile.pipeline import Job, make_job
+from gascompile.runtime.debug.watched import WatchedDevice
 from gascompile.runtime.devices.emulated import EmulatedDevice
 from gascompile.runtime.devices.pacing import Disorder
-from gascompile.runtime.devices.watched import WatchedDevice
-from gascompile.runtime.executor import Executor
-from gascompile.runtime.pinned import pinned_bytes
-from gascompile.runtime.session import Session
-from gascompile.to_program import Capture
+from gascompile.runtime.memory.pinned import pinned_bytes
+from gascompile.runtime.run.executor import Executor
+from gascompile.runtime.run.session import Session
 from tests import zoo
 
 NUM_RUNS = 3

@@ -15,19 +15,19 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from gascompile import form_store
-from gascompile.checkpoint import Checkpoint, open_checkpoint
-from gascompile.errors import StorageError
-from gascompile.form_store import Item, conversion_errors, converted
-from gascompile.quantize import pack
-from gascompile.store_check import NOTES
+from gascompile.core.errors import StorageError
+from gascompile.formats.quantize import pack
+from gascompile.weights import convert as form_store
+from gascompile.weights.checkpoint import Checkpoint, open_checkpoint
+from gascompile.weights.convert import Item, conversion_errors, converted
+from gascompile.weights.store_check import NOTES
 
 ROWS, COLUMNS = 600, 8192
 """Several blocks, so that there is a middle to be killed in."""
 _WORK = """
 import os, signal, sys
 from pathlib import Path
-from gascompile import form_store
+from gascompile.weights import convert as form_store
 from tests.integration.test_form_store import convert
 folder, way = Path(sys.argv[1]), sys.argv[2]
 if way == "killed":

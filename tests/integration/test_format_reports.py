@@ -10,14 +10,14 @@ import torch
 from torch import nn
 
 import gascompile
-from gascompile import serial
-from gascompile.calls import copies
-from gascompile.errors import InfeasiblePlanError, UnsupportedOpError
-from gascompile.form_report import FormatReport, output_error
-from gascompile.form_trials import fastest_form
-from gascompile.ir import Forms
-from gascompile.program import Program
-from tests.core.command_line import failure, json_of, ok
+from gascompile.capture.calls import copies
+from gascompile.core import serial
+from gascompile.core.errors import InfeasiblePlanError, UnsupportedOpError
+from gascompile.core.program import Program
+from gascompile.core.workload import Forms
+from gascompile.precision.report import FormatReport, output_error
+from gascompile.precision.trials import fastest_form
+from tests.commands.command_line import failure, json_of, ok
 from tests.integration.lossy_net import net
 
 SOURCE = "tests.integration.lossy_net:source"

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch.utils import _pytree as pytree
 
 import gascompile
-from gascompile.bundle_files import digest_of
+from gascompile.bundles.files import digest_of
 from tests import zoo
 from tests.integration.fused_models import ALWAYS, Gated, assert_close
 from tests.integration.test_models import eager
@@ -170,7 +170,7 @@ def test_damaged_kernels_are_refused(bundle: Path, suffix: str) -> None:
 def test_kernels_for_another_processor_are_not_run(
     bundle: Path, gated: Gated, rows: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gascompile.fusion_build.processor_features", lambda: "older")
+    monkeypatch.setattr("gascompile.codegen.build.processor_features", lambda: "older")
     with gascompile.load(bundle, allow_code=True) as loaded:
         assert loaded.fused is not None
         assert loaded.fused.num_ops == 0

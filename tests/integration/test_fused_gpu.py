@@ -13,11 +13,11 @@ import pytest
 import torch
 
 import gascompile
-from gascompile import fusion_backends
-from gascompile.fusion_build import KernelBuildError
-from gascompile.fusion_cubin import Image
-from gascompile.fusion_triton import TritonSource
-from gascompile.gpu_target import GpuTarget
+from gascompile.codegen import backends as fusion_backends
+from gascompile.codegen.build import KernelBuildError
+from gascompile.codegen.cubin import Image
+from gascompile.codegen.target import GpuTarget
+from gascompile.codegen.triton import TritonSource
 from tests import zoo
 from tests.integration.fused_gpu import FusedGpu
 from tests.integration.fused_models import ALWAYS, Gated, assert_close
@@ -189,7 +189,7 @@ def test_kernels_for_another_capability_are_not_run(
 def test_another_compiler_is_no_reason_to_leave_kernels_out(
     bundle: Path, gpu: FusedGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gascompile.fusion_cubin.triton_version", lambda: "0.0")
+    monkeypatch.setattr("gascompile.codegen.cubin.triton_version", lambda: "0.0")
     monkeypatch.setattr(fusion_backends, "missing_triton", lambda: "there is none")
     with gascompile.load(bundle, any_machine=True, allow_code=True) as loaded:
         assert loaded.fused is not None
@@ -210,10 +210,10 @@ def test_damaged_kernels_are_refused(bundle: Path, suffix: str, gpu: FusedGpu) -
 SECOND_PROCESS = """
 import sys
 from types import SimpleNamespace
-import torch, gascompile, gascompile.loading
-from gascompile import fusion_backends
-from gascompile.gpu_target import GpuTarget
-from gascompile.runtime.driver import CudaDriver
+import torch, gascompile, gascompile.api.load
+from gascompile.codegen import backends as fusion_backends
+from gascompile.codegen.target import GpuTarget
+from gascompile.runtime.devices.driver import CudaDriver
 from gascompile.runtime.devices.cuda import CudaDevice
 from tests.runtime.devices.fake_cuda import fake_cuda
 
@@ -235,10 +235,10 @@ library = SimpleNamespace(
 driver = CudaDriver(library, lambda device: 7)
 fusion_backends.open_driver = lambda: driver
 fusion_backends.target_here = lambda: GpuTarget(major=9, minor=0, multi_processor_count=132)
-gascompile.loading.admit_saved = lambda plan: plan
-gascompile.compiled.admit_plan = lambda plan: None
-gascompile.compiled.device_of = lambda machine: torch.device("cpu")
-gascompile.runtime.session.device_for = lambda machine: CudaDevice(api=fake_cuda()[0])
+gascompile.api.load.admit_saved = lambda plan: plan
+gascompile.api.compiled.admit_plan = lambda plan: None
+gascompile.api.compiled.device_of = lambda machine: torch.device("cpu")
+gascompile.runtime.run.session.device_for = lambda machine: CudaDevice(api=fake_cuda()[0])
 """
 
 
@@ -261,7 +261,7 @@ def test_a_second_process_needs_neither_triton_nor_inductor(bundle: Path, root: 
         """
     )
     code = code.replace(
-        "import torch, gascompile\n", "import torch, gascompile, gascompile.compiled\n"
+        "import torch, gascompile\n", "import torch, gascompile, gascompile.api.compiled\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=root)
 

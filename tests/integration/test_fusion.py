@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import gascompile
-from gascompile import kernel_store
+from gascompile.codegen import store as kernel_store
 from tests import zoo
 from tests.integration.fused_models import ALWAYS, Corners, Gated, assert_close
 from tests.integration.test_models import eager, flat_run_bytes
@@ -198,7 +198,7 @@ def test_kept_plans_whose_kernels_cannot_be_used_are_fused_again(
     if change == "kernels gone":
         shutil.rmtree(kernel_store.folder_of(cache))
     else:
-        monkeypatch.setattr("gascompile.fusion_build.processor_features", lambda: "newer")
+        monkeypatch.setattr("gascompile.codegen.build.processor_features", lambda: "newer")
     for is_first in (True, False):
         with gascompile.compile(gated, None, rows, cache_dir=cache, **ALWAYS) as compiled:
             assert_close(compiled(**rows), eager(gated, rows))

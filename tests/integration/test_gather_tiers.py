@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 import gascompile
-from gascompile.ir import Budget, Plan
-from gascompile.units import MIB
+from gascompile.core.machine import Budget
+from gascompile.core.plan import Plan
+from gascompile.core.sizes import MIB
 
 
 class Looked(nn.Module):

@@ -151,7 +151,7 @@ def test_only_results_of_a_gpu_reach_the_readme(tmp_path: Path) -> None:
 def test_the_package_runs_in_place_without_being_installed(root: Path, tmp_path: Path) -> None:
     """By a Python that sees neither site-packages nor this checkout, only what the script lays out."""
     code = (
-        "import gascompile.packing, gascompile.units, importlib.metadata as m\n"
+        "import gascompile.formats.layout, gascompile.core.sizes, importlib.metadata as m\n"
         "print(gascompile.__file__, m.version('gascompile'))"
     )
     done = subprocess.run(

@@ -17,16 +17,16 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from gascompile.calls import bind_call, normalize_call, positional_names
-from gascompile.compiled import Unit
-from gascompile.config import CompileConfig
-from gascompile.device_budget import graphs_bytes, placed_bytes
+from gascompile.api.compile import make_job
+from gascompile.api.compiled import Unit
+from gascompile.api.device_budget import graphs_bytes, placed_bytes
+from gascompile.capture.calls import bind_call, normalize_call, positional_names
+from gascompile.core.checks.machine_files import preset
+from gascompile.core.config import CompileConfig
 from gascompile.integrations.huggingface import register_pytrees
-from gascompile.machine_files import preset
-from gascompile.pipeline import make_job
 from gascompile.runtime.devices.cuda import CudaDevice
-from gascompile.runtime.executor import Executor
-from gascompile.runtime.session import Session
+from gascompile.runtime.run.executor import Executor
+from gascompile.runtime.run.session import Session
 from tests import zoo
 from tests.integration.test_device_states import Counting, images
 from tests.integration.test_emulated_zoo import in_smallest_budget

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import gascompile
-from gascompile.config import CompileConfig
+from gascompile.core.config import CompileConfig
 
 
 def test_only_known_settings_are_taken(tmp_path: Path) -> None:

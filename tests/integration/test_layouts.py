@@ -18,7 +18,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 import gascompile
-from gascompile.errors import CaptureError, GASCompileError, PlanMismatchError, UnsupportedOpError
+from gascompile.core.errors import (
+    CaptureError,
+    GASCompileError,
+    PlanMismatchError,
+    UnsupportedOpError,
+)
 from tests.allocator import peak_growth_bytes
 from tests.integration.layout_cases import CASES, LAYOUTS, PLACES, Calls, laid_out
 

@@ -13,8 +13,8 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import gascompile
-from gascompile.calls import bind_call
-from gascompile.capture import capture
+from gascompile.capture.calls import bind_call
+from gascompile.capture.export import capture
 from gascompile.integrations.huggingface import register_pytrees
 from tests import zoo
 from tests.allocator import peak_growth_bytes
@@ -62,7 +62,7 @@ def _traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
             known[id(model)] = capture(model, *rest, **options)
         return known[id(model)]
 
-    monkeypatch.setattr("gascompile.capture.capture", once)
+    monkeypatch.setattr("gascompile.capture.export.capture", once)
 
 
 BETWEEN = ("llama", "gpt2", "t5", "mixtral", "convnet", "tied", "modules")

@@ -11,9 +11,10 @@ import torch
 from torch import nn
 
 import gascompile
-from gascompile.errors import InfeasiblePlanError, StorageError
-from gascompile.ir import Budget, Offload, Reload
-from gascompile.units import MIB, SPILL_BUFFER_BYTES
+from gascompile.core.errors import InfeasiblePlanError, StorageError
+from gascompile.core.machine import Budget
+from gascompile.core.sizes import MIB, SPILL_BUFFER_BYTES
+from gascompile.core.steps import Offload, Reload
 from tests.allocator import peak_growth_bytes
 
 

@@ -8,8 +8,8 @@ from collections import Counter
 
 import pytest
 
-from gascompile.config import default_cache_dir
-from gascompile.fusion_build import has_compiler
+from gascompile.codegen.build import has_compiler
+from gascompile.core.config import default_cache_dir
 from tests.integration.op_database import Found, modules, tried
 
 pytestmark = pytest.mark.skipif(not has_compiler(), reason="needs a C++ compiler")

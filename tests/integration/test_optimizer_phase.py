@@ -14,7 +14,7 @@ pytest.importorskip("transformers")
 from benchmarks import optimizer_phase
 from benchmarks.training_contenders import build_model
 from gascompile import compile_step
-from gascompile.units import PAGE_BYTES
+from gascompile.core.sizes import PAGE_BYTES
 from tests.training.runs import MACHINE, PLANNING_S
 
 

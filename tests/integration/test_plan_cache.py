@@ -17,7 +17,8 @@ import torch
 from torch import nn
 
 import gascompile
-from gascompile import serial, store
+from gascompile.core import serial
+from gascompile.weights import store
 from tests.integration.net import BUDGET, Build, Net
 
 
@@ -29,9 +30,9 @@ def test_second_compile_runs_neither_capture_nor_solver(
     def refuse(*args: object, **kwargs: object) -> None:
         raise AssertionError("ran again")
 
-    monkeypatch.setattr("gascompile.capture.capture", refuse)
-    monkeypatch.setattr("gascompile.passes.make_plan.make_plan", refuse)
-    monkeypatch.setattr("gascompile.op_memory.annotate_memory", refuse)
+    monkeypatch.setattr("gascompile.capture.export.capture", refuse)
+    monkeypatch.setattr("gascompile.passes.plan.make_plan.make_plan", refuse)
+    monkeypatch.setattr("gascompile.machines.op_memory.annotate_memory", refuse)
     assert torch.equal(build()(**inputs), first)
 
 
@@ -107,7 +108,7 @@ def test_full_disk_is_found_before_writing(
     net: Net, cache: Path, inputs: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = shutil.disk_usage(cache)._replace(free=1000)
-    monkeypatch.setattr("gascompile.store.shutil.disk_usage", lambda path: usage)
+    monkeypatch.setattr("gascompile.weights.store.shutil.disk_usage", lambda path: usage)
     with pytest.raises(gascompile.StorageError, match=r"the weights need .*are free.*cache_dir="):
         gascompile.compile(net, BUDGET, example_inputs=inputs, cache_dir=cache)
     assert not list((cache / "store").glob("*safetensors*"))

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("transformers")
 
 from benchmarks.planning import STAGES, TARGETS, main, misses
-from gascompile.units import GIB
+from gascompile.core.sizes import GIB
 
 
 def test_a_toy_run_goes_from_a_config_to_a_verified_plan(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import gascompile
 from gascompile.cli import app
-from gascompile.errors import FormatError
+from gascompile.core.errors import FormatError
 
 BUDGET = "384KiB"
 # torch warns of itself where it copies the graph of an exported program.

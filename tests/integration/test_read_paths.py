@@ -13,16 +13,16 @@ import torch
 from torch import nn
 
 import gascompile
-from gascompile.errors import DeviceError, StorageError
-from gascompile.ir import Machine
-from gascompile.machine import resolve_machine
-from gascompile.machine_files import preset
-from gascompile.passes.verify import verify
-from gascompile.runtime import probe
-from gascompile.runtime.arena import Arena
+from gascompile.core.checks.machine_files import preset
+from gascompile.core.errors import DeviceError, StorageError
+from gascompile.core.machine import Machine
+from gascompile.machines.resolve import resolve_machine
+from gascompile.passes.verify.walk import verify
+from gascompile.runtime.devices import probe
 from gascompile.runtime.devices.emulated import EmulatedDevice
-from gascompile.runtime.engine import read_blocks
-from gascompile.runtime.kvikio_path import GPU_DIRECT
+from gascompile.runtime.memory.arena import Arena
+from gascompile.runtime.transfer.engine import read_blocks
+from gascompile.runtime.transfer.kvikio_path import GPU_DIRECT
 from tests.runtime.fake_kvikio import Kvikio, uninstall
 from tests.runtime.test_probe import HEALTHY
 
@@ -53,7 +53,7 @@ def machine(cache: Path) -> Machine:
 def direct(monkeypatch: pytest.MonkeyPatch) -> Kvikio:
     """GPUDirect Storage is active."""
     monkeypatch.setattr(probe, "look", lambda: HEALTHY)
-    monkeypatch.setattr("gascompile.read_path.look", lambda: HEALTHY)
+    monkeypatch.setattr("gascompile.machines.read_path.look", lambda: HEALTHY)
     return Kvikio().install(monkeypatch)
 
 
@@ -125,7 +125,7 @@ def test_a_bundle_that_finds_no_direct_path_is_re_costed(
         plan = compiled.plan
     facts = replace(HEALTHY, has_udev=False)
     monkeypatch.setattr(probe, "look", lambda: facts)
-    monkeypatch.setattr("gascompile.read_path.look", lambda: facts)
+    monkeypatch.setattr("gascompile.machines.read_path.look", lambda: facts)
     direct.prefers_compat = True
     with gascompile.load(tmp_path / "bundle") as loaded:
         verify(loaded.plan)

@@ -13,11 +13,12 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import gascompile
-from gascompile import form_calibration, forms_choice
-from gascompile.config import CompileConfig
-from gascompile.pipeline import make_job
-from gascompile.sensitivity import Sensitivity, measure_sensitivities
-from gascompile.sensitivity_walk import Setting, UnmeasurableError
+from gascompile.api.compile import make_job
+from gascompile.core.config import CompileConfig
+from gascompile.precision import calibration as form_calibration
+from gascompile.precision import choice as forms_choice
+from gascompile.precision.sensitivity import Sensitivity, measure_sensitivities
+from gascompile.precision.sensitivity_walk import Setting, UnmeasurableError
 from tests.integration.lossy_net import Net, net
 
 

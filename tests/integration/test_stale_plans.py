@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import gascompile
-from gascompile.fingerprint import module_fingerprint
+from gascompile.capture.fingerprint.fingerprint import module_fingerprint
 
 FACTOR = 2.0
 

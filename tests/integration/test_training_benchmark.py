@@ -17,7 +17,7 @@ pytest.importorskip("transformers")
 from benchmarks import training_contenders, training_offload, training_peers
 from benchmarks.anonymous import PeakSampler, anonymous_bytes
 from benchmarks.training_contenders import Case, batch_of, build_model
-from gascompile.units import MIB
+from gascompile.core.sizes import MIB
 
 ROW = {"contender": "eager", "budget": None, "cgroup_bytes": None, "baseline_bytes": 100}
 

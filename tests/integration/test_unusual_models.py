@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional
 
 import gascompile
-from gascompile.errors import CaptureError, InfeasiblePlanError, UnsupportedOpError
+from gascompile.core.errors import CaptureError, InfeasiblePlanError, UnsupportedOpError
 from tests.allocator import peak_growth_bytes
 from tests.integration.test_models import assert_same, eager, smallest_budget
 

@@ -12,12 +12,12 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import gascompile
-from gascompile.calls import bind_call
-from gascompile.form_store import conversion_errors
+from gascompile.capture.calls import bind_call
+from gascompile.formats.ops import LINEAR, FormSpec, decoded, linear_workspace_bytes
+from gascompile.formats.quantize import pack
 from gascompile.integrations.huggingface import register_pytrees
-from gascompile.quantize import pack
-from gascompile.store_check import NOTES
-from gascompile.wire_ops import LINEAR, FormSpec, decoded, linear_workspace_bytes
+from gascompile.weights.convert import conversion_errors
+from gascompile.weights.store_check import NOTES
 from tests import zoo
 from tests.allocator import peak_growth_bytes
 from tests.integration.lossy_net import Net, net

@@ -11,13 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from gascompile import serial
 from gascompile.cli import app
-from gascompile.errors import DeviceMapError, FormatError, InfeasiblePlanError
+from gascompile.core import serial
+from gascompile.core.errors import DeviceMapError, FormatError, InfeasiblePlanError
+from gascompile.core.machine import Budget, Machine
+from gascompile.core.sizes import GIB, reserve_bytes
+from gascompile.core.steps import Compute, Prefetch, Wait
+from gascompile.core.workload import OpSpec, Workload
 from gascompile.integrations.device_map import device_map_plan, read_device_map, tiers_of
-from gascompile.ir import Budget, Compute, Machine, OpSpec, Prefetch, Wait, Workload
-from gascompile.passes.make_plan import make_plan
-from gascompile.units import GIB, reserve_bytes
+from gascompile.passes.plan.make_plan import make_plan
 from tests.passes.planning import (
     UNIT,
     cpu_machine,

@@ -11,16 +11,16 @@ import torch
 import transformers
 from torch import nn
 
-from gascompile.config import CACHE_VARIABLE
-from gascompile.errors import (
+from gascompile.core.config import CACHE_VARIABLE
+from gascompile.core.errors import (
     CheckpointError,
     InfeasiblePlanError,
     PlanMismatchError,
     StorageError,
     UnsupportedOpError,
 )
+from gascompile.core.machine import ComputeRate, Link, Machine, MemoryRate, Tier
 from gascompile.integrations.generation import Generator
-from gascompile.ir import ComputeRate, Link, Machine, MemoryRate, Tier
 
 _SIZES: dict[str, Any] = {
     "vocab_size": 101,
@@ -227,8 +227,8 @@ def test_a_second_start_neither_captures_nor_plans(
         pytest.fail("the second start did the work again")
 
     first = start()
-    monkeypatch.setattr("gascompile.capture.capture", never)
-    monkeypatch.setattr("gascompile.passes.make_plan.make_plan", never)
+    monkeypatch.setattr("gascompile.capture.export.capture", never)
+    monkeypatch.setattr("gascompile.passes.plan.make_plan.make_plan", never)
     assert start() == first
 
 

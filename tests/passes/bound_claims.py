@@ -10,23 +10,16 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from gascompile.errors import InfeasiblePlanError, UnsupportedOpError
-from gascompile.ir import (
-    Budget,
-    Compute,
-    Machine,
-    Plan,
-    Prefetch,
-    Release,
-    TensorKind,
-    Wait,
-    Workload,
-)
-from gascompile.passes.forms import forms
-from gascompile.passes.make_plan import make_plan
-from gascompile.passes.plan_intervals import plan_intervals
-from gascompile.passes.strategies import NAMES
-from gascompile.units import PAGE_BYTES
+from gascompile.core.errors import InfeasiblePlanError, UnsupportedOpError
+from gascompile.core.machine import Budget, Machine
+from gascompile.core.plan import Plan
+from gascompile.core.sizes import PAGE_BYTES
+from gascompile.core.steps import Compute, Prefetch, Release, Wait
+from gascompile.core.workload import TensorKind, Workload
+from gascompile.passes.intervals.plan_intervals import plan_intervals
+from gascompile.passes.model.tiling import forms
+from gascompile.passes.plan.make_plan import make_plan
+from gascompile.passes.search.strategies import NAMES
 from tests.passes.move_oracle import move_optimum
 from tests.passes.random_workloads import Case, draw_case
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from gascompile.ir import Compute, Offload, Recompute, Release, Reload, Step, Wait
+from gascompile.core.steps import Compute, Offload, Recompute, Release, Reload, Step, Wait
 from tests.passes.max_plus import Row, later, shifted
 from tests.passes.move_problem import MoveProblem, may_vanish, reruns_at
 

@@ -30,17 +30,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from operator import le
 
-from gascompile.ir import (
-    Compute,
-    Machine,
-    Offload,
-    Recompute,
-    Release,
-    Reload,
-    Step,
-    Wait,
-    Workload,
-)
+from gascompile.core.machine import Machine
+from gascompile.core.steps import Compute, Offload, Recompute, Release, Reload, Step, Wait
+from gascompile.core.workload import Workload
 from tests.passes.max_plus import Row, largest_cycle_mean, later, unit
 from tests.passes.move_actions import (
     ABSENT,

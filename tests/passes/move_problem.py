@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from gascompile.ir import Link, Machine, TensorKind, Workload
+from gascompile.core.machine import Link, Machine
+from gascompile.core.workload import TensorKind, Workload
 
 PERSISTENT = (TensorKind.WEIGHT, TensorKind.STATE)
 

@@ -7,27 +7,14 @@ from collections.abc import Sequence
 
 from hypothesis import strategies as st
 
-from gascompile.errors import InfeasiblePlanError
-from gascompile.ir import (
-    Budget,
-    Compute,
-    Link,
-    Machine,
-    OpSpec,
-    Pipe,
-    Plan,
-    Prefetch,
-    Release,
-    Step,
-    TensorKind,
-    TensorSpec,
-    Tier,
-    Wait,
-    Workload,
-)
-from gascompile.passes.make_plan import make_plan
-from gascompile.passes.problem import problem
-from gascompile.units import GIB, PAGE_BYTES, reserve_bytes
+from gascompile.core.errors import InfeasiblePlanError
+from gascompile.core.machine import Budget, Link, Machine, Pipe, Tier
+from gascompile.core.plan import Plan
+from gascompile.core.sizes import GIB, PAGE_BYTES, reserve_bytes
+from gascompile.core.steps import Compute, Prefetch, Release, Step, Wait
+from gascompile.core.workload import OpSpec, TensorKind, TensorSpec, Workload
+from gascompile.passes.model.problem import problem
+from gascompile.passes.plan.make_plan import make_plan
 
 PAGE = PAGE_BYTES
 UNIT = 99 * PAGE

@@ -11,16 +11,8 @@ from dataclasses import dataclass, replace
 
 from hypothesis import strategies as st
 
-from gascompile.ir import (
-    Link,
-    Machine,
-    OpSpec,
-    Pipe,
-    TensorKind,
-    TensorSpec,
-    Tier,
-    Workload,
-)
+from gascompile.core.machine import Link, Machine, Pipe, Tier
+from gascompile.core.workload import OpSpec, TensorKind, TensorSpec, Workload
 
 PERSISTENT = (TensorKind.WEIGHT, TensorKind.STATE)
 

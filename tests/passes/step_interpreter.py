@@ -10,20 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from gascompile.ir import (
-    Compute,
-    Link,
-    Machine,
-    Offload,
-    Prefetch,
-    Recompute,
-    Release,
-    Reload,
-    Step,
-    TensorKind,
-    Wait,
-    Workload,
-)
+from gascompile.core.machine import Link, Machine
+from gascompile.core.steps import Compute, Offload, Prefetch, Recompute, Release, Reload, Step, Wait
+from gascompile.core.workload import TensorKind, Workload
 from tests.passes.step_values import PERSISTENT, Values
 from tests.passes.step_world import Flight, Place, World, set_up
 

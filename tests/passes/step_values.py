@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from gascompile.ir import OpSpec, TensorKind, Workload
+from gascompile.core.workload import OpSpec, TensorKind, Workload
 
 PERSISTENT = (TensorKind.WEIGHT, TensorKind.STATE)
 

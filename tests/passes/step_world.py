@@ -5,18 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from gascompile.ir import (
-    Compute,
-    Machine,
-    Offload,
-    Prefetch,
-    Recompute,
-    Reload,
-    Step,
-    TensorKind,
-    Wait,
-    Workload,
-)
+from gascompile.core.machine import Machine
+from gascompile.core.steps import Compute, Offload, Prefetch, Recompute, Reload, Step, Wait
+from gascompile.core.workload import TensorKind, Workload
 from tests.passes.step_values import PERSISTENT, Values
 
 Place = tuple[str, int | None]

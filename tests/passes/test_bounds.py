@@ -11,23 +11,17 @@ from dataclasses import replace
 
 import pytest
 
-from gascompile.capture import capture
-from gascompile.errors import InfeasiblePlanError
+from gascompile.capture.export import capture
+from gascompile.core.checks.machine_files import preset
+from gascompile.core.errors import InfeasiblePlanError
+from gascompile.core.machine import Budget, Machine
+from gascompile.core.plan import SolverStatus
+from gascompile.core.workload import OpSpec, TensorKind, TensorSpec, Workload
 from gascompile.integrations.huggingface import register_pytrees
-from gascompile.ir import (
-    Budget,
-    Machine,
-    OpSpec,
-    SolverStatus,
-    TensorKind,
-    TensorSpec,
-    Workload,
-)
-from gascompile.machine_files import preset
-from gascompile.passes.annotate import annotate
-from gascompile.passes.certify import EVERYTHING, WEIGHTS, Proof, certify
-from gascompile.passes.make_plan import make_plan
-from gascompile.passes.plan_intervals import plan_intervals
+from gascompile.passes.bounds.certify import EVERYTHING, WEIGHTS, Proof, certify
+from gascompile.passes.graph.annotate import annotate
+from gascompile.passes.intervals.plan_intervals import plan_intervals
+from gascompile.passes.plan.make_plan import make_plan
 from tests.passes.bound_claims import draw_problem, outcome
 from tests.passes.planning import PAGE, UNIT, cpu_machine, weight
 from tests.zoo import CASES, make

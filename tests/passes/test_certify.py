@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gascompile.ir import Link, Machine, Pipe, Tier
-from gascompile.passes.certify import physical_limit
+from gascompile.core.machine import Link, Machine, Pipe, Tier
+from gascompile.passes.bounds.certify import physical_limit
 
 
 def machine(rates: dict[str, float], pipe: float | None = None) -> Machine:

@@ -6,19 +6,21 @@ from itertools import count
 
 import pytest
 
-from gascompile.errors import InfeasiblePlanError
-from gascompile.ir import Budget, OpSpec, SolverStatus, Workload
-from gascompile.passes import place, search
-from gascompile.passes.certify import physical_limit
-from gascompile.passes.feasible import feasible
-from gascompile.passes.forms import Solution, best_form
-from gascompile.passes.make_plan import make_plan
-from gascompile.passes.problem import Problem, problem
-from gascompile.passes.prove import quick_proof
-from gascompile.passes.schedule import schedule
-from gascompile.passes.strategies import strategies
-from gascompile.passes.verify import verify
-from gascompile.units import reserve_bytes
+from gascompile.core.errors import InfeasiblePlanError
+from gascompile.core.machine import Budget
+from gascompile.core.plan import SolverStatus
+from gascompile.core.sizes import reserve_bytes
+from gascompile.core.workload import OpSpec, Workload
+from gascompile.passes.bounds.certify import physical_limit
+from gascompile.passes.bounds.prove import quick_proof
+from gascompile.passes.model.problem import Problem, problem
+from gascompile.passes.model.tiling import Solution, best_form
+from gascompile.passes.plan.feasible import feasible
+from gascompile.passes.plan.make_plan import make_plan
+from gascompile.passes.search import place, search
+from gascompile.passes.search.schedule import schedule
+from gascompile.passes.search.strategies import strategies
+from gascompile.passes.verify.walk import verify
 from tests.passes.planning import UNIT, cpu_machine, gpu_machine, weight, workload
 
 SLOT = reserve_bytes(UNIT)
@@ -75,7 +77,7 @@ def test_a_search_makes_no_more_members_than_it_looks_at(
         next(asked)
         return real(*args, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("gascompile.passes.search.physical_limit", counted)
+    monkeypatch.setattr("gascompile.passes.search.search.physical_limit", counted)
     assert search.search(task, strategies(task), task.arena_limit_bytes)
     assert next(asked) <= 2 * len(strategies(task))
 

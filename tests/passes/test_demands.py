@@ -7,10 +7,11 @@ import pickle
 import pytest
 from hypothesis import given, settings
 
-from gascompile.errors import InfeasiblePlanError
-from gascompile.ir import Budget, Machine, TensorKind, TensorSpec, Workload
-from gascompile.passes.make_plan import make_plan
-from gascompile.units import reserve_bytes
+from gascompile.core.errors import InfeasiblePlanError
+from gascompile.core.machine import Budget, Machine
+from gascompile.core.sizes import reserve_bytes
+from gascompile.core.workload import TensorKind, TensorSpec, Workload
+from gascompile.passes.plan.make_plan import make_plan
 from tests.passes.planning import (
     PAGE,
     UNIT,

@@ -7,9 +7,11 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 
-from gascompile.ir import Budget, Compute, Machine, Release, Step, TensorKind, Wait, Workload
-from gascompile.passes.diff import Change, diff
-from gascompile.passes.make_plan import make_plan
+from gascompile.core.machine import Budget, Machine
+from gascompile.core.steps import Compute, Release, Step, Wait
+from gascompile.core.workload import TensorKind, Workload
+from gascompile.passes.explain.diff import Change, diff
+from gascompile.passes.plan.make_plan import make_plan
 from tests.cost_models.hand_plans import MB, fetch, hand_plan, machine, streaming, training
 from tests.passes.planning import (
     budget_at,

@@ -6,19 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from gascompile.cost_models.gathers import gather_link_bytes
-from gascompile.ir import (
-    IoSettings,
-    Machine,
-    MemoryRate,
-    OpSpec,
-    TensorKind,
-    TensorSpec,
-    Workload,
-)
-from gascompile.passes.divide import Division, divide
-from gascompile.passes.liveness import liveness
-from gascompile.units import PAGE_BYTES
+from gascompile.core.machine import IoSettings, Machine, MemoryRate
+from gascompile.core.sizes import PAGE_BYTES
+from gascompile.core.workload import OpSpec, TensorKind, TensorSpec, Workload
+from gascompile.cost_models.formulas.gathers import gather_link_bytes
+from gascompile.passes.graph.divide import Division, divide
+from gascompile.passes.model.liveness import liveness
 from tests.passes.planning import cpu_machine, weight
 
 OVERHEAD_S = 0.25

@@ -7,34 +7,23 @@ import time
 import pytest
 from hypothesis import given, settings
 
-from gascompile.cost_models.trace import trace
-from gascompile.ir import (
-    Budget,
-    Compute,
-    Link,
-    Machine,
-    MemoryRate,
-    OpSpec,
-    Plan,
-    Release,
-    TensorKind,
-    TensorSpec,
-    Tier,
-    Wait,
-    Workload,
-)
-from gascompile.passes import alternatives as alternatives_module
-from gascompile.passes.assemble import assemble
-from gascompile.passes.certify import Proof, certify
-from gascompile.passes.draft import draft_schedule
-from gascompile.passes.explain import OpExplanation, TensorExplanation, explain
-from gascompile.passes.least_time import least_time
-from gascompile.passes.make_plan import make_plan
-from gascompile.passes.problem import Placement, Problem
-from gascompile.passes.schedule import Schedule
-from gascompile.passes.search import best_staging
-from gascompile.passes.verify import verify
-from gascompile.units import reserve_bytes
+from gascompile.core.machine import Budget, Link, Machine, MemoryRate, Tier
+from gascompile.core.plan import Plan
+from gascompile.core.sizes import reserve_bytes
+from gascompile.core.steps import Compute, Release, Wait
+from gascompile.core.workload import OpSpec, TensorKind, TensorSpec, Workload
+from gascompile.cost_models.simulate.trace import trace
+from gascompile.passes.bounds.certify import Proof, certify
+from gascompile.passes.bounds.least_time import least_time
+from gascompile.passes.explain import alternatives as alternatives_module
+from gascompile.passes.explain.explain import OpExplanation, TensorExplanation, explain
+from gascompile.passes.model.problem import Placement, Problem
+from gascompile.passes.plan.assemble import assemble
+from gascompile.passes.plan.draft import draft_schedule
+from gascompile.passes.plan.make_plan import make_plan
+from gascompile.passes.search.schedule import Schedule
+from gascompile.passes.search.search import best_staging
+from gascompile.passes.verify.walk import verify
 from tests.cost_models.hand_plans import fetch, hand_plan
 from tests.passes.planning import PAGE, budget_at, cpu_machine, shares, workloads
 

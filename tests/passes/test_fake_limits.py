@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from gascompile.capture import capture
-from gascompile.errors import UnsupportedOpError
-from gascompile.passes.propagate import propagate
+from gascompile.capture.export import capture
+from gascompile.core.errors import UnsupportedOpError
+from gascompile.passes.graph.propagate import propagate
 
 
 class Pieces(nn.Module):

@@ -6,13 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from gascompile.errors import InfeasiblePlanError, PlanVerificationError
-from gascompile.ir import Budget, OpSpec, Plan, TensorKind, TensorSpec, Workload
-from gascompile.passes.forms import forms, same_form
-from gascompile.passes.make_plan import make_plan
-from gascompile.passes.verify import verify
-from gascompile.tiles import parse_tile
-from gascompile.units import MIB, reserve_bytes
+from gascompile.core.errors import InfeasiblePlanError, PlanVerificationError
+from gascompile.core.machine import Budget
+from gascompile.core.plan import Plan
+from gascompile.core.sizes import MIB, reserve_bytes
+from gascompile.core.tiles import parse_tile
+from gascompile.core.workload import OpSpec, TensorKind, TensorSpec, Workload
+from gascompile.passes.model.tiling import forms, same_form
+from gascompile.passes.plan.make_plan import make_plan
+from gascompile.passes.verify.walk import verify
 from tests.passes.planning import cpu_machine, weight
 
 MACHINE = cpu_machine(bandwidth=100 * MIB, latency_s=1e-4)

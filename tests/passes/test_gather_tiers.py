@@ -8,23 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gascompile.errors import PlanVerificationError
-from gascompile.ir import (
-    Budget,
-    Link,
-    Machine,
-    OpSpec,
-    Plan,
-    Prefetch,
-    TensorKind,
-    TensorSpec,
-    Tier,
-    Workload,
-)
-from gascompile.passes.make_plan import make_plan
-from gascompile.passes.verify import verify
-from gascompile.runtime.pinned import passing_bytes, pinned_bytes
-from gascompile.units import GIB, MIB, PAGE_BYTES, reserve_bytes
+from gascompile.core.errors import PlanVerificationError
+from gascompile.core.machine import Budget, Link, Machine, Tier
+from gascompile.core.plan import Plan
+from gascompile.core.sizes import GIB, MIB, PAGE_BYTES, reserve_bytes
+from gascompile.core.steps import Prefetch
+from gascompile.core.workload import OpSpec, TensorKind, TensorSpec, Workload
+from gascompile.passes.plan.make_plan import make_plan
+from gascompile.passes.verify.walk import verify
+from gascompile.runtime.memory.pinned import passing_bytes, pinned_bytes
 
 TABLE = 64 * MIB
 ROWS = 1024 * PAGE_BYTES

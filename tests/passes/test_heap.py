@@ -6,29 +6,12 @@ import dataclasses
 
 import pytest
 
-from gascompile.errors import PlanVerificationError
-from gascompile.ir import (
-    Certificate,
-    Compute,
-    Link,
-    Machine,
-    Offload,
-    OpPlan,
-    OpSpec,
-    Plan,
-    Recompute,
-    Release,
-    Reload,
-    SolverStatus,
-    Step,
-    TensorKind,
-    TensorPlan,
-    TensorSpec,
-    Tier,
-    Wait,
-    Workload,
-)
-from gascompile.passes.heap import heap
+from gascompile.core.errors import PlanVerificationError
+from gascompile.core.machine import Link, Machine, Tier
+from gascompile.core.plan import Certificate, OpPlan, Plan, SolverStatus, TensorPlan
+from gascompile.core.steps import Compute, Offload, Recompute, Release, Reload, Step, Wait
+from gascompile.core.workload import OpSpec, TensorKind, TensorSpec, Workload
+from gascompile.passes.verify.heap import heap
 
 MACHINE = Machine(
     name="hand",

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from gascompile import moves
-from gascompile.errors import PlanMismatchError
-from gascompile.ir import Compute, Plan, Prefetch, Release, Step, Wait
-from gascompile.passes.insert import insert
+from gascompile.core import moves
+from gascompile.core.errors import PlanMismatchError
+from gascompile.core.plan import Plan
+from gascompile.core.steps import Compute, Prefetch, Release, Step, Wait
+from gascompile.passes.graph.insert import insert
 from tests.runtime.toys import LINK, Toy, make_plan, mlp
 
 

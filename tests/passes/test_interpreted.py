@@ -6,10 +6,11 @@ import math
 
 import pytest
 
-from gascompile.errors import InfeasiblePlanError
-from gascompile.ir import Budget, Plan
-from gascompile.planning import plan
-from gascompile.units import PAGE_BYTES
+from gascompile.api.plan import plan
+from gascompile.core.errors import InfeasiblePlanError
+from gascompile.core.machine import Budget
+from gascompile.core.plan import Plan
+from gascompile.core.sizes import PAGE_BYTES
 from tests.passes.move_oracle import move_optimum
 from tests.passes.random_workloads import PERSISTENT, Case, draw_case
 from tests.passes.step_interpreter import Simulated, simulate

@@ -9,30 +9,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gascompile.cost_models.events import steady_seconds
-from gascompile.ir import (
-    Compute,
-    Link,
-    Machine,
-    Offload,
-    Pipe,
-    Release,
-    Reload,
-    TensorKind,
-    TensorSpec,
-    Tier,
-    Wait,
-    Workload,
-)
-from gascompile.passes.interval_balance import interval_balance
-from gascompile.passes.interval_choices import choices
-from gascompile.passes.interval_events import event_program, interval_steps
-from gascompile.passes.interval_layout import Layout, layout
-from gascompile.passes.interval_problem import interval_problem
-from gascompile.passes.interval_reservations import interval_reservations, latest_starts
-from gascompile.passes.interval_schedule import schedule
-from gascompile.passes.interval_selection import Selection
-from gascompile.passes.interval_strategies import STRATEGIES
+from gascompile.core.machine import Link, Machine, Pipe, Tier
+from gascompile.core.steps import Compute, Offload, Release, Reload, Wait
+from gascompile.core.workload import TensorKind, TensorSpec, Workload
+from gascompile.cost_models.simulate.events import steady_seconds
+from gascompile.passes.intervals.decisions import choices
+from gascompile.passes.intervals.events import event_program, interval_steps
+from gascompile.passes.intervals.reservations import interval_reservations, latest_starts
+from gascompile.passes.intervals.route_balance import interval_balance
+from gascompile.passes.intervals.schedule import schedule
+from gascompile.passes.intervals.selection import Selection
+from gascompile.passes.intervals.strategies import STRATEGIES
+from gascompile.passes.model.interval_layout import Layout, layout
+from gascompile.passes.model.interval_problem import interval_problem
 from tests.passes.random_workloads import Case, cases, op
 from tests.passes.step_interpreter import simulate
 

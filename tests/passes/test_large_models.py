@@ -4,22 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from gascompile.ir import (
-    Budget,
-    Link,
-    Machine,
-    OpSpec,
-    Pipe,
-    SolverStatus,
-    TensorKind,
-    TensorSpec,
-    Tier,
-    Workload,
-)
-from gascompile.passes.make_plan import make_plan
-from gascompile.passes.problem import problem
-from gascompile.passes.spread import spread
-from gascompile.passes.verify import verify
+from gascompile.core.machine import Budget, Link, Machine, Pipe, Tier
+from gascompile.core.plan import SolverStatus
+from gascompile.core.workload import OpSpec, TensorKind, TensorSpec, Workload
+from gascompile.passes.model.problem import problem
+from gascompile.passes.plan.make_plan import make_plan
+from gascompile.passes.search.spread import spread
+from gascompile.passes.verify.walk import verify
 from tests.passes.planning import UNIT, gpu_machine, weight, workload
 
 HIDDEN, INTERMEDIATE, VOCABULARY = 2048, 7168, 32064

@@ -4,20 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from gascompile.ir import (
-    Budget,
-    Link,
-    Machine,
-    OpSpec,
-    TensorKind,
-    TensorSpec,
-    Tier,
-    Workload,
-)
-from gascompile.passes.forms import forms
-from gascompile.passes.least_time import least_time
-from gascompile.planning import plan
-from gascompile.units import MIB
+from gascompile.api.plan import plan
+from gascompile.core.machine import Budget, Link, Machine, Tier
+from gascompile.core.sizes import MIB
+from gascompile.core.workload import OpSpec, TensorKind, TensorSpec, Workload
+from gascompile.passes.bounds.least_time import least_time
+from gascompile.passes.model.tiling import forms
 
 MACHINE = Machine(
     name="hand",

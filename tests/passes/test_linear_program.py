@@ -5,9 +5,9 @@ from __future__ import annotations
 import pulp
 import pytest
 
-from gascompile.errors import SolverError
-from gascompile.passes import linear_program
-from gascompile.passes.linear_program import INFINITY, Ending, LinearProgram, solver_name
+from gascompile.core.errors import SolverError
+from gascompile.passes.bounds import linear_program
+from gascompile.passes.bounds.linear_program import INFINITY, Ending, LinearProgram, solver_name
 
 
 def knapsack() -> LinearProgram:

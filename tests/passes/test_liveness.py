@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from gascompile.ir import OpSpec, TensorKind, TensorSpec, Workload
-from gascompile.passes.liveness import liveness
+from gascompile.core.workload import OpSpec, TensorKind, TensorSpec, Workload
+from gascompile.passes.model.liveness import liveness
 
 
 def spec(name: str, size_bytes: int, kind: TensorKind) -> TensorSpec:

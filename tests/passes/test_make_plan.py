@@ -9,28 +9,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gascompile.cost_models.replay import replay_plan
-from gascompile.errors import InfeasiblePlanError, UnsupportedOpError
-from gascompile.ir import (
-    Budget,
-    Compute,
-    Machine,
-    OpSpec,
-    Plan,
-    Prefetch,
-    Release,
-    SolverStatus,
-    TensorKind,
-    TensorSpec,
-    Wait,
-    Workload,
-)
-from gascompile.passes.make_plan import make_plan
-from gascompile.passes.problem import Placement, problem
-from gascompile.passes.search import best_staging
-from gascompile.passes.strategies import NAMES
-from gascompile.passes.verify import verify
-from gascompile.units import MIB, reserve_bytes
+from gascompile.core.errors import InfeasiblePlanError, UnsupportedOpError
+from gascompile.core.machine import Budget, Machine
+from gascompile.core.plan import Plan, SolverStatus
+from gascompile.core.sizes import MIB, reserve_bytes
+from gascompile.core.steps import Compute, Prefetch, Release, Wait
+from gascompile.core.workload import OpSpec, TensorKind, TensorSpec, Workload
+from gascompile.cost_models.simulate.replay import replay_plan
+from gascompile.passes.model.problem import Placement, problem
+from gascompile.passes.plan.make_plan import make_plan
+from gascompile.passes.search.search import best_staging
+from gascompile.passes.search.strategies import NAMES
+from gascompile.passes.verify.walk import verify
 from tests.passes.planning import (
     PAGE,
     UNIT,

@@ -8,12 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gascompile.cost_models.replay import link_bytes
-from gascompile.errors import InfeasiblePlanError
-from gascompile.ir import Budget, Interference, Plan, Recompute, Workload
-from gascompile.passes.intervals import IntervalPlan
-from gascompile.passes.make_plan import make_plan
-from gascompile.passes.plan_intervals import plan_intervals
+from gascompile.core.errors import InfeasiblePlanError
+from gascompile.core.machine import Budget, Interference
+from gascompile.core.plan import Plan
+from gascompile.core.steps import Recompute
+from gascompile.core.workload import Workload
+from gascompile.cost_models.simulate.replay import link_bytes
+from gascompile.passes.intervals.plan_intervals import plan_intervals
+from gascompile.passes.model.intervals import IntervalPlan
+from gascompile.passes.plan.make_plan import make_plan
 from tests.passes.random_workloads import Case, cases, op
 from tests.passes.step_interpreter import simulate
 from tests.passes.test_plan_intervals import drive, task

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from gascompile.errors import InfeasiblePlanError
-from gascompile.ir import Budget, Machine, OpSpec, TensorKind, TensorSpec, Tier, Workload
-from gascompile.planning import plan
-from gascompile.units import PAGE_BYTES
+from gascompile.api.plan import plan
+from gascompile.core.errors import InfeasiblePlanError
+from gascompile.core.machine import Budget, Machine, Tier
+from gascompile.core.sizes import PAGE_BYTES
+from gascompile.core.workload import OpSpec, TensorKind, TensorSpec, Workload
 
 MACHINE = Machine(name="hand", tiers={"cpu": Tier(size_bytes=1 << 30)}, links=())
 WORKLOAD = Workload(

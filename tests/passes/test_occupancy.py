@@ -8,11 +8,12 @@ from itertools import product
 import pytest
 from hypothesis import given, settings
 
-from gascompile.ir import Budget, Machine, Workload
-from gascompile.passes.occupancy import occupancy
-from gascompile.passes.problem import Placement, Problem, problem
-from gascompile.passes.search import best_staging
-from gascompile.units import reserve_bytes
+from gascompile.core.machine import Budget, Machine
+from gascompile.core.sizes import reserve_bytes
+from gascompile.core.workload import Workload
+from gascompile.passes.bounds.occupancy import occupancy
+from gascompile.passes.model.problem import Placement, Problem, problem
+from gascompile.passes.search.search import best_staging
 from tests.passes.planning import (
     UNIT,
     budget_at,

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import pytest
 from hypothesis import given, settings
 
-from gascompile.errors import InfeasiblePlanError
-from gascompile.passes.plan_intervals import plan_intervals
+from gascompile.core.errors import InfeasiblePlanError
+from gascompile.passes.intervals.plan_intervals import plan_intervals
 from tests.passes.move_oracle import Optimum, least_limit, move_optimum
 from tests.passes.random_workloads import Case, cases, draw_case, faster
 from tests.passes.step_interpreter import simulate

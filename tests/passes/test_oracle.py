@@ -8,23 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from gascompile.ir import (
-    Compute,
-    Link,
-    Machine,
-    Offload,
-    OpSpec,
-    Pipe,
-    Recompute,
-    Release,
-    Reload,
-    Step,
-    TensorKind,
-    TensorSpec,
-    Tier,
-    Wait,
-    Workload,
-)
+from gascompile.core.machine import Link, Machine, Pipe, Tier
+from gascompile.core.steps import Compute, Offload, Recompute, Release, Reload, Step, Wait
+from gascompile.core.workload import OpSpec, TensorKind, TensorSpec, Workload
 from tests.passes.move_oracle import least_limit, move_optimum
 from tests.passes.random_workloads import draw_case, op
 from tests.passes.step_interpreter import Simulated, simulate

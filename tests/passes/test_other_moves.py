@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from gascompile.ir import Compute, Plan, Recompute, Release, Wait
-from gascompile.passes.explain import OpExplanation, TensorExplanation, explain
-from gascompile.passes.other_moves import other_moves
-from gascompile.passes.other_sites import other_sites
+from gascompile.core.plan import Plan
+from gascompile.core.steps import Compute, Recompute, Release, Wait
+from gascompile.passes.explain.explain import OpExplanation, TensorExplanation, explain
+from gascompile.passes.explain.other_moves import other_moves
+from gascompile.passes.explain.other_sites import other_sites
 from tests.cost_models.hand_plans import MB, fetch, hand_plan, machine, training
 
 

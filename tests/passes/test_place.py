@@ -9,13 +9,14 @@ import pulp
 import pytest
 from hypothesis import given, settings
 
-from gascompile.errors import SolverError
-from gascompile.ir import Budget, Link, Machine, Workload
-from gascompile.passes.place import place
-from gascompile.passes.prices import Solution
-from gascompile.passes.problem import Placement, Problem, problem
-from gascompile.passes.search import best_staging
-from gascompile.units import reserve_bytes
+from gascompile.core.errors import SolverError
+from gascompile.core.machine import Budget, Link, Machine
+from gascompile.core.sizes import reserve_bytes
+from gascompile.core.workload import Workload
+from gascompile.passes.bounds.shadow_prices import Solution
+from gascompile.passes.model.problem import Placement, Problem, problem
+from gascompile.passes.search.place import place
+from gascompile.passes.search.search import best_staging
 from tests.passes.planning import (
     UNIT,
     budget_at,

@@ -11,36 +11,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.training_traces import reference_machine, trace
-from gascompile.cost_models.events import steady_seconds
-from gascompile.cost_models.replay import replay
-from gascompile.errors import InfeasiblePlanError
-from gascompile.ir import (
-    Compute,
-    Link,
-    Machine,
-    Offload,
-    OpSpec,
-    Recompute,
-    Release,
-    Reload,
-    Step,
-    TensorKind,
-    TensorSpec,
-    Tier,
-    Wait,
-    Workload,
-)
-from gascompile.passes import linear_program
-from gascompile.passes.interval_choices import choices
-from gascompile.passes.interval_events import event_program
-from gascompile.passes.interval_layout import layout
-from gascompile.passes.interval_problem import interval_problem
-from gascompile.passes.interval_program import interval_program
-from gascompile.passes.interval_recompute import rerunnable
-from gascompile.passes.interval_schedule import schedule
-from gascompile.passes.interval_strategies import STRATEGIES
-from gascompile.passes.intervals import IntervalPlan
-from gascompile.passes.plan_intervals import plan_intervals
+from gascompile.core.errors import InfeasiblePlanError
+from gascompile.core.machine import Link, Machine, Tier
+from gascompile.core.steps import Compute, Offload, Recompute, Release, Reload, Step, Wait
+from gascompile.core.workload import OpSpec, TensorKind, TensorSpec, Workload
+from gascompile.cost_models.simulate.events import steady_seconds
+from gascompile.cost_models.simulate.replay import replay
+from gascompile.passes.bounds import linear_program
+from gascompile.passes.bounds.interval_program import interval_program
+from gascompile.passes.intervals.decisions import choices
+from gascompile.passes.intervals.events import event_program
+from gascompile.passes.intervals.plan_intervals import plan_intervals
+from gascompile.passes.intervals.recompute import rerunnable
+from gascompile.passes.intervals.schedule import schedule
+from gascompile.passes.intervals.strategies import STRATEGIES
+from gascompile.passes.model.interval_layout import layout
+from gascompile.passes.model.interval_problem import interval_problem
+from gascompile.passes.model.intervals import IntervalPlan
 from tests.passes.move_oracle import move_optimum
 from tests.passes.random_workloads import Case, cases, op
 from tests.passes.step_interpreter import simulate

@@ -6,16 +6,17 @@ import pytest
 import torch
 from torch import fx, nn
 
-from gascompile import moves
-from gascompile.capture import capture
-from gascompile.ir import Budget, Plan
-from gascompile.kernels import Segment
-from gascompile.machine import preset
-from gascompile.passes.annotate import annotate
-from gascompile.passes.insert import insert
-from gascompile.passes.liveness import live_bytes
-from gascompile.passes.make_plan import make_plan
-from gascompile.passes.segments import segments
+from gascompile.capture.export import capture
+from gascompile.core import moves
+from gascompile.core.kernels import Segment
+from gascompile.core.machine import Budget
+from gascompile.core.plan import Plan
+from gascompile.machines.resolve import preset
+from gascompile.passes.graph.annotate import annotate
+from gascompile.passes.graph.insert import insert
+from gascompile.passes.graph.segments import segments
+from gascompile.passes.model.liveness import live_bytes
+from gascompile.passes.plan.make_plan import make_plan
 
 WIDTH = 64
 

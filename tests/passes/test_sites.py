@@ -8,23 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gascompile.ir import (
-    Budget,
-    Link,
-    Machine,
-    Offload,
-    OpSpec,
-    Plan,
-    Prefetch,
-    Reload,
-    TensorKind,
-    TensorSpec,
-    Tier,
-    Workload,
-)
-from gascompile.passes.make_plan import make_plan
-from gascompile.passes.site_limit import has_sites, site_limit
-from gascompile.units import reserve_bytes
+from gascompile.core.machine import Budget, Link, Machine, Tier
+from gascompile.core.plan import Plan
+from gascompile.core.sizes import reserve_bytes
+from gascompile.core.steps import Offload, Prefetch, Reload
+from gascompile.core.workload import OpSpec, TensorKind, TensorSpec, Workload
+from gascompile.passes.bounds.site_limit import has_sites, site_limit
+from gascompile.passes.plan.make_plan import make_plan
 
 SIZE = 99 * 4096
 """A weight that takes 100 pages of the arena."""

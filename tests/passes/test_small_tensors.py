@@ -6,10 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from gascompile.errors import InfeasiblePlanError
-from gascompile.ir import Machine, Offload, OpSpec, Release, TensorKind, TensorSpec, Tier, Workload
-from gascompile.passes.intervals import IntervalPlan
-from gascompile.passes.plan_intervals import plan_intervals
+from gascompile.core.errors import InfeasiblePlanError
+from gascompile.core.machine import Machine, Tier
+from gascompile.core.steps import Offload, Release
+from gascompile.core.workload import OpSpec, TensorKind, TensorSpec, Workload
+from gascompile.passes.intervals.plan_intervals import plan_intervals
+from gascompile.passes.model.intervals import IntervalPlan
 from tests.passes.step_interpreter import simulate
 from tests.passes.test_plan_intervals import drive
 
@@ -65,7 +67,7 @@ def test_the_bound_holds_for_plans_that_move_it(monkeypatch: pytest.MonkeyPatch)
     for limit_bytes in (6 * LARGE, 10 * LARGE, 30 * LARGE):
         found = plan(machine, limit_bytes)
         with monkeypatch.context() as patch:
-            patch.setattr("gascompile.passes.plan_intervals._FEW_TENSORS", 1000)
+            patch.setattr("gascompile.passes.intervals.plan_intervals._FEW_TENSORS", 1000)
             free = plan(machine, limit_bytes)
         assert found.bound_s <= free.seconds * (1 + 1e-9)
 

@@ -10,11 +10,11 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from gascompile.capture import capture
-from gascompile.errors import UnsupportedOpError
+from gascompile.capture.export import capture
+from gascompile.core.errors import UnsupportedOpError
+from gascompile.core.program import Program
 from gascompile.integrations.huggingface import register_pytrees
-from gascompile.passes.to_device import to_device
-from gascompile.program import Program
+from gascompile.passes.graph.to_device import to_device
 from tests import zoo
 
 ELSEWHERE = torch.device("cuda:0")

@@ -11,25 +11,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gascompile.errors import PlanVerificationError
-from gascompile.ir import (
-    Budget,
-    Certificate,
-    Compute,
-    Machine,
-    OpPlan,
-    Plan,
-    Prefetch,
-    Release,
-    Step,
-    TensorKind,
-    TensorPlan,
-    Wait,
-    Workload,
-)
-from gascompile.passes.make_plan import make_plan
-from gascompile.passes.verify import verify
-from gascompile.units import reserve_bytes
+from gascompile.core.errors import PlanVerificationError
+from gascompile.core.machine import Budget, Machine
+from gascompile.core.plan import Certificate, OpPlan, Plan, TensorPlan
+from gascompile.core.sizes import reserve_bytes
+from gascompile.core.steps import Compute, Prefetch, Release, Step, Wait
+from gascompile.core.workload import TensorKind, Workload
+from gascompile.passes.plan.make_plan import make_plan
+from gascompile.passes.verify.walk import verify
 from tests.passes.planning import (
     PAGE,
     UNIT,

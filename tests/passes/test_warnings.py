@@ -5,18 +5,10 @@ from __future__ import annotations
 import pulp
 import pytest
 
-from gascompile.ir import (
-    Budget,
-    Link,
-    Machine,
-    OpSpec,
-    TensorKind,
-    TensorSpec,
-    Tier,
-    Workload,
-)
-from gascompile.planning import plan
-from gascompile.units import MIB
+from gascompile.api.plan import plan
+from gascompile.core.machine import Budget, Link, Machine, Tier
+from gascompile.core.sizes import MIB
+from gascompile.core.workload import OpSpec, TensorKind, TensorSpec, Workload
 
 
 def test_forms_that_lack_the_solver_say_so_together(monkeypatch: pytest.MonkeyPatch) -> None:

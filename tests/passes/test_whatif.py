@@ -8,12 +8,13 @@ from itertools import combinations
 import pytest
 from hypothesis import given, settings
 
-from gascompile.ir import Budget, Machine, Workload
-from gascompile.passes.make_plan import make_plan
-from gascompile.passes.problem import Placement, problem
-from gascompile.passes.search import best_staging
-from gascompile.passes.whatif import Variant, whatif
-from gascompile.units import reserve_bytes
+from gascompile.core.machine import Budget, Machine
+from gascompile.core.sizes import reserve_bytes
+from gascompile.core.workload import Workload
+from gascompile.passes.explain.whatif import Variant, whatif
+from gascompile.passes.model.problem import Placement, problem
+from gascompile.passes.plan.make_plan import make_plan
+from gascompile.passes.search.search import best_staging
 from tests.cost_models.hand_plans import training
 from tests.passes.planning import (
     PAGE,

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from gascompile.allocator_library import page_memory
-from gascompile.fusion_build import has_compiler
-from gascompile.runtime.pages import Pages
+from gascompile.codegen.allocator_library import page_memory
+from gascompile.codegen.build import has_compiler
+from gascompile.runtime.memory.pages import Pages
 
 BUDGET_BYTES = 64 << 20
 """For which units are pages, and blocks of 16 pages are the smallest."""
@@ -20,7 +20,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pages]:
     if not has_compiler():
         pytest.skip("needs a C++ compiler")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("gascompile.allocator_library._LOADED", [])
+        patch.setattr("gascompile.codegen.allocator_library._LOADED", [])
         found = page_memory(tmp_path_factory.mktemp("native"), BUDGET_BYTES)
         assert found is not None
         yield found

@@ -16,9 +16,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gascompile.allocator_library import allocation_counter
-from gascompile.fusion_build import has_compiler
-from gascompile.runtime.counting import Counter
+from gascompile.codegen.allocator_library import allocation_counter
+from gascompile.codegen.build import has_compiler
+from gascompile.runtime.memory.counting import Counter
 from tests.allocator import peak_growth_bytes
 
 pytestmark = pytest.mark.skipif(not has_compiler(), reason="needs a C++ compiler")
@@ -230,7 +230,7 @@ def test_another_copy_of_the_library_takes_its_turn(
     library = Path(min(path for path in loaded if path.endswith(".so")))
     (tmp_path / "native").mkdir()
     shutil.copy(library, tmp_path / "native" / library.name)
-    monkeypatch.setattr("gascompile.allocator_library._LOADED", [])
+    monkeypatch.setattr("gascompile.codegen.allocator_library._LOADED", [])
     other = allocation_counter(tmp_path)
     assert other is not None
     with other.counting() as count:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gascompile.runtime.device_states import DeviceStates
+from gascompile.runtime.memory.device_states import DeviceStates
 
 
 class Apart:

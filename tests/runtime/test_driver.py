@@ -9,11 +9,11 @@ import threading
 import pytest
 import torch
 
-from gascompile.errors import DeviceError, StorageError
-from gascompile.fusion_triton import TritonSource
-from gascompile.kernels import GpuFunction, KernelFiles, Launch, Pointer
-from gascompile.runtime.driver import CudaDriver
-from gascompile.runtime.gpu_code import GpuCode, load_gpu_code
+from gascompile.codegen.triton import TritonSource
+from gascompile.core.errors import DeviceError, StorageError
+from gascompile.core.kernels import GpuFunction, KernelFiles, Launch, Pointer
+from gascompile.runtime.devices.driver import CudaDriver
+from gascompile.runtime.kernels.gpu_code import GpuCode, load_gpu_code
 from tests.interpreted_gpu import FakeLibrary, fake_driver, needs_interpreter
 
 pytestmark = needs_interpreter
@@ -147,7 +147,7 @@ def test_bytes_that_are_no_image_are_refused() -> None:
 
 
 def test_without_a_driver_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    from gascompile.runtime import driver
+    from gascompile.runtime.devices import driver
 
     monkeypatch.setattr(driver, "_LIBRARY", "libcuda-that-is-not-here.so.1")
     monkeypatch.setattr(driver, "_opened", None)

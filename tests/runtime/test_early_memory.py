@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from gascompile.runtime.arena import Arena
-from gascompile.runtime.early_memory import EarlyMemory
+from gascompile.runtime.memory.arena import Arena
+from gascompile.runtime.memory.early_memory import EarlyMemory
 from tests.waiting import eventually
 
 MIB = 1 << 20

@@ -14,14 +14,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from gascompile.errors import StorageError
-from gascompile.ir import Extent, IoSettings, WeightSource
-from gascompile.runtime.arena import Arena
-from gascompile.runtime.engine import Engine, read_blocks
-from gascompile.runtime.files import SourceFiles
-from gascompile.runtime.landing import Landing, plan_landing
+from gascompile.core.errors import StorageError
+from gascompile.core.machine import IoSettings
+from gascompile.core.sizes import PAGE_BYTES, reserve_bytes
+from gascompile.core.sources import Extent, WeightSource
+from gascompile.runtime.memory.arena import Arena
 from gascompile.runtime.protocols import Reader, Ticket, read_at
-from gascompile.units import PAGE_BYTES, reserve_bytes
+from gascompile.runtime.transfer.engine import Engine, read_blocks
+from gascompile.runtime.transfer.files import SourceFiles
+from gascompile.runtime.transfer.read_plan import Landing, plan_landing
 from tests.waiting import eventually
 
 SPOILED = 0xA5

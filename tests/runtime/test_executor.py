@@ -14,12 +14,14 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from gascompile.errors import PlanMismatchError
-from gascompile.ir import IoSettings, Plan, Prefetch, Release, Step
-from gascompile.passes.insert import insert
-from gascompile.runtime.executor import Executor
+from gascompile.core.errors import PlanMismatchError
+from gascompile.core.machine import IoSettings
+from gascompile.core.plan import Plan
+from gascompile.core.steps import Prefetch, Release, Step
+from gascompile.passes.graph.insert import insert
 from gascompile.runtime.protocols import read_at
-from gascompile.runtime.session import Session
+from gascompile.runtime.run.executor import Executor
+from gascompile.runtime.run.session import Session
 from tests.runtime.toys import (
     LINK,
     Toy,

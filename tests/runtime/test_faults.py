@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from gascompile.errors import StorageError
-from gascompile.ir import IoSettings
-from gascompile.passes.insert import insert
-from gascompile.runtime.executor import Executor
+from gascompile.core.errors import StorageError
+from gascompile.core.machine import IoSettings
+from gascompile.passes.graph.insert import insert
 from gascompile.runtime.protocols import read_at
+from gascompile.runtime.run.executor import Executor
 from tests.runtime.toys import Toy, aten, make_plan, mlp
 
 

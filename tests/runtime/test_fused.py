@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import fx
 
-from gascompile.errors import PlanMismatchError, StorageError
-from gascompile.ir import OpPlan
-from gascompile.kernels import Kernel, KernelFiles, Launch, Layout, Pointer, Segment
-from gascompile.runtime.fused import FusedSegment, bind, load_library, segment_nodes
-from gascompile.runtime.meter import LiveBytes, Meter, fused_meter
+from gascompile.core.errors import PlanMismatchError, StorageError
+from gascompile.core.kernels import Kernel, KernelFiles, Launch, Layout, Pointer, Segment
+from gascompile.core.plan import OpPlan
+from gascompile.runtime.kernels.fused import FusedSegment, bind, load_library, segment_nodes
+from gascompile.runtime.run.meter import LiveBytes, Meter, fused_meter
 
 ROW = Layout(dtype="float32", shape=(8,), stride=(1,))
 ROW_BYTES = 32

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import fx
 
-from gascompile import moves
-from gascompile.runtime import graph_rules
-from gascompile.runtime.graph_groups import Group, divide
-from gascompile.runtime.steps import Schedule, Step
+from gascompile.core import moves
+from gascompile.runtime.devices import graph_rules
+from gascompile.runtime.devices.graph_groups import Group, divide
+from gascompile.runtime.run.steps import Schedule, Step
 
 aten = torch.ops.aten
 

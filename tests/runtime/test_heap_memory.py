@@ -8,7 +8,7 @@ import textwrap
 
 CODE = """
     import torch
-    from gascompile.runtime.heap_memory import HeapMemory, own_bytes
+    from gascompile.runtime.memory.heap_memory import HeapMemory, own_bytes
 
     MIB = 1 << 20
 
@@ -48,7 +48,7 @@ def test_holes_are_kept_within_the_limit_and_given_back_beyond_it() -> None:
 
 AFTERWARDS = """
     import torch
-    from gascompile.runtime.heap_memory import HeapMemory, own_bytes
+    from gascompile.runtime.memory.heap_memory import HeapMemory, own_bytes
 
     MIB = 1 << 20
     heap = HeapMemory()

@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from gascompile.errors import DeviceError, StorageError
-from gascompile.ir import Extent, IoSettings, WeightSource
-from gascompile.runtime.arena import Arena
-from gascompile.runtime.kvikio_engine import KvikioEngine
-from gascompile.runtime.kvikio_path import (
+from gascompile.core.errors import DeviceError, StorageError
+from gascompile.core.machine import IoSettings
+from gascompile.core.sources import Extent, WeightSource
+from gascompile.runtime.memory.arena import Arena
+from gascompile.runtime.transfer.kvikio_engine import KvikioEngine
+from gascompile.runtime.transfer.kvikio_path import (
     CUFILE_COMPAT,
     GPU_DIRECT,
     KVIKIO_COMPAT,
@@ -23,7 +24,7 @@ from gascompile.runtime.kvikio_path import (
     TimedReader,
     path_taken,
 )
-from gascompile.runtime.landing import Landing, plan_landing
+from gascompile.runtime.transfer.read_plan import Landing, plan_landing
 from tests.runtime.fake_kvikio import CompatMode, Kvikio
 from tests.runtime.test_probe import HEALTHY
 from tests.waiting import eventually

@@ -15,11 +15,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gascompile.allocator_library import page_memory
-from gascompile.fusion_build import has_compiler
-from gascompile.runtime.heap_memory import own_bytes
-from gascompile.runtime.pages import Pages
-from gascompile.units import PAGE_BYTES
+from gascompile.codegen.allocator_library import page_memory
+from gascompile.codegen.build import has_compiler
+from gascompile.core.sizes import PAGE_BYTES
+from gascompile.runtime.memory.heap_memory import own_bytes
+from gascompile.runtime.memory.pages import Pages
 from tests.runtime.conftest import BUDGET_BYTES
 
 pytestmark = pytest.mark.skipif(not has_compiler(), reason="needs a C++ compiler")
@@ -183,7 +183,7 @@ def test_a_block_for_which_there_are_no_addresses_is_refused(pages: Pages) -> No
     loaded = {line.split()[-1] for line in MAPS.read_text().splitlines() if "/allocator-" in line}
     library = min(path for path in loaded if path.endswith(".so"))
     code = (
-        "import resource, sys, torch\nfrom pathlib import Path\nfrom gascompile.runtime.pages import Pages\n"
+        "import resource, sys, torch\nfrom pathlib import Path\nfrom gascompile.runtime.memory.pages import Pages\n"
         "pages = Pages(Path(sys.argv[1]))\n"
         "resource.setrlimit(resource.RLIMIT_AS, (60 << 30, 60 << 30))\n"
         "assert pages.install(64 << 20)\n"
@@ -200,13 +200,13 @@ def test_a_block_for_which_there_are_no_addresses_is_refused(pages: Pages) -> No
 def test_a_damaged_library_is_compiled_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("gascompile.allocator_library._LOADED", [])
+    monkeypatch.setattr("gascompile.codegen.allocator_library._LOADED", [])
     assert page_memory(tmp_path / "first", BUDGET_BYTES) is not None
     (whole,) = (tmp_path / "first" / "native").iterdir()
     library = tmp_path / "second" / "native" / whole.name
     library.parent.mkdir(parents=True)
     library.write_bytes(b"no library")
-    monkeypatch.setattr("gascompile.allocator_library._LOADED", [])
+    monkeypatch.setattr("gascompile.codegen.allocator_library._LOADED", [])
     assert page_memory(tmp_path / "second", BUDGET_BYTES) is not None
     assert "damaged" in caplog.text
     assert library.stat().st_size > 1000
@@ -215,7 +215,7 @@ def test_a_damaged_library_is_compiled_again(
 def test_without_a_compiler_there_is_none_and_the_log_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("gascompile.allocator_library._LOADED", [])
+    monkeypatch.setattr("gascompile.codegen.allocator_library._LOADED", [])
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert page_memory(tmp_path, BUDGET_BYTES) is None
     assert "no-such-compiler" in caplog.text

@@ -10,9 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from gascompile.errors import DeviceError
-from gascompile.runtime import probe
-from gascompile.runtime.probe import DeviceMemory, GpuFacts, device_fault, look, storage_faults
+from gascompile.core.errors import DeviceError
+from gascompile.runtime.devices import probe
+from gascompile.runtime.devices.probe import (
+    DeviceMemory,
+    GpuFacts,
+    device_fault,
+    look,
+    storage_faults,
+)
 
 HEALTHY = GpuFacts(
     torch_version="2.11.0+cu130",

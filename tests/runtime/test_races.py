@@ -7,8 +7,8 @@ import threading
 import pytest
 import torch
 
-from gascompile.errors import RaceError
-from gascompile.runtime.races import COMPUTE, Races, host_thread, tensors_in
+from gascompile.core.errors import RaceError
+from gascompile.runtime.debug.races import COMPUTE, Races, host_thread, tensors_in
 
 UP, DRIVE = "cpu->gpu", "nvme->gpu"
 

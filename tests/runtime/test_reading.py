@@ -14,22 +14,24 @@ from typing import Any
 import pytest
 import torch
 
-from gascompile.errors import DeviceError, RaceError, StorageError
-from gascompile.ir import Extent, IoSettings, Plan, WeightSource
-from gascompile.passes.insert import insert
-from gascompile.runtime import probe
+from gascompile.core.errors import DeviceError, RaceError, StorageError
+from gascompile.core.machine import IoSettings
+from gascompile.core.plan import Plan
+from gascompile.core.sources import Extent, WeightSource
+from gascompile.core.waiting import own_threads
+from gascompile.passes.graph.insert import insert
+from gascompile.runtime.debug.watched import WatchedDevice
+from gascompile.runtime.devices import probe
 from gascompile.runtime.devices.emulated import EmulatedDevice
 from gascompile.runtime.devices.pacing import Disorder
-from gascompile.runtime.devices.watched import WatchedDevice
-from gascompile.runtime.executor import Executor
-from gascompile.runtime.files import SourceFiles
-from gascompile.runtime.kvikio_engine import KvikioEngine
-from gascompile.runtime.kvikio_path import GPU_DIRECT, KVIKIO_COMPAT
-from gascompile.runtime.landing import plan_landing
 from gascompile.runtime.protocols import Event, Memory, Reader, TransferEngine, read_at
-from gascompile.runtime.reading import open_engine
-from gascompile.runtime.routing import drive_of, share
-from gascompile.runtime.waiting import own_threads
+from gascompile.runtime.run.executor import Executor
+from gascompile.runtime.transfer.files import SourceFiles
+from gascompile.runtime.transfer.kvikio_engine import KvikioEngine
+from gascompile.runtime.transfer.kvikio_path import GPU_DIRECT, KVIKIO_COMPAT
+from gascompile.runtime.transfer.read_plan import plan_landing
+from gascompile.runtime.transfer.reading import open_engine
+from gascompile.runtime.transfer.routing import drive_of, share
 from tests.runtime.devices.machines import accelerator
 from tests.runtime.fake_kvikio import Kvikio, uninstall
 from tests.runtime.test_probe import HEALTHY

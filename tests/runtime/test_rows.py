@@ -10,15 +10,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from gascompile.errors import StorageError
-from gascompile.ir import Extent, IoSettings, WeightSource
-from gascompile.runtime.engine import Engine
-from gascompile.runtime.files import SourceFiles
-from gascompile.runtime.landing import Landing, plan_landing
+from gascompile.core.errors import StorageError
+from gascompile.core.machine import IoSettings
+from gascompile.core.sizes import reserve_bytes
+from gascompile.core.sources import Extent, WeightSource
+from gascompile.core.tiles import Tile
 from gascompile.runtime.protocols import read_at
-from gascompile.runtime.rows import rows_landing, tile_source
-from gascompile.tiles import Tile
-from gascompile.units import reserve_bytes
+from gascompile.runtime.transfer.engine import Engine
+from gascompile.runtime.transfer.files import SourceFiles
+from gascompile.runtime.transfer.read_plan import Landing, plan_landing
+from gascompile.runtime.transfer.rows import rows_landing, tile_source
 from tests.waiting import eventually
 
 ROWS, WIDTH = 40, 30

@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from gascompile.errors import PlanMismatchError, StorageError
-from gascompile.ir import IoSettings
+from gascompile.core.errors import PlanMismatchError, StorageError
+from gascompile.core.machine import IoSettings
+from gascompile.core.waiting import own_threads
 from gascompile.runtime.protocols import read_at
-from gascompile.runtime.session import Session
-from gascompile.runtime.waiting import own_threads
+from gascompile.runtime.run.session import Session
 from tests.runtime.toys import LINK, make_plan, mlp, stamp
 
 

@@ -14,14 +14,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gascompile.errors import StorageError
-from gascompile.ir import Offload, Reload, Step, Wait
-from gascompile.runtime.lanes import Lane
-from gascompile.runtime.pages import Pages
-from gascompile.runtime.spill import Spill
-from gascompile.runtime.spill_slots import spill_slots
-from gascompile.runtime.waiting import own_threads
-from gascompile.units import PAGE_BYTES, SPILL_BUFFER_BYTES, align_up
+from gascompile.core.errors import StorageError
+from gascompile.core.sizes import PAGE_BYTES, SPILL_BUFFER_BYTES, align_up
+from gascompile.core.steps import Offload, Reload, Step, Wait
+from gascompile.core.waiting import own_threads
+from gascompile.runtime.memory.pages import Pages
+from gascompile.runtime.memory.spill import Spill
+from gascompile.runtime.memory.spill_slots import spill_slots
+from gascompile.runtime.transfer.page_ring import Lane
 
 SIZES = st.sampled_from(
     [

@@ -11,13 +11,13 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gascompile import wire_ops
-from gascompile.fusion_build import has_compiler
-from gascompile.packing import GROUPS, LOW_BITS
-from gascompile.quantize import pack
-from gascompile.runtime import wire
-from gascompile.runtime.wire import MAX_FEW_ROWS, WireKernels
-from gascompile.wire_kernels import use_wire_kernels
+from gascompile.codegen.build import has_compiler
+from gascompile.codegen.packed_kernels import use_wire_kernels
+from gascompile.formats import ops as wire_ops
+from gascompile.formats.layout import GROUPS, LOW_BITS
+from gascompile.formats.quantize import pack
+from gascompile.runtime.kernels import packed as wire
+from gascompile.runtime.kernels.packed import MAX_FEW_ROWS, WireKernels
 from tests.allocator import peak_growth_bytes
 
 pytestmark = pytest.mark.skipif(not has_compiler(), reason="needs a C++ compiler")

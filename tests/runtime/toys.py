@@ -11,36 +11,18 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from gascompile.ir import (
-    Certificate,
-    Compute,
-    Extent,
-    FileStamp,
-    IoSettings,
-    Link,
-    Machine,
-    OpPlan,
-    OpSpec,
-    Plan,
-    Prefetch,
-    Release,
-    SolverStatus,
-    Step,
-    TensorKind,
-    TensorPlan,
-    TensorSpec,
-    Tier,
-    Wait,
-    WeightSource,
-    Workload,
-)
-from gascompile.passes.insert import insert
-from gascompile.passes.propagate import propagate
-from gascompile.program import BoundSpec, InputSpec, Program
-from gascompile.runtime.executor import Executor
+from gascompile.core.machine import IoSettings, Link, Machine, Tier
+from gascompile.core.plan import Certificate, OpPlan, Plan, SolverStatus, TensorPlan
+from gascompile.core.program import BoundSpec, InputSpec, Program
+from gascompile.core.sizes import reserve_bytes
+from gascompile.core.sources import Extent, FileStamp, WeightSource
+from gascompile.core.steps import Compute, Prefetch, Release, Step, Wait
+from gascompile.core.workload import OpSpec, TensorKind, TensorSpec, Workload
+from gascompile.passes.graph.insert import insert
+from gascompile.passes.graph.propagate import propagate
 from gascompile.runtime.protocols import Device, Reader, read_at
-from gascompile.runtime.session import Session
-from gascompile.units import reserve_bytes
+from gascompile.runtime.run.executor import Executor
+from gascompile.runtime.run.session import Session
 
 aten = torch.ops.aten
 LINK = "nvme->cpu"

@@ -20,10 +20,10 @@ import pytest
 import torch
 from torch import nn
 
-from gascompile.capture import capture
-from gascompile.dependencies import Dependencies
-from gascompile.errors import CaptureError
-from gascompile.fingerprint import module_print
+from gascompile.capture.export import capture
+from gascompile.capture.fingerprint.fingerprint import module_print
+from gascompile.capture.record.dependencies import Dependencies
+from gascompile.core.errors import CaptureError
 from tests.staleness.code import EDITS, CodeEdit
 from tests.staleness.values import KINDS, WAYS, Kind, Way, sources
 

@@ -9,7 +9,7 @@ import torch
 
 from gascompile.runtime.kernels import state_codes
 from gascompile.runtime.kernels.state_codes import SIGNED, UNSIGNED
-from gascompile.training import coded_updates, update_ops
+from gascompile.training.optimizers import coded_updates, update_ops
 from tests.allocator import peak_growth_bytes
 
 _HYPER = torch.tensor([0.1, 0.9, 0.99, 1e-8, 0.1, 1.0, 2.0]).double()

@@ -8,11 +8,13 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from gascompile import serial
-from gascompile.config import CompileConfig
-from gascompile.errors import InfeasiblePlanError
-from gascompile.ir import Budget, Machine, Plan, Workload
-from gascompile.training.step_plan import step_plan
+from gascompile.core import serial
+from gascompile.core.config import CompileConfig
+from gascompile.core.errors import InfeasiblePlanError
+from gascompile.core.machine import Budget, Machine
+from gascompile.core.plan import Plan
+from gascompile.core.workload import Workload
+from gascompile.training.planning.step_plan import step_plan
 
 
 @pytest.fixture(autouse=True, scope="package")

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 from gascompile import TrainingStep, compile_step
-from gascompile.ir import ComputeRate, Link, Machine, MemoryRate, Tier
+from gascompile.core.machine import ComputeRate, Link, Machine, MemoryRate, Tier
 
 BUDGET_BYTES = (4 << 20) + 650_000
 """Four MiB of transfer buffers, and less than the states of ``TinyGPT``."""

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 from gascompile import compile_step
-from gascompile.errors import CaptureError, NanLossError, UnsupportedOpError
+from gascompile.core.errors import CaptureError, NanLossError, UnsupportedOpError
 from gascompile.training.step import TrainingStep
 from tests.training.trials import MACHINE, Trial, adamw
 

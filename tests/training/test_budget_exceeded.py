@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn import functional
 
 from gascompile import TrainingStep, compile_step
-from gascompile.errors import BudgetExceededError, InfeasiblePlanError, StorageError
-from gascompile.fusion_build import has_compiler
+from gascompile.codegen.build import has_compiler
+from gascompile.core.errors import BudgetExceededError, InfeasiblePlanError, StorageError
 from tests.training.runs import MACHINE, PLANNING_S
 
 pytestmark = pytest.mark.skipif(not has_compiler(), reason="needs a C++ compiler")

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from benchmarks import training_large, training_planning
-from gascompile.machine import resolve_machine
-from gascompile.runtime.engine import read_blocks
-from gascompile.runtime.heap_memory import own_bytes
-from gascompile.training.capture_step import capture_step
-from gascompile.training.outlines import Outlines
+from gascompile.machines.resolve import resolve_machine
+from gascompile.runtime.memory.heap_memory import own_bytes
+from gascompile.runtime.transfer.engine import read_blocks
+from gascompile.training.capture.capture_step import capture_step
+from gascompile.training.capture.unbacked_tensors import Outlines
 from gascompile.training.settings import Settings
 from tests.training.runs import TinyGPT, adamw, batches, loss_fn, new_model
 

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from gascompile import CheckpointError, StorageError, TrainingStep
-from gascompile.runtime.iteration import Iteration
+from gascompile.runtime.run.iteration import Iteration
 from tests.training.runs import (
     BUDGET_BYTES,
     adamw,

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from gascompile import CheckpointError, TrainingStep, compile_step
-from gascompile.training.optimizers import StateForm
+from gascompile.training.optimizers.optimizers import StateForm
 from tests.training.runs import MACHINE, PLANNING_S, adamw, batches, loss_fn, new_model, plain_step
 
 TIGHT = 9 << 20

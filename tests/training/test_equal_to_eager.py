@@ -12,7 +12,7 @@ import transformers
 from torch import nn
 from torch.nn import functional
 
-from gascompile.ir import Recompute, Reload
+from gascompile.core.steps import Recompute, Reload
 from tests.training.trials import TRANSFER_BYTES, Trial, adamw
 
 _STEPS = 10

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from gascompile import compile_step
-from gascompile.errors import CaptureError, InfeasiblePlanError
+from gascompile.core.errors import CaptureError, InfeasiblePlanError
 from tests.training.runs import (
     BUDGET_BYTES,
     MACHINE,

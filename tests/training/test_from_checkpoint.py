@@ -15,9 +15,9 @@ from torch import nn
 from torch.nn import functional
 
 from gascompile import TrainingStep, compile_step
-from gascompile.errors import CheckpointError, InfeasiblePlanError, UnsupportedOpError
-from gascompile.training import states
-from gascompile.training.step_plan import step_plan
+from gascompile.core.errors import CheckpointError, InfeasiblePlanError, UnsupportedOpError
+from gascompile.training.planning.step_plan import step_plan
+from gascompile.training.state import train_state as states
 from tests.training.runs import (
     BUDGET_BYTES,
     MACHINE,

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from gascompile.training.own_kernels import own_kernels
+from gascompile.training.capture.own_kernels import own_kernels
 from tests.training.trials import Loss, Trial
 
 Layer = Callable[[torch.Tensor], torch.Tensor]

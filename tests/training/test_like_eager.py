@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import nn
 
-from gascompile.errors import GASCompileError
+from gascompile.core.errors import GASCompileError
 from tests.training.loops import Case, Loop, eager, planned
 
 ALL = os.environ.get("GASCOMPILE_LOOPS") == "all"

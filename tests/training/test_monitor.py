@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gascompile.errors import GASCompileError
+from gascompile.core.errors import GASCompileError
 from gascompile.training.monitor import Monitor, line
 from tests.training.runs import adamw, batches, compiled, new_model
 

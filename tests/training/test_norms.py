@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from gascompile import compile_step
-from gascompile.errors import CaptureError
+from gascompile.core.errors import CaptureError
 from tests.training.trials import MACHINE, Trial, adamw
 
 

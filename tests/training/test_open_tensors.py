@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from gascompile.errors import GASCompileError, OpenStepError, UnsupportedOpError
+from gascompile.core.errors import GASCompileError, OpenStepError, UnsupportedOpError
 from gascompile.training.step import TrainingStep
 from tests.training.runs import TinyGPT, adamw, batches, compiled, loss_fn, new_model, plain_step
 

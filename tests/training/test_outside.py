@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 from gascompile import compile_step
-from gascompile.errors import CaptureError, PlanMismatchError
+from gascompile.core.errors import CaptureError, PlanMismatchError
 from gascompile.training.step import TrainingStep
 from tests.training.runs import PLANNING_S
 from tests.training.trials import MACHINE, Loss, Trial, adamw

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from gascompile.fusion_build import has_compiler
+from gascompile.codegen.build import has_compiler
 from tests.training.trials import TRANSFER_BYTES, Trial, adamw
 
 
@@ -37,7 +37,7 @@ def trial(tmp_path: Path) -> Trial:
 @pytest.mark.parametrize("has_pages", [True, False])
 def test_equal_to_eager(trial: Trial, monkeypatch: pytest.MonkeyPatch, *, has_pages: bool) -> None:
     if not has_pages:
-        monkeypatch.setattr("gascompile.allocator_library._LOADED", [None])
+        monkeypatch.setattr("gascompile.codegen.allocator_library._LOADED", [None])
     elif not has_compiler():
         pytest.skip("needs a C++ compiler")
     budget = trial.smallest_budget()

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import gascompile
-from gascompile.errors import ClosedStepError, UnsupportedOpError
+from gascompile.core.errors import ClosedStepError, UnsupportedOpError
 from gascompile.training.step import TrainingStep
 from tests.training.trials import MACHINE
 

@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import FileStore
 from torch.distributed.device_mesh import init_device_mesh
 
 from gascompile import compile_step
-from gascompile.errors import CaptureError, GASCompileError, UnsupportedOpError
+from gascompile.core.errors import CaptureError, GASCompileError, UnsupportedOpError
 from gascompile.training.step import TrainingStep
 from tests.training.runs import MACHINE
 

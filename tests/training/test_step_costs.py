@@ -15,12 +15,12 @@ from torch import nn
 from torch.nn import functional
 
 from gascompile import compile_step
-from gascompile.allocator_library import page_memory
-from gascompile.fusion_build import has_compiler
-from gascompile.ir import Machine
-from gascompile.machine import resolve_machine, this_machine_name
-from gascompile.runtime.engine import read_blocks
-from gascompile.training import step_costs as costs
+from gascompile.codegen.allocator_library import page_memory
+from gascompile.codegen.build import has_compiler
+from gascompile.core.machine import Machine
+from gascompile.machines.resolve import resolve_machine, this_machine_name
+from gascompile.runtime.transfer.engine import read_blocks
+from gascompile.training.planning import step_costs as costs
 from gascompile.training.step import TrainingStep
 from tests.training.runs import PLANNING_S
 from tests.training.trials import MACHINE, adamw

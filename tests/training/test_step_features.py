@@ -14,8 +14,8 @@ from torch import nn
 from torch.nn import functional
 
 from gascompile import compile_step
-from gascompile.errors import PlanMismatchError
-from gascompile.training import optimizers
+from gascompile.core.errors import PlanMismatchError
+from gascompile.training.optimizers import optimizers
 from tests.training.trials import MACHINE, TRANSFER_BYTES, Optimizers, Trial, adamw
 
 

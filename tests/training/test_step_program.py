@@ -13,16 +13,17 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from gascompile.errors import PlanVerificationError
-from gascompile.ir import Compute, Plan, Recompute
-from gascompile.machine import resolve_machine
-from gascompile.passes.verify import verify
-from gascompile.runtime.engine import read_blocks
-from gascompile.training import optimizers, update_ops
-from gascompile.training.joint import capture_joint
-from gascompile.training.optimizers import Rules
-from gascompile.training.step_program import StepOptions, StepProgram, step_program
-from gascompile.training.step_workload import step_workload
+from gascompile.core.errors import PlanVerificationError
+from gascompile.core.plan import Plan
+from gascompile.core.steps import Compute, Recompute
+from gascompile.machines.resolve import resolve_machine
+from gascompile.passes.verify.walk import verify
+from gascompile.runtime.transfer.engine import read_blocks
+from gascompile.training.capture.joint import capture_joint
+from gascompile.training.optimizers import optimizers, update_ops
+from gascompile.training.optimizers.optimizers import Rules
+from gascompile.training.planning.step_program import StepOptions, StepProgram, step_program
+from gascompile.training.planning.step_workload import step_workload
 from tests.allocator import peak_growth_bytes
 from tests.training.trials import MACHINE, Trial, adamw
 

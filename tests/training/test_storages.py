@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn import functional
 
 from gascompile import compile_step
-from gascompile.errors import CaptureError, InfeasiblePlanError
-from gascompile.training.storages import Layout, Storages
+from gascompile.core.errors import CaptureError, InfeasiblePlanError
+from gascompile.training.state.aliasing import Layout, Storages
 from tests.training.runs import PLANNING_S
 from tests.training.trials import MACHINE, Optimizers, adamw
 

@@ -11,10 +11,10 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from gascompile.errors import PlanMismatchError
-from gascompile.ir import Compute, Offload, Recompute, Reload
-from gascompile.picture import picture_of_several
-from gascompile.runtime.recording import Recording
+from gascompile.core.errors import PlanMismatchError
+from gascompile.core.steps import Compute, Offload, Recompute, Reload
+from gascompile.report.picture import picture_of_several
+from gascompile.runtime.run.recording import Recording
 from gascompile.training.timeline import RecordedStep, measured_trace, record
 from tests.training.runs import adamw, batches, compiled, new_model
 

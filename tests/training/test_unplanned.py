@@ -14,9 +14,9 @@ from torch import nn
 from torch.nn import functional
 
 from gascompile import CheckpointError, compile_step
-from gascompile.errors import StorageError, UnsupportedOpError
+from gascompile.core.errors import StorageError, UnsupportedOpError
+from gascompile.core.sizes import format_size
 from gascompile.training.step import TrainingStep
-from gascompile.units import format_size
 from tests.training.runs import PLANNING_S
 from tests.training.trials import MACHINE, Trial
 

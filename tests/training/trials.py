@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from gascompile import compile_step
-from gascompile.errors import InfeasiblePlanError
-from gascompile.ir import Plan
+from gascompile.core.errors import InfeasiblePlanError
+from gascompile.core.plan import Plan
+from gascompile.core.sizes import SPILL_BUFFER_BYTES
 from gascompile.training.step import TrainingStep
-from gascompile.units import SPILL_BUFFER_BYTES
 from tests.training.runs import PLANNING_S
 
 MACHINE = "cpu-nvme"

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from gascompile.runtime.arena import POISON
 from gascompile.runtime.devices.cuda import CudaApi
+from gascompile.runtime.memory.arena import POISON
 from tests.runtime.devices.fake_graphs import FakeGraph, FakePool
 
 _OTHERS_BYTES = 1 << 20

@@ -15,7 +15,7 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from gascompile.runtime.arena import POISON
+from gascompile.runtime.memory.arena import POISON
 
 if TYPE_CHECKING:
     from tests.runtime.devices.fake_cuda import FakeRuntime

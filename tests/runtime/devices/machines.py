@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from gascompile.ir import IoSettings, Link, Machine, Pipe, Tier
-from gascompile.units import GIB, MIB
+from gascompile.core.machine import IoSettings, Link, Machine, Pipe, Tier
+from gascompile.core.sizes import GIB, MIB
 
 IO = IoSettings(num_threads=2, chunk_bytes=16 << 10)
 

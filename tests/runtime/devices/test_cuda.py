@@ -10,19 +10,20 @@ from typing import Any
 import pytest
 import torch
 
-from gascompile.errors import DeviceError
-from gascompile.ir import Plan, Prefetch
-from gascompile.passes.insert import insert
+from gascompile.core.errors import DeviceError
+from gascompile.core.plan import Plan
+from gascompile.core.sizes import reserve_bytes
+from gascompile.core.steps import Prefetch
+from gascompile.passes.graph.insert import insert
+from gascompile.runtime.debug.watched import WatchedDevice
 from gascompile.runtime.devices import device_for
 from gascompile.runtime.devices.cuda import CudaApi, CudaDevice
-from gascompile.runtime.devices.watched import WatchedDevice
-from gascompile.runtime.early_memory import EarlyMemory
-from gascompile.runtime.executor import Executor
-from gascompile.runtime.pinned import pinned_bytes
-from gascompile.runtime.probe import DEVICE_MEMORY, PINNED_MEMORY
+from gascompile.runtime.devices.probe import DEVICE_MEMORY, PINNED_MEMORY
+from gascompile.runtime.memory.early_memory import EarlyMemory
+from gascompile.runtime.memory.pinned import pinned_bytes
 from gascompile.runtime.protocols import Event
-from gascompile.runtime.session import Session
-from gascompile.units import reserve_bytes
+from gascompile.runtime.run.executor import Executor
+from gascompile.runtime.run.session import Session
 from tests.runtime.devices.fake_cuda import FakeApi, fake_cuda
 from tests.runtime.devices.machines import accelerator
 from tests.runtime.toys import Toy, make_plan, mlp

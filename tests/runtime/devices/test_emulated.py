@@ -9,18 +9,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from gascompile.errors import DeviceError, GASCompileError, RaceError, UnsupportedOpError
-from gascompile.ir import Machine, Offload, Plan, Prefetch, Wait
-from gascompile.passes.insert import insert
+from gascompile.core.errors import DeviceError, GASCompileError, RaceError, UnsupportedOpError
+from gascompile.core.machine import Machine
+from gascompile.core.plan import Plan
+from gascompile.core.sizes import KIB, reserve_bytes
+from gascompile.core.steps import Offload, Prefetch, Wait
+from gascompile.passes.graph.insert import insert
+from gascompile.runtime.debug.races import COMPUTE, Races, host_thread
+from gascompile.runtime.debug.watched import WatchedDevice, WatchedEvent, WatchedStream
 from gascompile.runtime.devices import device_for
 from gascompile.runtime.devices.emulated import EmulatedDevice
 from gascompile.runtime.devices.pacing import Disorder
-from gascompile.runtime.devices.watched import WatchedDevice, WatchedEvent, WatchedStream
-from gascompile.runtime.executor import Executor
 from gascompile.runtime.protocols import Booking, CopyStream, Event
-from gascompile.runtime.races import COMPUTE, Races, host_thread
-from gascompile.runtime.session import Session
-from gascompile.units import KIB, reserve_bytes
+from gascompile.runtime.run.executor import Executor
+from gascompile.runtime.run.session import Session
 from tests.runtime.devices.machines import accelerator
 from tests.runtime.toys import Toy, make_plan, mlp
 

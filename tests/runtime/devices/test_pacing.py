@@ -8,16 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from gascompile.errors import StorageError
-from gascompile.ir import Extent, IoSettings, WeightSource
+from gascompile.core.errors import StorageError
+from gascompile.core.machine import IoSettings
+from gascompile.core.sizes import PAGE_BYTES
+from gascompile.core.sources import Extent, WeightSource
 from gascompile.runtime.devices import emulated
 from gascompile.runtime.devices.emulated import EmulatedDevice
 from gascompile.runtime.devices.pacing import Pacing
-from gascompile.runtime.engine import Engine
-from gascompile.runtime.files import SourceFiles
-from gascompile.runtime.landing import plan_landing
-from gascompile.runtime.staging import Staging
-from gascompile.units import PAGE_BYTES
+from gascompile.runtime.memory.staging import Staging
+from gascompile.runtime.transfer.engine import Engine
+from gascompile.runtime.transfer.files import SourceFiles
+from gascompile.runtime.transfer.read_plan import plan_landing
 from tests.runtime.devices.machines import accelerator
 
 MACHINE = accelerator(up=200.0, down=100.0, nvme=100.0, latency_s=1.0)

@@ -17,7 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from gascompile.packing import row_bytes
+from gascompile.formats.layout import row_bytes
 from gascompile.runtime.kernels import cast, dequantise, product
 from gascompile.runtime.kernels.checks import DTYPES
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from gascompile.quantize import pack
+from gascompile.formats.quantize import pack
 from gascompile.runtime import kernels
 from gascompile.runtime.kernels import launching, reference
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from gascompile import wire_ops
-from gascompile.packing import DEFAULT_GROUPS, FORMS
-from gascompile.quantize import pack
+from gascompile.formats import ops as wire_ops
+from gascompile.formats.layout import DEFAULT_GROUPS, FORMS
+from gascompile.formats.quantize import pack
 from gascompile.runtime.kernels.on_wire import TritonWire
 
 HERE = [pytest.param("cpu"), pytest.param("cuda", marks=pytest.mark.gpu)]

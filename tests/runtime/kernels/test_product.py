@@ -7,8 +7,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gascompile.packing import GROUPS
-from gascompile.quantize import pack
+from gascompile.formats.layout import GROUPS
+from gascompile.formats.quantize import pack
 from gascompile.runtime.kernels import reference
 from gascompile.runtime.kernels.checks import DTYPES
 from gascompile.runtime.kernels.product import linear

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gascompile.packing import GROUPS, LOW_BITS
-from gascompile.quantize import pack
+from gascompile.formats.layout import GROUPS, LOW_BITS
+from gascompile.formats.quantize import pack
 from gascompile.runtime.kernels import reference
 
 

@@ -1,0 +1,1 @@
+"""Seconds, FLOPs and bytes of one op, from its shapes."""

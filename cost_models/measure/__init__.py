@@ -1,0 +1,1 @@
+"""Measures this machine: memory, disk, links, and ops at their own shapes."""

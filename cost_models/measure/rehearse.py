@@ -1,0 +1,172 @@
+"""Times a program's ops in their order, on made-up values: each with the caches as the op before leaves them."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from gascompile.core.program import Program
+from gascompile.cost_models.measure.compute import Weights
+
+_MOST_BYTES = 256 << 20
+"""Of inputs and of any one result: a program with more is not rehearsed."""
+_MOST_PASSES = 50
+"""Through the program: more say nothing new."""
+_DISTURBED = 3.0
+"""Times the median: a call of so long was interrupted."""
+
+Signature = Callable[[fx.Node], str | None]
+
+
+def rehearse(
+    program: Program,
+    signature: Signature,
+    is_large: Callable[[fx.Node], bool],
+    weights: Weights,
+    *,
+    limit_s: float,
+) -> Mapping[str, float]:
+    """Return the mean seconds of a call by signature, of the ops reached within ``limit_s``.
+
+    The program runs again and again, fifty times or until then; its first pass, which takes memory for the first time,
+    counts only where there is no other. Large weights lie in ``weights``, each in another place than the one before.
+    An op with a weight that does not fit in twice, or one that refuses made-up values, is passed over.
+    """
+    if not _is_small(program, is_large):
+        return {}
+    rehearsal = _Rehearsal(program, signature, is_large, weights)
+    stop = time.perf_counter() + limit_s
+    first = rehearsal.run(stop)
+    times_s: dict[str, list[float]] = defaultdict(list)
+    passes = 1
+    while passes < _MOST_PASSES and time.perf_counter() < stop:
+        passes += 1
+        for name, found in rehearsal.run(stop).items():
+            times_s[name] += found
+    return {name: mean_undisturbed(times_s.get(name) or found) for name, found in first.items()}
+
+
+def mean_undisturbed(times_s: list[float]) -> float:
+    """Return the mean of ``times_s`` without the calls that something else interrupted.
+
+    A run adds up the calls of its ops, so it takes their mean, not their median.
+    """
+    median_s = sorted(times_s)[len(times_s) // 2]
+    kept = [time_s for time_s in times_s if time_s <= _DISTURBED * median_s]
+    return sum(kept) / len(kept)
+
+
+def made_up(value: torch.Tensor) -> torch.Tensor:
+    """Return a tensor with the shape and strides of ``value``: ones, zeros where they may be indices."""
+    is_index = not (value.dtype.is_floating_point or value.dtype.is_complex)
+    flat = torch.full((storage_elements(value),), 0 if is_index else 1, dtype=value.dtype)
+    return flat.as_strided(value.shape, value.stride())
+
+
+def storage_elements(value: torch.Tensor) -> int:
+    """Return how many elements reach from the storage's start to the end of ``value``, whose sizes are known.
+
+    The storage itself may be that of a longer, dynamic tensor and have no number.
+    """
+    if not value.numel():
+        return 0
+    last = sum((size - 1) * step for size, step in zip(value.shape, value.stride(), strict=True))
+    return int(last) + 1
+
+
+class _Rehearsal:
+    """A program with made-up inputs; what ops make is dropped after its last reader."""
+
+    def __init__(
+        self,
+        program: Program,
+        signature: Signature,
+        is_large: Callable[[fx.Node], bool],
+        weights: Weights,
+    ) -> None:
+        self._weights = weights
+        self._given: dict[fx.Node, torch.Tensor] = {}
+        self._large: dict[fx.Node, torch.Tensor] = {}
+        for node in program.graph_module.graph.nodes:
+            value = node.meta.get("val")
+            if node.op == "placeholder" and isinstance(value, torch.Tensor):
+                if is_large(node):
+                    self._large[node] = torch.empty(value.shape, dtype=value.dtype, device="meta")
+                else:
+                    self._given[node] = made_up(value)
+            elif node.op == "placeholder":
+                self._given[node] = value
+        self._ops = [(node, signature(node)) for node in program.op_nodes()]
+        last_reader = {source: node for node, _ in self._ops for source in node.all_input_nodes}
+        self._frees: dict[fx.Node, list[fx.Node]] = defaultdict(list)
+        for source, reader in last_reader.items():
+            self._frees[reader].append(source)
+        self._place = 0
+
+    def run(self, stop: float) -> dict[str, list[float]]:
+        """Return the seconds of the calls until the program or the time ends."""
+        values: dict[fx.Node, Any] = dict(self._given)
+        found: dict[str, list[float]] = defaultdict(list)
+        for node, name in self._ops:
+            if time.perf_counter() > stop:
+                break
+            time_s = self._call(node, values)
+            if name is not None and time_s is not None:
+                found[name].append(time_s)
+            for source in self._frees[node]:
+                values.pop(source, None)
+        return found
+
+    def _call(self, node: fx.Node, values: dict[fx.Node, Any]) -> float | None:
+        """Run an op; ``None`` where its result had to be made up too."""
+        inputs = {source: self._input(source, values) for source in node.all_input_nodes}
+        if not any(isinstance(value, _Missing) for value in inputs.values()):
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), inputs.__getitem__)
+            assert callable(node.target)
+            start = time.perf_counter()
+            try:
+                values[node] = node.target(*args, **kwargs)
+            except (RuntimeError, IndexError, ValueError, NotImplementedError):
+                pass  # Some ops look at values, and made-up ones are not theirs.
+            else:
+                return time.perf_counter() - start
+        values[node] = pytree.tree_map_only(torch.Tensor, made_up, node.meta["val"])
+        return None
+
+    def _input(self, node: fx.Node, values: dict[fx.Node, Any]) -> Any:
+        large = self._large.get(node)
+        if large is None:
+            return values[node]
+        if 2 * large.numel() * large.element_size() > self._weights.size_bytes:
+            return _Missing()
+        self._place += 1
+        return self._weights.place(large, self._place)
+
+
+class _Missing:
+    """A weight that there is no room for."""
+
+
+def _is_small(program: Program, is_large: Callable[[fx.Node], bool]) -> bool:
+    """Return whether all sizes are known and made-up values of them take little memory."""
+    given_bytes = 0
+    for node in program.graph_module.graph.nodes:
+        for value in pytree.tree_leaves(node.meta.get("val")):
+            if isinstance(value, torch.SymInt):
+                return False
+            if not isinstance(value, torch.Tensor):
+                continue
+            if not all(isinstance(size, int) for size in (*value.shape, *value.stride())):
+                return False
+            size_bytes = storage_elements(value) * value.element_size()
+            if node.op == "placeholder" and not is_large(node):
+                given_bytes += size_bytes
+            elif node.op == "call_function" and size_bytes > _MOST_BYTES:
+                return False
+    return given_bytes <= _MOST_BYTES

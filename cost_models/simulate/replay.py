@@ -1,0 +1,295 @@
+"""The simulator: what a list of steps takes on a machine, without running it.
+
+One thread walks the steps. ``Compute`` and ``Recompute`` take their op's seconds; ``Prefetch``, ``Offload``
+and ``Reload`` put a transfer on its link and cost nothing; ``Wait`` blocks until the transfer has arrived.
+A link serves its transfers one after the other in the order of their steps; a pipe that links share
+admits a transfer when the bytes of the one before would have passed at the pipe's own bandwidth. While
+an op runs, links lose the share of their speed that the machine's ``interference`` says, and ops lose the
+processors' time that it takes to move bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from gascompile.core.machine import Link, Machine
+from gascompile.core.plan import Plan
+from gascompile.core.reports import Stall, Timeline
+from gascompile.core.steps import Compute, Offload, Prefetch, Recompute, Release, Reload, Step, Wait
+from gascompile.core.workload import OpSpec, TensorKind
+from gascompile.cost_models.formulas.gathers import gather_link_bytes
+from gascompile.cost_models.formulas.interference import lost_share, with_moving
+from gascompile.cost_models.simulate.events import (
+    COMPUTE,
+    PREFETCH,
+    WAIT,
+    Event,
+    EventProgram,
+    running_sums,
+    steady_iteration,
+    steady_seconds,
+)
+
+_TRANSFERS = (Prefetch, Offload, Reload)
+_Key = tuple[str, int | None]
+"""A tensor and its place: an address of the arena, or ``None`` for the heap."""
+
+
+def replay(
+    steps: Sequence[Step],
+    ops: Sequence[OpSpec],
+    op_times_s: Sequence[float],
+    machine: Machine,
+    *,
+    repeats: bool,
+    resident_bytes: Mapping[str, int] | None = None,
+    peak_bytes: Mapping[str, int] | None = None,
+) -> Timeline:
+    """Return the timeline of ``steps``; pure.
+
+    Args:
+        steps: one iteration in program order.
+        ops: what each op reads decides when a resident is first needed.
+        op_times_s: seconds of each op at its site.
+        machine: its links and pipes are simulated.
+        repeats: iterations follow each other, and the steady one is reported.
+        resident_bytes: weights that are read once before the first iteration, with their sizes.
+        peak_bytes: handed through to the timeline.
+
+    Raises:
+        KeyError: a step names a link that ``machine`` does not have.
+        ValueError: a wait has no prefetch of that tensor to that address.
+    """
+    quick_s = undisturbed(ops, op_times_s, machine)
+    seconds, stalls = steady_iteration(compile_events(steps, quick_s, machine, repeats=repeats))
+    first = _first_iteration(steps, ops, machine, resident_bytes or {}, repeats)
+    first_s = steady_seconds(compile_events(first, quick_s, machine, repeats=False))
+    disturbed_s = lost_seconds(steps, ops, op_times_s, machine)
+    waits = [step for step in steps if isinstance(step, Wait)]
+    link_busy_s: dict[str, float] = {}
+    for step in steps:
+        if isinstance(step, _TRANSFERS):
+            busy_s = machine.link(step.link).transfer_time_s(step.size_bytes)
+            link_busy_s[step.link] = link_busy_s.get(step.link, 0.0) + busy_s
+    moved = link_bytes(steps, ops, machine)
+    ops_s = sum(op_times_s[op] for op in runs(steps))
+    return Timeline(
+        seconds=with_moving(
+            seconds + disturbed_s, ops_s=ops_s, moved_bytes=sum(moved.values()), machine=machine
+        ),
+        first_iteration_s=first_s + disturbed_s,
+        stalls=tuple(
+            Stall(op=waits[i].op, tensor=waits[i].tensor, time_s=time_s) for i, time_s in stalls
+        ),
+        link_busy_s=link_busy_s,
+        link_bytes=moved,
+        peak_bytes=dict(peak_bytes or {}),
+    )
+
+
+def link_bytes(steps: Sequence[Step], ops: Sequence[OpSpec], machine: Machine) -> dict[str, int]:
+    """Return the bytes that an iteration moves per link, rows that ops gather included."""
+    found: dict[str, int] = {}
+    for step in steps:
+        if isinstance(step, _TRANSFERS):
+            found[step.link] = found.get(step.link, 0) + step.size_bytes
+    for name, size_bytes in gather_link_bytes(ops, machine).items():
+        found[name] = found.get(name, 0) + size_bytes
+    return found
+
+
+def undisturbed(
+    ops: Sequence[OpSpec], op_times_s: Sequence[float], machine: Machine
+) -> list[float]:
+    """Return the seconds of ops in the time of links, of which an op gives them only a part.
+
+    While an op runs for ``t``, links move what they move in ``(1 - lost share) * t`` otherwise. Counted in
+    that time links are never slowed down, and every iteration is shorter by ``lost_seconds``.
+    """
+    if not machine.interference.points:
+        return list(op_times_s)
+    return [
+        time_s * (1 - lost_share(op, machine)) for op, time_s in zip(ops, op_times_s, strict=True)
+    ]
+
+
+def lost_seconds(
+    steps: Sequence[Step], ops: Sequence[OpSpec], op_times_s: Sequence[float], machine: Machine
+) -> float:
+    """Return by how much an iteration is longer than in the time of links."""
+    if not machine.interference.points:
+        return 0.0
+    return sum(lost_share(ops[op], machine) * op_times_s[op] for op in runs(steps))
+
+
+def runs(steps: Sequence[Step]) -> Iterator[int]:
+    """Yield the op of each step that runs one."""
+    for step in steps:
+        if isinstance(step, (Compute, Recompute)):
+            yield step.op if isinstance(step, Compute) else step.source
+
+
+def replay_plan(plan: Plan, machine: Machine | None = None) -> Timeline:
+    """Return the timeline of ``plan`` on ``machine``, by default the one it was made for.
+
+    Op times stay those of the plan: on another machine only the links change.
+    """
+    resident_bytes = {
+        name: tensor.size_bytes
+        for name, tensor in plan.tensors.items()
+        if tensor.kind == TensorKind.WEIGHT and tensor.home == plan.machine.compute_tier
+    }
+    return replay(
+        plan.steps,
+        plan.workload.ops,
+        [op.time_s for op in plan.ops],
+        machine or plan.machine,
+        repeats=plan.workload.repeats,
+        resident_bytes=resident_bytes,
+        peak_bytes=plan.peak_bytes,
+    )
+
+
+def up_front_transfers(steps: Sequence[Step]) -> list[int]:
+    """Return the indices of the transfers to issue before the first iteration, by first use.
+
+    They are those that are waited for, in the arena also released, earlier in the list than they start.
+    """
+    first: dict[_Key, int] = {}
+    newest: dict[_Key, int] = {}
+    for i, step in enumerate(steps):
+        if not isinstance(step, (Compute, Recompute)):
+            key = (step.tensor, step.address)
+            first.setdefault(key, i)
+            if isinstance(step, _TRANSFERS):
+                newest[key] = i
+    return [
+        newest[key]
+        for key, i in sorted(first.items(), key=lambda item: item[1])
+        if key in newest
+        and (isinstance(steps[i], Wait) or (key[1] is not None and isinstance(steps[i], Release)))
+    ]
+
+
+def compile_events(
+    steps: Sequence[Step], op_times_s: Sequence[float], machine: Machine, *, repeats: bool
+) -> EventProgram:
+    """Return the events of ``steps``; ops between two moves become one event."""
+    links = {link.name: i for i, link in enumerate(machine.links)}
+    number: dict[int, int] = {}
+    link_of: list[int] = []
+    pipes_of: list[tuple[tuple[int, float], ...]] = []
+    for i, step in enumerate(steps):
+        if isinstance(step, _TRANSFERS):
+            number[i] = len(number)
+            link_of.append(links[step.link])
+            pipes_of.append(pipe_times(machine, machine.link(step.link), step.size_bytes))
+    return EventProgram(
+        events=_events(steps, number, op_times_s, machine, repeats=repeats),
+        link_of=link_of,
+        pipes_of=pipes_of,
+        up_front=[number[i] for i in (up_front_transfers(steps) if repeats else ())],
+        repeats=repeats,
+        num_links=len(machine.links),
+        num_pipes=len(machine.pipes),
+    )
+
+
+def pipe_times(machine: Machine, link: Link, size_bytes: int) -> tuple[tuple[int, float], ...]:
+    """Return ``(pipe index, seconds)`` of a transfer of ``size_bytes`` over ``link``."""
+    return tuple(
+        (i, size_bytes / pipe.bandwidth_bytes_per_s)
+        for i, pipe in enumerate(machine.pipes)
+        if pipe.name in link.shared
+    )
+
+
+def _events(
+    steps: Sequence[Step],
+    number: Mapping[int, int],
+    op_times_s: Sequence[float],
+    machine: Machine,
+    *,
+    repeats: bool,
+) -> list[Event]:
+    """Return the events; ``number`` has the number of the transfer that each step starts."""
+    sums = running_sums(op_times_s)
+    events: list[Event] = []
+    newest = _newest_transfers(steps, number) if repeats else {}
+    begun, reached = 0, 0
+    for i, step in enumerate(steps):
+        if isinstance(step, Compute):
+            reached = step.op + 1
+            continue
+        if isinstance(step, Release):
+            continue
+        if reached > begun:
+            events.append((COMPUTE, begun, sums[reached] - sums[begun]))
+            begun = reached
+        if isinstance(step, Recompute):
+            events.append((COMPUTE, step.source, op_times_s[step.source]))
+        elif isinstance(step, Wait):
+            key = (step.tensor, step.address)
+            if key not in newest:
+                raise ValueError(f"the wait for '{step.tensor}' at {step.address} has no transfer")
+            events.append((WAIT, newest[key], 0.0))
+        else:
+            newest[step.tensor, step.address] = number[i]
+            time_s = machine.link(step.link).transfer_time_s(step.size_bytes)
+            events.append((PREFETCH, number[i], time_s))
+    if reached > begun:
+        events.append((COMPUTE, begun, sums[reached] - sums[begun]))
+    return events
+
+
+def _newest_transfers(steps: Sequence[Step], number: Mapping[int, int]) -> dict[_Key, int]:
+    """Return the number of each tensor's last transfer: what a wait of the next iteration means."""
+    newest: dict[_Key, int] = {}
+    for i, transfer in number.items():
+        step = steps[i]
+        assert isinstance(step, _TRANSFERS)
+        newest[step.tensor, step.address] = transfer
+    return newest
+
+
+def _first_iteration(
+    steps: Sequence[Step],
+    ops: Sequence[OpSpec],
+    machine: Machine,
+    resident_bytes: Mapping[str, int],
+    repeats: bool,
+) -> list[Step]:
+    """Return the steps of the first iteration: all that is loaded up front, then the body."""
+    link = _checkpoint_link(machine)
+    if link is None:
+        resident_bytes = {}
+    order: list[tuple[int, Step]] = []
+    needed: dict[int, list[Wait]] = {}
+    seen: set[str] = set()
+    for i, op in enumerate(ops):
+        for name in op.reads:
+            if link and name in resident_bytes and name not in seen:
+                seen.add(name)
+                size = resident_bytes[name]
+                load = Prefetch(op=0, tensor=name, link=link.name, size_bytes=size, address=-1)
+                order.append((i, load))
+                needed.setdefault(i, []).append(Wait(op=i, tensor=name, address=-1))
+    first_wait = {
+        (step.tensor, step.address): step.op for step in reversed(steps) if isinstance(step, Wait)
+    }
+    for i in up_front_transfers(steps) if repeats else ():
+        step = steps[i]
+        if isinstance(step, _TRANSFERS):
+            order.append((first_wait.get((step.tensor, step.address), 0), step))
+    body = [load for _, load in sorted(order, key=lambda item: item[0])]
+    for step in steps:
+        if isinstance(step, Compute):
+            body.extend(needed.get(step.op, ()))
+        body.append(step)
+    return body
+
+
+def _checkpoint_link(machine: Machine) -> Link | None:
+    """Return the link that residents come over: the one from NVMe, else the fastest."""
+    links = machine.links_into(machine.compute_tier)
+    return next((link for link in links if link.source_tier == "nvme"), next(iter(links), None))

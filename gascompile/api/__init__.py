@@ -1,0 +1,1 @@
+"""What users call: compile, plan, simulate, load, calibrate, and the compiled model."""

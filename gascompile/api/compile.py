@@ -1,0 +1,404 @@
+"""The pipeline: capture, annotate, place, verify, insert; and the cache that skips all of it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from gascompile.api.compiled import CompiledModel, Unit
+from gascompile.api.reuse import CachedPlan, LookedUp
+from gascompile.bundles.bundle import Bundle
+from gascompile.capture.calls import ExampleInputs, normalize_call, positional_names, split_inputs
+from gascompile.capture.fingerprint.fingerprint import (
+    ModulePrint,
+    module_print,
+    plan_prints,
+    versions,
+)
+from gascompile.capture.plain_tensors import require_plain_inputs
+from gascompile.capture.torch_settings import require_castable
+from gascompile.codegen.fuse import fused_unit, outdated, with_kernels
+from gascompile.core.checks.machine import source_warnings
+from gascompile.core.collection import no_collection
+from gascompile.core.config import CompileConfig
+from gascompile.core.errors import FormatError, PlanVerificationError
+from gascompile.core.machine import Budget, Machine
+from gascompile.core.plan import Plan
+from gascompile.core.program import Program
+from gascompile.core.progress import task
+from gascompile.core.workload import Workload
+from gascompile.integrations.huggingface import is_transformers_model, register_pytrees
+from gascompile.machines.admission import admit, admit_model
+from gascompile.machines.op_memory import lacks_memory
+from gascompile.machines.resolve import resolve_machine
+from gascompile.runtime.memory.early_memory import EarlyMemory
+from gascompile.runtime.transfer.engine import read_blocks
+from gascompile.weights.checkpoint import Checkpoint, open_checkpoint
+from gascompile.weights.resolve import Resolved, reserved_bytes, resolve_weights, with_held_tensors
+from gascompile.weights.store import STORE
+
+if TYPE_CHECKING:
+    from gascompile.capture.record.record import CaptureRecord
+    from gascompile.capture.to_program import Capture
+    from gascompile.precision.sensitivity import Sensitivity
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """Everything but the inputs that a plan is made from."""
+
+    model: nn.Module
+    machine: Machine
+    budget: Budget
+    config: CompileConfig
+    checkpoint_path: Path | None = None
+    dynamic_shapes: Any = None
+    reserved_bytes: int = 0
+    pinned: Plan | None = None
+    weighs: bool = False  # whether forms of weights may depend on their values, which are there
+    buffers: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Buffers of the model that calls mutate: one for the plans of all signatures."""
+
+    def open_checkpoint(self) -> Checkpoint | None:
+        """Read the checkpoint's headers, under the names that the model uses."""
+        if self.checkpoint_path is None:
+            return None
+        checkpoint = open_checkpoint(self.checkpoint_path)
+        if is_transformers_model(self.model):
+            from gascompile.integrations.weight_names import apply_weight_names
+
+            checkpoint = apply_weight_names(self.model, checkpoint)
+        return checkpoint
+
+    def without_loss(self) -> Job:
+        """Return the job of the same model, inputs and budget whose weights move as they are stored."""
+        exact = replace(self.config, weights=None, fuse="off")
+        return replace(self, config=exact, pinned=None, buffers={})
+
+    @property
+    def limit_bytes(self) -> int:
+        """Bytes that the budget allows in the tier that computes."""
+        return self.budget.limits_bytes(self.machine)[self.machine.compute_tier]
+
+    def prepare(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Unit:
+        """Return the verified plan for one input signature, from the cache where it is there."""
+        looked_up = self.look_up(args, kwargs)
+        return looked_up.unit or self.plan_anew(looked_up, args, kwargs)
+
+    def look_up(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> LookedUp:
+        """Return the plan for one input signature, if the cache has it, and what it is looked up by."""
+        register_pytrees()
+        require_plain_inputs(args, kwargs)
+        require_castable(self.config.weights)
+        checkpoint = self.open_checkpoint()
+        printed = module_print(self.model)
+        prints = self.fingerprint(args, kwargs, checkpoint, printed)
+        entry = CachedPlan(self.config.cache_dir, self.model, printed, prints)
+        return LookedUp(entry, checkpoint, self._cached(entry, checkpoint))
+
+    def plan_anew(
+        self, looked_up: LookedUp, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Unit:
+        """Return the plan that the cache did not have, and keep it."""
+        entry = looked_up.entry
+        bundle, record = self._plan(args, kwargs, looked_up.checkpoint, entry.prints)
+        unit = fused_unit(Unit.of(bundle, graphs=self.config.graphs), self.config)
+        unit.basis = entry.keep(self._kept(unit.bundle), record)
+        return unit
+
+    def _cached(self, entry: CachedPlan, checkpoint: Checkpoint | None) -> Unit | None:
+        """Return the plan that is kept, ready to run; ``None`` where none holds."""
+        cached = entry.read(self._outdated)
+        if cached is None:
+            return None
+        try:
+            unit = Unit.of(self._with_weights(cached, checkpoint), graphs=self.config.graphs)
+            unit.basis = entry.basis()
+            return with_kernels(unit, self.config)
+        except (PlanVerificationError, FormatError) as error:
+            entry.refuse(error)
+            return None
+
+    def _kept(self, bundle: Bundle) -> Bundle:
+        """Return what is kept of a plan: the model's own states are bound to the model of the day."""
+        return replace(bundle, held=self._constants(bundle))
+
+    def _outdated(self, cached: Bundle) -> str:
+        folder = self.config.cache_dir
+        return outdated(cached, cache_dir=folder) or lacks_memory(cached, cache_dir=folder)
+
+    def planned_again(self, unit: Unit) -> Unit:
+        """Return ``unit`` with a plan that has what its runs have taught about the memory of ops."""
+        before, prints = unit.bundle, unit.bundle.plan.fingerprint
+        bundle = replace(before, plan=self.place(before.program, prints), fusion=None)
+        found = fused_unit(Unit.of(bundle, graphs=self.config.graphs), self.config)
+        if unit.basis is not None:
+            found.basis = unit.basis.rewrite(self.config.cache_dir, self._kept(found.bundle))
+        return found
+
+    def fingerprint(
+        self,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        checkpoint: Checkpoint | None,
+        printed: ModulePrint | None = None,
+    ) -> dict[str, str]:
+        """Return the digest of every input of the plan, by part."""
+        return plan_prints(self, (args, kwargs), checkpoint, printed or module_print(self.model))
+
+    def _with_weights(self, cached: Bundle, checkpoint: Checkpoint | None) -> Bundle:
+        """Bind a cached program to the model's weights of today."""
+        from gascompile.capture.fake_twin import canonical_names
+
+        resolved = self._resolve(
+            cached.program, canonical_names(self.model), self._constants(cached), checkpoint
+        )
+        return replace(cached, weights=resolved.weights, held=resolved.held)
+
+    def _constants(self, bundle: Bundle) -> dict[str, torch.Tensor]:
+        """Return the held tensors that are part of the graph and not of the model."""
+        own = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
+        own |= {name for name, _ in self.model.named_buffers(remove_duplicate=False)}
+        return {name: tensor for name, tensor in bundle.held.items() if name not in own}
+
+    def _resolve(
+        self,
+        program: Any,
+        canonical: Mapping[str, str],
+        constants: Mapping[str, torch.Tensor],
+        checkpoint: Checkpoint | None,
+    ) -> Resolved:
+        resolved = resolve_weights(
+            self.model,
+            program,
+            canonical=canonical,
+            constants=constants,
+            checkpoint=checkpoint,
+            store=self.config.cache_dir / STORE,
+            where=str(self.checkpoint_path or "the checkpoint"),
+            lossy=self.config.weights is not None,
+        )
+        held = {
+            name: tensor if name in constants else self.buffers.setdefault(name, tensor)
+            for name, tensor in resolved.held.items()
+        }
+        return replace(resolved, held=held)
+
+    def _plan(
+        self,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        checkpoint: Checkpoint | None,
+        prints: Mapping[str, str],
+    ) -> tuple[Bundle, CaptureRecord | None]:
+        captured = self.capture(args, kwargs)
+        with task("Finding weights"):
+            resolved = self._resolve(
+                captured.program, captured.canonical, captured.constants, checkpoint
+            )
+        bundle = Bundle(
+            program=captured.program,
+            plan=self.place(captured.program, prints),
+            weights=resolved.weights,
+            held=resolved.held,
+            positional=positional_names(self.model),
+            versions=versions(),
+        )
+        return bundle, captured.record
+
+    def capture(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Capture:
+        """Trace the model; see ``gascompile.capture.export``."""
+        from gascompile.capture.export import capture
+        from gascompile.precision.calibration import calibrate
+        from gascompile.precision.choice import stored_dtypes
+        from gascompile.precision.trials import Forming
+
+        with task(f"Capturing {type(self.model).__name__}"):
+            shapes = self.dynamic_shapes
+            if isinstance(shapes, (tuple, list)) and not args:
+                # The positional arguments they describe were given their names.
+                shapes = dict(zip(positional_names(self.model), shapes, strict=False))
+            captured = capture(self.model, args, kwargs, dynamic_shapes=shapes)
+        program = with_held_tensors(captured.program, self.model, captured.constants)
+        checkpoint = self.open_checkpoint()
+        stored = stored_dtypes(program, captured.canonical, checkpoint)
+
+        def measured(exact: Program) -> Mapping[str, Sensitivity] | None:
+            found = self._resolve(exact, captured.canonical, captured.constants, checkpoint)
+            return calibrate(program, found, (args, kwargs), self.config, self.limit_bytes)
+
+        def predicted_s(candidate: Program) -> float:
+            return self.place(candidate, {}).certificate.predicted_s
+
+        forming = Forming(program, stored, measured if self.weighs else None)
+        return replace(captured, program=forming.formed(self.config.weights, predicted_s))
+
+    def place(self, program: Program, prints: Mapping[str, str]) -> Plan:
+        """Annotate and plan a captured program."""
+        from gascompile.api.device_budget import plan_on_device
+        from gascompile.machines.op_memory import annotate_memory, unknown_ops
+        from gascompile.passes.plan.make_plan import make_plan
+
+        with task("Planning"):
+            annotation = annotate_memory(program, self.machine, self.config.cache_dir)
+            workload = self.retimed(program, annotation.workload)
+            warnings = unknown_ops(annotation, self.machine, self.config.cache_dir)
+            warnings += source_warnings(self.machine)
+
+            def make(taken_bytes: int, budget: Budget) -> Plan:
+                return make_plan(
+                    workload,
+                    self.machine,
+                    budget,
+                    fingerprint=prints,
+                    time_limit_s=self.config.time_limit_s,
+                    mip_gap=self.config.mip_gap,
+                    strategy=self.config.strategy,
+                    warnings=warnings,
+                    reserved_bytes=self.reserved_bytes + taken_bytes,
+                    pinned=self.pinned,
+                )
+
+            return plan_on_device(make, workload, self.machine, self.budget)
+
+    def retimed(self, program: Program, workload: Workload) -> Workload:
+        """Return the workload with the seconds that this machine was measured to take for its ops."""
+        from gascompile.machines.op_times import measured_times
+        from gascompile.passes.graph.retime import retime
+
+        times_s = measured_times(program, workload, self.machine, self.config.cache_dir)
+        return retime(workload, times_s, device=self.machine.compute_tier)
+
+
+def make_job(
+    model: nn.Module,
+    budget: Budget | int | str | None,
+    *,
+    checkpoint: str | os.PathLike[str] | None,
+    dynamic_shapes: Any,
+    machine: Machine | str | os.PathLike[str] | None,
+    config: CompileConfig,
+) -> Job:
+    """Check the arguments of a compile and resolve the machine and the budget."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a torch.nn.Module, not {type(model).__name__}")
+    with task("Measuring this machine" if machine is None else "Reading the machine"):
+        resolved = resolve_machine(machine, cache_dir=config.cache_dir, read=read_blocks)
+    resolved = admit(resolved)
+    admit_model(model, resolved)
+    return Job(
+        model=model,
+        machine=resolved,
+        budget=Budget.of(budget, resolved),
+        config=config,
+        checkpoint_path=Path(checkpoint) if checkpoint is not None else None,
+        dynamic_shapes=dynamic_shapes,
+        weighs=True,
+    )
+
+
+def compile(  # noqa: A001 - the public name, as in torch.compile
+    model: nn.Module,
+    budget: Budget | int | str | None = None,
+    example_inputs: ExampleInputs | None = None,
+    checkpoint: str | os.PathLike[str] | None = None,
+    dynamic_shapes: Any = None,
+    machine: Machine | str | os.PathLike[str] | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+    *,
+    time_limit_s: float = 20.0,
+    mip_gap: float = 0.01,
+    strategy: str | None = None,
+    weights: str | None = None,
+    fuse: str = "auto",
+    fuse_runs: float = 1000.0,
+    graphs: str = "auto",
+    on_exceed: str = "error",
+) -> CompiledModel:
+    """Plan ``model`` for ``budget`` and return it ready to run.
+
+    Args:
+        model: any module that ``torch.export`` can trace; on the meta device when ``checkpoint`` is given.
+        budget: memory the runtime may allocate in the tier that computes (``"8GiB"``, bytes), or a ``Budget``.
+            ``None`` allows what the machine holds.
+        example_inputs: tuple or dict of inputs to plan for now. Without it, a plan is made at the first call
+            of each input signature.
+        checkpoint: .safetensors file, sharded or Hugging Face directory; read in place, never loaded whole.
+        dynamic_shapes: as ``torch.export.export`` takes it; the plan holds for the upper bounds.
+        machine: ``None`` for this machine, measured once and remembered; or a preset's name or a file.
+            ``"emulated"`` runs on an accelerator made of RAM and paced copies.
+        cache_dir: where plans, the machine profile and spilled weights are kept.
+        time_limit_s: wall clock for the solver.
+        mip_gap: relative gap at which the solver may stop.
+        strategy: force one candidate plan, such as ``"first_fit"``, for comparison.
+        weights: ``None`` moves weights as they are stored, which loses nothing. ``"bf16"``, ``"int8"`` and
+            ``"int4"`` move fewer bytes and lose precision; ``"auto"`` plans with each and takes the fastest.
+        fuse: ``"auto"`` compiles the ops between two transfers where that pays, ``"off"`` never does.
+        fuse_runs: compiling kernels may take as long as they are predicted to save in so many runs. Infinity
+            fuses whatever gains anything.
+        graphs: ``"auto"`` gives a GPU the ops between two moves in one call, as a CUDA graph; ``"off"`` one by one.
+        on_exceed: where an op asks for more than the budget has, ``"error"`` plans again or stops, ``"warn"`` goes on.
+
+    Raises:
+        CaptureError: the model cannot be traced.
+        CheckpointError: weights are missing, extra, corrupt or do not fit the model.
+        DeviceError: the machine computes on a GPU that cannot be used here, or whose memory others hold.
+        InfeasiblePlanError: the budget is too small; names the smallest feasible one.
+        StorageError: a file cannot be read or written.
+    """
+    config = CompileConfig(
+        time_limit_s=time_limit_s,
+        mip_gap=mip_gap,
+        strategy=strategy,
+        weights=weights,
+        fuse=fuse,
+        fuse_runs=fuse_runs,
+        graphs=graphs,
+        on_exceed=on_exceed,
+        **({"cache_dir": Path(cache_dir)} if cache_dir is not None else {}),
+    )
+    job = make_job(
+        model,
+        budget,
+        checkpoint=checkpoint,
+        dynamic_shapes=dynamic_shapes,
+        machine=machine,
+        config=config,
+    )
+    if example_inputs is None:
+        return _compiled(job, [])
+    args, kwargs = normalize_call(model, *split_inputs(example_inputs))
+    early = EarlyMemory(min(reserved_bytes(model), job.limit_bytes))
+    with ExitStack() as stack:
+        stack.callback(early.discard)
+        # Graphs and plans are many objects that stay: passes over them would take as long as making them.
+        with no_collection():
+            looked_up = job.look_up(args, kwargs)
+            if looked_up.unit is not None:
+                stack.pop_all()
+                looked_up.unit.early = early
+                return _compiled(job, [looked_up.unit])
+        unit = job.plan_anew(looked_up, args, kwargs)
+        stack.pop_all()
+    unit.early = early
+    return _compiled(job, [unit])
+
+
+def _compiled(job: Job, units: list[Unit]) -> CompiledModel:
+    return CompiledModel(
+        positional=positional_names(job.model),
+        units=units,
+        prepare=None if units else job.prepare,
+        variant=job.prepare,
+        exact=job.without_loss().prepare,
+        cache_dir=job.config.cache_dir,
+        replan=job.planned_again,
+        on_exceed=job.config.on_exceed,
+    )

@@ -1,0 +1,70 @@
+"""Plans for models: captured with torch, without their weights."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from torch import nn
+
+from gascompile.api.compile import Job
+from gascompile.api.sources import Source, open_source
+from gascompile.capture.calls import ExampleInputs, normalize_call, split_inputs
+from gascompile.core.config import CompileConfig
+from gascompile.core.errors import CaptureError
+from gascompile.core.machine import Budget, Machine
+from gascompile.core.plan import Plan
+from gascompile.integrations.huggingface import register_pytrees
+
+
+def plan_model(
+    source: nn.Module | str | os.PathLike[str],
+    budget: Budget,
+    machine: Machine,
+    config: CompileConfig,
+    *,
+    example_inputs: ExampleInputs | None,
+    dynamic_shapes: Any,
+    shape: tuple[int, int],
+) -> Plan:
+    """Capture a module, or what ``open_source`` opens, and plan it.
+
+    Args:
+        source: the module, or where it is.
+        budget: bytes per tier.
+        machine: what to plan for.
+        config: options of the solver.
+        example_inputs: tuple or dict; by default those that the source brings.
+        dynamic_shapes: as ``torch.export.export`` takes it.
+        shape: rows and tokens of made-up inputs.
+
+    Raises:
+        TypeError: the source is neither a module nor a path.
+        CaptureError: there are no inputs to trace the model with, or it cannot be traced.
+    """
+    if not isinstance(source, (nn.Module, str, os.PathLike)):
+        raise TypeError(
+            f"a source is a torch.nn.Module, a Workload or a path, not {type(source).__name__}"
+        )
+    opened = (
+        Source(model=source, checkpoint=None, inputs=None)
+        if isinstance(source, nn.Module)
+        else open_source(source, batch=shape[0], tokens=shape[1])
+    )
+    inputs = split_inputs(example_inputs) if example_inputs is not None else opened.inputs
+    if inputs is None:
+        raise CaptureError(
+            f"{type(opened.model).__name__} needs example_inputs=, a tuple or dict of inputs to trace it with"
+        )
+    job = Job(
+        model=opened.model,
+        machine=machine,
+        budget=budget,
+        config=config,
+        checkpoint_path=opened.checkpoint,
+        dynamic_shapes=dynamic_shapes,
+    )
+    register_pytrees()
+    args, kwargs = normalize_call(opened.model, *inputs)
+    captured = job.capture(args, kwargs)
+    return job.place(captured.program, job.fingerprint(args, kwargs, job.open_checkpoint()))

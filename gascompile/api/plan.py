@@ -1,0 +1,152 @@
+"""``plan`` and ``simulate``: everything that needs neither weights nor the runtime.
+
+Planning a workload for a machine that is named needs no torch either, and loads none.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gascompile.core import serial
+from gascompile.core.checks.machine import source_warnings
+from gascompile.core.checks.machine_files import named_machine
+from gascompile.core.checks.workload import check_times, check_workload
+from gascompile.core.checks.workload_files import is_workload_file, load_workload
+from gascompile.core.config import CompileConfig
+from gascompile.core.machine import Budget, Machine
+from gascompile.core.plan import Plan
+from gascompile.core.reports import Timeline
+from gascompile.core.workload import Workload
+from gascompile.cost_models.simulate.trace import trace
+from gascompile.formats.allocation import packing_fields
+from gascompile.machines.emulated import EMULATED
+from gascompile.passes.plan.make_plan import make_plan
+from gascompile.passes.verify.walk import verify
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from gascompile.capture.calls import ExampleInputs
+
+
+def plan(
+    source: nn.Module | Workload | str | os.PathLike[str],
+    budget: Budget | int | str | None = None,
+    machine: Machine | str | os.PathLike[str] | None = None,
+    example_inputs: ExampleInputs | None = None,
+    *,
+    dynamic_shapes: Any = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+    time_limit_s: float = 20.0,
+    mip_gap: float = 0.01,
+    strategy: str | None = None,
+    weights: str | None = None,
+    batch: int = 1,
+    tokens: int = 128,
+) -> Plan:
+    """Return a verified plan for a source, without its weights.
+
+    Args:
+        source: a module, a ``Workload``, or the path of a Hugging Face directory, a ``.pt2`` file, a
+            workload file, or ``package.module:callable``.
+        budget: memory of the tier that computes, or a ``Budget``.
+        machine: ``None`` for this machine; a preset's name or a machine file for another one.
+        example_inputs: tuple or dict; made up for Hugging Face directories from ``batch`` and ``tokens``.
+        dynamic_shapes: as ``torch.export.export`` takes it.
+        cache_dir: where the machine profile is kept.
+        time_limit_s: wall clock for the solver.
+        mip_gap: relative gap at which the solver may stop.
+        strategy: force one candidate plan.
+        weights: the form that weights move in, as ``compile`` takes it; for models.
+        batch: rows of made-up inputs.
+        tokens: tokens per row of made-up inputs.
+
+    Raises:
+        InfeasiblePlanError: the budget is too small; names the smallest feasible one.
+        UnsupportedOpError: no weight of the model can have the form that ``weights`` asks for.
+        ValueError: an option has no such value.
+        FormatError: the source is none of the above or a damaged file, or the workload or the machine makes
+            no sense; names the place.
+    """
+    options: dict[str, Any] = {"cache_dir": Path(cache_dir)} if cache_dir is not None else {}
+    config = CompileConfig(
+        time_limit_s=time_limit_s, mip_gap=mip_gap, strategy=strategy, weights=weights, **options
+    )
+    resolved = machine_of(machine, config.cache_dir)
+    limits = Budget.of(budget, resolved)
+    limits.limits_bytes(resolved)  # refuses what is no size, before anything is read or captured
+    if weights is not None and (isinstance(source, Workload) or is_workload_file(source)):
+        raise ValueError(
+            f"weights={weights!r} is for models: a workload says how many bytes move; leave weights= out"
+        )
+    if isinstance(source, Workload):
+        where = f"workload '{source.name}': $"
+        check_workload(source, where=where)
+        check_times(source, resolved, where=where)
+        return _plan_workload(source, resolved, limits, config)
+    if is_workload_file(source):
+        workload = load_workload(source, resolved)
+        return _plan_workload(workload, resolved, limits, config)
+    from gascompile.api.model_planning import plan_model
+
+    return plan_model(
+        source,
+        limits,
+        resolved,
+        config,
+        example_inputs=example_inputs,
+        dynamic_shapes=dynamic_shapes,
+        shape=(batch, tokens),
+    )
+
+
+def machine_of(machine: Machine | str | os.PathLike[str] | None, cache_dir: Path) -> Machine:
+    """Return the machine to plan for; torch is loaded where this one computes, to measure it.
+
+    Raises:
+        ValueError: a name that is neither a preset nor a file.
+        FormatError: the file is not a machine, or its numbers make no sense.
+        StorageError: the file cannot be read, or ``cache_dir`` cannot be written to.
+    """
+    if machine is not None and machine != EMULATED:
+        return named_machine(machine)
+    from gascompile.machines.resolve import resolve_machine
+    from gascompile.runtime.transfer.engine import read_blocks
+
+    return resolve_machine(machine, cache_dir=cache_dir, read=read_blocks)
+
+
+def _plan_workload(
+    workload: Workload, machine: Machine, budget: Budget, config: CompileConfig
+) -> Plan:
+    prints = {
+        "graph": serial.digest(workload),
+        "machine": serial.digest(machine),
+        "budget": serial.digest(budget.limits_bytes(machine)),
+        "options": serial.digest({**config.fingerprint_fields(), **packing_fields()}),
+    }
+    return make_plan(
+        workload,
+        machine,
+        budget,
+        fingerprint=prints,
+        time_limit_s=config.time_limit_s,
+        mip_gap=config.mip_gap,
+        strategy=config.strategy,
+        warnings=source_warnings(machine),
+        move_all=config.strategy is None,
+    )
+
+
+def simulate(plan: Plan, machine: Machine | str | os.PathLike[str] | None = None) -> Timeline:
+    """Replay a plan on its own machine, or on another given by object, preset name or file.
+
+    The timeline is a ``cost_models.trace.Trace``: ops, transfers, stalls with their cause, memory over time.
+
+    Raises:
+        PlanVerificationError: the plan breaks a budget or a dependency.
+    """
+    verify(plan)
+    return trace(plan, None if machine is None else named_machine(machine))

@@ -1,0 +1,137 @@
+"""Reuse: whether a cached plan is what a capture of today would give, and what to log where that is unknown.
+
+A plan is kept with the ``Dependencies`` of its capture. It is used again only where the digests in its
+folder's name and all dependencies are as they were; what cannot be compared is captured again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from gascompile.bundles import plan_cache
+from gascompile.bundles.bundle import Bundle
+from gascompile.capture.fingerprint.fingerprint import ModulePrint
+from gascompile.capture.record.dependencies import Dependencies
+from gascompile.capture.record.record import CaptureRecord, watched
+from gascompile.capture.record.watched import Watches
+from gascompile.core import serial
+from gascompile.core.errors import FormatError, StorageError
+
+if TYPE_CHECKING:
+    from gascompile.api.compiled import Unit
+    from gascompile.weights.checkpoint import Checkpoint
+
+_log = logging.getLogger("gascompile")
+_FILE = "dependencies.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Basis:
+    """What a plan in use rests on."""
+
+    watches: Watches
+    known: Dependencies | None
+    """What is kept beside the plan; ``None`` where it is not kept."""
+
+    def changed(self) -> str | None:
+        """Return which Python value that is part of the plan is another one now, in words, or ``None``."""
+        return self.watches.changed()
+
+    def rewrite(self, cache_dir: Path, bundle: Bundle) -> Basis:
+        """Keep another plan of the same capture in the place of the one that is kept."""
+        if self.known is not None:
+            folder = plan_cache.folder_of(cache_dir, bundle.plan.fingerprint)
+            _write(folder, bundle, self.known, damaged=True)
+        return self
+
+
+@dataclass(slots=True)
+class CachedPlan:
+    """The place of one plan in the cache."""
+
+    cache_dir: Path
+    model: nn.Module
+    printed: ModulePrint
+    prints: Mapping[str, str]
+    known: Dependencies | None = None
+    found: bool = False
+
+    @property
+    def folder(self) -> Path:
+        """Return where the plan lies."""
+        return plan_cache.folder_of(self.cache_dir, self.prints)
+
+    def read(self, outdated: Callable[[Bundle], str]) -> Bundle | None:
+        """Return the plan, if it is there and holds; says in the log why one that is there does not.
+
+        Args:
+            outdated: says what else makes a plan old.
+        """
+        if self.printed.opaque:
+            return None
+        cached = plan_cache.read(self.folder, self.prints)
+        if cached is None:
+            return None
+        self.found, self.known = True, _read(self.folder)
+        broken = self.known.broken() if self.known else "what it depends on is not known"
+        reason = broken or outdated(cached)
+        if reason:
+            _log.info("the cached plan %s is made again: %s", self.folder, reason)
+            return None
+        return cached
+
+    def basis(self) -> Basis:
+        """Return what a plan that was read rests on."""
+        assert self.known is not None
+        return Basis(watched(self.model, self.known), self.known)
+
+    def refuse(self, error: Exception) -> None:
+        """Say that the plan cannot be used after all."""
+        _log.warning("the cached plan %s is refused (%s); planning again", self.folder, error)
+
+    def keep(self, bundle: Bundle, record: CaptureRecord | None) -> Basis | None:
+        """Write a new plan, unless another capture may give another one; return what it rests on."""
+        if record is None:
+            return None
+        known, why = record.kept(self.printed.reached)
+        if self.printed.opaque:
+            why = f"{self.printed.opaque[0]}, which cannot be compared"
+        if why is not None:
+            name = type(self.model).__name__
+            _log.warning(
+                "the plan of %s is not kept, it is captured again each time: %s", name, why
+            )
+            return Basis(record.watches, None)
+        _write(self.folder, bundle, known, damaged=self.found)
+        return Basis(record.watches, known)
+
+
+@dataclass(frozen=True, slots=True)
+class LookedUp:
+    """A place in the cache, and the plan in it, ready to run; ``None`` where none holds."""
+
+    entry: CachedPlan
+    checkpoint: Checkpoint | None
+    unit: Unit | None
+
+
+def _write(folder: Path, bundle: Bundle, known: Dependencies, *, damaged: bool) -> None:
+    """Write a plan and what it depends on; half of that is as good as nothing."""
+    plan_cache.write(folder, bundle, damaged=damaged)
+    try:
+        serial.write_atomic(folder / _FILE, serial.dumps(known))
+    except (StorageError, OSError) as error:
+        _log.warning("what the plan depends on is not kept: %s", error)
+
+
+def _read(folder: Path) -> Dependencies | None:
+    try:
+        return serial.load(Dependencies, folder / _FILE)
+    except (FormatError, StorageError):
+        return None

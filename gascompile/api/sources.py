@@ -1,0 +1,169 @@
+"""Sources: what a user may point at instead of a module, and inputs to plan it with."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import pickle
+import sys
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from gascompile.core.errors import CaptureError, CheckpointError, FormatError
+from gascompile.core.files import is_folder
+from gascompile.integrations.huggingface import (
+    build_skeleton,
+    checkpoint_dtype,
+    is_model_directory,
+)
+from gascompile.weights.checkpoint import open_checkpoint
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """A module with the place of its weights, if they are in files, and inputs to trace it with."""
+
+    model: nn.Module
+    checkpoint: Path | None
+    inputs: tuple[tuple[Any, ...], dict[str, Any]] | None
+
+
+def open_source(source: str | os.PathLike[str], *, batch: int = 1, tokens: int = 128) -> Source:
+    """Return the model of a Hugging Face directory, a ``.pt2`` file or ``package.module:callable``.
+
+    ``batch`` and ``tokens`` shape the inputs that are made up for a Hugging Face model. A callable
+    takes no arguments and returns a module, or a module and its example inputs.
+
+    Raises:
+        CheckpointError: the directory holds no usable model.
+        CaptureError: the callable fails or returns something else.
+        FormatError: the source is none of these.
+    """
+    text = os.fspath(source)
+    path = Path(text)
+    if is_folder(path):
+        return _open_directory(path, batch, tokens)
+    if path.suffix == ".pt2":
+        return _open_exported(path)
+    if ":" in text:
+        return _open_callable(text)
+    raise FormatError(
+        f"cannot open {text[:1000]!r}: a source is a Hugging Face directory (with config.json), a .pt2 file, a "
+        ".workload.json file, or package.module:callable"
+    )
+
+
+def _open_directory(path: Path, batch: int, tokens: int) -> Source:
+    if not is_model_directory(path):
+        raise CheckpointError(
+            f"{path} holds no config.json, so it is no Hugging Face model directory"
+        )
+    has_weights = any(path.glob("*.safetensors"))
+    dtype = None
+    if has_weights:
+        dtype = checkpoint_dtype([s.dtype for s in open_checkpoint(path).sources.values()])
+    model = build_skeleton(path, dtype=dtype)
+    try:
+        inputs = default_inputs(model, batch=batch, tokens=tokens)
+    except (RuntimeError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(
+            f"{path}/config.json gives inputs that cannot be made ({type(error).__name__}: {error})"
+        ) from error
+    return Source(model=model, checkpoint=path if has_weights else None, inputs=((), inputs))
+
+
+_UNREADABLE = (
+    OSError, RuntimeError, ValueError, LookupError, TypeError, AttributeError, AssertionError, EOFError,
+    pickle.UnpicklingError, zipfile.BadZipFile,
+)  # fmt: skip
+"""What torch was seen to raise for archives that are missing, cut short, changed or of another version."""
+
+
+def _open_exported(path: Path) -> Source:
+    try:
+        exported = torch.export.load(str(path))
+    except _UNREADABLE as error:
+        raise FormatError(
+            f"{path} is not a .pt2 file that this torch can load: {error}; export the model again with "
+            "torch.export.save of this torch version"
+        ) from error
+    inputs = exported.example_inputs
+    model = _Exported(exported.module(check_guards=False))
+    return Source(
+        model=model, checkpoint=None, inputs=(inputs[0], dict(inputs[1])) if inputs else None
+    )
+
+
+class _Exported(nn.Module):
+    """Takes arguments as they were exported: an exported module refuses positional ones by name."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+
+def _open_callable(text: str) -> Source:
+    module_name, _, attribute = text.partition(":")
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    try:
+        factory = getattr(importlib.import_module(module_name), attribute)
+    except (ImportError, AttributeError) as error:
+        raise CaptureError(
+            f"cannot import {text!r}: {error}; write package.module:callable, importable from the current folder"
+        ) from error
+    made = factory() if callable(factory) and not isinstance(factory, nn.Module) else factory
+    model, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    if not isinstance(model, nn.Module):
+        raise CaptureError(
+            f"{text} returned {type(model).__name__}; it should return a torch.nn.Module, or (module, example_inputs)"
+        )
+    if inputs is None:
+        return Source(model=model, checkpoint=None, inputs=None)
+    named = isinstance(inputs, Mapping)
+    return Source(
+        model=model, checkpoint=None, inputs=((), dict(inputs)) if named else (tuple(inputs), {})
+    )
+
+
+def default_inputs(model: Any, *, batch: int, tokens: int) -> dict[str, Any]:
+    """Return inputs of plausible shapes for a transformers model: text, images, sound, or several of them."""
+    accepted = set(inspect.signature(model.forward).parameters)
+    config = model.config
+    text = getattr(config, "text_config", config)
+    inputs: dict[str, Any] = {}
+    if "pixel_values" in accepted:
+        vision = getattr(config, "vision_config", config)
+        size = getattr(vision, "image_size", 224)
+        height, width = size if isinstance(size, (list, tuple)) else (size, size)
+        inputs["pixel_values"] = torch.zeros(
+            batch, getattr(vision, "num_channels", 3), height, width, dtype=model.dtype
+        )
+    if "input_features" in accepted:
+        frames = 2 * getattr(config, "max_source_positions", 1500)
+        inputs["input_features"] = torch.zeros(
+            batch, getattr(config, "num_mel_bins", 80), frames, dtype=model.dtype
+        )
+    if "input_ids" in accepted:
+        limit = getattr(text, "max_position_embeddings", None) or tokens
+        inputs["input_ids"] = torch.zeros(batch, min(tokens, limit), dtype=torch.long)
+        if "attention_mask" in accepted and not getattr(text, "is_decoder", True):
+            inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+    if "decoder_input_ids" in accepted and getattr(config, "is_encoder_decoder", False):
+        inputs["decoder_input_ids"] = torch.zeros(batch, 1, dtype=torch.long)
+    if not inputs:
+        raise CaptureError(
+            f"no default inputs are known for {type(model).__name__}; call gascompile.plan from Python "
+            "with example_inputs="
+        )
+    return inputs

@@ -1,0 +1,72 @@
+"""Batches: which objects may hold tensors of a batch, and what else may stand in one.
+
+Tensors are found by torch's pytrees. Classes that torch does not know, such as dataclasses and the mappings that
+tokenizers return, are registered when they are met. What is no tensor is told apart by its ``repr``, so
+nothing may stand there whose ``repr`` leaves something out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections import UserDict
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from gascompile.core.errors import CaptureError
+
+_VALUES = (
+    type(None), bool, int, float, complex, str, bytes, range, slice, enum.Enum, torch.dtype, torch.device,
+    torch.layout, torch.memory_format,
+)  # fmt: skip
+
+
+def admit(batch: Any) -> None:
+    """Let torch know the classes that a batch is made of.
+
+    Raises:
+        CaptureError: names an object that is neither a tensor, nor a plain value, nor made of such.
+    """
+    known = False
+    while not known:
+        known = True
+        for leaf in pytree.tree_leaves(batch):
+            if not isinstance(leaf, torch.Tensor) and not isinstance(leaf, _VALUES):
+                _register(leaf)
+                known = False
+                break
+
+
+def _register(leaf: Any) -> None:
+    kind = type(leaf)
+    if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+        names = tuple(field.name for field in dataclasses.fields(leaf))
+
+        def flatten(value: Any) -> tuple[list[Any], tuple[str, ...]]:
+            return [getattr(value, name) for name in names], names
+
+        def unflatten(values: Any, names: tuple[str, ...]) -> Any:
+            found = object.__new__(kind)
+            for name, value in zip(names, values, strict=True):
+                object.__setattr__(found, name, value)
+            return found
+
+        pytree.register_pytree_node(kind, flatten, unflatten)
+    elif isinstance(leaf, UserDict):
+        pytree.register_pytree_node(
+            kind,
+            lambda value: (list(value.data.values()), tuple(value.data)),
+            lambda values, keys: kind(dict(zip(keys, values, strict=True))),
+        )
+    elif kind.__module__.partition(".")[0] == "numpy" and hasattr(leaf, "dtype"):
+        raise CaptureError(
+            f"the batch holds a numpy {kind.__name__} of {leaf.dtype}; pass torch.from_numpy(array), or "
+            "torch.tensor(value)"
+        )
+    else:
+        raise CaptureError(
+            f"the batch holds a {kind.__module__}.{kind.__qualname__}, of which it is not known what a step depends "
+            "on; pass tensors and plain values, in tuples, lists, dicts or dataclasses"
+        )

@@ -1,0 +1,147 @@
+"""Capture: an nn.Module and example inputs become a ``Program``.
+
+The module is traced by ``torch.export`` over fake parameters, so no weight is read, copied or computed
+with. The graph is left undecomposed: composite ops run faster and the graph is half the size.
+"""
+
+from __future__ import annotations
+
+import traceback
+import warnings
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.export import ExportedProgram
+from torch.utils import _pytree as pytree
+
+from gascompile.capture.fake_twin import fake_twin
+from gascompile.capture.fingerprint.code_origin import Origin, origin_of_file
+from gascompile.capture.record.effects import Trace, prove
+from gascompile.capture.record.record import Recorder
+from gascompile.capture.record.trial import Trial
+from gascompile.capture.to_program import Capture, to_program
+from gascompile.capture.trace_inputs import overlaps, trace_inputs, with_sharing
+from gascompile.core.errors import CaptureError, UnsupportedOpError
+from gascompile.core.true_strides import true_strides
+from gascompile.passes.graph.mutated_tensors import written_inputs
+
+_Exported = tuple[ExportedProgram, Mapping[str, str], tuple[Any, ...], Mapping[str, Any]]
+"""With the first names of tensors, and the inputs of the trace."""
+
+
+def capture(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    dynamic_shapes: Any = None,
+    device: str = "cpu",
+) -> Capture:
+    """Trace ``model`` on example inputs.
+
+    ``args`` and ``kwargs`` are only looked at for their structure and signature. ``dynamic_shapes``
+    is what ``torch.export.export`` takes; every dynamic dimension needs a maximum. Wherever the model and
+    its inputs are, the program is one for ``device``; ``passes.to_device`` moves it to another.
+
+    Raises:
+        CaptureError: the model cannot be traced; names its line and the way out.
+        UnsupportedOpError: an input, or what the model does to it, has no place in a plan.
+    """
+    leaves = pytree.tree_leaves((args, dict(kwargs)))
+    found = _captured(model, args, kwargs, dynamic_shapes, device, overlapping=False)
+    written = written_inputs(found.program)
+    if written and overlaps(leaves):
+        if dynamic_shapes is not None:
+            raise UnsupportedOpError(
+                f"{type(model).__name__} writes to its input '{min(written)}', and inputs overlap in memory, which "
+                "dynamic shapes cannot describe; pass clones, or leave out dynamic_shapes"
+            )
+        found = _captured(model, args, kwargs, dynamic_shapes, device, overlapping=True)
+        written = written_inputs(found.program)
+    inputs = with_sharing(found.program.inputs, leaves, written)
+    return replace(found, program=replace(found.program, inputs=inputs))
+
+
+def _captured(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    dynamic_shapes: Any,
+    device: str,
+    *,
+    overlapping: bool,
+) -> Capture:
+    def exported(trial: Trial | None = None) -> Trace[_Exported]:
+        twin, canonical = fake_twin(model, device=device)
+        inputs = trace_inputs(args, kwargs, device=device, overlapping=overlapping)
+        recorder = Recorder(twin, versions=True, trial=trial)
+        recorder.follow(twin)
+        try:
+            with recorder.around(), torch.no_grad(), warnings.catch_warnings(), true_strides():
+                # Recurrent layers set up their own list of weights again while they are traced.
+                warnings.filterwarnings("ignore", message=r".*\._flat_weights\[")
+                found = torch.export.export(
+                    twin, inputs[0], dict(inputs[1]), dynamic_shapes=dynamic_shapes, strict=False
+                )
+        except Exception as error:  # torch.export raises whatever the model's own code raises
+            raise _capture_error(model, error) from error
+        return Trace(
+            found=(found, canonical, *inputs), graph_module=found.graph_module, recorder=recorder
+        )
+
+    trace = exported()
+    record = trace.recorder.record(model)
+    if not record.is_reproducible:
+        before = [trace.recorder]
+        proof = prove(record, exported, before=before, who=type(model).__name__)
+        if proof.trace is not None:
+            trace = proof.trace
+            record = trace.recorder.record(model)
+        elif proof.why:
+            record = replace(record, why=f"{record.why}, and this counts: {proof.why}")
+    captured = to_program(type(model).__name__, *trace.found)
+    return replace(captured, record=record)
+
+
+def _capture_error(model: nn.Module, error: Exception) -> CaptureError:
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if origin_of_file(frame.filename) not in {Origin.TORCH, Origin.OWN, Origin.MADE}
+    ]
+    where = (
+        f" at {frames[-1].filename}:{frames[-1].lineno}: {(frames[-1].line or '').strip()!r}"
+        if frames
+        else ""
+    )
+    text = str(error)
+    lines = text.strip().splitlines() or [type(error).__name__]
+    summary = lines[0]
+    if "Constraints violated" in text or "dynamic_shapes" in text:
+        # The lines that follow name the dimension and what the model needs of it.
+        summary = " ".join(line.strip() for line in lines[:3])
+        advice = (
+            "give dynamic_shapes= one entry per argument, as in {'x': {0: torch.export.Dim('batch', max=32)}}, with "
+            "ranges and relations that the model keeps"
+        )
+    elif "pytree" in text:
+        advice = (
+            "return tensors, tuples, lists, dicts or dataclasses, register the type with "
+            "torch.utils._pytree.register_pytree_node, or switch it off (for a cache: use_cache=False)"
+        )
+    elif "data-dependent" in text.lower() or "unbacked" in text.lower():
+        advice = (
+            "the model's control flow depends on tensor values: use torch.where there, "
+            "or state what holds with torch._check, or compile the part of the model around it"
+        )
+    else:
+        advice = (
+            "check that model(*args, **kwargs) itself runs on these example inputs; if it does, compile the "
+            "submodules around this line one by one"
+        )
+    return CaptureError(
+        f"{type(model).__name__} cannot be captured{where}: {type(error).__name__}: {summary}. What to do: {advice}."
+    )

@@ -1,0 +1,1 @@
+"""Digests of all that a plan is made from: values, code, and where code comes from."""

@@ -1,0 +1,145 @@
+"""Fingerprints: digests of everything a plan is made from, so that a stale plan is never reused.
+
+A module is hashed by what tracing it could see: the code of its classes and of what they call, its
+plain attributes, the names, shapes, strides and dtypes of its tensors. No field is listed by hand; what
+cannot be hashed by value makes the fingerprint unique, so that it never matches.
+"""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn.modules import module as torch_module
+from torch.utils import _pytree as pytree
+
+from gascompile.capture.fingerprint.replaced import replaced_functions
+from gascompile.capture.fingerprint.value_digest import ValueDigest
+from gascompile.capture.torch_settings import SETTINGS, settings_now, torch_settings
+from gascompile.core import serial
+from gascompile.core.machine import without_sizes
+from gascompile.core.signature import signature_of
+
+if TYPE_CHECKING:
+    from gascompile.api.compile import Job
+    from gascompile.weights.checkpoint import Checkpoint
+
+_ELSEWHERE = {
+    # Names and shapes of tensors are fed by themselves, child modules by their own names.
+    "_parameters", "_buffers", "_modules",
+    # Set by torch's and transformers' own machinery, another one in each process.
+    "_version", "_compiled_call_impl", "_original_object_hash",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class ModulePrint:
+    """The digest of a module, and what of it no digest can know."""
+
+    digest: str
+    opaque: tuple[str, ...]
+    """Names of values that cannot be compared: with any, the digest proves nothing."""
+    reached: frozenset[str]
+    """The program's functions that the digest covers."""
+
+    @property
+    def key(self) -> str:
+        """The digest; one that no other has where it proves nothing."""
+        return self.digest if not self.opaque else f"{self.digest}-{uuid.uuid4().hex}"
+
+
+def module_fingerprint(model: nn.Module) -> str:
+    """Return a digest of the module's code, structure, plain attributes and tensor shapes."""
+    return module_print(model).key
+
+
+def module_print(model: nn.Module) -> ModulePrint:
+    """Return the digest of a module with what is unsure about it."""
+    hasher = ValueDigest(id(module) for module in model.modules())
+    names: dict[int, str] = {}
+    storages: dict[int, str] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        hasher.add("module", path, module.training)
+        hasher.value(type(module), type(module).__name__)
+        hasher.add([(name, child is None) for name, child in module._modules.items()])
+        for kind, tensors in (("p", module._parameters), ("b", module._buffers)):
+            for name, tensor in tensors.items():
+                if tensor is not None:
+                    here = f"{path}.{name}"
+                    hasher.add(
+                        kind,
+                        name,
+                        names.setdefault(id(tensor), here),
+                        _storage_name(tensor, here, storages),
+                        str(tensor.dtype),
+                        tuple(tensor.shape),
+                        tensor.stride() if tensor.layout is torch.strided else str(tensor.layout),
+                        str(tensor.device.type),
+                    )
+        hasher.add("non-persistent", sorted(module._non_persistent_buffers_set))
+        for name, value in sorted(vars(module).items()):
+            if name not in _ELSEWHERE:
+                hasher.add("attribute", name)
+                hooks = "_hooks" in name and isinstance(value, dict)
+                where = f"{path}.{name}" if path else name
+                hasher.value(list(value.values()) if hooks else value, where)
+    _around(hasher)
+    return ModulePrint(hasher.digest(), tuple(hasher.opaque), frozenset(hasher.reached))
+
+
+def _around(hasher: ValueDigest) -> None:
+    """Feed what tracing sees of the process: settings of torch, modes, hooks of all modules."""
+    for number, mode in enumerate(torch.overrides._get_current_function_mode_stack()):
+        hasher.value(mode, f"torch function mode {number}")
+    for name in sorted(vars(torch_module)):
+        if name.startswith("_global_") and name.endswith("_hooks"):
+            hasher.value(list(vars(torch_module)[name].values()), name)
+    for place, function in replaced_functions():
+        hasher.add("replaced", place)
+        hasher.value(function, place)
+    hasher.add(torch_settings())
+
+
+def _storage_name(tensor: torch.Tensor, name: str, storages: dict[int, str]) -> str:
+    """Return the first name of a tensor in the same memory."""
+    if tensor.layout is not torch.strided or tensor.device.type == "meta" or not tensor.numel():
+        return name
+    return storages.setdefault(tensor.untyped_storage().data_ptr(), name)
+
+
+def plan_prints(
+    job: Job, call: tuple[Any, Any], checkpoint: Checkpoint | None, printed: ModulePrint
+) -> dict[str, str]:
+    """Return the digest of every input of a plan, by part.
+
+    Args:
+        job: what is planned.
+        call: the arguments of a call, by place and by name.
+        checkpoint: where the weights lie, if they lie in files.
+        printed: of the job's model.
+    """
+    leaves, spec = pytree.tree_flatten(call)
+    signature = [str(spec), signature_of(leaves), repr(job.dynamic_shapes)]
+    shared = serial.digest(job.pinned) if job.pinned else ""
+    layout = checkpoint.sources if checkpoint else {}
+    return {
+        "graph": printed.key,
+        "inputs": serial.digest(signature),
+        SETTINGS: settings_now(),
+        "weights": serial.digest({n: [s.dtype, list(s.shape)] for n, s in sorted(layout.items())}),
+        "machine": serial.digest(without_sizes(job.machine)),
+        "budget": serial.digest(job.budget.limits_bytes(job.machine)),
+        "options": serial.digest(job.config.fingerprint_fields()),
+        "sharing": serial.digest([shared, job.reserved_bytes]),
+        "versions": serial.digest(versions()),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that a captured program depends on."""
+    from gascompile import __version__
+
+    return {"gascompile": __version__, "torch": str(torch.__version__)}

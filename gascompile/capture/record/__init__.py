@@ -1,0 +1,1 @@
+"""What a capture depended on and changed, and whether that still holds."""

@@ -1,0 +1,247 @@
+"""Dependencies: what one capture read beyond its model, kept beside the plan and compared before the next use.
+
+The model's digest covers what can be seen from it; this covers what only shows while the code runs: code
+that no name leads to, modules imported on the way, environment variables, files, and what library code
+found under the names that it uses. Comparing runs no code of the program and imports nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+import types
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from gascompile.capture.fingerprint.code_fingerprint import module_digest
+from gascompile.capture.fingerprint.code_names import names_of
+from gascompile.capture.fingerprint.code_origin import Origin, origin_of_module, place_of
+from gascompile.capture.fingerprint.value_digest import ValueDigest
+from gascompile.capture.record.recorder import Running, variable
+from gascompile.capture.record.watched import Reads
+from gascompile.capture.record.watches import Code
+
+_PLAIN = (int, float, complex, str, bytes)
+_NONE = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dependencies:
+    """Digests by the name of what they are of; an empty digest stands for what was not there."""
+
+    FORMAT: ClassVar[str] = "gascompile.dependencies/1"
+
+    environment: Mapping[str, str]
+    files: Mapping[str, str]
+    imported: Mapping[str, str]
+    """Modules of the program that the capture imported first -> their source."""
+    modules: Mapping[str, str]
+    """Modules of the program that were imported by a computed name -> all that is in them."""
+    functions: Mapping[str, str]
+    """Functions ``module:name`` that ran and that the model's digest does not cover."""
+    libraries: Mapping[str, str]
+    """Modules of libraries -> what their code found under the names that it uses."""
+    library_names: Mapping[str, tuple[str, ...]]
+    reads: tuple[str, ...] | None
+    """Attributes that were read; ``None`` for all."""
+    ran: tuple[str, ...]
+    inert: tuple[str, ...] = ()
+    """Values that the capture changes itself, and that are proven not to matter."""
+
+    def broken(self) -> str | None:
+        """Return what is not as it was, or ``None``."""
+        for key, was in self.environment.items():
+            if _text_digest(variable(key)) != was:
+                return f"the environment variable {key} has another value"
+        for path, was in self.files.items():
+            if _file_digest(path) != was:
+                return f"the file {path} has changed"
+        for name, was in self.imported.items():
+            if name in sys.modules:
+                return f"the module {name} is imported already"
+            if _file_digest(name_and_path(was)[1]) != name_and_path(was)[0]:
+                return f"the source of {name} has changed"
+        for name, was in self.modules.items():
+            if _module_values(name) != was:
+                return f"the module {name} has changed or is not imported yet"
+        for name, was in self.functions.items():
+            if _function_digest(name) != was:
+                return f"{name} has changed or is not imported yet"
+        for name, was in self.libraries.items():
+            if _library_digest(name, self.library_names.get(name, ())) != was:
+                return f"something in {name} was replaced"
+        return None
+
+    def reading(self) -> Reads:
+        """Return which values count while the plan is in use."""
+        names = None if self.reads is None else frozenset(self.reads)
+        return Reads(names=names, ran=frozenset(self.ran))
+
+
+def dependencies(
+    running: Running, reads: Reads, own: Iterable[Code], reached: frozenset[str]
+) -> tuple[Dependencies, list[str]]:
+    """Return what a capture depended on, and why another one may differ all the same.
+
+    Args:
+        running: what ran.
+        reads: which values the code reads.
+        own: the program's code among what ran.
+        reached: functions that the model's digest covers, by ``place_of``.
+    """
+    reasons: list[str] = []
+    imported, modules = _modules(running)
+    functions: dict[str, str] = {}
+    for body, space in own:
+        if place_of(body) in reached or space.get("__name__") in imported:
+            continue
+        name = f"{space.get('__name__')}:{body.co_qualname}"
+        if _function_code(name) is not body:
+            reasons.append(f"{body.co_qualname} ran, to which no name leads from the model")
+            continue
+        functions[name] = _function_digest(name)
+        if not functions[name]:
+            reasons.append(f"{name} uses what cannot be compared")
+    reasons += [
+        f"the module {name} holds what cannot be compared" for name in modules if not modules[name]
+    ]
+    used = _library_names(running)
+    found = Dependencies(
+        environment={k: _text_digest(v) for k, v in sorted(running.environment.items())},
+        files={path: _file_digest(path) for path in sorted(running.files)},
+        imported=imported,
+        modules=modules,
+        functions=functions,
+        libraries={name: _library_digest(name, names) for name, names in used.items()},
+        library_names=used,
+        reads=None if reads.names is None else tuple(sorted(reads.names)),
+        ran=tuple(sorted(reads.ran or ())),
+    )
+    return found, reasons
+
+
+def _modules(running: Running) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the program's modules that were imported on the way, and those imported by a computed name."""
+    imported, modules = {}, {}
+    for name in sorted(running.modules):
+        module = sys.modules.get(name)
+        if module is None or origin_of_module(module).versioned:
+            continue
+        if name in running.imported:
+            path = str(getattr(module, "__file__", None) or "")
+            imported[name] = f"{_file_digest(path)} {path}"
+        else:
+            modules[name] = _module_values(name)
+    return imported, modules
+
+
+def name_and_path(entry: str) -> tuple[str, str]:
+    """Return the digest and the path of a source file."""
+    digest, _, path = entry.partition(" ")
+    return digest, path
+
+
+def _module_values(name: str) -> str:
+    module = sys.modules.get(name)
+    if module is None:
+        return _NONE
+    digest = ValueDigest()
+    digest.value(module, name)
+    text = digest.digest()
+    return _NONE if digest.opaque else text
+
+
+def _function(name: str) -> Any:
+    """Return what a module holds under a qualified name, through the classes on the way."""
+    module, _, qualified = name.partition(":")
+    found: Any = sys.modules.get(module)
+    for part in qualified.split("."):
+        space = vars(found) if isinstance(found, types.ModuleType | type) else {}
+        found = space.get(part)
+    return found
+
+
+def _function_code(name: str) -> types.CodeType | None:
+    found = _function(name)
+    found = getattr(found, "__func__", found)
+    found = getattr(found, "fget", found)
+    seen: set[int] = set()
+    while hasattr(found, "__wrapped__") and id(found) not in seen:
+        seen.add(id(found))
+        found = found.__wrapped__
+    return getattr(found, "__code__", None)
+
+
+def _function_digest(name: str) -> str:
+    digest = ValueDigest()
+    digest.value(_function(name), name)
+    text = digest.digest()
+    return _NONE if digest.opaque else text
+
+
+def _library_names(running: Running) -> dict[str, tuple[str, ...]]:
+    """Return the globals that library code used which ran, by module."""
+    used: dict[str, set[str]] = {}
+    for body, space in running.code.values():
+        name = space.get("__name__")
+        module = sys.modules.get(name) if isinstance(name, str) else None
+        if module is None or vars(module) is not space or not isinstance(name, str):
+            continue
+        if origin_of_module(module) in {Origin.INSTALLED, Origin.TORCH}:
+            chains = [chain for chain in names_of(body).chains if chain[0] in space]
+            used.setdefault(name, set()).update(map(".".join, chains))
+    return {name: tuple(sorted(names)) for name, names in sorted(used.items())}
+
+
+def _library_digest(name: str, names: Iterable[str]) -> str:
+    module = sys.modules.get(name)
+    if module is None:
+        return _NONE
+    parts: list[object] = [name]
+    if origin_of_module(module) is Origin.INSTALLED:
+        parts.append(module_digest(name))
+    space = vars(module)
+    parts += [(key, _identity(_followed(space, key))) for key in names]
+    return _digest(repr(parts))
+
+
+def _followed(space: Mapping[str, Any], chain: str) -> object:
+    """Return what a dotted name leads to, as far as it goes through modules."""
+    value: object = None
+    for key in chain.split("."):
+        value = space.get(key)
+        if not isinstance(value, types.ModuleType):
+            break
+        space = vars(value)
+    return value
+
+
+def _identity(value: object) -> object:
+    """Return what tells a function or a number from the one that a library comes with."""
+    if isinstance(value, types.FunctionType):
+        return value.__module__, value.__qualname__, value.__code__.co_firstlineno
+    if isinstance(value, type | types.BuiltinFunctionType):
+        return value.__module__, value.__qualname__
+    return (
+        value if isinstance(value, _PLAIN) and not isinstance(value, bool) else type(value).__name__
+    )
+
+
+def _digest(text: str | bytes) -> str:
+    raw = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
+    return hashlib.blake2b(raw, digest_size=16).hexdigest()
+
+
+def _text_digest(text: str | None) -> str:
+    return _NONE if text is None else _digest(text)
+
+
+def _file_digest(path: str) -> str:
+    """Return the digest of a regular file; none for what is not there."""
+    try:
+        return _digest(Path(path).read_bytes()) if os.path.isfile(path) else _NONE
+    except OSError:
+        return _NONE

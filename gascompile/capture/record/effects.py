@@ -1,0 +1,109 @@
+"""Effects: what a program changes while it is captured, and whether any of it counts for what is captured.
+
+Counters, logs that grow and timers do not; inference and training ask here alike. Only what is proven for
+every value that may come is let go: a counter that is compared with 100 is not, long before 100 steps.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from torch import fx
+
+from gascompile.capture.record.opaque import UsedError
+from gascompile.capture.record.record import CaptureRecord, Recorder
+from gascompile.capture.record.same_graph import graph_digest
+from gascompile.capture.record.trial import Trial
+from gascompile.core.errors import CaptureError, UnsupportedOpError
+
+_log = logging.getLogger("gascompile")
+_MOST_ATTEMPTS = 2
+"""Libraries that are imported in a first one run in no second."""
+T = TypeVar("T")
+"""What a capture gives."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trace(Generic[T]):
+    """One capture."""
+
+    found: T
+    graph_module: fx.GraphModule
+    """What must not differ."""
+    recorder: Recorder
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proof(Generic[T]):
+    """What trials have shown."""
+
+    trace: Trace[T] | None = None
+    """The capture to take; ``None`` where its effects may matter."""
+    why: str = ""
+    """Why they may, in words."""
+
+
+def prove(
+    record: CaptureRecord,
+    capture: Callable[[Trial], Trace[T]],
+    *,
+    before: Sequence[Recorder],
+    who: str,
+) -> Proof[T]:
+    """Return a capture that leaves everything as it was, if what ``record`` says it changes cannot matter.
+
+    Args:
+        record: of a capture that is not reproducible.
+        capture: makes another one.
+        before: those that were made; what they have changed is undone.
+        who: what is captured, for the log.
+
+    Raises:
+        CaptureError: the program cannot be captured any more.
+    """
+    if not record.is_open:
+        return Proof()
+    spaces = list({id(space): space for _, space in record.running.code.values()}.values())
+    for _ in range(_MOST_ATTEMPTS):
+        real = Trial(record.suspects, spaces, is_opaque=False)
+        trace = capture(real)
+        digest = graph_digest(trace.graph_module)
+        trial = Trial(record.suspects, spaces, is_opaque=True)
+        why = _difference(trial, capture, digest)
+        if why is None and trial.leaked():
+            why = "it keeps their values where they cannot be followed"
+        if why is not None:
+            return Proof(why=why)
+        if trial.path == real.path:
+            break
+    else:
+        return Proof(why="it takes another course where their values are not known")
+    for recorder in reversed(before):
+        recorder.undo(record.suspects)
+    _log.warning(
+        "%s: the code that is captured does more than compute (%s); this does not matter for results, and does not "
+        "happen in planned runs, which run no Python code",
+        who,
+        record.why,
+    )
+    return Proof(trace=trace)
+
+
+def _difference(trial: Trial, capture: Callable[[Trial], Trace[T]], digest: str) -> str | None:
+    """Return what an opaque capture looks at."""
+    try:
+        trace = capture(trial)
+        reads_clock = trace.recorder.reads_clock
+        same = graph_digest(trace.graph_module) == digest
+    except UsedError:
+        return trial.uses.found[0]
+    except (CaptureError, UnsupportedOpError) as error:
+        return trial.uses.found[0] if trial.uses.found else f"without their values, {error}"
+    if trial.uses.found:
+        return trial.uses.found[0]
+    if reads_clock:
+        return "it reads the clock in a way that cannot be followed; call time.time() or time.perf_counter()"
+    return None if same else "they are part of what is captured"

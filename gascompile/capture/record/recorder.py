@@ -1,0 +1,304 @@
+"""Recorder: which code runs while a model is captured, and what it asks of the world outside the program.
+
+A profile function sees every call of the model's code. What happens inside torch's operators is no code of
+the model's and would cost as much as the capture itself, so a torch function mode switches the profile off
+in there; where an operator calls back (hooks of tensors, custom ops, higher-order ops), it stays on.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import os
+import random
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from types import FunctionType
+from typing import Any
+
+import numpy
+import torch
+from torch.overrides import TorchFunctionMode
+
+from gascompile.capture.fingerprint.code_origin import Origin, origin_of_file
+
+_CLOCKS = {
+    "time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns", "process_time",
+    "process_time_ns", "thread_time", "clock_gettime", "localtime", "gmtime", "now", "today", "utcnow",
+}  # fmt: skip
+_DISK = {"stat", "lstat", "listdir", "scandir", "access", "getcwd", "readlink"}
+_PROCESS = {"urandom", "getpid", "getppid", "get_ident", "uname", "gethostname"}
+_ASKS = {
+    **dict.fromkeys(_CLOCKS, "reads the clock"),
+    **dict.fromkeys(_DISK, "looks at the disk"),
+    **dict.fromkeys(_PROCESS, "asks for what differs in every process"),
+    "start_new_thread": "starts a thread",
+}
+_ASKED_IN = ("time", "datetime", "posix", "nt", "os", "_thread", "_socket", "_random")
+# What these frames ask for is no part of what a model computes.
+_TALK = ("logging", "warnings", "linecache", "traceback", "tqdm")
+
+_OWN_SPACES = {"aten", "prim", "prims", "prologue", "inductor", "quantized", "_c10d_functional"}
+
+
+class Running:
+    """What ran: the frames' code with its globals, and what it asked for beside the program."""
+
+    def __init__(self) -> None:
+        self.code: dict[tuple[int, int], tuple[types.CodeType, dict[str, Any]]] = {}
+        """By identity; the objects are kept so that no other takes their place."""
+        self.environment: dict[str, str | None] = {}
+        self.files: set[str] = set()
+        self.modules: set[str] = set()
+        """Imported by a name that stands in no import statement, or for the first time."""
+        self.imported: set[str] = set()
+        """Imported for the first time."""
+        self.asked: dict[str, None] = {}
+        """Why another run may capture something else, in words."""
+        self.clocks: dict[str, None] = {}
+        """Which of these are no more than a look at the clock."""
+
+    @contextmanager
+    def around(self) -> Iterator[None]:
+        """Enclose a capture: what it draws and imports shows in what differs after it."""
+        draws, loaded = _random_states(), set(sys.modules)
+        yield
+        for name, state in _random_states().items():
+            if state != draws[name]:
+                self.asked[f"it draws {name}"] = None
+        self.imported |= sys.modules.keys() - loaded
+        self.modules |= self.imported
+
+    @contextmanager
+    def recorded(self) -> Iterator[None]:
+        """Take note of what runs on this thread."""
+        _install_audit()
+        before, profile = sys.getprofile(), self._seen
+        with _Quiet(profile, self._ran):
+            outer, _active.running = _active.running, self
+            sys.setprofile(profile)
+            try:
+                yield
+            finally:
+                _profile_again(before)
+                _active.running = outer
+
+    def _seen(self, frame: types.FrameType, event: str, argument: Any) -> None:
+        if event == "call":
+            if gc.callbacks and _collects(frame.f_code):
+                return
+            self._ran(frame.f_code, frame.f_globals)
+            handler = _HANDLERS.get(id(frame.f_code))
+            if handler is not None:
+                handler(self, frame)
+        elif event == "c_call":
+            name = argument.__name__
+            if name in _ASKS and _module_of(argument) in _ASKED_IN:
+                self._asks(frame, _ASKS[name], name)
+
+    def _ran(self, code: types.CodeType, space: dict[str, Any]) -> None:
+        key = (id(code), id(space))
+        if key not in self.code:
+            self.code[key] = (code, space)
+
+    def _asks(self, frame: types.FrameType, what: str, name: str) -> None:
+        caller = _caller(frame)
+        if caller is not None:
+            text = f"{caller.f_code.co_qualname} {what} ({name})"
+            self.asked[text] = None
+            if name in _CLOCKS:
+                self.clocks[text] = None
+
+    def reads_variable(self, frame: types.FrameType) -> None:
+        """Note an environment variable that the model's code reads, here with its value."""
+        key = frame.f_locals.get("key")
+        if isinstance(key, str) and _caller(frame.f_back) is not None:
+            self.environment.setdefault(key, variable(key))
+
+    def reads_variables(self, frame: types.FrameType) -> None:
+        """Note that the model's code goes over all environment variables."""
+        if _caller(frame.f_back) is not None:
+            self.asked["reads all environment variables"] = None
+
+    def imports(self, frame: types.FrameType) -> None:
+        """Note a module that is imported by a computed name."""
+        name = frame.f_locals.get("name")
+        if isinstance(name, str) and _caller(frame.f_back) is not None:
+            package = frame.f_locals.get("package")
+            if name.startswith(".") and isinstance(package, str):
+                level = len(name) - len(name.lstrip("."))
+                name = f"{package.rsplit('.', level - 1)[0]}.{name.lstrip('.')}"
+            self.modules.add(name)
+
+    def seeds(self, frame: types.FrameType) -> None:
+        """Note random numbers whose seed nobody gave."""
+        if frame.f_locals.get("a") is None:
+            self._asks(frame, "seeds random numbers by the clock", "seed")
+
+    def opens(self, path: object, frame: types.FrameType) -> None:
+        """Note a file that the model's code opens."""
+        if _caller(frame) is None:
+            return
+        if isinstance(path, (str, bytes, os.PathLike)):
+            self.files.add(os.path.abspath(os.fsdecode(path)))
+        else:
+            self.asked["reads an open file"] = None
+
+
+def _profile_again(before: Any) -> None:
+    """Give the profile back to whom it was taken from: a function, or a profiler that is no function."""
+    if before is None or callable(before):
+        sys.setprofile(before)
+    else:
+        sys.setprofile(None)
+        before.enable()
+
+
+class _Quiet(TorchFunctionMode):
+    """Switches the profile off while torch works by itself."""
+
+    def __init__(
+        self,
+        profile: Callable[..., None],
+        ran: Callable[[types.CodeType, dict[str, Any]], None],
+    ) -> None:
+        super().__init__()
+        self._profile, self._ran = profile, ran
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: tuple[type, ...],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if _calls_back(func, types, args, kwargs):
+            return func(*args, **kwargs)
+        sys.setprofile(None)
+        if isinstance(func, FunctionType):
+            self._ran(func.__code__, func.__globals__)
+        try:
+            return func(*args, **kwargs)
+        finally:
+            sys.setprofile(self._profile)
+
+
+def _calls_back(
+    func: Callable[..., Any],
+    types: tuple[type, ...],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> bool:
+    """Return whether code of the program may run inside an operator."""
+    if isinstance(func, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+        space = str(func).partition(".")[0]
+        return space.partition("::")[0] not in _OWN_SPACES
+    if isinstance(func, torch._ops.HigherOrderOperator):
+        return True
+    if any(origin_of_type(kind) is not Origin.TORCH for kind in types):
+        return True
+    return any(callable(v) for v in (*args, *kwargs.values())) or not _is_torch(func)
+
+
+def _is_torch(func: Callable[..., Any]) -> bool:
+    code = getattr(func, "__code__", None)
+    return code is None or origin_of_file(code.co_filename) is Origin.TORCH
+
+
+@cache
+def origin_of_type(kind: type) -> Origin:
+    """Return where a class was written."""
+    if (kind.__module__ or "").partition(".")[0] == "torch":
+        return Origin.TORCH
+    module = sys.modules.get(kind.__module__)
+    path = getattr(module, "__file__", None)
+    return origin_of_file(path) if isinstance(path, str) else Origin.USER
+
+
+def _caller(frame: types.FrameType | None) -> types.FrameType | None:
+    """Return the frame of the model or a library that asks; ``None`` for torch, imports and log messages."""
+    while frame is not None:
+        if _collects(frame.f_code):
+            return None
+        path = frame.f_code.co_filename
+        if path.startswith("<frozen importlib"):
+            return None
+        found = origin_of_file(path)
+        if found.versioned and any(f"/{talk}" in path for talk in _TALK):
+            return None
+        if found in {Origin.TORCH, Origin.OWN}:
+            return None
+        if found is not Origin.PYTHON:
+            return frame
+        frame = frame.f_back
+    return None
+
+
+def _collects(code: types.CodeType) -> bool:
+    """Return whether a function is called by the garbage collector, which may run anywhere."""
+    return any(getattr(callback, "__code__", None) is code for callback in gc.callbacks)
+
+
+def _module_of(argument: Any) -> str:
+    owner = getattr(argument, "__self__", None)
+    if isinstance(owner, types.ModuleType):
+        return owner.__name__
+    kind = owner if isinstance(owner, type) else type(owner)
+    return kind.__module__
+
+
+def _random_states() -> dict[str, object]:
+    numbers: Any = numpy.random.get_state(legacy=True)  # noqa: NPY002 - the state that others draw from
+    return {
+        "Python's random numbers": random.getstate(),
+        "NumPy's random numbers": (numbers[1].tobytes(), numbers[2:]),
+        "torch's random numbers": torch.get_rng_state().numpy().tobytes(),
+    }
+
+
+def variable(key: str) -> str | None:
+    """Return an environment variable without being seen to read it."""
+    raw: dict[object, Any] = os.environ._data  # type: ignore[attr-defined]  # unseen by the profile
+    found = raw.get(os.environ.encodekey(key))
+    return None if found is None else os.fsdecode(found)
+
+
+class _Active(threading.local):
+    running: Running | None = None
+
+
+_active = _Active()
+
+
+@cache
+def _install_audit() -> None:
+    """See files that are opened: a profile function is not told which."""
+    reading = os.O_WRONLY | os.O_RDWR
+
+    def opened(event: str, arguments: tuple[Any, ...]) -> None:
+        if event != "open" or _active.running is None:
+            return
+        path, mode, flags = arguments
+        if (isinstance(mode, str) and "r" not in mode) or (mode is None and flags & reading):
+            return
+        _active.running.opens(path, sys._getframe(1))
+
+    sys.addaudithook(opened)
+
+
+_HANDLERS: dict[int, Callable[[Running, types.FrameType], None]] = {
+    id(function.__code__): handler
+    for function, handler in (
+        (type(os.environ).__getitem__, Running.reads_variable),
+        (type(os.environ).__iter__, Running.reads_variables),
+        (type(os.environ).__repr__, Running.reads_variables),
+        (type(os.environ).copy, Running.reads_variables),
+        (importlib.import_module, Running.imports),
+        (random.Random.seed, Running.seeds),
+    )
+}

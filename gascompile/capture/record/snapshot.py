@@ -1,0 +1,80 @@
+"""Snapshot: what containers and cells held before a capture, to be put back after it."""
+
+from __future__ import annotations
+
+import types
+from collections import deque
+from typing import Any
+
+from gascompile.capture.record.watched import Watches
+
+
+class Snapshot:
+    """Of what ``Watches`` has seen, taken at once."""
+
+    def __init__(self, watches: Watches) -> None:
+        """Take shallow copies."""
+        self._places = [(owner, key, value) for owner, key, value, _ in watches.places()]
+        owners = {id(owner): owner for owner, _, _ in self._places}
+        owners.update((id(owner), owner) for owner, *_ in watches.sized())
+        # Others write to a module's globals, too; what is watched there is in the places.
+        self._dicts = [
+            (owner, set(owner))
+            for owner in owners.values()
+            if isinstance(owner, dict) and "__builtins__" not in owner
+        ]
+        self._lists = [(o, list(o)) for o in owners.values() if isinstance(o, (list, deque))]
+
+    def restore(self) -> None:
+        """Let everything hold what it held."""
+        for owner, keys in self._dicts:
+            if owner.keys() != keys:
+                for key in [key for key in owner if key not in keys]:
+                    del owner[key]
+        for values, before in self._lists:
+            same = len(values) == len(before)
+            if not same or any(a is not b for a, b in zip(values, before, strict=True)):
+                values.clear()
+                values.extend(before)
+        for owner, key, value in self._places:
+            if get(owner, key) is not value:
+                put(owner, key, value)
+
+
+def undo(watches: Watches, names: frozenset[str]) -> None:
+    """Let these values be as they were when they were watched; lists have only grown since."""
+    for owner, key, value, name in watches.places():
+        if name in names:
+            put(owner, key, value)
+    for owner, length, name in watches.sized():
+        if name in names and isinstance(owner, list):
+            del owner[length:]
+
+
+def put(owner: Any, key: Any, value: object) -> bool:
+    """Put a value where ``Watches`` found one; False where nothing can be put."""
+    if isinstance(owner, (dict, list, deque)):
+        owner[key] = value
+    elif isinstance(owner, types.CellType):
+        owner.cell_contents = value
+    elif isinstance(key, str) and not isinstance(owner, (tuple, types.MappingProxyType, type)):
+        base = next((base for base in type(owner).__mro__ if key in vars(base)), None)
+        if base is None:
+            return False
+        is_slot = isinstance(vars(base)[key], types.MemberDescriptorType)
+        setattr(owner if is_slot else base, key, value)
+    else:
+        return False
+    return True
+
+
+def get(owner: Any, key: Any) -> Any:
+    """Return what is there now, or ``None``."""
+    try:
+        if isinstance(owner, dict):
+            return dict.get(owner, key)
+        if isinstance(owner, (list, tuple, deque, types.MappingProxyType)):
+            return owner[key]
+        return getattr(owner, key)
+    except (LookupError, AttributeError, ValueError):
+        return None

@@ -1,0 +1,194 @@
+"""Trial: one more capture that shows whether what the program changes in it matters for what is captured.
+
+Two are made: one with the real values, one with opaque ones in their place. Where the second executes the
+same instructions and looks at none of them, no other value can give another graph either. Afterwards all is
+as it was before.
+"""
+
+from __future__ import annotations
+
+import builtins
+import gc
+import hashlib
+import sys
+import threading
+import time
+import types
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from gascompile.capture.fingerprint.code_origin import Origin, origin_of_file
+from gascompile.capture.record.opaque import OpaqueNumber, Uses, is_talk, opaque
+from gascompile.capture.record.snapshot import Snapshot, put
+from gascompile.capture.record.watched import Watches
+
+_CLOCKS = (
+    "time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns", "process_time",
+    "process_time_ns", "thread_time", "thread_time_ns",
+)  # fmt: skip
+"""Functions of ``time`` that a trial stands in for."""
+_APART = ("/sympy/", "/mpmath/", "/weakref.py", "/_weakrefset.py")
+"""What torch itself computes with, and remembers, and what runs when something dies."""
+_Trace = Callable[[types.FrameType, str, Any], Any]
+
+
+class Trial:
+    """What to replace in a capture, and what was seen of it."""
+
+    def __init__(
+        self, suspects: frozenset[str], spaces: Iterable[dict[str, Any]], *, is_opaque: bool
+    ) -> None:
+        """Change nothing yet.
+
+        Args:
+            suspects: names of the values, as ``Watches`` has them.
+            spaces: globals of the code that ran.
+            is_opaque: whether to put opaque values there.
+        """
+        self.suspects, self.is_opaque = suspects, is_opaque
+        self.uses = Uses()
+        self._spaces = list(spaces)
+        self._names = {id(getattr(time, name)): name for name in _CLOCKS if hasattr(time, name)}
+        self._path = hashlib.blake2b(digest_size=16)
+
+    @property
+    def path(self) -> bytes:
+        """Return a digest of all instructions that the program executed."""
+        return self._path.digest()
+
+    @contextmanager
+    def active(self, before: Watches) -> Iterator[None]:
+        """Enclose the capture.
+
+        Args:
+            before: all values that the model and its code reach.
+        """
+        snapshot, collects = Snapshot(before), gc.isenabled()
+        gc.collect()
+        # Finalizers that run anywhere would be part of the path.
+        gc.disable()
+        tracer = sys.gettrace()
+        try:
+            with ExitStack() as stack:
+                stack.enter_context(_replaced(builtins.__dict__, {"print": _silent(print)}))
+                if self.is_opaque:
+                    self._put_opaque(before)
+                    for space in (vars(time), *self._spaces):
+                        stack.enter_context(_replaced(space, self._clocks(space)))
+                sys.settrace(self._entered)
+                try:
+                    yield
+                finally:
+                    sys.settrace(tracer)
+        finally:
+            snapshot.restore()
+            if collects:
+                gc.enable()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Enclose what is no part of the capture."""
+        tracer = sys.gettrace()
+        sys.settrace(None)
+        try:
+            yield
+        finally:
+            sys.settrace(tracer)
+
+    def _put_opaque(self, before: Watches) -> None:
+        missing = set(self.suspects)
+        made: dict[int, Any] = {}
+        for owner, key, value, name in before.places():
+            is_list = any(value is found and n in self.suspects for found, _, n in before.sized())
+            if name not in self.suspects and not is_list:
+                continue
+            stand_in = made.get(id(value)) if is_list else None
+            stand_in = stand_in if stand_in is not None else opaque(value, name, self.uses)
+            if stand_in is not None and put(owner, key, stand_in):
+                made[id(value)] = stand_in
+                missing.discard(name)
+        for name in sorted(missing):
+            self.uses.found.append(f"{name} is no number that is counted, nor a list that grows")
+
+    def _clocks(self, space: dict[str, Any]) -> dict[str, Any]:
+        """Return what to put in the place of clocks in a module."""
+        return {
+            key: self._clock(value, self._names[id(value)])
+            for key, value in list(space.items())
+            if id(value) in self._names
+        }
+
+    def _clock(self, real: Callable[[], float], name: str) -> Callable[[], Any]:
+        thread, uses = threading.get_ident(), self.uses
+        kind = int if name.endswith("_ns") else float
+
+        def clock() -> Any:
+            if threading.get_ident() != thread or not _is_program(sys._getframe(1).f_code):
+                return real()
+            return OpaqueNumber(kind, f"the time that {name}() tells", uses)
+
+        return clock
+
+    def _entered(self, frame: types.FrameType, event: str, argument: Any) -> _Trace | None:
+        del event, argument
+        code = frame.f_code
+        if not _is_program(code) or not _is_asked(frame):
+            return None
+        frame.f_trace_opcodes = True
+        # torch numbers what it makes.
+        path = "" if code.co_filename.startswith("<") else code.co_filename
+        self._path.update(f"{path}:{code.co_qualname}:{code.co_firstlineno}".encode())
+        return self._step
+
+    def _step(self, frame: types.FrameType, event: str, argument: Any) -> _Trace:
+        del argument
+        self._path.update(f"{event[0]}{frame.f_lasti}".encode())
+        return self._step
+
+    def leaked(self) -> bool:
+        """Return whether opaque values are left anywhere; ask when all that was captured is gone."""
+        gc.collect()
+        return any(made() is not None for made in self.uses.made)
+
+
+def _is_program(code: types.CodeType) -> bool:
+    """Return whether code counts as the program's: not torch's, ours, or what makes log messages."""
+    path = code.co_filename
+    if is_talk(code) or any(part in path for part in _APART):
+        return False
+    return origin_of_file(path) not in {Origin.OWN, Origin.TORCH}
+
+
+def _is_asked(frame: types.FrameType | None) -> bool:
+    """Return whether the program calls a function, where that is one of Python's own."""
+    while frame is not None:
+        found = origin_of_file(frame.f_code.co_filename)
+        if is_talk(frame.f_code):
+            return False
+        if found is not Origin.PYTHON:
+            return found not in {Origin.OWN, Origin.TORCH}
+        frame = frame.f_back
+    return False
+
+
+def _silent(real: Callable[..., None]) -> Callable[..., None]:
+    """Return ``print``, which says nothing in this thread."""
+    thread = threading.get_ident()
+
+    def quiet_print(*values: object, **options: Any) -> None:
+        if threading.get_ident() != thread:
+            real(*values, **options)
+
+    return quiet_print
+
+
+@contextmanager
+def _replaced(space: dict[str, Any], values: dict[str, Any]) -> Iterator[None]:
+    """Put values into a module for a time."""
+    before = {key: space[key] for key in values}
+    space.update(values)
+    try:
+        yield
+    finally:
+        space.update(before)

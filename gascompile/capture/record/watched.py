@@ -1,0 +1,240 @@
+"""Watched values: plain Python values with the places they were read from, and which of them are others now.
+
+All are compared by identity in three passes of C code; only where one differs is it looked at by value.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+import types
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+import torch
+
+from gascompile.capture.fingerprint.code_origin import key_of
+from gascompile.capture.record.likeness import GONE, alike, same, shown
+
+Columns = tuple[list[Any], list[Any], list[Any], list[Any]]
+"""Owners, keys, values and names of what is watched."""
+
+_ALWAYS = {"forward", "training", "__call__"}
+_MAX_ARRAY_BYTES = 1 << 20
+_ENTRY = re.compile(r"(\[[^\]]*\])+$")
+
+
+@dataclass(frozen=True, slots=True)
+class Reads:
+    """Which values count: of what ran, by what it reads."""
+
+    names: frozenset[str] | None
+    """Attributes that are read; ``None`` for all."""
+    ran: frozenset[str] | None
+    """Functions that ran, as ``key_of`` names them; ``None`` for all that can be reached."""
+
+    def has(self, name: object) -> bool:
+        """Return whether an attribute is read."""
+        if self.names is None or not isinstance(name, str):
+            return True
+        return name in self.names or name in _ALWAYS
+
+    def reach(self, name: str, key: object) -> bool:
+        """Return whether a place is read: an attribute by its name, an entry where its container is, a variable."""
+        if key == "cell_contents":
+            return True
+        return self.has(_leaf(name) if name.endswith("]") else key)
+
+    def calls(self, code: types.CodeType) -> bool:
+        """Return whether a function ran."""
+        return self.ran is None or key_of(code) in self.ran
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A value that is another one now."""
+
+    name: str
+    key: object
+    """Under which its owner has it."""
+    text: str
+
+
+class Stored:
+    """What a dictionary holds, where asking it for an item makes a new one each time."""
+
+    def __init__(self, of: dict[Any, Any]) -> None:
+        self._of = of
+
+    def __getitem__(self, key: Any) -> Any:
+        return dict.__getitem__(self._of, key)
+
+    def __len__(self) -> int:
+        return len(self._of)
+
+
+class Watches:
+    """Values with the places they were read from."""
+
+    def __init__(self, *, versions: bool) -> None:
+        """Take nothing yet.
+
+        Args:
+            versions: whether tensors are baked in, so that writing to one counts.
+        """
+        self._versions = versions
+        self._items: Columns = ([], [], [], [])
+        self._attributes: Columns = ([], [], [], [])
+        self._sizes: tuple[list[Any], list[int], list[str]] = ([], [], [])
+        self._length = 0
+        self._tensors: tuple[list[torch.Tensor], list[int], list[str]] = ([], [], [])
+        self._arrays: list[tuple[Any, bytes, str]] = []
+        self._sets: list[tuple[set[Any], frozenset[Any], str]] = []
+        self.moving: list[str] = []
+        """Names of what gives another value each time it is asked."""
+
+    def item(self, owner: Any, key: Any, name: str) -> Any:
+        """Watch ``owner[key]`` and return it."""
+        return self._take(self._items, owner, key, owner[key], name)
+
+    def attribute(self, owner: Any, key: str, name: str) -> Any:
+        """Watch an attribute that is in no ``__dict__`` and return it."""
+        return self._take(self._attributes, owner, key, getattr(owner, key), name)
+
+    @staticmethod
+    def _take(columns: Columns, owner: Any, key: Any, value: Any, name: str) -> Any:
+        for column, part in zip(columns, (owner, key, value, name), strict=True):
+            column.append(part)
+        return value
+
+    def size(self, owner: Any, name: str) -> None:
+        """Watch the length of a container."""
+        self._length += len(owner)
+        owners, lengths, names = self._sizes
+        owners.append(owner)
+        lengths.append(len(owner))
+        names.append(name)
+
+    def content(self, value: Any, name: str) -> None:
+        """Watch what a tensor, an array or a set holds."""
+        if isinstance(value, set):
+            self._sets.append((value, _elements(value), name))
+        elif isinstance(value, numpy.ndarray) and value.nbytes <= _MAX_ARRAY_BYTES:
+            self._arrays.append((value, value.tobytes(), name))
+        elif isinstance(value, torch.Tensor) and self._versions and not value.is_inference():
+            tensors, numbers, names = self._tensors
+            tensors.append(value)
+            numbers.append(value._version)
+            names.append(name)
+
+    def changed(self) -> str | None:
+        """Return the first value that differs, with its name, what it was and what it is now."""
+        owners, keys, values, _ = self._items
+        objects, names, found, _ = self._attributes
+        sized, lengths = self._sizes[0], self._length
+        try:
+            if (
+                all(map(operator.is_, map(operator.getitem, owners, keys), values))
+                and all(map(operator.is_, map(getattr, objects, names), found))
+                and sum(map(len, sized)) == lengths
+                and all(map(operator.eq, map(_version, self._tensors[0]), self._tensors[1]))
+                and all(array.tobytes() == content for array, content, _ in self._arrays)
+                and all(_elements(held) == elements for held, elements, _ in self._sets)
+            ):
+                return None
+        except (LookupError, AttributeError, ValueError):
+            pass  # something is not there any more
+        return next((change.text for change in self.changes()), None)
+
+    def changes(self, reads: Reads | None = None) -> list[Change]:
+        """Return all values that differ; equal ones are taken over under their new identity."""
+        found = []
+        for get, columns in ((_item, self._items), (attribute_of, self._attributes)):
+            for i, (owner, key, value, name) in enumerate(zip(*columns, strict=True)):
+                now = get(owner, key)
+                if now is value or (reads is not None and not reads.reach(name, key)):
+                    continue
+                if same(value, now):
+                    columns[2][i] = now
+                elif reads is None or not alike(value, now):
+                    text = f"{name} was {shown(value)} and is {shown(now)} now"
+                    found.append(Change(name, key, text))
+        for owner, length, name in zip(*self._sizes, strict=True):
+            leaf = _leaf(name)
+            if len(owner) != length and (reads is None or reads.reach(name, leaf)):
+                text = f"{name} had {length} entries and has {len(owner)} now"
+                found.append(Change(name, leaf, text))
+        for tensor, version, name in zip(*self._tensors, strict=True):
+            if tensor._version != version:
+                found.append(Change(name, None, f"the tensor {name} was written to"))
+        for held, elements, name in self._sets:
+            if (
+                _elements(held) != elements
+                and len(held) == len(elements)
+                and (reads is None or reads.reach(name, _leaf(name)))
+            ):
+                found.append(Change(name, _leaf(name), f"the set {name} has other elements now"))
+        written = [n for array, content, n in self._arrays if array.tobytes() != content]
+        return found + [Change(n, None, f"the array {n} was written to") for n in written]
+
+    def places(self) -> list[tuple[Any, Any, Any, str]]:
+        """Return owners, keys, values and names, as they were."""
+        items = zip(*self._items, strict=True)
+        plain = [(o._of if isinstance(o, Stored) else o, k, v, n) for o, k, v, n in items]
+        return plain + list(zip(*self._attributes, strict=True))
+
+    def sized(self) -> list[tuple[Any, int, str]]:
+        """Return the containers whose length is watched, their lengths and names."""
+        return list(zip(*self._sizes, strict=True))
+
+    def without(self, names: frozenset[str]) -> Watches:
+        """Return the watches of all but these, and but what is in these."""
+        if not names:
+            return self
+        found = Watches(versions=self._versions)
+        gone = {id(owner) for owner, _, name in self.sized() if name in names}
+        for columns, kept in ((self._items, found._items), (self._attributes, found._attributes)):
+            for row in zip(*columns, strict=True):
+                if row[3] not in names and id(row[0]) not in gone:
+                    self._take(kept, *row)
+        owners, lengths, kept_names = found._sizes
+        for owner, length, name in self.sized():
+            if name not in names:
+                found._length += length
+                owners.append(owner)
+                lengths.append(length)
+                kept_names.append(name)
+        found._sets = [row for row in self._sets if row[2] not in names]
+        found._tensors, found._arrays, found.moving = self._tensors, self._arrays, self.moving
+        return found
+
+
+def _leaf(name: str) -> object:
+    """Return the attribute that a place lies in; ``None`` where its name does not say."""
+    leaf = _ENTRY.sub("", name).rpartition(".")[2]
+    return leaf if leaf.isidentifier() else None
+
+
+def _elements(held: set[Any]) -> frozenset[tuple[type, Any]]:
+    """Return what is in a set, of which 1 and True are not the same."""
+    return frozenset(zip(map(type, held), held, strict=True))
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return tensor._version
+
+
+def _item(owner: Any, key: Any) -> Any:
+    try:
+        return owner[key]
+    except LookupError:
+        return GONE
+
+
+def attribute_of(owner: Any, key: str) -> Any:
+    """Return an attribute, or ``GONE``."""
+    try:
+        return getattr(owner, key, GONE)
+    except ValueError:  # an empty cell
+        return GONE

@@ -1,0 +1,231 @@
+"""Watches: the plain Python values that captured code read, compared with those of today in microseconds.
+
+A trace bakes in numbers, flags and which function stands behind a name. They are found by walking from the
+model and from the code that ran, through exactly the names that this code reads.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import sys
+import types
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Sized
+from functools import partial
+from typing import Any
+
+import numpy
+import torch
+from torch import nn
+
+from gascompile.capture.fingerprint.code_names import Import, Names, absolute_name, names_of
+from gascompile.capture.fingerprint.code_origin import (
+    Origin,
+    origin_of_code,
+    origin_of_module,
+    origin_of_name,
+)
+from gascompile.capture.record.likeness import GONE, SCALARS
+from gascompile.capture.record.watched import Reads, Stored, Watches, attribute_of
+
+Code = tuple[types.CodeType, dict[str, Any]]
+
+_RANDOM = (random.Random, numpy.random.Generator, numpy.random.RandomState)
+_TENSORS = {"_parameters", "_buffers"}
+_MIRRORS = {"_flat_weights", "_flat_weight_refs"}
+"""Lists that recurrent layers make of their parameters, anew in every trace."""
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_MANY_ENTRIES = 4096
+_INERT = (logging.Logger, logging.Handler, logging.Manager)
+"""What they say is no part of what a model computes; the first capture of a process changes torch's own."""
+_PLAIN_LOOKUPS = (dict.__getitem__, OrderedDict.__getitem__)
+
+
+def watch(
+    model: nn.Module,
+    functions: Iterable[Any],
+    code: Iterable[Code],
+    reads: Reads,
+    *,
+    versions: bool,
+) -> Watches:
+    """Return the values that ``reads`` names, as they are now.
+
+    Args:
+        model: its modules' attributes count, its parameters and buffers do not.
+        functions: what else is called, as a loss.
+        code: what ran, with its globals.
+        reads: which values count.
+        versions: as ``Watches`` takes it.
+    """
+    walk = _Walk(Watches(versions=versions), reads, model)
+    for path, module in model.named_modules():
+        walk.module(module, path or type(model).__name__)
+    for function in functions:
+        walk.value(function, getattr(function, "__qualname__", type(function).__name__))
+    for body, space in code:
+        walk.names(names_of(body), space)
+    walk.finish()
+    return walk.watches
+
+
+class _Walk:
+    """Goes from value to value, each once."""
+
+    def __init__(self, watches: Watches, reads: Reads, model: nn.Module) -> None:
+        self.watches = watches
+        self._reads = reads
+        self._seen: dict[int, Any] = {}
+        self._registered = {id(module) for module in model.modules()}
+        self._placed: set[tuple[int, Any]] = set()
+        self._todo: list[tuple[Any, str]] = []
+
+    def module(self, module: nn.Module, name: str) -> None:
+        """Watch a module of the model: what it is made of, its hooks, what is read of it."""
+        self._entries(module._modules, list(module._modules), name)
+        for key in _HOOKS:
+            self.watches.size(vars(module)[key], f"{name}.{key}")
+        self.fields(module, name)
+
+    def finish(self) -> None:
+        """Go on until nothing more is reached."""
+        while self._todo:
+            self._visit(*self._todo.pop())
+
+    def item(self, owner: Any, key: Any, name: str) -> None:
+        if (id(owner), key) not in self._placed:
+            self._placed.add((id(owner), key))
+            self.value(self.watches.item(owner, key, name), name)
+
+    def fields(self, owner: Any, name: str) -> None:
+        """Watch the attributes of an object, of its slots and of its classes."""
+        space = vars(owner) if hasattr(owner, "__dict__") else {}
+        for key in list(space):
+            if isinstance(owner, nn.RNNBase) and key in _MIRRORS:
+                continue
+            if key not in _TENSORS and self._reads.has(key):
+                self.item(space, key, f"{name}.{key}")
+        for base in type(owner).__mro__:
+            if origin_of_name(base.__module__).versioned:
+                continue
+            for key, value in list(vars(base).items()):
+                self._of_class(owner, base, key, value, f"{name}.{key}")
+
+    def _of_class(self, owner: Any, base: type, key: str, value: Any, name: str) -> None:
+        if isinstance(value, types.FunctionType):
+            if self._reads.has(key) or self._reads.calls(value.__code__):
+                self.item(vars(base), key, f"{base.__qualname__}.{key}")
+        elif not self._reads.has(key) or (key.startswith("__") and key.endswith("__")):
+            return
+        elif isinstance(value, types.MemberDescriptorType):
+            if hasattr(owner, key):
+                self.value(self.watches.attribute(owner, key, name), name)
+        elif hasattr(type(value), "__get__"):
+            self.item(vars(base), key, f"{base.__qualname__}.{key}")
+        else:
+            # Through the instance, which may get an attribute of this name.
+            self.value(self.watches.attribute(owner, key, name), name)
+
+    def value(self, value: Any, name: str) -> None:
+        """Look into a value later."""
+        if not isinstance(value, SCALARS) and id(value) not in self._seen:
+            self._seen[id(value)] = value
+            self._todo.append((value, name))
+
+    def _visit(self, value: Any, name: str) -> None:
+        if isinstance(value, (torch.Tensor, numpy.ndarray)):
+            self.watches.content(value, name)
+        elif isinstance(value, _INERT):
+            return
+        elif isinstance(value, _RANDOM) or hasattr(type(value), "__next__"):
+            self.watches.moving.append(name)
+        elif isinstance(value, (dict, types.MappingProxyType)):
+            self._entries(value, list(value), name)
+        elif isinstance(value, (list, tuple, deque)):
+            self._entries(value, range(len(value)), name)
+        elif isinstance(value, types.FunctionType):
+            self._function(value, name)
+        elif isinstance(value, types.MethodType):
+            self.value(value.__func__, name)
+            self.value(value.__self__, name)
+        elif isinstance(value, (staticmethod, classmethod)):
+            self.value(value.__func__, name)
+        elif isinstance(value, property):
+            self.value((value.fget, value.fset), name)
+        elif isinstance(value, partial):
+            self.value((value.func, value.args, value.keywords), name)
+        elif isinstance(value, types.ModuleType):
+            self._module(value)
+        elif not isinstance(value, type):
+            self._object(value, name)
+
+    def _entries(self, owner: Sized, keys: Iterable[Any], name: str) -> None:
+        self.watches.size(owner, name)
+        if self._reads.names is None and len(owner) > _MANY_ENTRIES:
+            return  # a data set, most likely; what reads it is known only after the capture
+        if isinstance(owner, dict) and type(owner).__getitem__ not in _PLAIN_LOOKUPS:
+            owner = Stored(owner)
+        for key in keys:
+            self.item(owner, key, f"{name}[{key!r:.40}]")
+
+    def _object(self, value: Any, name: str) -> None:
+        wrapped = getattr(value, "__wrapped__", None) if callable(value) else None
+        if wrapped is not None:
+            self.value(wrapped, name)
+        if isinstance(value, (set, frozenset)):
+            self.watches.size(value, name)
+            self.watches.content(value, name)
+        elif id(value) not in self._registered:
+            self.fields(value, name)
+            if isinstance(value, nn.Module):
+                self.value(value._modules, name)
+
+    def _function(self, function: types.FunctionType, name: str) -> None:
+        found = origin_of_code(function)
+        if found is Origin.OWN or not self._reads.calls(function.__code__):
+            return
+        for number, cell in enumerate(function.__closure__ or ()):
+            if attribute_of(cell, "cell_contents") is not GONE:
+                inner = f"{function.__code__.co_freevars[number]} in {name}"
+                self.value(self.watches.attribute(cell, "cell_contents", inner), inner)
+        if found.versioned:
+            return
+        for key in ("__code__", "__defaults__", "__kwdefaults__"):
+            self.value(self.watches.attribute(function, key, f"{name}.{key}"), f"{name}.{key}")
+        for key in vars(function):
+            if self._reads.has(key):
+                self.item(vars(function), key, f"{name}.{key}")
+        self.names(names_of(function.__code__), function.__globals__)
+
+    def names(self, names: Names, space: dict[str, Any]) -> None:
+        """Watch the globals, and what is read of modules among them."""
+        for chain in names.chains:
+            owner, label = space, str(space.get("__name__"))
+            for key in chain:
+                if key not in owner:
+                    break
+                value = owner[key]
+                self.item(owner, key, f"{label}.{key}")
+                if not isinstance(value, types.ModuleType):
+                    break
+                owner, label = vars(value), value.__name__
+        for taken in names.imports:
+            self._import(taken, space)
+
+    def _import(self, taken: Import, space: dict[str, Any]) -> None:
+        module = sys.modules.get(absolute_name(taken, space))
+        if module is None:
+            return
+        if taken.names is None:
+            self._module(module)
+        for key in taken.names or ():
+            if key in vars(module):
+                self.item(vars(module), key, f"{module.__name__}.{key}")
+
+    def _module(self, module: types.ModuleType) -> None:
+        """Watch what is read of a module that is handed on."""
+        if origin_of_module(module) is Origin.USER:
+            for key in list(vars(module)):
+                if self._reads.has(key) and not key.startswith("__"):
+                    self.item(vars(module), key, f"{module.__name__}.{key}")

@@ -1,0 +1,79 @@
+"""Settings of torch in this process that decide what a model's trace is: modes, defaults, backends' flags."""
+
+from __future__ import annotations
+
+import torch
+
+from gascompile.core.errors import UnsupportedOpError
+
+SETTINGS = "settings"
+"""Part of a plan's fingerprint: settings of torch under which its ops compute what the model would."""
+
+
+def torch_settings() -> list[tuple[str, str]]:
+    """Return the name and the value of every setting."""
+    flags = {
+        "default dtype": torch.get_default_dtype(),
+        "default device": torch.get_default_device(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "matmul precision": torch.get_float32_matmul_precision(),
+        "flash": torch.backends.cuda.flash_sdp_enabled(),
+        "memory efficient": torch.backends.cuda.mem_efficient_sdp_enabled(),
+        "math": torch.backends.cuda.math_sdp_enabled(),
+        "cudnn attention": torch.backends.cuda.cudnn_sdp_enabled(),
+        "cudnn": torch.backends.cudnn.enabled,
+        "mkldnn": torch._C._get_mkldnn_enabled(),
+        "nnpack": torch._C._get_nnpack_enabled(),
+        "fastpath": torch.backends.mha.get_fastpath_enabled(),
+        "flush denormal": torch.tensor([1e-310], dtype=torch.float64).mul(1.0).item() == 0.0,
+    }
+    for device in ("cpu", "cuda"):
+        flags[f"autocast {device}"] = torch.is_autocast_enabled(device)
+        flags[f"autocast dtype {device}"] = torch.get_autocast_dtype(device)
+    return [(name, str(value)) for name, value in flags.items()]
+
+
+def call_settings() -> tuple[torch.dtype, torch.dtype | None, torch.dtype | None]:
+    """Return what decides at the time of a call which types ops compute in: the default, and autocasts' by device."""
+    is_enabled = torch.is_autocast_enabled
+    return (
+        torch.get_default_dtype(),
+        torch.get_autocast_dtype("cpu") if is_enabled("cpu") else None,
+        torch.get_autocast_dtype("cuda") if is_enabled("cuda") else None,
+    )
+
+
+def has_autocast() -> bool:
+    """Return whether ops that are called now cast their arguments."""
+    return call_settings()[1:] != (None, None)
+
+
+def cast_suffix() -> str:
+    """Return what a key of something measured on ops has more where they cast their arguments."""
+    return f" {settings_now()}" if has_autocast() else ""
+
+
+def settings_now() -> str:
+    """Return ``call_settings`` as they are kept with a plan."""
+    default, *autocasts = call_settings()
+    casts = [
+        f"autocast on {d} to {t}" for d, t in zip(("cpu", "cuda"), autocasts, strict=True) if t
+    ]
+    return ", ".join((f"the default dtype {default}", *(casts or ("no autocast",))))
+
+
+PLAIN = "the default dtype torch.float32, no autocast"
+"""Settings that nobody has changed; of a plan that does not say."""
+
+
+def require_castable(weights: str | None) -> None:
+    """Return if ops with weights in the form ``weights`` compute what the model would under the settings of now.
+
+    Raises:
+        UnsupportedOpError: autocast is on, of which products with packed weights know nothing.
+    """
+    if weights is not None and has_autocast():
+        raise UnsupportedOpError(
+            f"weights={weights!r} under torch.autocast: products with packed weights are not cast as the model's are; "
+            "compile and call outside of autocast, or leave weights= out"
+        )

@@ -1,0 +1,75 @@
+"""What a compile may be told, validated once, and the one environment variable."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from gascompile.core.own_files import own_cache
+
+CACHE_VARIABLE = "GASCOMPILE_CACHE_DIR"
+
+WEIGHT_FORMS = ("bf16", "int8", "int4", "auto")
+FUSE = ("auto", "off")
+GRAPHS = ("auto", "off")
+ON_EXCEED = ("error", "warn")
+
+
+def default_cache_dir() -> Path:
+    """Return ``$GASCOMPILE_CACHE_DIR``, else ``gascompile`` in the user's cache folder."""
+    given = os.environ.get(CACHE_VARIABLE)
+    if given:
+        return Path(given).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "gascompile"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompileConfig:
+    """Options of a compile that shape the plan; every field is part of the plan's fingerprint."""
+
+    time_limit_s: float = 20.0
+    """Wall clock the solver may take; the best plan known is used when it ends."""
+    mip_gap: float = 0.01
+    """Relative gap at which the solver may stop."""
+    strategy: str | None = None
+    """Force one candidate plan, for comparison; ``None`` takes the best."""
+    weights: str | None = None
+    """The form that weights move in; ``None`` moves them as they are stored, which loses nothing."""
+    fuse: str = "auto"
+    """``auto`` compiles the ops between two transfers into one kernel where that pays; ``off`` never does."""
+    fuse_runs: float = 1000.0
+    """Compiling kernels may take as long as they save in so many runs; infinity fuses whatever gains anything."""
+    graphs: str = field(default="auto", metadata={"fingerprint": False})
+    """``auto`` gives a device that has graphs the ops between two moves in one call; ``off`` one by one."""
+    on_exceed: str = field(default="error", metadata={"fingerprint": False})
+    """``error`` stops a run before it takes more than the budget, ``warn`` says so afterwards."""
+    cache_dir: Path = field(default_factory=default_cache_dir, metadata={"fingerprint": False})
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "cache_dir", own_cache(self.cache_dir.expanduser()))
+        if not self.time_limit_s > 0:
+            raise ValueError(f"time_limit_s must be positive, not {self.time_limit_s}")
+        if not 0 <= self.mip_gap < 1:
+            raise ValueError(f"mip_gap is a fraction in [0, 1), not {self.mip_gap}")
+        if self.weights not in (None, *WEIGHT_FORMS):
+            raise ValueError(
+                f"weights is one of {', '.join(WEIGHT_FORMS)}, or None for as stored, not {self.weights!r}"
+            )
+        if self.fuse not in FUSE:
+            raise ValueError(f"fuse is one of {', '.join(FUSE)}, not {self.fuse!r}")
+        if self.graphs not in GRAPHS:
+            raise ValueError(f"graphs is one of {', '.join(GRAPHS)}, not {self.graphs!r}")
+        if self.on_exceed not in ON_EXCEED:
+            raise ValueError(f"on_exceed is one of {', '.join(ON_EXCEED)}, not {self.on_exceed!r}")
+        if not self.fuse_runs >= 0:
+            raise ValueError(f"fuse_runs is a number of runs, not {self.fuse_runs}")
+
+    def fingerprint_fields(self) -> dict[str, str]:
+        """Return every field that shapes the plan, as text."""
+        return {
+            name: repr(getattr(self, name))
+            for name, f in self.__dataclass_fields__.items()
+            if f.metadata.get("fingerprint", True)
+        }

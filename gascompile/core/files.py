@@ -1,0 +1,88 @@
+"""Files that others may have made: opened as what they should be, or refused.
+
+A path in the place of a file may name a pipe, a device or a folder; reading one waits, or never ends. Every
+file that is read goes through here, so only regular files are, and no more of them than the reader can use.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+
+from gascompile.core.errors import FormatError, StorageError
+
+MAX_JSON_BYTES = 256 << 20
+"""Of one JSON file; the plan of a model of 10,000 ops has some 10 MB."""
+
+
+def open_regular(path: str | os.PathLike[str], *, flags: int = 0) -> int:
+    """Return a descriptor of a regular file for reading; never waits for one that is none.
+
+    Args:
+        path: of the file; links are followed.
+        flags: further ones, such as ``O_DIRECT``.
+
+    Raises:
+        StorageError: it is no regular file.
+        OSError: it cannot be opened.
+    """
+    name = os.fsdecode(path)
+    if "\0" in name:
+        raise StorageError(f"{ascii(name)[:200]} is no path; write it without the NUL character")
+    # Opening a pipe waits for its writer, unless it is told not to.
+    descriptor = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY | flags)
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(descriptor)
+        raise StorageError(f"{name} is {_kind(mode)}, not a regular file; give the file itself")
+    return descriptor
+
+
+def read_regular(path: str | os.PathLike[str], *, max_bytes: int) -> bytes:
+    """Return the content of a regular file.
+
+    Raises:
+        FormatError: it has more than ``max_bytes``.
+        StorageError: it cannot be read, or is no regular file.
+    """
+    try:
+        with open(open_regular(path), "rb") as stream:
+            size_bytes = os.fstat(stream.fileno()).st_size
+            if size_bytes <= max_bytes:
+                raw = stream.read(size_bytes)
+    except OSError as error:
+        raise StorageError(f"cannot read {_shown(path)}: {error.strerror or error}") from error
+    if size_bytes > max_bytes:
+        raise FormatError(
+            f"{_shown(path)} has {size_bytes} bytes, a file of its kind at most {max_bytes}; write it again"
+        )
+    return raw
+
+
+def is_file(path: str | os.PathLike[str]) -> bool:
+    """Return whether there is a regular file; False for a path that cannot be one, such as a too long one."""
+    try:
+        return stat.S_ISREG(os.stat(path).st_mode)
+    except (OSError, ValueError):
+        return False
+
+
+def is_folder(path: str | os.PathLike[str]) -> bool:
+    """Return whether there is a folder; False for a path that cannot be one."""
+    try:
+        return stat.S_ISDIR(os.stat(path).st_mode)
+    except (OSError, ValueError):
+        return False
+
+
+def _shown(path: str | os.PathLike[str]) -> str:
+    name = os.fsdecode(path)
+    return name if len(name) <= 1000 else f"{name[:1000]}..."
+
+
+def _kind(mode: int) -> str:
+    kinds = {
+        stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device",
+        stat.S_IFBLK: "a device",
+    }  # fmt: skip
+    return kinds.get(stat.S_IFMT(mode), "something else")

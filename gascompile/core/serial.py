@@ -1,0 +1,220 @@
+"""Frozen dataclasses to versioned JSON and back, driven by their type hints.
+
+A reader refuses what it does not know: an unknown field, a missing one, a wrong type, another format
+or version. Members of a union of dataclasses carry their class name, in lower case, as ``"step"``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+import os
+import tempfile
+from collections import Counter
+from collections.abc import Mapping
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, TypeVar, cast, get_args
+
+from gascompile.core.errors import FormatError, StorageError
+from gascompile.core.files import MAX_JSON_BYTES, read_regular
+from gascompile.core.json_readers import SCALARS, json_fields, reader_of, shown
+
+T = TypeVar("T")
+JsonValue = None | bool | int | float | str | list[Any] | dict[str, Any]
+
+
+def json_name(name: str) -> Mapping[str, str]:
+    """Return the metadata of a field that is called otherwise in files."""
+    return {"json": name}
+
+
+@functools.cache
+def _left_out(cls: type) -> frozenset[str]:
+    """Return the fields that a file does not name where they are ``None``."""
+    return frozenset(f.name for f in dataclasses.fields(cls) if f.metadata.get("left_out"))
+
+
+def to_json(value: object) -> JsonValue:
+    """Return plain JSON data for a dataclass, mapping, sequence, enum or scalar."""
+    if type(value) in SCALARS:
+        return cast(JsonValue, value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        data: dict[str, Any] = {}
+        if hasattr(value, "FORMAT"):
+            data["format"] = value.FORMAT
+        for name, json_name, _, _ in json_fields(type(value)):
+            held = getattr(value, name)
+            if held is not None or name not in _left_out(type(value)):
+                data[json_name] = to_json(held)
+        return data
+    if isinstance(value, StrEnum):
+        return value.value
+    if isinstance(value, Mapping):
+        return {str(key): to_json(item) for key, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        return [_tagged(item) for item in value]
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    raise TypeError(f"{type(value).__name__} is not JSON data")
+
+
+@functools.cache
+def _step_types() -> tuple[type, ...]:
+    from gascompile.core.steps import Step
+
+    return get_args(Step)
+
+
+def _tagged(value: object) -> JsonValue:
+    data = to_json(value)
+    if isinstance(data, dict) and isinstance(value, _step_types()):
+        return {"step": type(value).__name__.lower(), **data}
+    return data
+
+
+def from_json(cls: type[T], data: object, *, where: str = "$") -> T:
+    """Return an instance of dataclass ``cls``; ``where`` is the JSON path used in messages.
+
+    Raises:
+        FormatError: the data is not of this format, names an unknown field, lacks one or has a wrong type.
+    """
+    kind: type = cls
+    return cast(T, reader_of(kind)(data, (where,)))
+
+
+def check_types(value: object, *, where: str = "$") -> None:
+    """Check a dataclass that was built in Python as if it had been read from its JSON.
+
+    Raises:
+        FormatError: a field holds another type than it says, or a number that no file may hold.
+    """
+    try:
+        data = to_json(value)
+    except TypeError as error:
+        raise FormatError(f"{where}: {error}; use plain numbers, texts, lists and dicts") from error
+    from_json(type(value), data, where=where)
+
+
+def dumps(value: object) -> str:
+    """Return compact JSON text with a stable key order."""
+    return json.dumps(to_json(value), separators=(",", ":"), allow_nan=False)
+
+
+def digest(value: object) -> str:
+    """Return a BLAKE2b digest of every field of ``value``."""
+    text = json.dumps(to_json(value), sort_keys=True, separators=(",", ":"))
+    return hashlib.blake2b(text.encode(), digest_size=20).hexdigest()
+
+
+def read_json(path: str | os.PathLike[str], *, strict: bool = True) -> Any:
+    """Return the JSON data of a file; ``strict`` as in ``parse_json``.
+
+    Raises:
+        FormatError: the file is not JSON, or is larger than any of ours.
+        StorageError: the file cannot be read, or is no regular file.
+    """
+    raw = read_regular(path, max_bytes=MAX_JSON_BYTES)
+    return parse_json(raw, where=os.fsdecode(path), strict=strict)
+
+
+def parse_json(raw: bytes | str, *, where: str, strict: bool = True) -> Any:
+    """Return JSON data.
+
+    Args:
+        raw: UTF-8 text.
+        where: what messages call it.
+        strict: refuse what Python's reader lets pass and the standard does not: ``NaN``, ``Infinity`` and a
+            key that stands twice in one object. Files of other projects hold such.
+
+    Raises:
+        FormatError: it is not JSON, or nested more deeply than any format is.
+    """
+    try:
+        text = raw if isinstance(raw, str) else raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise FormatError(
+            f"{where} is not a text file in UTF-8, so not JSON; save it in UTF-8"
+        ) from error
+    try:
+        hooks: dict[str, Any] = (
+            {"object_pairs_hook": _object, "parse_constant": _refuse_constant} if strict else {}
+        )
+        data = json.loads(text, **hooks)
+    except RecursionError as error:
+        raise _too_deep(where) from error
+    except ValueError as error:
+        raise FormatError(f"{where} is not valid JSON: {error}; write it again") from error
+    if _depth_exceeds(data, MAX_DEPTH):
+        raise _too_deep(where)
+    return data
+
+
+MAX_DEPTH = 64
+"""Of lists and objects in one another; what reads them may recurse."""
+
+
+def _too_deep(where: str) -> FormatError:
+    return FormatError(
+        f"{where} is nested too deeply for any format of this package; write it again"
+    )
+
+
+def _depth_exceeds(data: Any, limit: int) -> bool:
+    """Return whether ``data`` is nested more deeply than ``limit``."""
+    level = [data]
+    for _ in range(limit + 1):
+        level = [
+            item
+            for held in level
+            if isinstance(held, (dict, list))
+            for item in (held.values() if isinstance(held, dict) else held)
+            if isinstance(item, (dict, list))
+        ]
+        if not level:
+            return False
+    return True
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
+        raise ValueError(f"the key {shown(twice)} stands twice in one object")
+    return found
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a number in JSON")
+
+
+def load(cls: type[T], path: str | os.PathLike[str]) -> T:
+    """Read one object of a versioned format from a file; raises as ``read_json`` and ``from_json`` do."""
+    return from_json(cls, read_json(path), where=f"{path}: $")
+
+
+def write_atomic(path: str | os.PathLike[str], data: bytes | str) -> None:
+    """Write a file so that a kill at any moment leaves the old content or the new one.
+
+    Raises:
+        StorageError: the directory is not writable or the disk is full; no partial file stays behind.
+    """
+    target = Path(path)
+    raw = data.encode() if isinstance(data, str) else data
+    temporary = ""
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+        with os.fdopen(descriptor, "wb") as stream:
+            stream.write(raw)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(temporary, target)
+    except OSError as error:
+        if temporary:
+            Path(temporary).unlink(missing_ok=True)
+        raise StorageError(
+            f"cannot write {target}: {error.strerror or error}; free space or choose another folder"
+        ) from error

@@ -1,0 +1,86 @@
+"""Workload (``gascompile.workload/1``): ops in execution order and the tensors that they read and write.
+
+No torch in it: a planning problem that can be a file. JSON names that differ from the Python ones stand in the
+field's metadata.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import ClassVar
+
+from gascompile.core.serial import json_name
+
+
+class TensorKind(StrEnum):
+    """What a tensor is to the model; decides whether it persists and whether it is ever dirty."""
+
+    WEIGHT = "weight"
+    ACTIVATION = "activation"
+    GRADIENT = "gradient"
+    STATE = "state"
+    INPUT = "input"
+    OUTPUT = "output"
+    WORKSPACE = "workspace"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forms:
+    """In which form a weight lies in its file, moves, and is computed in: ``float32``, ``int8`` and so on."""
+
+    stored: str
+    wire: str
+    compute: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSpec:
+    """One tensor of a workload. Aliases (views) are folded into the tensor whose storage they share."""
+
+    name: str
+    size_bytes: int = field(metadata=json_name("bytes"))
+    """Bytes of the wire form: what moves, and what lies in the arena."""
+    kind: TensorKind
+    forms: Forms | None = field(default=None, metadata={"left_out": True})
+    """Set where the tensor moves in another form than it is computed in."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpSpec:
+    """One op in execution order. ``reads`` and ``writes`` name storages, never views of them."""
+
+    name: str
+    time_s: Mapping[str, float] = field(metadata=json_name("seconds"))
+    """Seconds per device that can run the op; device names are tier names."""
+    reads: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()
+    workspace_bytes: int = 0
+    flops: int = 0
+    read_bytes: int = 0
+    write_bytes: int = 0
+    splits: Mapping[str, int] = field(default_factory=dict)
+    """Weights along whose rows the op may be split, with the number of rows: a linear's output features."""
+    gather_tier: str = ""  # where gathered rows lie; empty for the usual tier
+    gathers: Mapping[str, int] = field(default_factory=dict)
+    """Weights of which the op needs only some rows, with the bytes that it needs: an embedding's."""
+
+    @property
+    def arithmetic_intensity(self) -> float:
+        """FLOPs per byte read or written; 0 for an op that moves nothing."""
+        moved_bytes = self.read_bytes + self.write_bytes
+        return self.flops / moved_bytes if moved_bytes else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """The planning problem: ops in execution order over tensors. No torch in it."""
+
+    FORMAT: ClassVar[str] = "gascompile.workload/1"
+
+    name: str
+    repeats: bool
+    """Iterations follow each other: weights and states persist, a prefetch may cross the end."""
+    tensors: tuple[TensorSpec, ...]
+    ops: tuple[OpSpec, ...]

@@ -1,0 +1,31 @@
+"""Dtypes of weights: which hold all values of which others, and weights as they are computed in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from gascompile.core.program import BoundSpec, Program
+
+FLOATING = frozenset(("float64", "float32", "bfloat16", "float16"))
+_WIDER = {
+    "bfloat16": ("float32", "float64"),
+    "float16": ("float32", "float64"),
+    "float32": ("float64",),
+}
+
+
+def is_lossless(stored: str, compute: str) -> bool:
+    """Return whether every value of ``stored`` is one of ``compute``."""
+    return stored == compute or compute in _WIDER.get(stored, ())
+
+
+def as_computed(program: Program, shapes: Mapping[str, tuple[int, ...]]) -> Program:
+    """Return ``program`` with its weights as they are computed in again: dtype, and shape by ``shapes``."""
+    bound = {
+        name: BoundSpec(dtype=program.forms[name].compute, shape=shapes[name])
+        if name in program.forms
+        else spec
+        for name, spec in program.bound.items()
+    }
+    return replace(program, bound=bound, forms={})

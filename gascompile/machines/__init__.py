@@ -1,0 +1,1 @@
+"""This machine, a preset or a file: found, measured, remembered, corrected and looked after."""

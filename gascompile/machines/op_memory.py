@@ -1,0 +1,207 @@
+"""What ops really allocate beside their results, where no formula says: measured, or learnt from runs; remembered.
+
+A plan reserves the most that formulas, measurements and runs know. What runs teach makes cached plans outdated.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from gascompile.bundles.bundle import Bundle
+from gascompile.capture.torch_settings import cast_suffix
+from gascompile.core import serial
+from gascompile.core.errors import BudgetExceededError, StorageError
+from gascompile.core.machine import Machine
+from gascompile.core.program import Program
+from gascompile.core.tiles import base_name
+from gascompile.core.workload import OpSpec
+
+if TYPE_CHECKING:
+    from gascompile.passes.graph.annotate import Annotation
+
+_log = logging.getLogger("gascompile")
+
+_FORMAT = "gascompile.op_memory/1"
+_FILE = "op_memory.json"
+_SMALL_BYTES = 256
+"""Of scalars."""
+_LIMIT_S = 2.0
+"""For the measurements of one program."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Known:
+    """Bytes by kind of op, on this processor with this torch."""
+
+    measured: Mapping[str, int] = field(default_factory=dict)
+    learnt: Mapping[str, int] = field(default_factory=dict)
+    """From runs that were stopped: what an op had asked for, results included."""
+
+    def bytes(self, kind: str) -> int:
+        return max(self.measured.get(kind, 0), self.learnt.get(kind, 0))
+
+
+def annotate_memory(program: Program, machine: Machine, cache_dir: Path) -> Annotation:
+    """Annotate ``program`` with the workspace that its ops are known to take on this processor.
+
+    What no formula bounds is measured on made-up values: up to two seconds and 256 MiB, once per kind of op.
+    """
+    from gascompile.machines.op_times import computes_here
+    from gascompile.passes.graph.annotate import annotate
+
+    found = annotate(program, machine)
+    if not computes_here(machine):
+        return found
+    known = _with_measured(found, cache_dir)
+    ops = tuple(
+        _reserving(op, known.bytes(_kind(found.kinds, op.name))) for op in found.workload.ops
+    )
+    return replace(found, workload=replace(found.workload, ops=ops))
+
+
+def unknown_ops(annotation: Annotation, machine: Machine, cache_dir: Path) -> tuple[str, ...]:
+    """Return a line per op whose cost no formula covers, and one for those whose memory nothing does."""
+    from gascompile.machines.op_times import computes_here
+
+    warnings = tuple(
+        f"no cost formula for {name}: only the bytes it touches are counted"
+        for name in annotation.unknown_ops
+    )
+    if not computes_here(machine):
+        return warnings
+    known = _read(cache_dir)
+    missing = {
+        str(call.function)
+        for op, call in annotation.unproven.items()
+        if _kind(annotation.kinds, op) not in {*known.measured, *known.learnt}
+    }
+    if missing:
+        names = ", ".join(sorted(missing))
+        warnings += (f"what {names} take beside results is not known: a run too large is stopped",)
+    return warnings
+
+
+def remember(
+    program: Program, machine: Machine, error: BudgetExceededError, cache_dir: Path
+) -> bool:
+    """Keep what a stopped run has taught about its op for the next plan; False where it taught nothing."""
+    from gascompile.passes.graph.annotate import annotate
+
+    kind = _kind(annotate(program, machine).kinds, error.op)
+    if not kind:
+        return False
+    learn(kind, error.real_bytes, cache_dir)
+    return True
+
+
+def learn(kind: str, real_bytes: int, cache_dir: Path) -> None:
+    """Keep what a kind of op was found to ask for in a run that was stopped."""
+    known = _read(cache_dir)
+    before = known.learnt.get(kind, 0)
+    # It was stopped at the first block too many: more may follow, a little at first.
+    size_bytes = max(real_bytes * 9 // 8 + _SMALL_BYTES, before * 3 // 2)
+    _write(replace(known, learnt={**known.learnt, kind: size_bytes}), cache_dir)
+
+
+def learnt_bytes(cache_dir: Path) -> Mapping[str, int]:
+    """Return what runs that were stopped have taught, by kind of op."""
+    return _read(cache_dir).learnt
+
+
+def lacks_memory(bundle: Bundle, *, cache_dir: Path) -> str:
+    """Return why a kept plan is to be made again: runs have taught more about an op than it reserves; else empty."""
+    learnt = _read(cache_dir).learnt
+    targets = {str(node.target) for node in bundle.program.op_nodes()}
+    if not any(kind.split(" ", 1)[0] in targets for kind in learnt):
+        return ""
+    from gascompile.passes.graph.annotate import annotate
+
+    plan = bundle.plan
+    kinds = annotate(bundle.program, plan.machine).kinds
+    for op in plan.workload.ops:
+        if learnt.get(_kind(kinds, op.name), 0) > op.workspace_bytes:
+            return f"op '{op.name}' was found to take more than it reserves"
+    return ""
+
+
+def _kind(kinds: Mapping[str, str], op: str) -> str:
+    """Return what an op's workspace depends on; per-thread buffers are part of it."""
+    kind = kinds.get(base_name(op))
+    return f"{kind} threads={torch.get_num_threads()}{cast_suffix()}" if kind else ""
+
+
+def _reserving(op: OpSpec, size_bytes: int) -> OpSpec:
+    return replace(op, workspace_bytes=max(op.workspace_bytes, size_bytes))
+
+
+def _with_measured(annotation: Annotation, cache_dir: Path) -> _Known:
+    from gascompile.codegen.allocator_library import allocation_counter
+    from gascompile.cost_models.measure.op_memory import measured_workspace_bytes
+
+    known = _read(cache_dir)
+    counter = allocation_counter(cache_dir) if annotation.unproven else None
+    if counter is None:
+        return known
+    new: dict[str, int] = {}
+    stop = time.perf_counter() + _LIMIT_S
+    for op, call in annotation.unproven.items():
+        kind = _kind(annotation.kinds, op)
+        if kind in known.measured or kind in new or time.perf_counter() > stop:
+            continue
+        size_bytes = measured_workspace_bytes(call, counter)
+        if size_bytes is not None:
+            new[kind] = size_bytes
+    if not new:
+        return known
+    known = replace(known, measured={**known.measured, **new})
+    _write(known, cache_dir)
+    return known
+
+
+def _made_for() -> dict[str, str]:
+    return {
+        "torch": str(torch.__version__),
+        "capability": torch.backends.cpu.get_cpu_capability(),
+    }
+
+
+def _read(cache_dir: Path) -> _Known:
+    path = cache_dir / _FILE
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        if data["format"] != _FORMAT or data["made_for"] != _made_for():
+            return _Known()
+        return _Known(measured=dict(_sizes(data["measured"])), learnt=dict(_sizes(data["learnt"])))
+    except FileNotFoundError:
+        return _Known()
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        _log.warning("the remembered memory of ops %s is damaged and made again: %s", path, error)
+        return _Known()
+
+
+def _sizes(data: Mapping[str, object]) -> Iterator[tuple[str, int]]:
+    for kind, size_bytes in data.items():
+        if not isinstance(size_bytes, int) or not 0 <= size_bytes < 1 << 62:
+            raise ValueError(f"{size_bytes!r:.40} is no number of bytes")
+        yield kind, size_bytes
+
+
+def _write(known: _Known, cache_dir: Path) -> None:
+    data = {
+        "format": _FORMAT,
+        "made_for": _made_for(),
+        "measured": known.measured,
+        "learnt": known.learnt,
+    }
+    try:
+        serial.write_atomic(cache_dir / _FILE, json.dumps(data, indent=1) + "\n")
+    except StorageError as error:
+        _log.warning("what ops allocate is not kept, and is measured again: %s", error)

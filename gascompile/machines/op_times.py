@@ -1,0 +1,105 @@
+"""Seconds of a program's ops as this machine runs them, measured once per kind of op and remembered.
+
+They lie beside the remembered machine and go with it: a new calibration forgets them.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+
+from gascompile.capture.torch_settings import cast_suffix
+from gascompile.codegen.packed_kernels import use_wire_kernels
+from gascompile.core import serial
+from gascompile.core.errors import StorageError
+from gascompile.core.machine import Machine
+from gascompile.core.program import Program
+from gascompile.core.workload import Workload
+from gascompile.cost_models.measure.compute import op_overhead_s
+from gascompile.cost_models.measure.ops import measure_ops, signature
+from gascompile.machines.busy import warned_if_busy
+from gascompile.machines.emulated import emulated_name
+from gascompile.machines.resolve import host_name, op_times_path, this_machine_name
+from gascompile.runtime.memory.early_memory import no_pages_taken
+
+_log = logging.getLogger(__name__)
+
+_FORMAT = "gascompile.op_times/1"
+_WORTH_S = 0.002
+"""A program that runs for less is planned by formulas: measuring would take longer than it saves."""
+_LIMIT_S = 2.0
+"""For the measurements of one program."""
+
+
+def measured_times(
+    program: Program, workload: Workload, machine: Machine, cache_dir: Path
+) -> Mapping[str, float]:
+    """Return seconds by op name: those that count most of ``workload``, where ``machine`` is this one.
+
+    The first plan of a program takes up to three seconds to measure them and 128 MiB of memory meanwhile.
+
+    Raises:
+        StorageError: ``cache_dir`` cannot be made.
+    """
+    if machine.compute_backend != "cuda":
+        # What is measured is what will run.
+        use_wire_kernels(program.forms, cache_dir, make=True)
+    tier = machine.compute_tier
+    total_s = sum(op.time_s[tier] for op in workload.ops)
+    if not computes_here(machine) or total_s < _WORTH_S:
+        return {}
+    nodes = dict(zip((op.name for op in workload.ops), program.op_nodes(), strict=True))
+    costly = sorted(workload.ops, key=lambda op: -op.time_s[tier])
+    casts = cast_suffix()
+    kinds = {op.name: signature(nodes[op.name], program) for op in costly}
+    names = {op: f"{kind}{casts}" for op, kind in kinds.items() if kind is not None}
+    path = op_times_path(cache_dir)
+    known = _read(path)
+    missing = [nodes[op] for op, name in names.items() if name not in known]
+    if missing:
+        with warned_if_busy("this model"), no_pages_taken():
+            measured = measure_ops(missing, program, limit_s=_LIMIT_S)
+        new = {f"{kind}{casts}": time_s for kind, time_s in measured.items()}
+        known = {**known, **new}
+        if new:
+            text = json.dumps({"format": _FORMAT, "seconds": known}, indent=1)
+            keep_times(path, text)
+    # What calling from a plan costs beyond calling from a loop was fitted on a run.
+    beyond_s = max(sum(rate.op_overhead_s for rate in machine.memory) - op_overhead_s(), 0.0)
+    return {op: known[name] + beyond_s for op, name in names.items() if name in known}
+
+
+def keep_times(path: Path, text: str) -> None:
+    """Write measured times to ``path``; a disk that cannot keep them costs the next plan, not this one."""
+    try:
+        serial.write_atomic(path, text + "\n")
+    except StorageError as error:
+        _log.warning(
+            "measured times are not kept, and are measured again for the next plan: %s", error
+        )
+
+
+def computes_here(machine: Machine) -> bool:
+    """Return whether it is this processor that runs the ops: as itself, or as the emulated accelerator."""
+    match machine.compute_backend:
+        case "cpu":
+            return machine.name == this_machine_name()
+        case "emulated":
+            return machine.name == emulated_name(host_name())
+        case _:
+            return False
+
+
+def _read(path: Path) -> Mapping[str, float]:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        if data["format"] != _FORMAT:
+            return {}
+        return {str(name): float(time_s) for name, time_s in data["seconds"].items()}
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        _log.warning("the remembered op times %s are damaged and measured again: %s", path, error)
+        return {}

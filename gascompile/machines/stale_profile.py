@@ -1,0 +1,119 @@
+"""Runs that disprove the machine's numbers: a run is compared with its plan, and a wrong profile measured again.
+
+No run beats the physical limit of its plan, so one that does shows that rates were measured too low, as on a
+busy machine; likewise runs that take far from what was predicted. Such a profile is marked beside its file, and
+whoever asks for this machine next, in any process, measures it anew, when others leave the processors idle and
+at most once an hour. Presets, files and the emulated accelerator are the user's own: it is said, and no more.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from gascompile.core import serial
+from gascompile.core.errors import StorageError
+from gascompile.core.plan import Plan
+from gascompile.core.reports import UNLIKELY, RunReport
+from gascompile.cost_models.measure.host import OtherWork
+
+_log = logging.getLogger("gascompile")
+
+SUFFIX = ".stale"
+FAR = 3.0
+"""So many times slower or faster than predicted is no spread, either."""
+_SLOW_RUNS = 3
+"""Slow runs in a row: the first also loads residents, and another may wait for a busy moment."""
+_PAUSE_S = 3600.0
+"""A machine that was measured so recently is not measured again: what is wrong is something else."""
+_WORTH_S = 0.002
+_WATCH_S = 0.25
+_IDLE_PROCESSORS = 0.3
+
+
+class Grader:
+    """Compares the runs of one plan with what was predicted; says so, and marks the profile, once."""
+
+    def __init__(self, plan: Plan, profile: Callable[[], Path | None]) -> None:
+        """Take a way to the file of the profile behind the plan; ``None`` where it is not this machine's."""
+        found = plan.certificate
+        self._limit_s, self._predicted_s = found.limit_s, found.predicted_s
+        self._fast_s = max(found.limit_s / UNLIKELY, found.predicted_s / FAR)
+        self._profile = profile
+        self._name = plan.workload.name
+        self._num_slow = 0
+        # Below that, what is measured is mostly the call itself.
+        self._done = found.predicted_s < _WORTH_S
+
+    def grade(self, report: RunReport) -> None:
+        """Look at one run; two comparisons where nothing is wrong."""
+        if self._done or self._fast_s <= report.seconds <= self._predicted_s * FAR:
+            self._num_slow = 0
+            return
+        if report.beats_limit:
+            what = f"faster than its physical limit of {self._limit_s:.3g} s"
+        elif report.seconds < self._fast_s:
+            what = f"much faster than the {self._predicted_s:.3g} s predicted"
+        else:
+            self._num_slow += 1
+            if self._num_slow < _SLOW_RUNS:
+                return
+            what = f"much slower than the {self._predicted_s:.3g} s predicted, {_SLOW_RUNS} times in a row"
+        self._done = True
+        profile = self._profile()
+        follows = "correct them, or measure this machine: gascompile calibrate"
+        if profile is not None and mark(profile, what):
+            follows = "this machine is measured again before the next plan"
+        _log.warning(
+            "a run of %s took %.3g s, %s: the numbers of the machine are wrong; %s",
+            self._name,
+            report.seconds,
+            what,
+            follows,
+        )
+
+
+def mark(profile: Path, reason: str) -> bool:
+    """Mark a profile as disproved; return whether it will be measured again for that."""
+    try:
+        if time.time() - profile.stat().st_mtime < _PAUSE_S:
+            return False
+        serial.write_atomic(profile.with_suffix(SUFFIX), reason + "\n")
+    except (OSError, StorageError):
+        # Without its file there is nothing to forget, and a folder that cannot be written keeps it.
+        return False
+    return True
+
+
+def is_stale(profile: Path) -> bool:
+    """Whether a profile was disproved after it was measured, and the machine is idle enough to measure it again."""
+    stale = profile.with_suffix(SUFFIX)
+    try:
+        disproved = stale.stat().st_mtime > profile.stat().st_mtime
+        old = time.time() - profile.stat().st_mtime >= _PAUSE_S
+    except OSError:
+        return False
+    if not (disproved and old):
+        return False
+    others = OtherWork()
+    others.begin()
+    time.sleep(_WATCH_S)
+    if (count := others.num_processors()) > _IDLE_PROCESSORS:
+        _log.warning(
+            "a run disproved the numbers of this machine (%s), but others keep %.1f processors busy: it is measured "
+            "again when they do not",
+            _reason(stale),
+            count,
+        )
+        return False
+    _log.warning("this machine is measured again: a run was %s", _reason(stale))
+    return True
+
+
+def _reason(stale: Path) -> str:
+    try:
+        return stale.read_text(encoding="utf-8").strip()
+    except (OSError, ValueError):
+        return "far from its prediction"

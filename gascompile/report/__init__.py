@@ -1,0 +1,1 @@
+"""Traces of plans and runs, as trace-event files and pictures."""

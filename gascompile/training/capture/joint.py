@@ -1,0 +1,395 @@
+"""Joint graph: forward and backward of a loss as one straight line of ATen ops, the ones that eager runs.
+
+Traced by AOTAutograd over fake tensors: nothing is computed and no weight is copied. What the backward pass
+starts from, a one, becomes an op; tensors from outside the model become inputs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._functorch._aot_autograd.descriptors import (
+    BufferAOTInput,
+    GradAOTOutput,
+    InputMutationAOTOutput,
+    ParamAOTInput,
+    PlainAOTInput,
+    PlainAOTOutput,
+    TangentAOTInput,
+)
+from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+)
+from torch.utils import _pytree as pytree
+
+from gascompile.capture.record.effects import Trace, prove
+from gascompile.capture.record.record import CaptureRecord, Recorder
+from gascompile.capture.record.trial import Trial
+from gascompile.core.errors import CaptureError, UnsupportedOpError
+from gascompile.core.true_strides import true_strides
+from gascompile.passes.graph.bound_aliases import bound_aliases
+from gascompile.training.capture.cumulative_norms import numbered_norms, take_counts
+from gascompile.training.capture.exact_dropout import exact_dropout
+from gascompile.training.capture.own_kernels import own_kernels, uncompiled
+from gascompile.training.capture.trace_substitutes import StandIns
+from gascompile.training.capture.traced_loss import MODEL, OUTSIDE, LossFunction, TracedLoss
+from gascompile.training.state.aliasing import Storages, View, named_tensors, places
+
+_NO_OPS = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Joint:
+    """Forward and backward pass."""
+
+    graph_module: fx.GraphModule
+    bound: Mapping[str, str]
+    """Placeholder -> name of the parameter or buffer; tied ones have the first name."""
+    inputs: tuple[str, ...]
+    """Placeholders of the batch's leaves, in their order."""
+    outside: Mapping[str, torch.Tensor]
+    """Placeholder -> a tensor that is neither the model's nor the batch's; read anew by every step."""
+    loss: fx.Node
+    gradients: Mapping[str, fx.Node]
+    """Parameter -> its gradient; several may have the same."""
+    mutations: Mapping[str, fx.Node]
+    """Buffer -> its value after the forward pass."""
+    tensors: Mapping[str, torch.Tensor]
+    """What ``bound`` names: parameters and buffers of the model."""
+    views: Mapping[str, fx.Node]
+    """Parameter that is a view of one of ``tensors`` -> the op that makes it."""
+    record: CaptureRecord
+    """What the trace read in Python, which a step bakes in."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Traced:
+    """What was traced, and the counts of its norms by name."""
+
+    wrapped: TracedLoss
+    norms: Mapping[float, str]
+
+
+def capture_joint(
+    model: nn.Module,
+    loss_fn: LossFunction,
+    batch: Any,
+    storages: Storages | None = None,
+    *,
+    trains: bool = True,
+) -> Joint:
+    """Trace ``loss_fn(model, batch)`` and its gradients.
+
+    Args:
+        storages: of the model, where some of its tensors share memory.
+        trains: False for the value alone, which then may be any scalar and needs no gradient.
+
+    Raises:
+        CaptureError: the loss is no scalar, depends on no parameter, or cannot be traced.
+        UnsupportedOpError: the model has tensors that are not on the CPU.
+    """
+    storages = storages or Storages(model)
+    leaves, spec = pytree.tree_flatten(batch)
+    stand_ins = StandIns(model, storages)
+
+    def traced(trial: Trial | None = None) -> Trace[_Traced]:
+        recorder = Recorder(model, loss_fn, trial=trial)
+        caches = torch.is_autocast_cache_enabled()
+        wrapped = TracedLoss(
+            model, loss_fn, spec, stand_ins, recorder, trains=trains, caches=caches
+        )
+        with recorder.around(), numbered_norms(model) as norms:
+            graph_module = _captured(wrapped, leaves)
+        found = _Traced(wrapped, norms)
+        return Trace(found=found, graph_module=graph_module, recorder=recorder)
+
+    num_known, asks, recorders = -1, False, list[Recorder]()
+    while len(stand_ins.outside) > num_known or asks:
+        if num_known > 0 and len(stand_ins.outside) > num_known:
+            raise CaptureError(
+                f"loss_fn of {type(model).__name__} uses other tensors from outside the model at every call; pass "
+                "them in the batch"
+            )
+        num_known = len(stand_ins.outside)
+        trace = traced()
+        recorders.append(trace.recorder)
+        record = trace.recorder.record()
+        # What a first call sets, and later ones read, is another course once.
+        asks = not record.is_reproducible and not asks
+    if not record.is_reproducible:
+        trace = _without_effects(record, traced, recorders, type(model).__name__)
+        record = trace.recorder.record()
+    found = trace.found
+    return _read(trace.graph_module, found.wrapped, storages.views, found.norms, record)
+
+
+def _without_effects(
+    record: CaptureRecord,
+    traced: Callable[[Trial], Trace[_Traced]],
+    recorders: Sequence[Recorder],
+    model: str,
+) -> Trace[_Traced]:
+    """Return a trace whose effects do not matter.
+
+    Raises:
+        CaptureError: they may, or there is another reason for which a step might take another course.
+    """
+    proof = prove(record, traced, before=recorders, who=f"the loss of {model}")
+    if proof.trace is not None:
+        return proof.trace
+    matters = f", and this counts: {proof.why}" if proof.why else ""
+    raise CaptureError(
+        f"the loss of {model} may take another course at every call, and a planned step takes one: {record.why}"
+        f"{matters}; draw by torch.rand, keep what changes in a buffer, or pass it in the batch, where each value that "
+        "is no tensor gets a plan of its own. Only counting, timing and appending to a list are let go"
+    )
+
+
+def _captured(wrapped: TracedLoss, leaves: list[Any]) -> fx.GraphModule:
+    own = [(held, leaf, held[leaf]) for _, (held, leaf) in places(wrapped.model)]
+    try:
+        try:
+            return _traced(wrapped, leaves)
+        except DataDependentOutputException:
+            # Libraries look at values while nobody compiles them, for example whether a mask masks anything.
+            with _as_compiled():
+                return _traced(wrapped, leaves)
+    except (CaptureError, UnsupportedOpError):
+        raise
+    except Exception as error:  # whatever the model's own code raises
+        if isinstance(error.__cause__, CaptureError):
+            raise error.__cause__ from error
+        raise CaptureError(_in_words(error, type(wrapped.model).__name__)) from error
+    finally:
+        # Where a module has two names, torch leaves what it traced in it.
+        for held, leaf, tensor in own:
+            held[leaf] = tensor
+
+
+def _traced(wrapped: nn.Module, leaves: list[Any]) -> fx.GraphModule:
+    with contextlib.ExitStack() as stack, true_strides(), own_kernels(), uncompiled():
+        if any(isinstance(module, nn.LSTM) for module in wrapped.modules()):
+            # The fused kernel hands its backward pass a workspace that no trace has.
+            stack.callback(torch._C._set_mkldnn_enabled, torch._C._get_mkldnn_enabled())
+            torch._C._set_mkldnn_enabled(False)
+        joint = aot_export_joint_with_descriptors(stack, wrapped, tuple(leaves), decompositions={})
+        graph_module = joint.graph_module
+    assert isinstance(graph_module, fx.GraphModule)
+    return graph_module
+
+
+@contextlib.contextmanager
+def _as_compiled() -> Iterator[None]:
+    """Let model code see that it is being exported, as ``torch.compiler.is_exporting`` tells it."""
+    before = torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag
+    torch.compiler._is_compiling_flag = torch.compiler._is_exporting_flag = True
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag = before
+
+
+def _in_words(error: Exception, model: str) -> str:
+    """Return what went wrong, where in the user's code, and the way out."""
+    reason = str(error).split("\n\n", maxsplit=1)[0] or type(error).__name__
+    if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
+        reason = (
+            f"it depends on values of tensors ({reason}), by .item(), by an if or a loop over them, or by a mask as "
+            "an index; write it with torch.where, so that the same ops run at every step"
+        )
+    return f"cannot trace the loss of {model}{_place(error)}: {reason}"
+
+
+def _place(error: BaseException) -> str:
+    """Return the innermost line of the traceback that is neither torch's nor ours."""
+    ours = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
+    lines = [
+        f" at {frame.filename}:{frame.lineno}"
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith((*ours, "<"))
+    ]
+    return lines[-1] if lines else ""
+
+
+def _read(
+    graph_module: fx.GraphModule,
+    wrapped: TracedLoss,
+    views: Mapping[str, View],
+    norms: Mapping[float, str],
+    record: CaptureRecord,
+) -> Joint:
+    graph = graph_module.graph
+    canonical, tensors = named_tensors(wrapped.model)
+    bound: dict[str, str] = {}
+    inputs: dict[int, str] = {}
+    outside: dict[str, torch.Tensor] = {}
+    for node in graph.nodes:
+        if node.op != "placeholder":
+            continue
+        match node.meta["desc"]:
+            case BufferAOTInput(target=target) if target.startswith(OUTSIDE):
+                outside[node.name] = wrapped.outside[int(target.removeprefix(OUTSIDE))]
+            case ParamAOTInput(target=target) | BufferAOTInput(target=target):
+                bound[node.name] = canonical[target.removeprefix(MODEL)]
+            case PlainAOTInput(idx=index):
+                inputs[index] = node.name
+            case TangentAOTInput():
+                pass
+            case other:
+                raise CaptureError(f"the loss takes {other}, which has no place in a plan")
+    _lift_constants(graph_module, outside)
+    _drop_aliases(graph)
+    take_counts(graph, bound, norms)
+    exact_dropout(graph)
+    made = _make_views(graph, bound, views)
+    for node in graph.nodes:
+        if "_sparse_" in str(node.target):
+            raise CaptureError(
+                "a gradient is sparse, which has no place in a plan; pass sparse=False"
+            )
+    _start_from_one(graph, canonical)
+    loss, gradients, mutations = _outputs(graph.output_node(), canonical)
+    for name in set(mutations).intersection(views[name].owner for name in made):
+        raise CaptureError(
+            f"the model changes '{name}' in its forward pass, of which parameters are views; only the optimizer may "
+            "change parameters"
+        )
+    graph.lint()
+    return Joint(
+        graph_module=graph_module,
+        bound=bound,
+        inputs=tuple(inputs[i] for i in sorted(inputs)),
+        outside=outside,
+        loss=loss,
+        gradients=gradients,
+        mutations=mutations,
+        tensors={name: tensors[name] for name in dict.fromkeys(bound.values())},
+        views=made,
+        record=record,
+    )
+
+
+def _start_from_one(graph: fx.Graph, canonical: Mapping[str, str]) -> None:
+    """Make what the backward pass starts from an op; it may be a gradient itself."""
+    loss, _, _ = _outputs(graph.output_node(), canonical)
+    for node in list(graph.nodes):
+        if node.op == "placeholder" and isinstance(node.meta.get("desc"), TangentAOTInput):
+            with graph.inserting_after(loss):
+                one = graph.call_function(torch.ops.aten.ones_like.default, (loss,))
+            one.meta["val"] = loss.meta["val"]
+            node.replace_all_uses_with(one)
+            graph.erase_node(node)
+
+
+def _make_views(
+    graph: fx.Graph, bound: dict[str, str], views: Mapping[str, View]
+) -> dict[str, fx.Node]:
+    """Let placeholders of views be views of the placeholders of their owners, taken as late as can be."""
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    whole = {bound[node.name]: node for node in reversed(placeholders) if node.name in bound}
+    made: dict[str, fx.Node] = {}
+    for node in placeholders:
+        name = bound.get(node.name)
+        if name is not None and name in views:
+            del bound[node.name]
+            if isinstance(views[name].tensor, nn.Parameter):
+                layout = views[name].layout
+                args = (whole[views[name].owner], layout.size, layout.stride, layout.offset)
+                with graph.inserting_after(placeholders[-1]):
+                    made[name] = graph.call_function(torch.ops.aten.as_strided.default, args)
+                made[name].meta["val"] = node.meta["val"]
+                node.replace_all_uses_with(made[name])
+            graph.erase_node(node)
+        elif name is not None and node is not whole[name] and not node.users:
+            del bound[node.name]
+            graph.erase_node(node)
+    _sink_views(graph, bound)
+    return made
+
+
+def _sink_views(graph: fx.Graph, bound: Mapping[str, str]) -> None:
+    """Take views of parameters and buffers when they are first read, so that these need not be there before."""
+    owners = bound_aliases(graph, bound)
+    for node in reversed(list(graph.nodes)):
+        if node.op == "call_function" and owners[node] and node.users:
+            first = min(node.users)
+            if first.op == "call_function":
+                first.prepend(node)
+
+
+def _outputs(
+    output: fx.Node, canonical: Mapping[str, str]
+) -> tuple[fx.Node, dict[str, fx.Node], dict[str, fx.Node]]:
+    """Return the loss, and what comes out for parameters and buffers by name."""
+    loss: fx.Node | None = None
+    gradients: dict[str, fx.Node] = {}
+    mutations: dict[str, fx.Node] = {}
+    (values,) = output.args
+    assert isinstance(values, (tuple, list))
+    for value, description in zip(values, output.meta["desc"], strict=True):
+        match description:
+            case PlainAOTOutput():
+                assert isinstance(value, fx.Node)
+                loss = value
+            case GradAOTOutput(grad_of=ParamAOTInput(target=target)):
+                if isinstance(value, fx.Node):
+                    gradients[canonical[target.removeprefix(MODEL)]] = value
+            case InputMutationAOTOutput(mutated_input=BufferAOTInput(target=target)) if (
+                target.startswith(OUTSIDE)
+            ):
+                raise CaptureError(
+                    "loss_fn changes a tensor from outside the model in place; register it as a buffer of the model"
+                )
+            case InputMutationAOTOutput(mutated_input=BufferAOTInput(target=target)):
+                assert isinstance(value, fx.Node)
+                mutations[canonical[target.removeprefix(MODEL)]] = value
+            case GradAOTOutput() | None:
+                pass  # of the batch: nobody asked for it
+            case InputMutationAOTOutput(mutated_input=ParamAOTInput(target=target)):
+                raise CaptureError(
+                    f"the model changes its parameter '{target.removeprefix(MODEL)}' in its forward pass; only the "
+                    "optimizer may change parameters, so make it a buffer or change it between steps"
+                )
+            case InputMutationAOTOutput():
+                raise CaptureError("the loss changes its batch in place; let it change a clone")
+            case other:
+                raise CaptureError(f"the loss also returns {other}, which has no place in a plan")
+    assert loss is not None, "what is traced returns its loss"
+    return loss, gradients, mutations
+
+
+def _lift_constants(graph_module: fx.GraphModule, outside: dict[str, torch.Tensor]) -> None:
+    """Make tensors in attributes of the graph, which the loss makes of numbers, inputs of it."""
+    graph = graph_module.graph
+    first = next(iter(graph.nodes))
+    lifted: dict[str, fx.Node] = {}
+    for node in list(graph.nodes):
+        if node.op != "get_attr":
+            continue
+        target = str(node.target)
+        if target not in lifted:
+            value = operator.attrgetter(target)(graph_module)
+            with graph.inserting_before(first):
+                lifted[target] = graph.placeholder(f"constant_{len(lifted)}")
+            lifted[target].meta["val"] = node.meta.get("val", value)
+            outside[lifted[target].name] = value.detach()
+        node.replace_all_uses_with(lifted[target])
+        graph.erase_node(node)
+
+
+def _drop_aliases(graph: fx.Graph) -> None:
+    """Remove what only hides a tensor from autograd."""
+    for node in list(graph.nodes):
+        if node.target in _NO_OPS and node.users:
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)

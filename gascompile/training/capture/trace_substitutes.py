@@ -1,0 +1,147 @@
+"""Stand-ins: what a loss sees while it is traced in the place of real tensors that it has from elsewhere.
+
+A closure may hold class weights, a teacher, a parameter of the model or a view of one. While the loss is
+traced, each of them is replaced by what is traced for it; tensors of others become inputs of the program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from gascompile.core.errors import CaptureError, UnsupportedOpError
+from gascompile.training.capture.cached_casts import CachedCasts
+from gascompile.training.state.aliasing import Layout, Storages, named_tensors, places
+from gascompile.training.state.open_tensors import OpenTensor
+
+
+class StandIns:
+    """Knows the real tensors of a model by identity and by memory, and what was found beside them."""
+
+    def __init__(self, model: nn.Module, storages: Storages) -> None:
+        """Take note of the model's tensors, as they are outside of a trace."""
+        self._model, self._storages = model, storages
+        self._canonical, tensors = named_tensors(model)
+        self._names = {id(tensor): name for name, tensor in tensors.items()}
+        self._names.update((id(view.tensor), name) for name, view in storages.views.items())
+        self._owners = {
+            tensor.untyped_storage()._cdata: name
+            for name, tensor in tensors.items()
+            if name not in storages.views
+        }
+        self.outside: list[torch.Tensor] = []
+        """Tensors that are none of the model's, in the order in which they are met."""
+        self._met: list[torch.Tensor] = []
+        """Kept, as they are told apart by identity."""
+
+    @contextmanager
+    def active(self, outside: Mapping[int, torch.Tensor], *, caches: bool) -> Iterator[None]:
+        """Let the loss see what is traced.
+
+        Args:
+            outside: what is traced, by ``id`` of the real tensor; others are found and noted.
+            caches: whether autocast keeps what it casts.
+        """
+        found = dict(places(self._model))
+        traced = {name: held[leaf] for name, (held, leaf) in found.items()}
+        changed = []
+        try:
+            for name, first in self._canonical.items():
+                view = self._storages.views.get(first)
+                held, leaf = found[name]
+                if view is not None and not isinstance(view.tensor, nn.Parameter):
+                    changed.append((held, leaf, held[leaf]))
+                    owner = traced[view.owner]
+                    held[leaf] = view.layout.traced_within(
+                        owner if view.tensor.requires_grad else owner.detach()
+                    )
+                    traced[name] = held[leaf]
+                elif name != first:
+                    # One tensor under all its names, so that its gradients add up as they come, like eager's.
+                    changed.append((held, leaf, held[leaf]))
+                    held[leaf] = traced[first]
+            casts = CachedCasts(traced.values(), enabled=caches)
+            with casts.active(), _Substitution(self, traced, outside, casts):
+                yield
+        finally:
+            for held, leaf, before in changed:
+                held[leaf] = before
+
+    def of(
+        self,
+        real: torch.Tensor,
+        traced: Mapping[str, torch.Tensor],
+        known: dict[int, torch.Tensor],
+    ) -> torch.Tensor:
+        """Return what is traced for a real tensor."""
+        name = self._names.get(id(real))
+        if name is not None:
+            return traced[name]
+        if id(real) in known:
+            return known[id(real)]
+        if isinstance(real, OpenTensor):
+            return self._outside(real, known)
+        storage = real.untyped_storage()._cdata
+        other = self._storages.left.get(storage)
+        if other is not None:
+            raise CaptureError(
+                f"loss_fn uses a tensor of {list(real.shape)} that shares memory with '{other}'; register it as a "
+                "buffer of the model"
+            )
+        owner = self._owners.get(storage)
+        if owner is not None:
+            base = traced[owner] if real.requires_grad else traced[owner].detach()
+            found = Layout.of(real).traced_within(base)
+        else:
+            if real.device.type != "cpu":
+                raise UnsupportedOpError(
+                    f"loss_fn uses a tensor of {list(real.shape)} on {real.device}; move it to the CPU"
+                )
+            return self._outside(real, known)
+        self._met.append(real)
+        known[id(real)] = found
+        return found
+
+    def _outside(self, real: torch.Tensor, known: dict[int, torch.Tensor]) -> torch.Tensor:
+        if all(real is not other for other in self.outside):
+            self.outside.append(real)
+        self._met.append(real)
+        known[id(real)] = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype)
+        return known[id(real)]
+
+
+class _Substitution(TorchFunctionMode):
+    def __init__(
+        self,
+        of: StandIns,
+        traced: Mapping[str, torch.Tensor],
+        outside: Mapping[int, torch.Tensor],
+        casts: CachedCasts,
+    ) -> None:
+        super().__init__()
+        self._of, self._traced, self._known = of, traced, dict(outside)
+        self._casts = casts
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        args, kwargs = pytree.tree_map_only(torch.Tensor, self._stand_in, (args, kwargs or {}))
+        args, kwargs = self._casts.of(func, (args, kwargs))
+        return func(*args, **kwargs)
+
+    def _stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
+        if (
+            isinstance(tensor, (FakeTensor, FunctionalTensor))
+            or torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+            or tensor.is_meta
+        ):
+            return tensor
+        return self._of.of(tensor, self._traced, self._known)

@@ -1,0 +1,92 @@
+"""Traced loss: a loss over the flat leaves of a batch, as a module that AOTAutograd can trace."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from gascompile.capture.record.record import Recorder
+from gascompile.core.errors import CaptureError
+from gascompile.training.capture.trace_substitutes import StandIns
+from gascompile.training.state.aliasing import places
+from gascompile.training.state.open_tensors import outline
+
+LossFunction = Callable[[nn.Module, Any], torch.Tensor]
+MODEL, OUTSIDE = "model.", "outside_"
+"""What names of the model's tensors, and of those from outside, begin with."""
+
+
+class TracedLoss(nn.Module):
+    """A loss over the flat leaves of a batch."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: LossFunction,
+        spec: pytree.TreeSpec,
+        stand_ins: StandIns,
+        recorder: Recorder,
+        *,
+        trains: bool,
+        caches: bool,
+    ) -> None:
+        """Change nothing.
+
+        Args:
+            spec: of the batch.
+            stand_ins: what the loss sees in the place of real tensors.
+            recorder: takes note of what the loss reads in Python.
+            trains: False for the value alone.
+            caches: whether autocast keeps what it casts.
+        """
+        super().__init__()
+        self._caches = caches
+        self._recorder = recorder
+        self.model = model
+        self._loss_fn, self._spec, self._trains = loss_fn, spec, trains
+        self._stand_ins = stand_ins
+        self.outside = list(stand_ins.outside)
+        for number, tensor in enumerate(self.outside):
+            self.register_buffer(f"{OUTSIDE}{number}", outline(tensor))
+
+    def forward(self, *leaves: Any) -> torch.Tensor:
+        """Return the loss, as a tensor of its own."""
+        batch = pytree.tree_unflatten(leaves, self._spec)
+        outside = {
+            id(real): self.get_buffer(f"{OUTSIDE}{number}")
+            for number, real in enumerate(self.outside)
+        }
+        with self._stand_ins.active(outside, caches=self._caches):
+            own = [(held, leaf, held[leaf]) for _, (held, leaf) in places(self.model)]
+            with self._recorder.running():
+                loss: Any = self._loss_fn(self.model, batch)
+            _require_in_place(own)
+        scalar = isinstance(loss, torch.Tensor) and not loss.dim()
+        if not scalar or (self._trains and not loss.is_floating_point()):
+            found = (
+                f"{tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+            )
+            raise CaptureError(
+                f"loss_fn returned {found}; it has to return one floating-point scalar tensor, such as a mean"
+            )
+        if self._trains and not loss.requires_grad:
+            raise CaptureError(
+                "the loss does not depend on any parameter that requires a gradient; leave out no_grad() and detach()"
+            )
+        # A loss that is a view, or a parameter itself, would come out as what it is a view of.
+        value: torch.Tensor = loss.clone()
+        return value
+
+
+def _require_in_place(own: list[tuple[dict[str, Any], str, torch.Tensor]]) -> None:
+    """Refuse a loss after which a module has another parameter or buffer under a name."""
+    for held, leaf, tensor in own:
+        if held.get(leaf) is not tensor:
+            raise CaptureError(
+                f"the model assigns its '{leaf}' anew, which a planned step would not keep; change it in place, as by "
+                f"self.{leaf}.copy_(value)"
+            )

@@ -1,0 +1,1 @@
+"""What optimizers keep per parameter, and their updates as ops."""

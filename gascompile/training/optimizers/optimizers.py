@@ -1,0 +1,315 @@
+"""What an optimizer keeps per parameter, and its hyperparameters as the update ops take them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import fx
+from torch.fx.node import Argument
+
+from gascompile.core.errors import CheckpointError, UnsupportedOpError
+from gascompile.runtime.kernels import state_codes
+from gascompile.runtime.kernels.state_codes import SIGNED, UNSIGNED, Code
+from gascompile.training.optimizers import coded_updates, update_ops
+from gascompile.training.state.open_optimizer import listed
+
+StateForm = Literal["fp32", "8bit"]
+STATE_FORMS: tuple[StateForm, ...] = ("fp32", "8bit")
+
+_TILE_BYTES = 16 << 20
+"""Of a moment: what the window that moments stream through is made of."""
+_FEWEST_CODED = 4096
+"""Elements of a parameter: the states of smaller ones stay in float32, as they take little and matter much."""
+TOTAL = "gradient"
+"""Key of what gradients of several batches are added to."""
+_SUPPORTED = "torch.optim.AdamW, torch.optim.Adam and torch.optim.SGD"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tile:
+    """Elements ``begin`` to ``end`` of a moment of a parameter."""
+
+    parameter: str
+    key: str
+    """Name in torch's ``state``: ``exp_avg``."""
+    begin: int
+    end: int
+    code: Code | None = None
+    """How elements are kept, where that is not float32."""
+
+    @property
+    def name(self) -> str:
+        """Name in plans."""
+        form = "" if self.code is None else ":8bit"
+        return f"{self.parameter}:{self.key}{form}[{self.begin}:{self.end}]"
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of the moment."""
+        return self.end - self.begin
+
+    @property
+    def length(self) -> int:
+        """Elements of the vector in which it is kept."""
+        if self.code is None:
+            return self.num_elements
+        return state_codes.coded_bytes(self.num_elements)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of that vector."""
+        return torch.float32 if self.code is None else torch.uint8
+
+    def kept(self, values: torch.Tensor) -> torch.Tensor:
+        """Return float32 values as they are kept."""
+        return values if self.code is None else state_codes.coded(values, self.code)
+
+    def values(self, kept: torch.Tensor) -> torch.Tensor:
+        """Return the float32 values of what ``kept`` returned, or an update wrote."""
+        if self.code is None:
+            return kept
+        return state_codes.decoded(kept, self.num_elements, self.code)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slot:
+    """One trainable parameter."""
+
+    name: str
+    index: int
+    """Number in ``optimizer.state_dict()``."""
+    group: int
+    row: int
+    """Place among the group's slots: where the hyperparameters have its number of updates."""
+    is_frozen: bool
+    """Requires no gradient today."""
+    tiles: tuple[tuple[Tile, ...], ...]
+    """Per range of the parameter, one tile of each moment."""
+    ranges: tuple[tuple[int, int], ...]
+    """First element and the one after the last, in the parameter's order of memory."""
+
+    @property
+    def totals(self) -> tuple[Tile, ...]:
+        """Return what gradients of several batches are added to, a tile per range."""
+        return tuple(
+            Tile(parameter=self.name, key=TOTAL, begin=begin, end=end) for begin, end in self.ranges
+        )
+
+
+def require_rule(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse what has no update rule; ``foreach``, ``fused`` and ``capturable`` only choose torch's kernels.
+
+    Raises:
+        UnsupportedOpError: names the optimizers and the options that have one.
+    """
+    kind = type(optimizer)
+    if kind not in (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD):
+        raise UnsupportedOpError(
+            f"no update rule for {kind.__name__}; use one of {_SUPPORTED}, or pass unplanned_optimizer=True: torch "
+            "then updates all parameters at once, which have to fit memory for that time"
+        )
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        raise UnsupportedOpError(
+            f"the {kind.__name__} has step hooks, which a planned step does not call; remove them"
+        )
+    for group in optimizer.param_groups:
+        for option in ("amsgrad", "differentiable"):
+            if group.get(option):
+                raise UnsupportedOpError(
+                    f"{option}=True has no update rule; make the {kind.__name__} without it, or pass "
+                    "unplanned_optimizer=True"
+                )
+
+
+def structure(optimizer: torch.optim.Optimizer, *, moments: bool = True) -> list[list[object]]:
+    """Return what plans are made for: per group its parameters and, if wanted, which moments they have."""
+    return [
+        [
+            [id(parameter) for parameter in group["params"]],
+            moments and bool(group.get("momentum", True)),
+            moments and bool(group.get("decoupled_weight_decay", False)),
+        ]
+        for group in optimizer.param_groups
+    ]
+
+
+class Rules:
+    """How one optimizer updates its parameters."""
+
+    plans_updates = True
+    """False where torch's own optimizer updates."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        names: Mapping[int, str],
+        trained: Sequence[str],
+        states: StateForm = "fp32",
+    ) -> None:
+        """Read the optimizer's groups.
+
+        Args:
+            optimizer: over the model's parameters.
+            names: name of each parameter by its ``id``.
+            trained: parameters that the loss gives a gradient. Those that it gives none today have room, too.
+            states: how moments are kept.
+
+        Raises:
+            UnsupportedOpError: an optimizer or an option without a rule.
+            ValueError: the optimizer holds parameters that are not the model's.
+        """
+        self.require(optimizer)
+        self.optimizer, self.states = optimizer, states
+        self.is_adam = self.plans_updates and type(optimizer) is not torch.optim.SGD
+        self.slots: dict[str, Slot] = {}
+        index = 0
+        for number, group in enumerate(optimizer.param_groups):
+            for parameter in group["params"]:
+                if id(parameter) not in names:
+                    raise ValueError(
+                        f"parameter {index} of the optimizer is none of the model's; make it over model.parameters()"
+                    )
+                name = names[id(parameter)]
+                if name in trained or parameter.dtype == torch.float32:
+                    self.slots[name] = self._slot(name, index, number, parameter)
+                index += 1
+        self.rows: list[list[str]] = [[] for _ in optimizer.param_groups]
+        """Names of each group's slots, in the order of their rows."""
+        for slot in self.slots.values():
+            self.rows[slot.group].append(slot.name)
+
+    def require(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse what has no rule; see ``require_rule``."""
+        require_rule(optimizer)
+
+    def ranges(self, parameter: torch.Tensor) -> list[tuple[int, int]]:
+        """Return the ranges of a parameter that are updated one by one."""
+        return update_ops.tiles(parameter.numel(), _TILE_BYTES // parameter.element_size())
+
+    def _slot(self, name: str, index: int, group: int, parameter: torch.Tensor) -> Slot:
+        if parameter.dtype != torch.float32:
+            raise UnsupportedOpError(
+                f"'{name}' is {parameter.dtype}; keep masters in float32 and compute under torch.autocast"
+            )
+        ranges = self.ranges(parameter)
+        keys = self.keys(self.optimizer.param_groups[group])
+        is_coded = self.states == "8bit" and parameter.numel() >= _FEWEST_CODED
+        codes = {key: UNSIGNED if key == "exp_avg_sq" else SIGNED for key in keys if is_coded}
+        return Slot(
+            name=name,
+            index=index,
+            group=group,
+            row=sum(slot.group == group for slot in self.slots.values()),
+            is_frozen=not parameter.requires_grad,
+            tiles=tuple(
+                tuple(
+                    Tile(parameter=name, key=key, begin=begin, end=end, code=codes.get(key))
+                    for key in keys
+                )
+                for begin, end in ranges
+            ),
+            ranges=tuple(ranges),
+        )
+
+    def keys(self, group: Mapping[str, Any]) -> tuple[str, ...]:
+        """Return the names of a group's moments."""
+        if self.is_adam:
+            return ("exp_avg", "exp_avg_sq")
+        return ("momentum_buffer",) if group["momentum"] else ()
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """Return the names of what a group's hyperparameters begin with."""
+        return update_ops.ADAM if self.is_adam else update_ops.SGD
+
+    def hyper_length(self, group: int) -> int:
+        """Return the number of elements of ``hyper``."""
+        return len(self.options) + len(self.rows[group]) + 1
+
+    def hyper(self, group: int, counts: Mapping[str, int], number: int) -> torch.Tensor:
+        """Return the hyperparameters of a group: its options, the number of each slot's update, and of the step.
+
+        Args:
+            group: number of the group.
+            counts: updates of each slot so far.
+            number: of the step, from one on.
+        """
+        values = dict(self.optimizer.param_groups[group])
+        if self.is_adam:
+            values["beta1"], values["beta2"] = values["betas"]
+        options = [float(values[name]) for name in self.options]
+        steps = [counts[name] + 1 for name in self.rows[group]]
+        return torch.tensor([*options, *steps, number], dtype=torch.float64)
+
+    def tiles(self, *, accumulates: bool) -> list[Tile]:
+        """Return all that is kept of all parameters."""
+        found = []
+        for slot in self.slots.values():
+            found += [tile for tiles in slot.tiles for tile in tiles]
+            found += slot.totals if accumulates else ()
+        return found
+
+    def check_groups(self, groups: list[dict[str, Any]]) -> None:
+        """Refuse ``param_groups`` of another optimizer.
+
+        Raises:
+            CheckpointError: names what is different.
+        """
+        own_groups = listed(self.optimizer)["param_groups"]
+        sizes = [len(group["params"]) for group in groups]
+        own = [len(group["params"]) for group in own_groups]
+        if sizes != own:
+            raise CheckpointError(
+                f"the optimizer's state has {sizes} parameters per group, this optimizer {own}; "
+                "make it over the same parameters in the same groups"
+            )
+        for number, (group, mine) in enumerate(zip(groups, own_groups, strict=True)):
+            lacking = sorted(set(mine) - set(group) - {"param_names", "initial_lr"})
+            if lacking or self.keys(group) != self.keys(mine):
+                raise CheckpointError(
+                    f"group {number} of the optimizer's state is of another kind of optimizer than "
+                    f"{type(self.optimizer).__name__}: {lacking or 'other moments'}"
+                )
+
+    def insert(
+        self,
+        graph: fx.Graph,
+        slot: Slot,
+        nodes: Sequence[fx.Node],
+        tile_nodes: Mapping[str, fx.Node],
+        scale: fx.Node | None,
+    ) -> list[fx.Node]:
+        """Add the updates of a parameter at the graph's place of insertion.
+
+        Args:
+            graph: of the step.
+            slot: of the parameter.
+            nodes: the parameter, its gradient, and the hyperparameters of its group; or, in place of the
+                gradient, that of each range.
+            tile_nodes: of moments, by name.
+            scale: what gradients are multiplied by.
+        """
+        parameter, *gradients, hyper = nodes
+        gradients *= len(slot.tiles) if len(gradients) == 1 else 1
+        group = self.optimizer.param_groups[slot.group]
+        found = []
+        for tiles, (begin, end), gradient in zip(slot.tiles, slot.ranges, gradients, strict=True):
+            moments = [tile_nodes[tile.name] for tile in tiles]
+            is_coded = any(tile.code is not None for tile in tiles)
+            args: tuple[Argument, ...]
+            if self.is_adam:
+                decoupled = bool(group.get("decoupled_weight_decay", False))
+                place = (begin, end, decoupled) if is_coded else (begin, decoupled)
+                args = (parameter, gradient, *moments, hyper, scale, *place, slot.row)
+                target = coded_updates.adam_coded if is_coded else update_ops.adam
+            else:
+                momentum = moments[0] if moments else None
+                args = (parameter, gradient, momentum, hyper, scale, begin, end, slot.row)
+                target = coded_updates.sgd_coded if is_coded else update_ops.sgd
+            node = graph.call_function(target, args)
+            node.meta["val"] = None
+            found.append(node)
+        return found

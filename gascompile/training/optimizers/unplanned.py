@@ -1,0 +1,212 @@
+"""Unplanned optimizers: torch's own update of all parameters at once, after planned forward and backward passes.
+
+Gradients are added up in totals that persist. For an update, parameters and totals come into memory, where
+``optimizer.step()`` finds them as ever. Its state stays in memory, beside the plan.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gascompile.core.errors import CheckpointError, UnsupportedOpError
+from gascompile.core.plan import Plan
+from gascompile.core.sizes import format_size
+from gascompile.training.optimizers.optimizers import Rules
+from gascompile.training.state.open_optimizer import listed
+from gascompile.training.state.tensor_files import Entry, of_tensor
+from gascompile.training.state.train_state import States
+from gascompile.weights.checkpoint import read_safetensors_header
+
+_PREFIX = "state:"
+"""What names of an optimizer's tensors begin with in a checkpoint."""
+
+
+class UnplannedRules(Rules):
+    """Knows the parameters of any optimizer of torch's."""
+
+    plans_updates = False
+
+    def require(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse what cannot be stepped by a call alone."""
+        require_step(optimizer)
+
+    def ranges(self, parameter: torch.Tensor) -> list[tuple[int, int]]:
+        """Return one range: gradients are tensors of their own."""
+        return [(0, parameter.numel())]
+
+    def keys(self, group: Mapping[str, Any]) -> tuple[str, ...]:  # noqa: ARG002 - of all groups
+        """Return nothing: what the optimizer keeps is its own."""
+        return ()
+
+    def hyper(
+        self,
+        group: int,
+        counts: Mapping[str, int],  # noqa: ARG002 - the optimizer has its own
+        number: int,
+    ) -> torch.Tensor:
+        """Return the number of the step alone."""
+        found = torch.zeros(self.hyper_length(group), dtype=torch.float64)
+        found[-1] = number
+        return found
+
+
+def require_step(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse optimizers that more than gradients are needed for.
+
+    Raises:
+        UnsupportedOpError: says why.
+    """
+    kind = type(optimizer)
+    closure = inspect.signature(kind.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise UnsupportedOpError(
+            f"{kind.__name__} computes the loss several times per update by a closure, and a planned step computes it "
+            "once; use an optimizer whose step() takes no closure"
+        )
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise UnsupportedOpError("SparseAdam takes sparse gradients alone; use Adam")
+
+
+@contextmanager
+def _in_torch(states: States) -> Iterator[list[torch.Tensor]]:
+    """Let parameters that have gradients be in memory, and these, too; yield them. Others have none, as in eager."""
+    persistent = states.persistent
+    trained = [slot for slot in states.rules.slots.values() if slot.name in states.pending]
+    totals = {slot.name: slot.totals[0].name for slot in trained}
+    wanted = {*map(states.owner, totals), *totals.values()}
+    persistent.rest({n for n in persistent.sizes if persistent.is_away(n)} - wanted)
+    parameters = []
+    states.covers.lift()
+    try:
+        for slot in trained:
+            parameter, like = states.tensor(slot.name), states.like(slot.name)
+            parameter.data = states.in_memory(slot.name)
+            total = persistent.tensors[totals[slot.name]]
+            parameter.grad = total.as_strided(like.shape, like.stride())
+            parameters.append(parameter)
+        yield parameters
+    finally:
+        for parameter in parameters:
+            parameter.grad = None
+            parameter.data = torch.empty(0, dtype=parameter.dtype)
+        persistent.changed(wanted)
+        states.covers.put()
+
+
+def update(states: States, max_grad_norm: float | None) -> None:
+    """Let the optimizer take a step; no transfer may be under way.
+
+    Raises:
+        StorageError: a value cannot be read.
+    """
+    with _in_torch(states) as parameters:
+        totals = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        if max_grad_norm is not None:
+            torch.nn.utils.clip_grad_norm_(parameters, max_grad_norm)
+        states.optimizer.step()
+        for total in totals:
+            total.zero_()
+
+
+def changed_by(states: States) -> frozenset[str]:
+    """Return the persistent tensors that updates outside of plans change."""
+    if states.rules.plans_updates:
+        return frozenset()
+    return frozenset(map(states.owner, states.rules.slots))
+
+
+def state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Return what the tensors of an optimizer's state take."""
+    return sum(
+        value.untyped_storage().nbytes()
+        for entry in optimizer.state.values()
+        for value in entry.values()
+        if isinstance(value, torch.Tensor)
+    )
+
+
+class BudgetWatch:
+    """Says with numbers that updates need more than the budget."""
+
+    def __init__(self, transfer_bytes: int) -> None:
+        """Watch a step that has buffers of ``transfer_bytes``."""
+        self._transfer_bytes = transfer_bytes
+        self._said_bytes = 0
+
+    def look(self, states: States, plan: Plan) -> None:
+        """Warn where an update, or the plan beside the state, does not fit; again when it has become more."""
+        tier = plan.machine.compute_tier
+        budget_bytes, plan_bytes = plan.budget_bytes[tier], plan.peak_bytes[tier]
+        sizes = states.persistent.sizes
+        parameters = sum(sizes[name] for name in changed_by(states))
+        gradients = sum(sizes[slot.totals[0].name] for slot in states.rules.slots.values())
+        state = state_bytes(states.optimizer)
+        needed = max(parameters + gradients, plan_bytes) + state + self._transfer_bytes
+        if needed <= max(budget_bytes, self._said_bytes):
+            return
+        self._said_bytes = needed
+        kind = type(states.optimizer).__name__
+        warnings.warn(
+            f"{kind} is not planned: its updates hold parameters of {format_size(parameters)} and gradients of "
+            f"{format_size(gradients)} in memory, and its state of {format_size(state)} stays there beside the plan of "
+            f"{format_size(plan_bytes)}. With buffers for transfers that takes {format_size(needed)} of a budget of "
+            f"{format_size(budget_bytes)}. AdamW, Adam and SGD have planned updates, which keep it",
+            stacklevel=4,
+        )
+
+
+def kept_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Entry]:
+    """Return the tensors of an optimizer's state, for a file."""
+    return {
+        f"{_PREFIX}{index}:{key}": of_tensor(value)
+        for index, entry in listed(optimizer)["state"].items()
+        for key, value in entry.items()
+        if isinstance(value, torch.Tensor)
+    }
+
+
+def kept_values(optimizer: torch.optim.Optimizer) -> list[list[Any]]:
+    """Return the rest of the state, for JSON: number of the parameter, key and value."""
+    return [
+        [index, key, value]
+        for index, entry in listed(optimizer)["state"].items()
+        for key, value in entry.items()
+        if not isinstance(value, torch.Tensor)
+    ]
+
+
+class KeptState:
+    """An optimizer's state in a checkpoint, which alone knows what it consists of."""
+
+    def __init__(self, path: Path, values: list[list[Any]]) -> None:
+        """Take what ``kept_tensors`` has left in a file, and ``kept_values``; tensors come with ``entries``.
+
+        Raises:
+            CheckpointError: the file cannot be read.
+        """
+        self.state: dict[int, dict[str, Any]] = {}
+        self.entries: dict[str, Entry] = {}
+        for index, key, value in values:
+            self.state.setdefault(index, {})[key] = value
+        header, _ = read_safetensors_header(path)
+        for name, source in header.items():
+            if name.startswith(_PREFIX):
+                index, key = name.removeprefix(_PREFIX).split(":", maxsplit=1)
+                self._expect(name, int(index), key, source)
+
+    def _expect(self, name: str, index: int, key: str, source: Any) -> None:
+        dtype = getattr(torch, source.dtype, None)
+        if not isinstance(dtype, torch.dtype):
+            raise CheckpointError(f"'{name}' of the checkpoint is {source.dtype}, which is unknown")
+
+        def assign(value: torch.Tensor) -> None:
+            self.state.setdefault(index, {})[key] = value
+
+        self.entries[name] = Entry(dtype=dtype, shape=tuple(source.shape), assign=assign)

@@ -1,0 +1,1 @@
+"""The program, the costs and the plan of a training step."""

@@ -1,0 +1,323 @@
+"""What the ops of a step cost on this machine: the seconds and the scratch memory of each kind, measured once.
+
+The step's program is run in its order on made-up values, with little in memory: a value that does not fit is let
+go of and made up again. Kinds that were met often enough are passed over, so that it takes as long as a few
+layers do, however deep the model is. Figures are remembered beside those of the machine.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from gascompile.core import serial
+from gascompile.core.errors import BudgetExceededError, NanLossError
+from gascompile.core.machine import Budget, Machine
+from gascompile.core.program import Program
+from gascompile.core.workload import Workload
+from gascompile.cost_models.measure.rehearse import made_up
+from gascompile.machines.busy import warned_if_busy
+from gascompile.machines.op_memory import learn, learnt_bytes
+from gascompile.machines.op_times import keep_times
+from gascompile.machines.resolve import step_times_path, this_machine_name
+from gascompile.runtime.memory.pages import Pages
+from gascompile.training.planning.step_program import StepProgram
+from gascompile.training.planning.step_workload import step_workload
+
+_log = logging.getLogger(__name__)
+
+_FORMAT = "gascompile.step_costs/1"
+_NUM_RUNS = 4
+"""Of a kind; the first takes memory that the others find taken."""
+_WORTH_S = 0.02
+"""A step that runs for less is planned by formulas: measuring would take longer than it saves."""
+_MOST_BYTES = 1 << 30
+"""Of made-up values, as far as single ops do not need more."""
+_OWN = ("aten", "prims", "gascompile")
+"""Beginnings of the namespaces of ops that may be run on made-up values."""
+_UPDATES = ("gascompile_updates.adam", "gascompile_updates.sgd")
+_CALL_S = 6e-6
+"""What it takes to call an op from a plan, beside the op."""
+_REFUSALS = (
+    NanLossError,
+    ArithmeticError,
+    AssertionError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+"""Some ops look at values, and made-up ones are not theirs."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpCost:
+    """Figures of one kind of op."""
+
+    time_s: float
+    scratch_bytes: int
+    """Beside its operands and results; 0 where the process has no page memory to see it by."""
+
+
+def costed_workload(
+    program: StepProgram,
+    machine: Machine,
+    budget: Budget,
+    *,
+    cache_dir: Path,
+    pages: Pages | None,
+) -> Workload:
+    """Return the planning problem of a step with what its ops were found to take here.
+
+    Raises:
+        StorageError: ``cache_dir`` cannot be made.
+    """
+    workload = step_workload(program, machine)
+    costs = step_costs(
+        program.program,
+        workload,
+        machine,
+        cache_dir=cache_dir,
+        room_bytes=_room_bytes(program, budget.limits_bytes(machine)[machine.compute_tier]),
+        pages=pages,
+    )
+    costed = with_costs(workload, costs, device=machine.compute_tier)
+    return _with_learnt(costed, program.program, cache_dir)
+
+
+def remember(program: Program, error: BudgetExceededError, cache_dir: Path) -> bool:
+    """Keep what a stopped step has taught about its op for the next plan; False where it taught nothing."""
+    for node in program.op_nodes():
+        if node.name == error.op:
+            learn(_call(node), error.real_bytes, cache_dir)
+            return True
+    return False
+
+
+def _with_learnt(workload: Workload, program: Program, cache_dir: Path) -> Workload:
+    learnt = learnt_bytes(cache_dir)
+    if not learnt:
+        return workload
+    sizes = {node.name: learnt.get(_call(node), 0) for node in program.op_nodes()}
+    ops = tuple(
+        replace(op, workspace_bytes=max(op.workspace_bytes, sizes.get(op.name, 0)))
+        for op in workload.ops
+    )
+    return replace(workload, ops=ops)
+
+
+def _room_bytes(program: StepProgram, budget_bytes: int) -> int:
+    """Return what a budget leaves beside parameters and buffers, which may all be in memory at this time."""
+    held = [name for name in program.program.bound if name not in program.tiles]
+    return max(budget_bytes - sum(program.program.bound[name].size_bytes for name in held), 0)
+
+
+def with_costs(workload: Workload, costs: Mapping[str, OpCost], *, device: str) -> Workload:
+    """Return ``workload`` with the figures of the ops that ``costs`` names."""
+    ops = tuple(
+        replace(
+            op,
+            time_s={**op.time_s, device: costs[op.name].time_s},
+            workspace_bytes=max(op.workspace_bytes, costs[op.name].scratch_bytes),
+        )
+        if op.name in costs
+        else op
+        for op in workload.ops
+    )
+    return replace(workload, ops=ops)
+
+
+def step_costs(
+    program: Program,
+    workload: Workload,
+    machine: Machine,
+    *,
+    cache_dir: Path,
+    room_bytes: int,
+    pages: Pages | None,
+) -> Mapping[str, OpCost]:
+    """Return the costs by op name, of all that can be run on made-up values, where ``machine`` is this one.
+
+    The first plan of a program takes about as long as a step of four layers to measure them, and a third of
+    ``room_bytes`` beside what the single op needs.
+
+    Raises:
+        StorageError: ``cache_dir`` cannot be made.
+    """
+    total_s = sum(op.time_s[machine.compute_tier] for op in workload.ops)
+    if machine.name != this_machine_name() or total_s < _WORTH_S:
+        return {}
+    kinds = {node: _kind(node) for node in program.op_nodes()}
+    path = step_times_path(cache_dir)
+    known = _read(path)
+    missing = {kind for kind in kinds.values() if kind is not None} - set(known)
+    if missing:
+        rehearsal = _Rehearsal(kinds, missing, min(room_bytes // 3, _MOST_BYTES))
+        context = pages.active(0) if pages else torch.no_grad()
+        quiet = warned_if_busy("this step")
+        with quiet, context, torch.no_grad(), torch.random.fork_rng(devices=()):
+            # A step finds its pages taken by the one before; so are these, before anything is timed.
+            torch.empty(min(room_bytes // 3, _MOST_BYTES), dtype=torch.uint8).fill_(0)
+            known = {**known, **rehearsal.run(pages)}
+        if pages is not None:
+            pages.trim()
+        text = json.dumps({"format": _FORMAT, "costs": serial.to_json(known)}, indent=1)
+        keep_times(path, text)
+    return {node.name: known[kind] for node, kind in kinds.items() if kind and kind in known}
+
+
+def _kind(node: fx.Node) -> str | None:
+    """Return what an op's cost depends on; ``None`` where sizes are not known, or the op is a user's own.
+
+    The latter may do more than return a value, and may check less than torch's ops do.
+    """
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload) and not target.namespace.startswith(_OWN):
+        return None
+    for leaf in pytree.tree_leaves((node.args, node.kwargs)):
+        for value in pytree.tree_leaves(leaf.meta.get("val") if isinstance(leaf, fx.Node) else ()):
+            if isinstance(value, torch.Tensor) and not all(
+                isinstance(n, int) for n in (*value.shape, *value.stride())
+            ):
+                return None
+    return _call(node)
+
+
+def _call(node: fx.Node) -> str:
+    """Return an op in words, with its constants and how its tensors lie."""
+    target = node.target
+    parts = [f"{torch.get_num_threads()} threads", str(node.target)]
+    # Last of an update's arguments is the parameter's row, which costs nothing.
+    args = node.args[:-1] if str(target).startswith(_UPDATES) else node.args
+    for leaf in pytree.tree_leaves((args, node.kwargs)):
+        if not isinstance(leaf, fx.Node):
+            parts.append(repr(leaf))
+            continue
+        parts += [
+            f"{value.dtype}{tuple(value.shape)}{tuple(value.stride())}"
+            for value in pytree.tree_leaves(leaf.meta.get("val"))
+            if isinstance(value, torch.Tensor)
+        ]
+    return " ".join(parts)
+
+
+class _Rehearsal:
+    """A program on made-up values, of which few are in memory at a time."""
+
+    def __init__(
+        self,
+        kinds: Mapping[fx.Node, str | None],
+        wanted: set[str],
+        most_bytes: int,
+    ) -> None:
+        self._kinds, self._wanted, self._most_bytes = kinds, wanted, most_bytes
+        self._counts = Counter(kinds.values())
+        self._values: dict[fx.Node, Any] = {}
+        """In the order of their last use."""
+        last = {source: node for node in kinds for source in node.all_input_nodes}
+        self._frees: dict[fx.Node, list[fx.Node]] = defaultdict(list)
+        for source, reader in last.items():
+            self._frees[reader].append(source)
+
+    def run(self, pages: Pages | None) -> dict[str, OpCost]:
+        """Return what was found by kind."""
+        times_s: dict[str, list[float]] = defaultdict(list)
+        scratch_bytes: dict[str, int] = defaultdict(int)
+        for node, kind in self._kinds.items():
+            # One that occurs once is run again, as its first run takes new pages for its result.
+            for _ in range(1 if self._counts[kind] > 1 else 2):
+                if kind not in self._wanted or len(times_s[kind]) >= _NUM_RUNS:
+                    break
+                inputs = {source: self._input(source) for source in node.all_input_nodes}
+                self._evict(set(inputs))
+                found = self._call(node, inputs, pages)
+                if found is None:
+                    self._wanted.discard(kind)
+                else:
+                    times_s[kind].append(found.time_s)
+                    scratch_bytes[kind] = max(scratch_bytes[kind], found.scratch_bytes)
+            for source in self._frees[node]:
+                self._values.pop(source, None)
+        self._values.clear()
+        return {
+            kind: OpCost(_typical(found), scratch_bytes[kind])
+            for kind, found in times_s.items()
+            if found
+        }
+
+    def _call(
+        self, node: fx.Node, inputs: Mapping[fx.Node, Any], pages: Pages | None
+    ) -> OpCost | None:
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), inputs.__getitem__)
+        assert callable(node.target)
+        self._values.pop(node, None)
+        before = pages.mark() if pages else 0
+        start_s = time.perf_counter()
+        try:
+            value = node.target(*args, **kwargs)
+        except _REFUSALS:
+            return None
+        time_s = time.perf_counter() - start_s
+        made_bytes = (pages.live_bytes - before) if pages else 0
+        scratch_bytes = (pages.peak_bytes - before - made_bytes) if pages else 0
+        self._values[node] = value
+        return OpCost(time_s + _CALL_S, max(scratch_bytes, 0))
+
+    def _input(self, node: fx.Node) -> Any:
+        found = self._values.pop(node, None)
+        if found is None:
+            found = pytree.tree_map_only(torch.Tensor, made_up, node.meta.get("val"))
+        self._values[node] = found
+        return found
+
+    def _evict(self, kept: set[fx.Node]) -> None:
+        """Let go of what was not used for longest until what is left fits."""
+        sizes: dict[int, int] = {}
+        for value in self._values.values():
+            sizes.update(_storages(value))
+        total = sum(sizes.values())
+        for node in [n for n in self._values if n not in kept]:
+            if total <= self._most_bytes:
+                return
+            going = dict(_storages(self._values.pop(node)))
+            still = {address for value in self._values.values() for address, _ in _storages(value)}
+            total -= sum(size for address, size in going.items() if address not in still)
+
+
+def _storages(value: Any) -> Iterator[tuple[int, int]]:
+    for tensor in pytree.tree_leaves(value):
+        if isinstance(tensor, torch.Tensor):
+            storage = tensor.untyped_storage()
+            yield storage.data_ptr(), storage.nbytes()
+
+
+def _typical(times_s: list[float]) -> float:
+    """Return the median, without the first where there are more."""
+    later = sorted(times_s[1:] or times_s)
+    return later[(len(later) - 1) // 2]
+
+
+def _read(path: Path) -> Mapping[str, OpCost]:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        if data["format"] != _FORMAT:
+            return {}
+        return {
+            str(kind): OpCost(float(cost["time_s"]), int(cost["scratch_bytes"]))
+            for kind, cost in data["costs"].items()
+        }
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        _log.warning("the remembered costs %s are damaged and measured again: %s", path, error)
+        return {}

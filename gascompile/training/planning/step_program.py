@@ -1,0 +1,326 @@
+"""Step program: forward, backward and updates as one program, each gradient consumed as soon as it is whole.
+
+A parameter is updated after the last op that reads it, so its gradient lives no longer than it must. Under
+clipping by the global norm all gradients have to be there first, and the updates stand at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from gascompile.core.errors import PlanMismatchError
+from gascompile.core.program import BoundSpec, InputSpec, Program
+from gascompile.passes.graph.bound_aliases import bound_aliases
+from gascompile.training.capture.joint import Joint
+from gascompile.training.optimizers import update_ops
+from gascompile.training.optimizers.optimizers import Rules, Slot, Tile
+
+RANDOM = "random numbers"
+"""What ops draw from and thereby change, so that none of them runs again with other numbers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOptions:
+    """What a step does beside its updates."""
+
+    trains: bool = True
+    """False for the loss alone."""
+    max_grad_norm: float | None = None
+    accumulates: bool = False
+    """Gradients are added to totals that persist, and updates take the totals."""
+    updates: bool = True
+    """False for a step that only adds to the totals."""
+    pending: frozenset[str] = frozenset()
+    """Parameters whose totals hold gradients of batches before, whether this one adds to them or not."""
+    refuses_nan: bool = False
+    """A loss that is NaN ends the step before anything that persists has changed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepProgram:
+    """A program whose single output is the loss."""
+
+    program: Program
+    tiles: Mapping[str, Tile]
+    """Moments and totals by their name in the program."""
+    outside: tuple[torch.Tensor, ...]
+    """Inputs after the batch's leaves."""
+    num_groups: int
+    """Hyperparameters come after those, a tensor per group."""
+    gradients: frozenset[str]
+    """Parameters of the optimizer that the batch gives a gradient; others are left as they are."""
+
+    def require_outside(self) -> None:
+        """Refuse tensors from outside the model that are not what they were when the step was planned.
+
+        Raises:
+            PlanMismatchError: names the shapes.
+        """
+        last = len(self.program.inputs) - self.num_groups
+        specs = self.program.inputs[last - len(self.outside) : last]
+        for spec, tensor in zip(specs, self.outside, strict=True):
+            if tuple(tensor.shape) != spec.shape:
+                raise PlanMismatchError(
+                    f"a tensor from outside the model that loss_fn uses was {list(spec.shape or ())} and is "
+                    f"{list(tensor.shape)} now; change only its values, or pass it in the batch"
+                )
+
+
+def step_program(joint: Joint, rules: Rules, *, name: str, options: StepOptions) -> StepProgram:
+    """Return the program of one step; ``joint`` is used up."""
+    graph = joint.graph_module.graph
+    builder = _Builder(joint, rules, options)
+    builder.copy_what_is_bound()
+    builder.find_ends()
+    builder.copy_back()
+    if options.trains:
+        builder.take_gradients()
+    output = graph.output_node()
+    output.args = ((joint.loss,),)
+    output.meta.pop("desc", None)
+    _remove_unused(graph)
+    graph.lint()
+    joint.graph_module.recompile()
+    return builder.finish(name)
+
+
+class _Builder:
+    def __init__(self, joint: Joint, rules: Rules, options: StepOptions) -> None:
+        self._joint, self._rules, self._options = joint, rules, options
+        self._graph = joint.graph_module.graph
+        self._nodes = {node.name: node for node in self._graph.nodes}
+        self._parameter: dict[str, fx.Node] = {}
+        for placeholder, name in joint.bound.items():
+            self._parameter.setdefault(name, self._nodes[placeholder])
+        self._parameter.update(joint.views)
+        self._gradient = dict(joint.gradients)
+        self._mutations = dict(joint.mutations)
+        self._ends: dict[str, fx.Node] = {}
+        self._check: fx.Node | None = None
+        self._tiles: dict[str, Tile] = {}
+        self._tile_nodes: dict[str, fx.Node] = {}
+        self._hyper: list[fx.Node] = []
+        with self._graph.inserting_before(next(iter(self._graph.nodes))):
+            self._add_placeholders()
+
+    def _add_placeholders(self) -> None:
+        """Add all that persists, whether this step touches it or not: memory is planned for all of it.
+
+        What is kept of frozen parameters is out of memory.
+        """
+        touched = self._gradient.keys() | self._options.pending
+        for slot in self._rules.slots.values():
+            if slot.is_frozen and slot.name not in touched:
+                continue
+            wanted = [tile for tiles in slot.tiles for tile in tiles]
+            if self._options.accumulates:
+                wanted += slot.totals
+            for tile in wanted:
+                node = self._graph.placeholder(f"moment_{len(self._tiles)}")
+                node.meta["val"] = (
+                    self._parameter[slot.name]
+                    .meta["val"]
+                    .new_empty((tile.length,), dtype=tile.dtype)
+                )
+                self._tiles[tile.name] = tile
+                self._tile_nodes[tile.name] = node
+        for number in range(len(self._rules.optimizer.param_groups)):
+            node = self._graph.placeholder(f"hyper_{number}")
+            node.meta["val"] = self._joint.loss.meta["val"].new_empty(
+                (self._rules.hyper_length(number),), dtype=torch.float64
+            )
+            self._hyper.append(node)
+
+    def _place(self) -> dict[fx.Node, int]:
+        return {node: number for number, node in enumerate(self._graph.nodes)}
+
+    def copy_what_is_bound(self) -> None:
+        """Copy gradients and new values that are parameters or buffers, or views of some, before these change."""
+        owners = bound_aliases(self._graph, self._joint.bound)
+        *_, last = (node for node in self._graph.nodes if node.op == "placeholder")
+        for values in (self._gradient, self._mutations):
+            for name, value in values.items():
+                if owners.get(value):
+                    with self._graph.inserting_after(last if value.op == "placeholder" else value):
+                        copy = self._graph.call_function(torch.ops.aten.clone.default, (value,))
+                    copy.meta["val"] = value.meta["val"]
+                    values[name] = copy
+
+    def _owner(self, name: str) -> str:
+        """Return the bound tensor that has a parameter's memory."""
+        view = self._joint.views.get(name)
+        if view is None:
+            return name
+        (whole,) = view.all_input_nodes
+        return self._joint.bound[whole.name]
+
+    def find_ends(self) -> None:
+        """Find the last node that reads each bound tensor, directly or through views, or makes its gradient."""
+        owners = bound_aliases(self._graph, self._joint.bound)
+        for node in self._graph.nodes:
+            if node.op == "call_function":
+                for read in node.all_input_nodes:
+                    self._ends.update(dict.fromkeys(owners[read], node))
+        for name, gradient in self._gradient.items():
+            owner = self._owner(name)
+            self._ends[owner] = self._later(self._ends.get(owner, gradient), gradient)
+        if self._options.refuses_nan:
+            loss = self._joint.loss
+            with self._graph.inserting_after(loss):
+                self._check = self._graph.call_function(
+                    update_ops.refuse_nan, (loss, self._hyper[0])
+                )
+            self._check.meta["val"] = None
+
+    def _later(self, *nodes: fx.Node | None) -> fx.Node:
+        last, *rest = [node for node in nodes if node is not None]
+        for node in rest:
+            last = node if last < node else last
+        return last
+
+    def copy_back(self) -> None:
+        """Let buffers have their new values in place, after all that reads the old ones."""
+        for name, value in self._mutations.items():
+            buffer = self._parameter[name]
+            after = self._later(value, self._ends.get(name), self._check)
+            if after.op == "placeholder":
+                *_, after = (node for node in self._graph.nodes if node.op == "placeholder")
+            with self._graph.inserting_after(after):
+                node = self._graph.call_function(torch.ops.aten.copy_.default, (buffer, value))
+            node.meta["val"] = buffer.meta["val"]
+
+    def take_gradients(self) -> None:
+        """Add what becomes of gradients: sums, their norm, updates."""
+        options, slots = self._options, self._updated()
+        clips = options.max_grad_norm is not None and options.updates
+        sharing: dict[str, list[Slot]] = {}
+        for slot in slots:
+            sharing.setdefault(self._owner(slot.name), []).append(slot)
+        for owner, members in sharing.items():
+            end = self._ends.get(owner, self._joint.loss)
+            anchor = self._anchor(self._later(end, self._check))
+            with self._graph.inserting_before(anchor):
+                for slot in members:
+                    if options.accumulates and slot.name in self._gradient:
+                        self._accumulate(slot)
+                    if options.updates and not clips:
+                        self._update(slot, self._taken(slot), None)
+            self._graph.erase_node(anchor)
+        if clips:
+            assert options.max_grad_norm is not None
+            with self._graph.inserting_before(self._graph.output_node()):
+                scale = self._clip(options.max_grad_norm)
+                for slot in slots:
+                    self._update(slot, self._taken(slot), scale)
+
+    def _updated(self) -> list[Slot]:
+        """Return the parameters that have a gradient; as in eager, others do not even decay."""
+        touched = self._gradient.keys() | self._options.pending
+        return [slot for slot in self._rules.slots.values() if slot.name in touched]
+
+    def _anchor(self, after: fx.Node) -> fx.Node:
+        with self._graph.inserting_after(after):
+            return self._graph.call_function(torch.ops.aten.detach.default, (after,))
+
+    def _taken(self, slot: Slot) -> list[fx.Node]:
+        """Return what is updated with: the gradient, or the totals of its ranges."""
+        if self._options.accumulates:
+            return [self._tile_nodes[tile.name] for tile in slot.totals]
+        return [self._gradient[slot.name]]
+
+    def _accumulate(self, slot: Slot) -> None:
+        gradient = self._gradient[slot.name]
+        layout = self._parameter[slot.name].meta["val"]
+        for total, (begin, _) in zip(self._taken(slot), slot.ranges, strict=True):
+            args = (total, gradient, list(layout.shape), list(layout.stride()), begin)
+            node = self._graph.call_function(update_ops.accumulate, args)
+            node.meta["val"] = None
+
+    def _clip(self, limit: float) -> fx.Node:
+        """Add the norm of all gradients; return what they are multiplied by."""
+        val = self._joint.loss.meta["val"]
+        norms = []
+        for slot in self._updated():
+            for gradient in self._taken(slot):
+                norm = self._graph.call_function(
+                    torch.ops.aten.linalg_vector_norm.default, (gradient,)
+                )
+                norm.meta["val"] = val.new_empty(())
+                norms.append(norm)
+        scale = self._graph.call_function(update_ops.clip_scale, (norms, limit))
+        scale.meta["val"] = val.new_empty(())
+        return scale
+
+    def _update(self, slot: Slot, gradients: list[fx.Node], scale: fx.Node | None) -> None:
+        nodes = (self._parameter[slot.name], *gradients, self._hyper[slot.group])
+        self._rules.insert(self._graph, slot, nodes, self._tile_nodes, scale)
+        for total in gradients if self._options.accumulates else ():
+            zero = self._graph.call_function(torch.ops.aten.zero_.default, (total,))
+            zero.meta["val"] = total.meta["val"]
+
+    def finish(self, name: str) -> StepProgram:
+        joint, graph = self._joint, self._graph
+        bindings = {**joint.bound, **{node.name: tile for tile, node in self._tile_nodes.items()}}
+        nodes = {node.name: node for node in graph.nodes}
+        bound = {bindings[p]: _bound(nodes[p]) for p in bindings}
+        options = self._options
+        updated = self._updated() if options.trains and options.updates else ()
+        changed = {self._owner(slot.name) for slot in updated}
+        states = {*self._tiles, *changed, *joint.mutations}
+        inputs = (*joint.inputs, *joint.outside, *(node.name for node in self._hyper))
+        program = Program(
+            name=name,
+            graph_module=joint.graph_module,
+            inputs=tuple(_input(nodes[node], i) for i, node in enumerate(inputs)),
+            bindings=bindings,
+            bound=bound,
+            states=frozenset(states),
+            in_spec="",
+            out_spec="",
+        )
+        return StepProgram(
+            program=program,
+            tiles=self._tiles,
+            outside=tuple(joint.outside.values()),
+            num_groups=len(self._hyper),
+            gradients=frozenset(self._gradient).intersection(self._rules.slots),
+        )
+
+
+def _bound(node: fx.Node) -> BoundSpec:
+    value = node.meta["val"]
+    return BoundSpec(dtype=str(value.dtype).removeprefix("torch."), shape=tuple(value.shape))
+
+
+def _input(node: fx.Node, number: int) -> InputSpec:
+    value = node.meta.get("val")
+    path = f"inputs[{number}]"
+    if not isinstance(value, torch.Tensor):
+        return InputSpec(name=node.name, path=path, constant=repr(value))
+    dtype = str(value.dtype).removeprefix("torch.")
+    return InputSpec(name=node.name, path=path, dtype=dtype, shape=tuple(value.shape))
+
+
+def _remove_unused(graph: fx.Graph) -> None:
+    """Erase ops whose results nobody reads and that change nothing."""
+    for node in reversed(list(graph.nodes)):
+        if node.op != "call_function" or node.users:
+            continue
+        target = node.target
+        mutable = isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
+        mutable = mutable or target is update_ops.refuse_nan
+        if not mutable and not is_random(node):
+            graph.erase_node(node)
+
+
+def is_random(node: fx.Node) -> bool:
+    """Return whether an op draws random numbers."""
+    target = node.target
+    return (
+        isinstance(target, torch._ops.OpOverload)
+        and torch.Tag.nondeterministic_seeded in target.tags
+    )

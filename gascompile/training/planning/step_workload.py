@@ -1,0 +1,73 @@
+"""Step workload: the planning problem of a training step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from torch import fx
+
+from gascompile.core.machine import Machine
+from gascompile.core.true_strides import true_strides
+from gascompile.core.workload import TensorKind, TensorSpec, Workload
+from gascompile.passes.graph.annotate import annotate
+from gascompile.training.optimizers import coded_updates, update_ops
+from gascompile.training.planning.step_program import RANDOM, StepProgram, is_random
+
+_SCALARS_BYTES = 512
+"""Results of one element, as the allocator rounds them up."""
+
+
+def step_workload(program: StepProgram, machine: Machine) -> Workload:
+    """Return the planning problem of a step: parameters that change, moments, and a source of random numbers."""
+    with true_strides():
+        found = annotate(program.program, machine).workload
+    nodes = {node.name: node for node in program.program.op_nodes()}
+    drawing = {op.name for op in found.ops if is_random(nodes[op.name])}
+    ops = tuple(
+        replace(
+            op,
+            writes=(*op.writes, RANDOM) if op.name in drawing else op.writes,
+            workspace_bytes=op.workspace_bytes + _own_bytes(nodes[op.name]),
+        )
+        for op in found.ops
+    )
+    # What the program changes is moved like a weight: the plan decides, not its kind.
+    tensors = tuple(
+        replace(t, kind=TensorKind.WEIGHT)
+        if t.kind is TensorKind.STATE and t.name not in program.tiles
+        else t
+        for t in found.tensors
+    )
+    if drawing:
+        tensors = (*tensors, TensorSpec(name=RANDOM, size_bytes=0, kind=TensorKind.INPUT))
+    return replace(found, ops=ops, tensors=tensors)
+
+
+def _own_bytes(node: fx.Node) -> int:
+    """Return what an update op allocates inside, where fake tensors do not see it."""
+    values: list[Any] = [arg.meta["val"] if isinstance(arg, fx.Node) else arg for arg in node.args]
+    match node.target:
+        case update_ops.adam:
+            parameter, gradient, moment, _, _, scale, *_ = values
+            return update_ops.workspace_bytes(
+                parameter, gradient, moment.numel(), scaled=scale is not None
+            )
+        case update_ops.sgd:
+            parameter, gradient, *_, begin, end, _ = values
+            return update_ops.workspace_bytes(parameter, gradient, end - begin, scaled=True)
+        case coded_updates.adam_coded:
+            parameter, gradient, _, _, _, scale, begin, end, *_ = values
+            return coded_updates.workspace_bytes(
+                parameter, gradient, end - begin, scaled=scale is not None
+            )
+        case coded_updates.sgd_coded:
+            parameter, gradient, *_, begin, end, _ = values
+            return coded_updates.workspace_bytes(parameter, gradient, end - begin, scaled=True)
+        case update_ops.accumulate:
+            total, gradient, shape, stride, _ = values
+            layout = gradient.new_empty_strided(shape, stride)
+            return update_ops.workspace_bytes(layout, gradient, total.numel(), scaled=False)
+        case update_ops.clip_scale:
+            return _SCALARS_BYTES + 8 * len(node.all_input_nodes)
+    return 0

@@ -1,0 +1,135 @@
+"""Covers: all tensors of a model whose values a step has, and what else of a model and its optimizer follows them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from gascompile.core.errors import OpenStepError, UnsupportedOpError
+from gascompile.training.state.aliasing import places
+from gascompile.training.state.open_tensors import Cover, OpenTensor
+
+
+class Covers:
+    """Opens a model's tensors, and closes them."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        like: Callable[[str], torch.Tensor],
+        value: Callable[[str], torch.Tensor],
+        assign: Callable[[str, torch.Tensor], None],
+    ) -> None:
+        """Change nothing yet.
+
+        Args:
+            model: the owner of ``tensors``.
+            tensors: by the names that the other arguments take.
+            like: returns a tensor that has the layout alone.
+            value: returns a copy.
+            assign: takes a new value.
+        """
+        self._model = model
+        self._covers = [
+            Cover(name, tensor, like(name), partial(value, name), partial(assign, name))
+            for name, tensor in tensors.items()
+        ]
+        # Once, where a module has several names.
+        found = {(id(held), leaf): (held, leaf, held[leaf]) for _, (held, leaf) in places(model)}
+        self._places = list(found.values())
+        self._modules = list(model.modules())
+        self._handles = [
+            module.register_state_dict_post_hook(_with_values) for module in self._modules
+        ]
+        self._handles.append(register_optimizer_step_pre_hook(_refuse_open))
+        self.put()
+
+    def put(self) -> None:
+        """Let all tensors be open."""
+        for cover in self._covers:
+            cover.put()
+
+    def lift(self) -> None:
+        """Let all be as they were, without values; idempotent."""
+        for cover in self._covers:
+            cover.lift()
+
+    @contextmanager
+    def lifted(self) -> Iterator[None]:
+        """Let them be as they were for a time."""
+        self.lift()
+        try:
+            yield
+        finally:
+            self.put()
+
+    def changed(self) -> None:
+        """Take note that a step has changed values."""
+        for cover in self._covers:
+            cover.forget_copy()
+
+    def require_in_place(self) -> None:
+        """Refuse a model that has other tensors than those that the step has, or gradients that it would not see.
+
+        Raises:
+            OpenStepError: a gradient was computed outside of the step.
+            UnsupportedOpError: the model has changed.
+        """
+        count = sum(len(m._parameters) + len(m._buffers) for m in self._modules)
+        same = all(held.get(leaf) is tensor for held, leaf, tensor in self._places)
+        none = sum(
+            v is None
+            for m in self._modules
+            for v in (*m._parameters.values(), *m._buffers.values())
+        )
+        if (
+            not same
+            or count - none != len(self._places)
+            or list(self._model.modules()) != self._modules
+        ):
+            raise UnsupportedOpError(
+                f"{type(self._model).__name__} has other modules, parameters or buffers than the step was made for; "
+                "close the step, change the model and the optimizer, and compile a new one"
+            )
+        for cover in self._covers:
+            if cover.has_gradient:
+                raise OpenStepError(
+                    f"'{cover.name}' has a gradient from outside of the step, which no update would use; put what it "
+                    "is of into loss_fn, or call zero_grad()"
+                )
+
+    def close(self) -> None:
+        """Lift all for good, before values come back; idempotent."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self.lift()
+        for cover in self._covers:
+            cover.is_closed = True
+
+
+def _with_values(module: nn.Module, state: Any, prefix: str, _metadata: Any) -> None:
+    """Let a state hold plain copies; tensors that are one tensor have one copy."""
+    for held in (module._parameters, module._buffers):
+        for leaf, own in held.items():
+            found = state.get(prefix + leaf)
+            if isinstance(found, OpenTensor) and found is not own and isinstance(own, OpenTensor):
+                state[prefix + leaf] = own._cover.shared_copy()
+
+
+def _refuse_open(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if isinstance(parameter, OpenTensor):
+                raise OpenStepError(
+                    f"'{parameter._cover.name}' belongs to an open training step, which updates it by itself; leave "
+                    f"out step() of this {type(optimizer).__name__}, or put all parameters into groups of one optimizer"
+                )

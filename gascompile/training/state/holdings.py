@@ -1,0 +1,156 @@
+"""Holdings: the values that an open step has, and how they go back, whoever closes the step or forgets to."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from torch import nn
+
+from gascompile.core.errors import GASCompileError, StorageError
+from gascompile.core.waiting import life, require_life
+from gascompile.training.attempt import Attempt, begin
+from gascompile.training.state.checkpoints import CheckpointFolder
+from gascompile.training.state.train_state import States
+from gascompile.training.unfinished import Unfinished
+from gascompile.training.unit_table import UnitTable
+from gascompile.training.units import OPEN, Unit, UnitMaker
+
+_log = logging.getLogger(__name__)
+
+
+class Holdings:
+    """Outlives its step, which must not be reachable from here, until all is given back."""
+
+    def __init__(self, model: nn.Module, maker: UnitMaker, units: UnitTable) -> None:
+        """Hold nothing yet."""
+        self._model, self._maker, self._units = model, maker, units
+        self._life = life()
+        self.folders: dict[Path, CheckpointFolder] = {}
+        self.failure = ""
+        """What ended a step after which values may be half updated."""
+        self.unfinished = Unfinished(units)
+        self.is_closed = False
+        self._attempt = Attempt()
+        self._said: list[Callable[[], None]] = []
+        maker.before_access = self.settled
+
+    @property
+    def states(self) -> States | None:
+        """Return the values, from the first plan until the end."""
+        return self._maker.states
+
+    def settle(self, unit: Unit) -> None:
+        """Let no transfer of a unit be under way.
+
+        Raises:
+            StorageError: one failed.
+        """
+        try:
+            unit.iteration.settle()
+        except StorageError as error:
+            self.failure = str(error)
+            raise
+
+    def settle_all(self) -> None:
+        """Let no transfer be under way."""
+        for unit in self._units:
+            self.settle(unit)
+
+    def require_whole(self) -> None:
+        """Refuse values that may be half updated.
+
+        Raises:
+            ForkedError: the step is of another process, as are its files.
+            StorageError: says what ended the step.
+        """
+        require_life(self._life, "the training step")
+        if self.failure:
+            raise StorageError(
+                f"a step has failed ({self.failure}), and parameters may be half updated; "
+                "restore the last checkpoint with load(folder) or load_state_dict(state)"
+            )
+
+    def settled(self) -> None:
+        """Let values be whole, wherever they are; called before somebody reads or writes one."""
+        self.require_whole()
+        self.settle_all()
+
+    def close(self) -> None:
+        """Put values back into the model and the optimizer; give memory and files back. Idempotent.
+
+        An own thread does it, so that no interrupt leaves it half done. The first one that comes is raised when all
+        is back; after another, a second call waits for the end.
+
+        Raises:
+            StorageError: a value cannot be read; it stays where it is, and another call tries again.
+        """
+        self.is_closed = True
+        attempt = self._attempt
+        if not attempt.is_over:
+            begin(partial(self._finish, attempt))
+            try:
+                attempt.wait()
+            except BaseException:
+                attempt.wait()
+                raise
+        while self._said:
+            # By the caller: a handler's lock may be the caller's.
+            self._said.pop(0)()
+        if attempt.error is not None:
+            raise attempt.error
+
+    def _finish(self, attempt: Attempt) -> None:
+        """Give all back, unless another thread does; what has been given back is not touched again."""
+        if not attempt.claim():
+            return
+        try:
+            self._give_back()
+        except BaseException as error:  # noqa: BLE001 - the caller raises it
+            attempt.error = error
+            self._attempt = Attempt()
+        attempt.end()
+
+    def _give_back(self) -> None:
+        for checkpoints in self.folders.values():
+            checkpoints.close()
+        states, units = self.states, list(self._units)
+        if states is None:
+            return
+        if not self.failure and not self.unfinished.tidied(states.persistent):
+            self.failure = "it was interrupted"
+        if self.failure:
+            text = "a step has failed (%s): what goes back into the model may be half updated"
+            self._said.append(partial(_log.warning, text, self.failure))
+        for unit in units:
+            unit.iteration.settle()
+            # What activations took is free again before values come back.
+            unit.iteration.close()
+        if self.failure:
+            states.persistent.recover()
+        warned = states.give_back(moments=not self.failure)
+        self._said += [partial(warnings.warn, text, stacklevel=4) for text in warned]
+        states.storages.restore()
+        # All is in the model again.
+        states.persistent.close()
+        self._units.clear()
+        self._maker.states = None
+        OPEN.discard(self._model)
+
+    def dropped(self) -> None:
+        """Close in the place of a step that nobody has closed, and say so."""
+        if (self.is_closed and self.states is None) or self._life is not life():
+            return
+        if self.states is not None and not self.is_closed:
+            _log.warning(
+                "a training step of %s was dropped without close(); its values go back into the model now. Use it in a "
+                "'with', or call close()",
+                type(self._model).__name__,
+            )
+        try:
+            self.close()
+        except (GASCompileError, OSError) as error:
+            _log.error("values of %s are lost: %s", type(self._model).__name__, error)

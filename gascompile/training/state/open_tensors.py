@@ -1,0 +1,286 @@
+"""Open tensors: what a model's parameters and buffers are while a step has their values.
+
+They have their shapes, and no memory. An op that reads one gets a copy of its value from wherever it is; one that
+writes to it, or to a view of it, has the value written back. What cannot be answered so raises ``OpenStepError``:
+an open tensor never stands for values that are not the model's.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from gascompile.core.errors import OpenStepError
+
+Change = Callable[[torch.Tensor], Any]
+"""A view, of a tensor that may be on the meta device."""
+_HIDDEN = ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
+"""Ops that write to arguments of which their schema does not say so."""
+_HIDDEN_ARGUMENTS = ("running_mean", "running_var")
+
+
+class Cover:
+    """The value of one tensor of a model, as the step that has it knows it."""
+
+    def __init__(
+        self,
+        name: str,
+        tensor: torch.Tensor,
+        like: torch.Tensor,
+        value: Callable[[], torch.Tensor],
+        assign: Callable[[torch.Tensor], None],
+    ) -> None:
+        """Change nothing yet.
+
+        Args:
+            name: in the model.
+            tensor: the model's own, which has values again once the cover is lifted.
+            like: has its layout alone.
+            value: returns a copy.
+            assign: takes a new value.
+        """
+        self.name, self.tensor = name, tensor
+        self._like, self._value, self._assign = like, value, assign
+        self._own = type(tensor)
+        self._shell: torch.Tensor | None = None
+        """Has the tensor's own memory while the step is open."""
+        self._copy: weakref.ref[torch.Tensor] | None = None
+        self.is_closed = False
+
+    def put(self) -> None:
+        """Let the model's tensor be open."""
+        kind = _open_kind(self._own)
+        shell = _made(kind, self, self._like, (), requires_grad=self.tensor.requires_grad)
+        self._swap(shell, kind, self._own)
+        self.tensor.__dict__.update(_cover=self, _views=())
+        self._shell = shell
+
+    def lift(self) -> None:
+        """Let it be as it was, but for what it requires."""
+        shell, self._shell = self._shell, None
+        if shell is None:
+            return
+        with torch._C.DisableTorchFunctionSubclass():
+            requires_grad = self.tensor.requires_grad
+        for key in ("_cover", "_views"):
+            self.tensor.__dict__.pop(key, None)
+        self._swap(shell, self._own, _open_kind(self._own))
+        if self.tensor.requires_grad != requires_grad:
+            self.tensor.requires_grad_(requires_grad)
+
+    def _swap(self, shell: torch.Tensor, own: type, others: type) -> None:
+        torch._C._swap_tensor_impl(self.tensor, shell)
+        self.tensor.__class__, shell.__class__ = own, others
+
+    @property
+    def has_gradient(self) -> bool:
+        """Return whether somebody has computed a gradient outside of the step."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self._shell is not None and self.tensor.grad is not None
+
+    def value(self) -> torch.Tensor:
+        """Return a copy; the model's own memory, once the step is closed."""
+        return self.tensor.detach() if self.is_closed else self._value()
+
+    def shared_copy(self) -> torch.Tensor:
+        """Return a copy that stays the same for all who ask, until somebody writes to the tensor."""
+        found = self._copy() if self._copy is not None else None
+        if found is None or found._version:
+            found = self.value().detach()
+            self._copy = weakref.ref(found)
+        return found
+
+    def assign(self, value: torch.Tensor) -> None:
+        """Take a new value over."""
+        self.forget_copy()
+        if not self.is_closed:
+            self._assign(value)
+
+    def forget_copy(self) -> None:
+        """Take note that the value changes."""
+        self._copy = None
+
+    def outline(self) -> torch.Tensor:
+        """Return a tensor that has the layout alone."""
+        return self._like
+
+
+@dataclass(slots=True)
+class _Values:
+    """Copies that one op works on, and who they are of."""
+
+    wholes: dict[Cover, torch.Tensor] = field(default_factory=dict)
+    made: dict[int, torch.Tensor] = field(default_factory=dict)
+    """By ``id`` of the open tensor."""
+    of: dict[int, OpenTensor] = field(default_factory=dict)
+    """By ``id`` of the copy."""
+
+    def real(self, tensor: OpenTensor) -> torch.Tensor:
+        """Return what stands for an open tensor in the op."""
+        if id(tensor) not in self.made:
+            cover = tensor._cover
+            whole = self.wholes.setdefault(cover, cover.value())
+            self.made[id(tensor)] = _viewed(whole, tensor._views)
+            self.of[id(self.made[id(tensor)])] = tensor
+        return self.made[id(tensor)]
+
+
+class OpenTensor(torch.Tensor):
+    """A tensor, or a view of one, whose value a step has."""
+
+    _cover: Cover
+    _views: tuple[Change, ...]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        if id(self) not in memo:
+            memo[id(self)] = plain(self)
+        found: torch.Tensor = memo[id(self)]
+        return found
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return plain(self).__reduce_ex__(protocol)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]  # torch's has no types
+        return repr(plain(self))
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        from gascompile.training.state.open_access import answer
+
+        return answer(func, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch has it typed as if it took no op
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.inplace_view in func.tags:
+            raise refusal(str(func), args)
+        if _is_view(func) and isinstance(args[0], OpenTensor):
+            return _view(func, args, kwargs)
+        values = _Values()
+        written = [t._cover for t in _written(func, args, kwargs)]
+        real = pytree.tree_map_only(OpenTensor, values.real, (args, kwargs))
+        result = func(*real[0], **real[1])
+        for cover in dict.fromkeys(written):
+            cover.assign(values.wholes[cover])
+        return pytree.tree_map_only(torch.Tensor, lambda t: values.of.get(id(t), t), result)
+
+
+_kinds: dict[type, type[OpenTensor]] = {torch.Tensor: OpenTensor}
+
+
+def _open_kind(own: type) -> type[OpenTensor]:
+    """Return the class of open tensors that are ``own`` to all who ask."""
+    if own not in _kinds:
+        _kinds[own] = type(f"Open{own.__name__}", (OpenTensor, own), {"__module__": __name__})
+    return _kinds[own]
+
+
+def _made(
+    kind: type[OpenTensor],
+    cover: Cover,
+    like: torch.Tensor,
+    views: tuple[Change, ...],
+    *,
+    requires_grad: bool = False,
+) -> OpenTensor:
+    found: OpenTensor = torch.Tensor._make_wrapper_subclass(
+        kind,
+        like.shape,
+        strides=like.stride(),
+        storage_offset=like.storage_offset(),
+        dtype=like.dtype,
+        layout=like.layout,
+        device=torch.device("cpu"),
+        requires_grad=requires_grad,
+    )
+    # Code that goes past the ops, such as an extension, gets an error in the place of no memory.
+    torch._C._set_throw_on_mutable_data_ptr(found)
+    found._cover, found._views = cover, views
+    return found
+
+
+def _viewed(whole: torch.Tensor, views: tuple[Change, ...]) -> torch.Tensor:
+    for view in views:
+        whole = view(whole)
+    return whole
+
+
+def _is_view(func: Any) -> bool:
+    returns = func._schema.returns
+    return bool(returns) and all(r.alias_info and not r.alias_info.is_write for r in returns)
+
+
+def _view(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    """Return open views: what is written to them is written to the whole."""
+    tensor, *rest = args
+    outline = _viewed(tensor._cover.outline(), tensor._views)
+    found = func(outline, *rest, **kwargs)
+    if isinstance(found, torch.Tensor):
+        views = (*tensor._views, lambda whole: func(whole, *rest, **kwargs))
+        return _made(OpenTensor, tensor._cover, found, views)
+
+    def part(number: int) -> Change:
+        return lambda whole: func(whole, *rest, **kwargs)[number]
+
+    return [
+        _made(OpenTensor, tensor._cover, like, (*tensor._views, part(number)))
+        for number, like in enumerate(found)
+    ]
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[OpenTensor]:
+    """Return the open tensors that an op writes to."""
+    hidden = func.overloadpacket.__name__ in _HIDDEN
+    found: list[OpenTensor] = []
+    for number, argument in enumerate(func._schema.arguments):
+        value = args[number] if number < len(args) else kwargs.get(argument.name)
+        alias = argument.alias_info
+        if (alias and alias.is_write) or (hidden and argument.name in _HIDDEN_ARGUMENTS):
+            found += [t for t in pytree.tree_leaves(value) if isinstance(t, OpenTensor)]
+    return found
+
+
+def outline(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what a trace may take for a tensor from elsewhere; of an open one, memory that nothing touches."""
+    if not isinstance(tensor, OpenTensor):
+        return tensor.detach()
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+
+
+def values_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor as ops of a plan take it; an open one is copied."""
+    if not isinstance(tensor, OpenTensor):
+        return tensor
+    with torch.no_grad():
+        found: torch.Tensor = torch.ops.aten.clone.default(tensor)
+    return found
+
+
+def refusal(what: str, args: Any) -> OpenStepError:
+    """Return the error for something that an open tensor cannot answer."""
+    names = [t._cover.name for t in pytree.tree_leaves(args) if isinstance(t, OpenTensor)]
+    name = f"'{names[0]}'" if names else "a parameter"
+    return OpenStepError(
+        f"{what} of {name}: its values are with an open training step. Read them by step.state_dict() or "
+        "model.state_dict(), write them by in-place ops or load_state_dict, or call step.close() first"
+    )
+
+
+def plain(tensor: OpenTensor) -> torch.Tensor:
+    """Return a copy that is a plain tensor, or a plain parameter."""
+    value = values_of(tensor)
+    if not isinstance(tensor, nn.Parameter):
+        return value
+    with torch._C.DisableTorchFunctionSubclass():
+        requires_grad = tensor.requires_grad
+    return nn.Parameter(value, requires_grad=requires_grad)

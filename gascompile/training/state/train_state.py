@@ -1,0 +1,399 @@
+"""States of a training run: where torch's formats and the tensors that persist meet.
+
+While a run is open it owns what torch keeps in the model and in ``optimizer.state``: parameters are empty
+tensors there and moments have no entry. ``give_back`` returns both.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from gascompile.core.errors import CheckpointError
+from gascompile.core.sizes import format_size
+from gascompile.cost_models.measure.host import memory_limit
+from gascompile.runtime.memory.heap_memory import own_bytes
+from gascompile.runtime.memory.pages import Pages
+from gascompile.runtime.memory.persistent import Persistent
+from gascompile.training.optimizers.optimizers import TOTAL, Rules, Slot, Tile
+from gascompile.training.state.aliasing import Storages
+from gascompile.training.state.covers import Covers
+from gascompile.training.state.file_values import FileValues
+from gascompile.training.state.open_optimizer import OpenOptimizer, listed, restore
+from gascompile.training.state.same_model import require_same, shapes_of
+
+_BESIDE_BYTES = 128 << 20
+"""What copies take while they are made, and what a control group counts beside a process's own memory."""
+
+
+class States:
+    """Parameters, buffers, moments and the number of updates of one run."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        rules: Rules,
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        storages: Storages,
+        tiles: Iterable[Tile],
+        folder: Path,
+        buffers: memoryview,
+        pages: Pages | None,
+        values: FileValues | None = None,
+        before_access: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Take over what is in the model and in the optimizer.
+
+        Args:
+            rules: of the optimizer; they know its parameters that are trained.
+            tensors: the model's own tensors by name, without those that are views of others.
+            storages: know the views.
+            tiles: all that is kept per parameter.
+            folder: where what leaves memory goes.
+            buffers: memory for transfers.
+            pages: what values lie in; the heap, if ``None``.
+            values: of tensors that have theirs in files.
+            before_access: called before somebody who holds a tensor of the model reads or writes it.
+
+        Raises:
+            CheckpointError: a file of ``values`` cannot be read.
+            StorageError: the folder cannot be written to, or has too little space.
+        """
+        self.model, self.rules, self.optimizer = model, rules, rules.optimizer
+        self.values = values
+        self.tensors = {**(values.tensors if values else {}), **tensors}
+        self.storages = storages
+        self.generation = 0  # goes up when values come from elsewhere
+        entries = {
+            slot.index: self.optimizer.state.get(self.tensor(slot.name), {})
+            for slot in rules.slots.values()
+        }
+        self.counts, self.num_steps = self._counts(entries)
+        """Updates of each parameter so far, by name; without planned updates the optimizer has its own."""
+        self.num_batches = 0
+        self._given: set[str] = set()
+        """What is back in the model."""
+        self.pending: frozenset[str] = frozenset()
+        """Parameters whose totals hold a gradient."""
+        own = {name: tensor.detach() for name, tensor in self.tensors.items()}
+        self.tiles: dict[tuple[str, str], list[Tile]] = {}
+        """In order, by parameter and key."""
+        for tile in tiles:
+            self.tiles.setdefault((tile.parameter, tile.key), []).append(tile)
+        zeros = {t.name: (t.length, t.dtype) for tiles in self.tiles.values() for t in tiles}
+        unread = values.sources if values else ()
+        self.persistent = Persistent(own, zeros, folder, buffers, pages, unread=unread)
+        if values is not None:
+            values.fill(self.persistent)
+        self._take_moments()
+        views = {name: view.tensor for name, view in storages.views.items()}
+        for tensor in (*self.tensors.values(), *views.values()):
+            tensor.data = torch.empty(0, dtype=tensor.dtype)
+        self._before_access = before_access
+        self.covers = Covers(
+            model,
+            {**self.tensors, **views},
+            like=self.like,
+            value=self._read,
+            assign=self._written,
+        )
+        self._open = OpenOptimizer(self.optimizer, whole=self._saved, take=self._loaded)
+
+    def _take_moments(self) -> None:
+        """Take moments out of the optimizer; what no rule knows stays where it is."""
+        state, taken = self.optimizer.state, set()
+        try:
+            for slot in self.rules.slots.values():
+                parameter = self.tensor(slot.name)
+                if self._keys(slot) and state.get(parameter):
+                    self._assign_moments(slot, state[parameter])
+                    del state[parameter]
+                    taken.add(slot.name)
+        except BaseException:
+            for slot, _, entry in self._entries():
+                if slot.name in taken:
+                    state[self.tensor(slot.name)] = entry
+            self.persistent.close()
+            raise
+
+    def _read(self, name: str) -> torch.Tensor:
+        self._before_access()
+        return self.value(name)
+
+    def _written(self, name: str, value: torch.Tensor) -> None:
+        self._before_access()
+        self.generation += 1
+        self.assign(name, value)
+
+    def stepped(self) -> None:
+        """Take note of an update of the parameters that had a gradient."""
+        self.num_steps += 1
+        for name in self.pending:
+            self.counts[name] += 1
+        self.pending = frozenset()
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """Return the model's own parameter or buffer, which is empty."""
+        view = self.storages.views.get(name)
+        return self.tensors[name] if view is None else view.tensor
+
+    def owner(self, name: str) -> str:
+        """Return the persistent tensor that has a parameter's or buffer's memory."""
+        view = self.storages.views.get(name)
+        return name if view is None else view.owner
+
+    def in_memory(self, name: str) -> torch.Tensor:
+        """Return a parameter or buffer that is in memory, as it is kept."""
+        whole = self.persistent.tensors[self.owner(name)]
+        view = self.storages.views.get(name)
+        return whole if view is None else view.layout.within(whole)
+
+    def like(self, name: str) -> torch.Tensor:
+        """Return a tensor that has a parameter's or buffer's layout alone."""
+        view = self.storages.views.get(name)
+        if view is None:
+            return self.persistent.tensors[name].to("meta")
+        layout, dtype = view.layout, view.tensor.dtype
+        return torch.empty_strided(layout.size, layout.stride, dtype=dtype, device="meta")
+
+    def value(self, name: str) -> torch.Tensor:
+        """Return a copy of a parameter or buffer."""
+        view = self.storages.views.get(name)
+        if view is None:
+            return self.persistent.value(name)
+        return view.layout.within(self.persistent.value(view.owner)).clone()
+
+    def assign(self, name: str, value: torch.Tensor) -> None:
+        """Give a parameter or buffer a new value."""
+        view = self.storages.views.get(name)
+        if view is None:
+            self.persistent.assign(name, value)
+        else:
+            layout = view.layout
+            self.persistent.fill(view.owner, lambda whole: layout.within(whole).copy_(value))
+
+    def names(self) -> dict[str, str]:
+        """Return which tensor each name of ``model.state_dict()`` stands for; untouched ones for none."""
+        by_id = {id(tensor): name for name, tensor in self.tensors.items()}
+        by_id.update((id(view.tensor), name) for name, view in self.storages.views.items())
+        kept = self.model.state_dict(keep_vars=True)
+        return {name: by_id.get(id(tensor), "") for name, tensor in kept.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return copies in memory, in torch's own formats."""
+        found = {name: self.value(name) for name in (*self.tensors, *self.storages.views)}
+        plain_state = self.model.state_dict(keep_vars=True)
+        model = {}
+        for name, own in self.names().items():
+            value = plain_state[name]
+            plain = value.detach().clone() if isinstance(value, torch.Tensor) and not own else value
+            model[name] = found[own] if own else plain
+        return {"model": model, "optimizer": self._with_moments(listed(self.optimizer))}
+
+    def _with_moments(self, found: dict[str, Any]) -> dict[str, Any]:
+        """Return an optimizer's state with copies of what is kept here."""
+        kept = copy.deepcopy(found["state"])
+        state = {**kept, **{i: entry for _, i, entry in self._entries()}}
+        return {**found, "state": dict(sorted(state.items()))}
+
+    def _saved(self, found: dict[str, Any]) -> dict[str, Any]:
+        self._before_access()
+        return self._with_moments(found)
+
+    def _loaded(self, found: dict[str, Any]) -> dict[str, Any]:
+        """Take the moments of an optimizer's state over, and return the rest."""
+        self._before_access()
+        self._take_over(*self._checked(found))
+        return self._rest(found)
+
+    def _entries(self) -> Iterable[tuple[Slot, int, dict[str, Any]]]:
+        """Yield what torch's optimizer would hold per trained parameter, after the first update."""
+        for slot in self.rules.slots.values():
+            entry: dict[str, Any] = {}
+            count = self.counts[slot.name]
+            if count and self.rules.is_adam:
+                entry["step"] = torch.tensor(float(count))
+            for key in self._keys(slot) if count else ():
+                entry[key] = self.kept(slot.name, key)
+            if entry:
+                yield slot, slot.index, entry
+
+    def _keys(self, slot: Slot) -> tuple[str, ...]:
+        return self.rules.keys(self.optimizer.param_groups[slot.group])
+
+    def kept(self, parameter: str, key: str) -> torch.Tensor:
+        """Return a copy of what is kept of a parameter, in its shape."""
+        like = self.like(parameter)
+        flat = torch.empty(like.numel())
+        for tile in self.tiles[parameter, key]:
+            flat[tile.begin : tile.end] = tile.values(self.persistent.value(tile.name))
+        return flat.as_strided(like.shape, like.stride())
+
+    def keep(self, parameter: str, key: str, value: torch.Tensor) -> None:
+        """Replace what is kept of a parameter by a tensor of its shape."""
+        flat = _in_order_of(self.like(parameter), value)
+        for tile in self.tiles[parameter, key]:
+            self.persistent.assign(tile.name, tile.kept(flat[tile.begin : tile.end]))
+
+    def load_state_dict(self, found: Mapping[str, Any]) -> None:
+        """Replace all values by those of ``model.state_dict()`` and ``optimizer.state_dict()``.
+
+        Raises:
+            CheckpointError: they are of another model or optimizer; nothing has changed then.
+        """
+        if set(found) != {"model", "optimizer"}:
+            raise CheckpointError(
+                f"a state has the keys 'model' and 'optimizer', this one {sorted(found)}; "
+                "pass {'model': model.state_dict(), 'optimizer': optimizer.state_dict()}"
+            )
+        model = found["model"]
+        kept = self.model.state_dict(keep_vars=True)
+        require_same(type(self.model).__name__, shapes_of(model), self._wanted(kept))
+        checked = self._checked(found["optimizer"])
+        self.generation += 1
+        restore(self.optimizer, self._rest(found["optimizer"]))
+        for name, own in self.names().items():
+            if own:
+                self.assign(own, model[name])
+            elif isinstance(kept[name], torch.Tensor):
+                kept[name].detach().copy_(model[name])
+        self.covers.changed()
+        self._take_over(*checked)
+
+    def _wanted(self, kept: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+        own = self.names()
+        like = {name: self.like(own[name]) if own[name] else kept[name] for name in shapes_of(kept)}
+        return shapes_of(like)
+
+    def _checked(
+        self, found: Mapping[str, Any]
+    ) -> tuple[dict[int, Mapping[str, Any]], dict[str, int], int]:
+        """Return an optimizer's moments by number of the parameter, counts of updates, and of steps.
+
+        Raises:
+            CheckpointError: they are of another optimizer.
+        """
+        state = found["state"]
+        entries = {slot.index: state.get(slot.index, {}) for slot in self.rules.slots.values()}
+        counts, num_steps = self._counts(entries)
+        for slot in self.rules.slots.values():
+            self._check_moments(slot, entries[slot.index])
+        self.rules.check_groups(found["param_groups"])
+        return entries, counts, num_steps
+
+    def _take_over(
+        self, entries: Mapping[int, Mapping[str, Any]], counts: dict[str, int], num_steps: int
+    ) -> None:
+        for slot in self.rules.slots.values():
+            self._assign_moments(slot, entries[slot.index])
+        self.clear(self.pending, TOTAL)
+        self.counts, self.num_steps = counts, num_steps
+        self.pending, self.num_batches = frozenset(), 0
+
+    def forget(self, counts: Mapping[str, int], pending: frozenset[str]) -> None:
+        """Take these numbers over from a checkpoint; what it has no moments or totals of has zeros again."""
+        self.clear(self.pending - pending, TOTAL)
+        for slot in self.rules.slots.values():
+            if self.counts[slot.name] and not counts[slot.name]:
+                self.clear([slot.name], *self._keys(slot))
+        self.counts, self.pending = dict(counts), pending
+
+    def clear(self, parameters: Iterable[str], *keys: str) -> None:
+        """Let what is kept of parameters be zeros again."""
+        for parameter in parameters:
+            for key in keys:
+                self.keep(parameter, key, torch.zeros(self.like(parameter).shape))
+
+    def load_groups(self, groups: list[dict[str, Any]], **state: dict[int, Any]) -> None:
+        """Replace the optimizer's hyperparameters by checked ones, and what else is its own by ``state``."""
+        restore(self.optimizer, self._rest({"param_groups": groups, **state}))
+
+    def _rest(self, found: Mapping[str, Any]) -> dict[str, Any]:
+        # Moments stay out: torch would keep a copy of each in memory.
+        slots = {slot.index for slot in self.rules.slots.values() if self._keys(slot)}
+        own: Mapping[Any, Any] = (
+            found["state"] if "state" in found else listed(self.optimizer)["state"]
+        )
+        rest = {key: value for key, value in own.items() if key not in slots}
+        return {**found, "state": rest}
+
+    def _check_moments(self, slot: Slot, entry: Mapping[str, Any]) -> None:
+        shape = tuple(self.like(slot.name).shape)
+        for key in self._keys(slot) if entry else ():
+            value = entry.get(key)
+            if not isinstance(value, torch.Tensor) or tuple(value.shape) != shape:
+                raise CheckpointError(
+                    f"the optimizer's state has no '{key}' of shape {list(shape)} for '{slot.name}'; "
+                    "it is of another model or optimizer"
+                )
+
+    def _assign_moments(self, slot: Slot, entry: Mapping[str, Any]) -> None:
+        for key in self._keys(slot):
+            if entry.get(key) is not None:
+                self.keep(slot.name, key, entry[key])
+            elif self.counts[slot.name]:
+                self.clear([slot.name], key)
+
+    def _counts(self, entries: Mapping[int, Mapping[str, Any]]) -> tuple[dict[str, int], int]:
+        """Return how often each parameter was updated, as far as its rule counts, and how often any was."""
+        steps = [int(entry["step"]) for entry in entries.values() if "step" in entry]
+        counts = {}
+        for slot in self.rules.slots.values():
+            entry = entries[slot.index]
+            if self.rules.is_adam:
+                counts[slot.name] = int(entry["step"]) if entry else 0
+            else:
+                counts[slot.name] = int(entry.get("momentum_buffer") is not None)
+        return counts, max(steps, default=0)
+
+    def give_back(self, *, moments: bool) -> list[str]:
+        """Fill the model again, and the optimizer where memory allows it; return what to warn of.
+
+        Called again after a ``StorageError``, it goes on with what is not back yet.
+        """
+        self.covers.close()
+        self._open.close()
+        if self.values is not None and self.values.stays_out(
+            self.tensors, self.persistent, _available_bytes()
+        ):
+            return []
+        for name, tensor in self.tensors.items():
+            if name not in self._given:
+                tensor.data = self.persistent.taken(name)
+                self._given.add(name)
+        for view in self.storages.views.values():
+            view.tensor.data = view.layout.within(self.tensors[view.owner].detach())
+        tiles = (tile for tiles in self.tiles.values() for tile in tiles)
+        size_bytes = torch.float32.itemsize * sum(tile.num_elements for tile in tiles)
+        available = _available_bytes()
+        if moments and size_bytes + size_bytes // 16 + _BESIDE_BYTES > available:
+            said = (
+                f"the optimizer's state of {format_size(size_bytes)} does not fit the {format_size(available)} of "
+                "memory that is free, and stays out of the optimizer; use save before close to keep it"
+            )
+            return [said]
+        if moments:
+            for slot, _, entry in list(self._entries()):
+                self.optimizer.state[self.tensor(slot.name)] = entry
+        return []
+
+
+def _in_order_of(like: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Return the elements of ``value`` in the order in which ``like`` lies in memory."""
+    laid = value.detach().to(torch.float32)
+    if laid.stride() != like.stride():
+        laid = torch.empty_strided(like.shape, like.stride()).copy_(laid)
+    return laid.as_strided((like.numel(),), (1,))
+
+
+def _available_bytes() -> int:
+    """Return what this process may still take, control groups included."""
+    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    (found,) = (int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+    return min(found << 10, memory_limit().size_bytes - own_bytes())

@@ -1,0 +1,1 @@
+"""Where the bytes of each weight lie: checkpoints, the store, rows, conversion."""

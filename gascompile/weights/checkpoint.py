@@ -1,0 +1,282 @@
+"""Checkpoints: where in which safetensors file each weight lies. Headers are read, weights are not."""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+import os
+import struct
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gascompile.core.errors import CheckpointError, FormatError, StorageError
+from gascompile.core.files import is_file, is_folder, open_regular
+from gascompile.core.serial import parse_json, read_json
+from gascompile.core.sources import Extent, FileStamp, WeightSource
+
+_INDEX = "model.safetensors.index.json"
+_MAX_HEADER_BYTES = 100 << 20
+"""The limit of the safetensors format itself."""
+
+_MAX_DIMENSIONS = 64
+
+_DTYPES = {
+    "F64": ("float64", 8), "F32": ("float32", 4), "F16": ("float16", 2), "BF16": ("bfloat16", 2),
+    "I64": ("int64", 8), "I32": ("int32", 4), "I16": ("int16", 2), "I8": ("int8", 1),
+    "U8": ("uint8", 1), "BOOL": ("bool", 1), "F8_E4M3": ("float8_e4m3fn", 1),
+    "F8_E5M2": ("float8_e5m2", 1), "U16": ("uint16", 2), "U32": ("uint32", 4), "U64": ("uint64", 8),
+    "C64": ("complex64", 8),
+}  # fmt: skip
+
+FILE_DTYPES = frozenset(name for name, _ in _DTYPES.values())
+"""Dtypes that safetensors files hold, with torch's names."""
+
+
+_FILE_NAMES = {name: short for short, (name, _) in _DTYPES.items()}
+
+
+def file_dtype(dtype: str) -> str:
+    """Return what safetensors files call a dtype of torch's."""
+    return _FILE_NAMES[dtype]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """The weights of a checkpoint by name, and the identity of its files."""
+
+    sources: Mapping[str, WeightSource]
+    stamps: tuple[FileStamp, ...]
+
+
+def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
+    """Read the headers of a .safetensors file, a sharded directory or a Hugging Face directory.
+
+    Raises:
+        CheckpointError: a file is missing, truncated, corrupt or not safetensors.
+    """
+    root = Path(path)
+    files = _files(root)
+    sources: dict[str, WeightSource] = {}
+    stamps = []
+    for file in files:
+        found, stamp = read_safetensors_header(file)
+        for name, source in found.items():
+            if name in sources:
+                raise CheckpointError(
+                    f"the weight '{name}' stands in {sources[name].extents[0].path} and in {file}; "
+                    "remove one of the files"
+                )
+            sources[name] = source
+        stamps.append(stamp)
+    return Checkpoint(sources=sources, stamps=tuple(stamps))
+
+
+def _files(root: Path) -> list[Path]:
+    if is_file(root):
+        return [root]
+    if not is_folder(root):
+        raise CheckpointError(
+            f"there is no checkpoint at {ascii(str(root))[:1000]}: pass a .safetensors file or a directory that holds "
+            "some"
+        )
+    index = root / _INDEX
+    if is_file(index):
+        files = [root / name for name in _shards(index)]
+        missing = [file for file in files if not is_file(file)]
+        if missing:
+            raise CheckpointError(
+                f"{index} names the shard {missing[0].name}, which is not there ({len(missing)} of {len(files)} are "
+                "missing); download the checkpoint again"
+            )
+        return files
+    files = sorted(root.glob("*.safetensors"))
+    if files:
+        return files
+    pickled = sorted([*root.glob("*.bin"), *root.glob("*.pt"), *root.glob("*.pth")])
+    if pickled:
+        raise CheckpointError(
+            f"{root} holds {pickled[0].name} but no .safetensors file; pickled weights cannot be read in place: "
+            "convert them once with model.save_pretrained(folder)"
+        )
+    raise CheckpointError(f"{root} holds no .safetensors file")
+
+
+def _shards(index: Path) -> list[str]:
+    """Return the names of the files that an index lists, which lie beside it."""
+    data = read_json(index, strict=False)
+    weight_map = data.get("weight_map") if isinstance(data, dict) else None
+    names = weight_map.values() if isinstance(weight_map, dict) else ()
+    for name in names:
+        if (
+            not isinstance(name, str)
+            or not name
+            or Path(name).name != name
+            or not name.isprintable()
+        ):
+            raise CheckpointError(
+                f"{index}: weight_map names {ascii(name)[:100]}, which is no file beside it; download it again"
+            )
+    if not names:
+        raise CheckpointError(f"{index} has no weight_map of file names; download it again")
+    return sorted(set(names))
+
+
+def read_safetensors_header(file: Path) -> tuple[dict[str, WeightSource], FileStamp]:
+    """Return the tensors of one safetensors file and its stamp; raises ``CheckpointError``."""
+    try:
+        with open(open_regular(file), "rb") as stream:
+            stat = os.fstat(stream.fileno())
+            prefix = stream.read(8)
+            if len(prefix) < 8:
+                raise CheckpointError(
+                    f"{file} is truncated: {len(prefix)} bytes are no safetensors header"
+                )
+            (header_bytes,) = struct.unpack("<Q", prefix)
+            if header_bytes > min(_MAX_HEADER_BYTES, stat.st_size - 8):
+                raise CheckpointError(
+                    f"{file} is truncated or not a safetensors file: it says that its header has {header_bytes} "
+                    f"bytes, the file has {stat.st_size}; download it again"
+                )
+            raw = stream.read(header_bytes)
+    except OSError as error:
+        raise CheckpointError(f"cannot read {file}: {error.strerror or error}") from error
+    except StorageError as error:
+        raise CheckpointError(str(error)) from error
+    try:
+        header = parse_json(raw, where="its header")
+    except FormatError as error:
+        raise CheckpointError(
+            f"{file} has a corrupt safetensors header ({error}); download it again"
+        ) from error
+    if not isinstance(header, dict):
+        raise CheckpointError(f"{file} has a header that is no object; download it again")
+    data_bytes = stat.st_size - 8 - header_bytes
+    sources = {
+        name: _source(file, name, entry, 8 + header_bytes, data_bytes)
+        for name, entry in header.items()
+        if name != "__metadata__"
+    }
+    _check_coverage(file, header, data_bytes)
+    stamp = FileStamp(
+        path=str(file.resolve()),
+        size_bytes=stat.st_size,
+        mtime_ns=stat.st_mtime_ns,
+        digest=hashlib.blake2b(raw, digest_size=20).hexdigest(),
+    )
+    return sources, stamp
+
+
+def _source(file: Path, name: str, entry: Any, data_start: int, data_bytes: int) -> WeightSource:
+    try:
+        dtype, itemsize = _DTYPES[entry["dtype"]]
+        shape, offsets = tuple(entry["shape"]), tuple(entry["data_offsets"])
+        if not all(type(n) is int and 0 <= n < 1 << 62 for n in (*shape, *offsets)):
+            raise ValueError("its shape and offsets are not whole numbers")
+        begin, end = offsets
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{file}: the header entry of {ascii(name)[:200]} cannot be read ({type(error).__name__}: {error}); "
+            "download it again"
+        ) from error
+    if not name or not name.isprintable() or len(shape) > _MAX_DIMENSIONS:
+        raise CheckpointError(
+            f"{file}: {ascii(name)[:200]} of {len(shape)} dimensions is no tensor; download it again"
+        )
+    count = 1
+    for dim in shape:
+        count *= dim
+    if begin < 0 or end - begin != count * itemsize:
+        raise CheckpointError(
+            f"{file}: '{name}' should have {count * itemsize} bytes by its shape {list(shape)} and dtype {dtype}, "
+            f"its offsets span {end - begin}; the file is corrupt: download it again"
+        )
+    if end > data_bytes:
+        raise CheckpointError(
+            f"{file} is truncated: '{name}' ends at byte {end} of the data, the file holds {data_bytes}; "
+            "download it again"
+        )
+    extent = Extent(path=str(file.resolve()), offset=data_start + begin, size_bytes=end - begin)
+    return WeightSource(
+        name=name, dtype=dtype, shape=shape, extents=(extent,) if end > begin else ()
+    )
+
+
+def _check_coverage(file: Path, header: Mapping[str, Any], data_bytes: int) -> None:
+    end = max(
+        (entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"),
+        default=0,
+    )
+    if end != data_bytes:
+        raise CheckpointError(
+            f"{file} holds {data_bytes} bytes of weights, its header describes {end}; the file is corrupt: "
+            "download it again"
+        )
+
+
+def match_weights(
+    expected: Mapping[str, tuple[str, tuple[int, ...]]],
+    checkpoint: Checkpoint,
+    *,
+    names: Mapping[str, tuple[str, ...]],
+    ignorable: Iterable[str] = (),
+    where: str,
+    accepts: Callable[[str, str], bool] = operator.eq,
+) -> dict[str, WeightSource]:
+    """Return the source of every expected weight.
+
+    ``expected`` maps a weight to its dtype and shape, ``names`` to every name it has in the model (tied
+    weights have several). Checkpoint entries that no weight claims are refused unless ``ignorable``.
+    ``accepts`` says whether a weight stored in the first dtype may be computed in the second.
+
+    Raises:
+        CheckpointError: weights are missing, extra, or of another shape or dtype.
+    """
+    found: dict[str, WeightSource] = {}
+    missing, claimed = [], set(ignorable)
+    for name, (dtype, shape) in expected.items():
+        aliases = names.get(name, (name,))
+        source = next((checkpoint.sources[a] for a in aliases if a in checkpoint.sources), None)
+        claimed.update(aliases)
+        if source is None:
+            missing.append(name)
+            continue
+        _check_shape(source, name, shape, where)
+        if not accepts(source.dtype, dtype):
+            raise _other_dtype(source, name, dtype, where)
+        found[name] = source
+    if missing:
+        raise CheckpointError(
+            f"{where} lacks {len(missing)} weights that the model needs, the first being {_some(missing)}. "
+            "Is it the checkpoint of this model class and configuration?"
+        )
+    extra = sorted(set(checkpoint.sources) - claimed)
+    if extra:
+        raise CheckpointError(
+            f"{where} holds {len(extra)} weights that the model does not have, the first being {_some(extra)}. "
+            "Is it the checkpoint of this model class and configuration?"
+        )
+    return found
+
+
+def _check_shape(source: WeightSource, name: str, shape: tuple[int, ...], where: str) -> None:
+    if source.shape != shape:
+        raise CheckpointError(
+            f"'{name}' has the shape {list(source.shape)} in {where}, the model needs {list(shape)}; "
+            "check the model's configuration"
+        )
+
+
+def _other_dtype(source: WeightSource, name: str, dtype: str, where: str) -> CheckpointError:
+    message = (
+        f"'{name}' has the dtype {source.dtype} in {where}, the model needs {dtype}; "
+        f"build the model in that dtype, as in model.to(torch.{source.dtype})"
+    )
+    if dtype in ("bfloat16", "float16") and source.dtype in ("float32", "float64"):
+        message += ', or pass weights="bf16" to round the checkpoint once, which loses precision'
+    return CheckpointError(message)
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(f"'{name}'" for name in names[:3])

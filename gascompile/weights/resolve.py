@@ -1,0 +1,235 @@
+"""Find the bytes of every tensor a program needs: in a checkpoint, in the model, or rebuilt."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from gascompile.bundles.files import Weights
+from gascompile.core.errors import CheckpointError, UnsupportedOpError
+from gascompile.core.program import BoundSpec, Program
+from gascompile.core.sizes import reserve_bytes
+from gascompile.core.sources import FileStamp, WeightSource
+from gascompile.formats.dtypes import FLOATING, as_computed, is_lossless
+from gascompile.integrations.huggingface import ignorable_weights
+from gascompile.integrations.lost_buffers import rebuild_buffers
+from gascompile.weights.checkpoint import Checkpoint, match_weights
+from gascompile.weights.memory_layout import as_span, with_strides
+from gascompile.weights.store import spill
+
+HELD_LIMIT_BYTES = 1 << 20
+"""Buffers outside the checkpoint below this size stay in RAM instead of becoming a file to stream."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resolved:
+    """Where every bound tensor of a program comes from."""
+
+    weights: Weights
+    held: Mapping[str, torch.Tensor]
+
+
+def with_held_tensors(
+    program: Program, model: nn.Module, constants: Mapping[str, torch.Tensor]
+) -> Program:
+    """Return ``program`` with constants and small non-persistent buffers among the tensors kept in RAM."""
+    held = {name for name in program.bound if name in constants}
+    persistent = model.state_dict(keep_vars=True).keys()
+    buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    for name, spec in program.bound.items():
+        if name in buffers and name not in persistent and spec.size_bytes < HELD_LIMIT_BYTES:
+            held.add(name)
+    _check_shared(program, model)
+    return replace(program, states=program.states | held)
+
+
+def _check_shared(program: Program, model: nn.Module) -> None:
+    """Refuse a mutated buffer that overlaps another: the other one's copy would not see the change."""
+    owners: dict[int, list[str]] = {}
+    named = [*model.named_parameters(), *model.named_buffers()]
+    for name, tensor in named:
+        if name in program.bound and tensor.device.type != "meta" and tensor.numel():
+            owners.setdefault(tensor.untyped_storage().data_ptr(), []).append(name)
+    for names in owners.values():
+        changed = [name for name in names if name in program.states]
+        if changed and len(names) > 1:
+            other = next(name for name in names if name != changed[0])
+            raise UnsupportedOpError(
+                f"the model changes '{changed[0]}', which shares memory with '{other}': a plan keeps them apart; "
+                "keep one of them and take the view of it in forward"
+            )
+
+
+def resolve_weights(
+    model: nn.Module,
+    program: Program,
+    *,
+    canonical: Mapping[str, str],
+    constants: Mapping[str, torch.Tensor],
+    checkpoint: Checkpoint | None,
+    store: Path,
+    where: str,
+    lossy: bool = False,
+) -> Resolved:
+    """Return the source of every weight and the value of every held tensor of ``program``.
+
+    Weights that stand in no file are spilled into ``store``, and those that move in another form than they
+    are stored in are converted into it. A mutated buffer of a model in memory is shared with it, so that the
+    model sees the updates as it would in eager mode.
+
+    Args:
+        model: where names, and what no checkpoint holds, come from.
+        program: with the forms that its weights move in.
+        canonical: name in the model -> name in the program.
+        constants: tensors that are part of the graph.
+        checkpoint: where the weights lie, if they lie in files.
+        store: folder of weights without a file of their own.
+        where: what errors call the checkpoint.
+        lossy: whether weights may be rounded to another dtype than they are stored in.
+
+    Raises:
+        CheckpointError: a weight is missing, extra, or of another shape or dtype.
+        StorageError: the store cannot be written.
+    """
+    tensors: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    tensors |= dict(model.named_buffers(remove_duplicate=False))
+    needed = [name for name in program.bound if name not in constants]
+    wire, program = program, as_computed(program, {n: tuple(t.shape) for n, t in tensors.items()})
+    from_file = _from_checkpoint(
+        model, program, needed, tensors, canonical, checkpoint, where, lossy=lossy
+    )
+    rest = [name for name in needed if name not in from_file]
+    rebuilt = rebuild_buffers(model) if any(tensors[n].device.type == "meta" for n in rest) else {}
+    held: dict[str, torch.Tensor] = {n: t for n, t in constants.items() if n in program.bound}
+    to_spill: dict[str, torch.Tensor] = {}
+    for name in rest:
+        value = rebuilt.get(name, tensors[name])
+        if value.device.type == "meta":
+            raise _no_value(name, persistent=name in model.state_dict(keep_vars=True), where=where)
+        kept = name in program.states
+        (held if kept else to_spill)[name] = with_strides(value, program.bound[name])
+    sources: dict[str, WeightSource] = {}
+    for name, source in from_file.items():
+        bound = program.bound[name]
+        if name not in program.states and bound.stride is None:
+            sources[name] = source
+            continue
+        value = with_strides(_read(source, where).to(getattr(torch, bound.dtype)), bound)
+        (held if name in program.states else to_spill)[name] = value
+    stamps = checkpoint.stamps if checkpoint else ()
+    if to_spill:
+        spilled = spill({n: as_span(t, program.bound[n]) for n, t in to_spill.items()}, store)
+        sources |= {n: _laid_out(s, program.bound[n]) for n, s in spilled.sources.items()}
+        stamps += spilled.stamps
+    sources, stamps = _in_wire_forms(wire, sources, stamps, store)
+    used = {extent.path for source in sources.values() for extent in source.extents}
+    return Resolved(
+        weights=Weights(
+            sources=sources, stamps=tuple(stamp for stamp in stamps if stamp.path in used)
+        ),
+        held=held,
+    )
+
+
+def _laid_out(source: WeightSource, bound: BoundSpec) -> WeightSource:
+    if bound.stride is None:
+        return source
+    return replace(source, shape=bound.shape, stride=bound.stride)
+
+
+def _in_wire_forms(
+    program: Program,
+    sources: Mapping[str, WeightSource],
+    stamps: tuple[FileStamp, ...],
+    store: Path,
+) -> tuple[dict[str, WeightSource], tuple[FileStamp, ...]]:
+    """Return ``sources`` with the weights that move in another form than they lie in converted into ``store``."""
+    from gascompile.weights.convert import Item, converted
+
+    items = {}
+    for name, source in sources.items():
+        wire = program.forms[name].wire if name in program.forms else program.bound[name].dtype
+        if wire != source.dtype:
+            items[name] = Item(source=source, wire=wire)
+    if not items:
+        return dict(sources), stamps
+    found = converted(items, stamps, store)
+    return {**sources, **found.sources}, (*stamps, *found.stamps)
+
+
+def _from_checkpoint(
+    model: nn.Module,
+    program: Program,
+    needed: list[str],
+    tensors: Mapping[str, torch.Tensor],
+    canonical: Mapping[str, str],
+    checkpoint: Checkpoint | None,
+    where: str,
+    *,
+    lossy: bool,
+) -> dict[str, WeightSource]:
+    if checkpoint is None:
+        return {}
+    aliases: dict[str, tuple[str, ...]] = {}
+    for name, first in canonical.items():
+        aliases[first] = (*aliases.get(first, ()), name)
+    persistent = model.state_dict(keep_vars=True).keys()
+    in_file = {
+        name for name, names in aliases.items() if any(n in checkpoint.sources for n in names)
+    }
+    required = [
+        n
+        for n in needed
+        if n in in_file or any(alias in persistent for alias in aliases.get(n, (n,)))
+    ]
+    return match_weights(
+        {name: (program.bound[name].dtype, program.bound[name].shape) for name in required},
+        checkpoint,
+        names=aliases,
+        ignorable={*tensors, *ignorable_weights(model, checkpoint.sources)},
+        where=where,
+        accepts=_may_be_rounded if lossy else is_lossless,
+    )
+
+
+def _may_be_rounded(stored: str, compute: str) -> bool:
+    return stored == compute or {stored, compute} <= FLOATING
+
+
+def _no_value(name: str, *, persistent: bool, where: str) -> CheckpointError:
+    if persistent:
+        return CheckpointError(
+            f"'{name}' is on the meta device and no checkpoint was given; pass checkpoint= with the model's weights"
+        )
+    return CheckpointError(
+        f"the buffer '{name}' is on the meta device and not part of {where}, so its values are lost; build the model "
+        "with real buffers (accelerate.init_empty_weights(include_buffers=False)) or assign it before compiling"
+    )
+
+
+def _read(source: WeightSource, where: str) -> torch.Tensor:
+    """Read one small tensor that stays in RAM."""
+    raw = bytearray()
+    try:
+        for extent in source.extents:
+            with open(extent.path, "rb") as stream:
+                stream.seek(extent.offset)
+                raw += stream.read(extent.size_bytes)
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot read '{source.name}' from {where}: {error.strerror or error}"
+        ) from error
+    dtype = getattr(torch, source.dtype)
+    if not raw:
+        return torch.empty(source.shape, dtype=dtype)
+    return torch.frombuffer(raw, dtype=dtype).reshape(source.shape)
+
+
+def reserved_bytes(model: nn.Module) -> int:
+    """Return what all weights of a model take in an arena, which no plan exceeds."""
+    weights = {id(p): p for p in (*model.parameters(), *model.buffers())}
+    return sum(reserve_bytes(p.numel() * p.element_size()) for p in weights.values())

@@ -1,0 +1,1 @@
+"""Times that no plan beats: linear programs, the physical limit, shadow prices, certificates."""

@@ -1,0 +1,147 @@
+"""Certify: the physical limit of a problem and what is proven about a plan's time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from gascompile.core.machine import Link, Machine, Pipe
+from gascompile.core.plan import Certificate, SolverStatus
+
+WEIGHTS, EVERYTHING = "weights", "everything"
+"""What a bound holds over: placements of weights in one arena with all else in its place, or any plan at all."""
+_ROUNDING = 1 - 1e-12
+"""What ``rate * (bytes / rate)`` may be more than the bytes."""
+_DISPROVED = 1e-6
+"""A plan that is faster than a bound by more than rounding shows that the bound is none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proof:
+    """What no plan of a problem can beat."""
+
+    limit_s: float
+    """The physical limit."""
+    binding: str
+    """What sets it: ``compute`` or a link's name."""
+    bound_s: float
+    """The solver's dual bound, where it was asked; of plans that only stream weights, unless it is ``all_s``."""
+    all_s: float = 0.0
+    """A bound of every plan whatsoever, where one is known beyond the limit."""
+    timed_out: bool
+    """The clock ended the search for a better bound."""
+
+    def without_what_fails(self, predicted_s: float) -> Proof:
+        """Return the proof without the bounds that a plan of ``predicted_s`` beats: they prove nothing."""
+        most_s = predicted_s * (1 + _DISPROVED)
+        return replace(
+            self,
+            limit_s=self.limit_s if self.limit_s <= most_s else 0.0,
+            bound_s=self.bound_s if self.bound_s <= most_s else 0.0,
+            all_s=self.all_s if self.all_s <= most_s else 0.0,
+        )
+
+
+def certify(
+    predicted_s: float, proof: Proof, *, solve_s: float, mip_gap: float, solver: str = ""
+) -> Certificate:
+    """Return the certificate of a plan.
+
+    Args:
+        predicted_s: what the replay says.
+        proof: what no plan can beat.
+        solve_s: seconds spent on planning.
+        mip_gap: the gap up to which a plan counts as optimal.
+        solver: which solver there was.
+    """
+    # Where plan and bound meet, they differ by rounding.
+    limit_s = min(proof.limit_s, predicted_s)
+    all_s = min(max(limit_s, proof.all_s), predicted_s)
+    lower_s = min(max(all_s, proof.bound_s), predicted_s)
+    if predicted_s - all_s <= mip_gap * predicted_s:
+        # What holds over everything is worth more than a bound that is closer by less than was asked.
+        lower_s = all_s
+    gap = (predicted_s - lower_s) / predicted_s if predicted_s > 0 else 0.0
+    status = SolverStatus.OPTIMAL if gap <= mip_gap else SolverStatus.FEASIBLE
+    if proof.timed_out and status is not SolverStatus.OPTIMAL:
+        status = SolverStatus.TIMEOUT
+    return Certificate(
+        predicted_s=predicted_s,
+        lower_bound_s=lower_s,
+        limit_s=limit_s,
+        gap=gap,
+        status=status,
+        solve_s=solve_s,
+        binding=proof.binding,
+        solver=solver,
+        holds_over=WEIGHTS if lower_s > all_s else EVERYTHING,
+        lower_bound_all_s=all_s,
+    )
+
+
+def physical_limit(
+    compute_s: float,
+    weight_bytes: int,
+    arena_bytes: int,
+    machine: Machine,
+    room_bytes: Mapping[str, int] | None = None,
+) -> tuple[float, str]:
+    """Return the limit in seconds and what sets it: ``compute`` or a link's name.
+
+    The arena holds at most ``arena_bytes`` of the ``weight_bytes`` that an iteration reads; the rest
+    comes over the links, at best over all at once, and over each no more than its tier holds.
+
+    Args:
+        room_bytes: what each slow tier may hold; a tier that is not named holds everything.
+    """
+    links = machine.links_into(machine.compute_tier)
+    unavoidable = max(0, weight_bytes - max(0, arena_bytes))
+    if not links or not unavoidable:
+        return compute_s, "compute"
+    room = room_bytes or {}
+    rates = [
+        (link.bandwidth_bytes_per_s, room.get(link.source_tier, unavoidable)) for link in links
+    ]
+    limits = [(_least_time_s(rates, unavoidable), _last_link(links, rates, unavoidable))]
+    for pipe in machine.pipes:
+        inside = [link for link in links if pipe.name in link.shared]
+        outside = [pair for link, pair in zip(links, rates, strict=True) if link not in inside]
+        if inside:
+            shared = [(pipe_rate(machine, pipe), unavoidable), *outside]
+            limits.append((_least_time_s(shared, unavoidable), inside[0].name))
+    transfer_s, name = max(limits, key=lambda limit: limit[0])
+    return (transfer_s, name) if transfer_s > compute_s else (compute_s, "compute")
+
+
+def pipe_rate(machine: Machine, pipe: Pipe) -> float:
+    """Return the rate at which bytes of a whole iteration pass ``pipe`` at most.
+
+    A link faster than its pipe delivers its last transfer before the pipe would have let it pass.
+    """
+    links = (link.bandwidth_bytes_per_s for link in machine.links if pipe.name in link.shared)
+    return max(pipe.bandwidth_bytes_per_s, *links, 0.0)
+
+
+def _least_time_s(rates: Sequence[tuple[float, int]], size_bytes: int) -> float:
+    """Return the least time in which links of ``(rate, bytes at most)`` bring ``size_bytes``."""
+    left_bytes = float(size_bytes)
+    # Links run dry in this order; those that are left carry the rest.
+    ordered = sorted(rates, key=lambda pair: pair[1] / pair[0])
+    for first, (rate, most_bytes) in enumerate(ordered):
+        time_s = left_bytes / sum(other for other, _ in ordered[first:])
+        if most_bytes >= rate * time_s * _ROUNDING:
+            return time_s
+        left_bytes -= most_bytes
+    return math.inf
+
+
+def _last_link(links: Sequence[Link], rates: Sequence[tuple[float, int]], size_bytes: int) -> str:
+    """Return the fastest link that is still busy at the end of the least time."""
+    time_s = _least_time_s(rates, size_bytes)
+    busy = [
+        link.name
+        for link, (rate, most_bytes) in zip(links, rates, strict=True)
+        if most_bytes >= rate * time_s * _ROUNDING
+    ]
+    return busy[0] if busy else links[-1].name

@@ -1,0 +1,316 @@
+"""Occupancy: a bound from what must share the arena at one moment.
+
+A weight takes its whole room from the start of its load to the end of its op. At any moment at most one
+op runs and each link carries at most one weight, and all of these must fit beside the residents. So an
+iteration is divided into *moments*, each with an op, or none, and a load on each link, or none, whose
+rooms together fit; how long each kind of moment lasts is a linear program over classes of weights.
+
+Sets: classes c of weights with about the same size; links l; moments (o, f): o is a class whose streamed
+weight is in use, or 0, and f the classes in flight, one or 0 per link.
+Variables: x[c,l] weights streamed, y[o,f] seconds of each kind of moment.
+
+    minimise sum y, subject to
+    sum_l x[c,l] <= num(c);  sum_{l from t} size(c) x[c,l] <= room(t)
+    reserved of what is not streamed <= arena - region
+    y only where reserved(o) + sum reserved(f) <= region
+    sum y with o = c is sum_l x[c,l] * op_s(c);  sum y with f[l] = c is x[c,l] * transfer_s(c, l)
+    sum y >= compute;  sum y >= bytes of a pipe's links / its rate
+    the longest op without weights has moments of its own, and what they load fits the region
+
+The region is what residents leave. It is not known, so the range of its sizes is halved, the half with
+the lower bound first: a range has the residents of its smallest and the moments of its largest region.
+"""
+
+from __future__ import annotations
+
+import heapq
+import importlib.util
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import chain, product
+from typing import Any
+
+import numpy as np
+
+from gascompile.core.machine import Link
+from gascompile.passes.bounds.certify import pipe_rate
+from gascompile.passes.model.problem import Problem, Weight
+
+_MOST_CLASSES = {1: 16, 2: 8, 3: 4}
+"""By the number of links; for more links there are too many kinds of moments."""
+_MOST_SIZES = 512
+"""Where more sizes differ, those next to each other are one from the start."""
+_LONG = 0.01
+"""Share of the iteration from which on an op counts as long: the region fills up while it runs."""
+_STEPS = 256
+"""Sizes of the region to tell apart where there is a long op."""
+_WHOLE = 1000.0
+"""All weights in the program's unit of bytes, and the longest possible iteration in its unit of time."""
+_TOLERANCE = 1e-6
+"""The solver keeps rows up to this share."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Class:
+    """Weights of about the same size, counted in units of the smallest one's bytes.
+
+    What is said of a unit holds for every member's share of it at least.
+    """
+
+    count: float
+    size_bytes: int
+    in_use_bytes: int
+    """What any one of the weights takes in the arena."""
+    kept_bytes: float
+    """What a unit takes in the arena where it stays."""
+    transfers: float
+    """Transfers per unit."""
+    op_s: float
+    """Seconds for which an op holds a unit."""
+
+
+def occupancy(problem: Problem, arena_bytes: int, *, enough_s: float, time_limit_s: float) -> float:
+    """Return a time that no schedule of whole weights within ``arena_bytes`` beats.
+
+    Args:
+        enough_s: the search for a better bound ends when the bound is as large.
+        time_limit_s: seconds after which the bound found so far is returned.
+    """
+    deadline_s = time.perf_counter() + time_limit_s
+    long_op = _long_op(problem)
+    classes = _classes(problem)
+    if not classes or arena_bytes < 0 or importlib.util.find_spec("highspy") is None:
+        return problem.compute_s
+    task = _Task(problem, classes, 0.0 if long_op is None else problem.op_times_s[long_op])
+    program = _Program(task)
+    regions = _regions(task, arena_bytes)
+    ranges = [(problem.compute_s, 0, len(regions) - 1)]
+    while True:
+        bound_s, first, end = ranges[0]
+        if bound_s >= enough_s or end - first <= 1 or time.perf_counter() > deadline_s:
+            return bound_s
+        heapq.heappop(ranges)
+        middle = (first + end) // 2
+        for low, high in ((first, middle), (middle, end)):
+            found_s = program.bound_s(arena_bytes - regions[low], regions[high] - 1)
+            heapq.heappush(ranges, (max(bound_s, found_s), low, high))
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    problem: Problem
+    classes: list[_Class]
+    long_s: float
+    """Seconds of the longest op where it is a long one, else 0."""
+
+
+def _long_op(problem: Problem) -> int | None:
+    reading = {op for weight in problem.weights for op in weight.uses}
+    times_s = problem.op_times_s
+    others = (op for op in range(len(times_s)) if op not in reading)
+    op = max(others, key=lambda op: times_s[op], default=None)
+    if op is None or times_s[op] < _LONG * max(problem.compute_s, problem.streaming_s):
+        return None
+    return op
+
+
+_Group = list[tuple[Weight, float]]
+"""Weights of about the same size, each with the seconds of the ops that hold it."""
+
+
+def _classes(problem: Problem) -> list[_Class]:
+    """Return classes of the weights, the smallest first; each op is held by the largest weight it reads."""
+    weights = [weight for weight in problem.weights if weight.uses]
+    largest: dict[int, str] = {}
+    for weight in sorted(weights, key=lambda weight: weight.size_bytes):
+        largest.update(dict.fromkeys(weight.uses, weight.name))
+    by_size: dict[int, _Group] = {}
+    for weight in weights:
+        held = [op for op in weight.uses if largest[op] == weight.name]
+        op_s = sum(problem.op_times_s[op] for op in held)
+        by_size.setdefault(weight.size_bytes, []).append((weight, op_s))
+    most = _MOST_CLASSES.get(len(problem.links), 0)
+    groups = [by_size[size] for size in sorted(by_size) if size] if most else []
+    return [_class(group) for group in _merged(groups, most)]
+
+
+def _merged(groups: list[_Group], most: int) -> list[_Group]:
+    """Return at most ``most`` groups: neighbours that hold few bytes become one."""
+    if len(groups) > _MOST_SIZES:
+        step = -(-len(groups) // _MOST_SIZES)
+        groups = [list(chain(*groups[i : i + step])) for i in range(0, len(groups), step)]
+    totals = [sum(weight.size_bytes for weight, _ in group) for group in groups]
+    while len(groups) > most:
+        i = min(range(len(groups) - 1), key=lambda i: totals[i] + totals[i + 1])
+        groups[i : i + 2] = [groups[i] + groups[i + 1]]
+        totals[i : i + 2] = [totals[i] + totals[i + 1]]
+    return groups
+
+
+def _class(group: _Group) -> _Class:
+    unit = min(weight.size_bytes for weight, _ in group)
+    return _Class(
+        count=sum(weight.size_bytes for weight, _ in group) / unit,
+        size_bytes=unit,
+        in_use_bytes=min(weight.reserved_bytes for weight, _ in group),
+        kept_bytes=min(weight.reserved_bytes * unit / weight.size_bytes for weight, _ in group),
+        transfers=min(unit / weight.size_bytes for weight, _ in group),
+        op_s=min(op_s * unit / weight.size_bytes for weight, op_s in group),
+    )
+
+
+def _regions(task: _Task, arena_bytes: int) -> list[int]:
+    """Return the sizes at which more moments begin to fit, and one beyond the arena."""
+    rooms = {0, *(each.in_use_bytes for each in task.classes)}
+    sums = {0}
+    for _ in range(len(task.problem.links) + 1):
+        sums = {total + room for total in sums for room in rooms if total + room <= arena_bytes}
+    if task.long_s:
+        sums |= {arena_bytes * step // _STEPS for step in range(_STEPS)}
+    return [*sorted(sums), arena_bytes + 1]
+
+
+Terms = list[tuple[int, float]]
+
+
+class _Program:
+    """The linear program, built once; a range of regions only changes which moments fit and two rows."""
+
+    def __init__(self, task: _Task) -> None:
+        self._task = task
+        problem, classes = task.problem, task.classes
+        self._unit = sum(weight.size_bytes for weight in problem.weights) / _WHOLE
+        self._time_unit_s = (max(problem.compute_s, problem.streaming_s) or 1.0) / _WHOLE
+        links = range(len(problem.links))
+        self._kinds = list(
+            product(
+                range(len(classes) + 1 + bool(task.long_s)),
+                *(range(len(classes) + 1) for _ in links),
+            )
+        )
+        rooms = [0, *(each.in_use_bytes for each in classes), 0]
+        self._rooms = np.array([sum(rooms[c] for c in kind) for kind in self._kinds])
+        self._rows: list[tuple[float, float, Terms]] = []
+        self._add_kept()
+        self._add_long_op()
+        self._add_classes()
+        self._add_tiers()
+        self._add_whole()
+        self._solver = self._load()
+
+    def bound_s(self, room_bytes: int, region_bytes: int) -> float:
+        """Return the bound for residents of ``room_bytes`` beside moments that take ``region_bytes``."""
+        import highspy
+
+        solver, num = self._solver, len(self._kinds)
+        kept = sum(each.count * each.kept_bytes for each in self._task.classes)
+        solver.changeRowBounds(0, (kept - room_bytes) / self._unit, highspy.kHighsInf)
+        solver.changeRowBounds(1, -highspy.kHighsInf, region_bytes / self._unit)
+        most = np.where(self._rooms <= region_bytes, highspy.kHighsInf, 0.0)
+        solver.changeColsBounds(num, np.arange(num, dtype=np.int32), np.zeros(num), most)
+        solver.run()
+        match solver.getModelStatus():
+            case highspy.HighsModelStatus.kOptimal:
+                value: float = solver.getInfo().objective_function_value
+                return max(0.0, value) * self._time_unit_s * (1 - _TOLERANCE)
+            case highspy.HighsModelStatus.kInfeasible:
+                return math.inf
+        # Nothing is proven where the solver stumbles.
+        return 0.0
+
+    def _streamed(self, number: int, link: int) -> int:
+        """Return the column of ``x``; those of ``y`` come first."""
+        return len(self._kinds) + number * len(self._task.problem.links) + link
+
+    def _moments(self, position: int, number: int) -> Terms:
+        """Return the moments whose op (position 0) or link (from 1 on) has class ``number``."""
+        return [(i, 1.0) for i, kind in enumerate(self._kinds) if kind[position] == number]
+
+    def _each(self) -> Iterator[tuple[int, _Class, int, Link]]:
+        for number, each in enumerate(self._task.classes):
+            for position, link in enumerate(self._task.problem.links):
+                yield number, each, position, link
+
+    def _add_kept(self) -> None:
+        terms = [
+            (self._streamed(number, position), each.kept_bytes / self._unit)
+            for number, each, position, _ in self._each()
+        ]
+        self._rows.append((0.0, math.inf, terms))
+
+    def _add_long_op(self) -> None:
+        """Each load beside the long op has its whole room in the region when the op ends."""
+        long = self._moments(0, len(self._task.classes) + 1)
+        rates = {(0, position): 0.0 for position in range(len(self._task.problem.links))}
+        for number, each, position, link in self._each():
+            taken = each.size_bytes / link.transfer_time_s(each.size_bytes)
+            rates[number + 1, position] = taken * self._time_unit_s / self._unit
+        loaded = [
+            (i, sum(rates[c, position] for position, c in enumerate(self._kinds[i][1:])))
+            for i, _ in long
+        ]
+        self._rows.append((-math.inf, math.inf, loaded))
+        seconds = self._task.long_s / self._time_unit_s
+        self._rows.append((seconds, seconds, long))
+
+    def _add_classes(self) -> None:
+        for number, each in enumerate(self._task.classes):
+            over = [self._streamed(number, link) for link in range(len(self._task.problem.links))]
+            self._rows.append((0.0, each.count, [(column, 1.0) for column in over]))
+            held = [(column, -each.op_s / self._time_unit_s) for column in over]
+            self._rows.append((0.0, 0.0, [*self._moments(0, number + 1), *held]))
+        for number, each, position, link in self._each():
+            seconds = each.transfers * link.latency_s + each.size_bytes / link.bandwidth_bytes_per_s
+            moving = self._moments(position + 1, number + 1)
+            column = self._streamed(number, position)
+            self._rows.append((0.0, 0.0, [*moving, (column, -seconds / self._time_unit_s)]))
+
+    def _add_tiers(self) -> None:
+        for tier, room_bytes in self._task.problem.room_bytes.items():
+            terms = [
+                (self._streamed(number, position), each.size_bytes / self._unit)
+                for number, each, position, link in self._each()
+                if link.source_tier == tier
+            ]
+            self._rows.append((-math.inf, room_bytes / self._unit, terms))
+
+    def _add_whole(self) -> None:
+        every = [(i, 1.0) for i in range(len(self._kinds))]
+        self._rows.append((self._task.problem.compute_s / self._time_unit_s, math.inf, every))
+        for pipe in self._task.problem.machine.pipes:
+            terms = [
+                (
+                    self._streamed(number, position),
+                    -each.size_bytes
+                    / pipe_rate(self._task.problem.machine, pipe)
+                    / self._time_unit_s,
+                )
+                for number, each, position, link in self._each()
+                if pipe.name in link.shared
+            ]
+            self._rows.append((0.0, math.inf, [*every, *terms]))
+
+    def _load(self) -> Any:
+        import highspy
+
+        num = self._streamed(len(self._task.classes), 0)
+        lp = highspy.HighsLp()
+        lp.num_col_, lp.num_row_ = num, len(self._rows)
+        lp.col_cost_ = np.array([1.0] * len(self._kinds) + [0.0] * (num - len(self._kinds)))
+        lp.col_lower_, lp.col_upper_ = np.zeros(num), np.full(num, highspy.kHighsInf)
+        lp.row_lower_ = np.array([max(low, -highspy.kHighsInf) for low, _, _ in self._rows])
+        lp.row_upper_ = np.array([min(high, highspy.kHighsInf) for _, high, _ in self._rows])
+        lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
+        lengths = [len(terms) for _, _, terms in self._rows]
+        lp.a_matrix_.start_ = np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
+        entries = [term for _, _, terms in self._rows for term in terms]
+        lp.a_matrix_.index_ = np.array([column for column, _ in entries], dtype=np.int32)
+        lp.a_matrix_.value_ = np.array([factor for _, factor in entries])
+        typeless: Any = highspy
+        solver = typeless.Highs()
+        solver.setOptionValue("output_flag", False)
+        solver.setOptionValue("threads", 1)
+        solver.passModel(lp)
+        return solver

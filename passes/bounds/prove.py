@@ -1,0 +1,79 @@
+"""Prove: a time that no plan within the budget beats."""
+
+from __future__ import annotations
+
+import math
+import time
+
+from gascompile.passes.bounds.certify import Proof, physical_limit
+from gascompile.passes.bounds.occupancy import occupancy
+from gascompile.passes.model.problem import Problem
+from gascompile.passes.search.place import place
+from gascompile.passes.search.strategies import MANY_WEIGHTS
+
+_BRANCHING_SHARE = 0.03
+"""Branching rarely lifts the bound much above the relaxation's; the time is better spent elsewhere."""
+_QUICK_S = 2.0
+
+
+def prove(problem: Problem, predicted_s: float, *, time_limit_s: float, mip_gap: float) -> Proof:
+    """Return the best bound that the solver finds in ``time_limit_s``, stopping when it is good enough.
+
+    Args:
+        predicted_s: time of the plan at hand; a bound within ``mip_gap`` of it needs no improving.
+    """
+    deadline_s = time.perf_counter() + time_limit_s
+    limit_s, binding = _limit(problem)
+    bound_s = 0.0
+    timed_out = False
+    for method in ("occupancy", "relaxed", "integral"):
+        left_s = deadline_s - time.perf_counter()
+        if predicted_s - max(limit_s, bound_s) <= mip_gap * predicted_s:
+            break
+        if left_s <= 0:
+            timed_out = True
+            break
+        if method == "occupancy":
+            found_s = occupancy(
+                problem,
+                problem.arena_limit_bytes,
+                enough_s=(1 - mip_gap) * predicted_s,
+                time_limit_s=left_s,
+            )
+        elif method == "integral" and len(problem.weights) >= MANY_WEIGHTS:
+            break
+        else:
+            found = place(
+                problem,
+                problem.arena_limit_bytes,
+                time_limit_s=left_s if method == "relaxed" else time_limit_s * _BRANCHING_SHARE,
+                mip_gap=mip_gap,
+                relaxed=method == "relaxed",
+            )
+            found_s, timed_out = found.bound_s, found.timed_out
+        bound_s = max(bound_s, found_s)
+    return Proof(limit_s=limit_s, binding=binding, bound_s=bound_s, timed_out=timed_out)
+
+
+def quick_proof(problem: Problem, *, time_limit_s: float = _QUICK_S) -> Proof:
+    """Return what is proven within moments, before there is a plan."""
+    limit_s, binding = _limit(problem)
+    bound_s = 0.0
+    if problem.arena_limit_bytes >= 0:
+        bound_s = occupancy(
+            problem,
+            problem.arena_limit_bytes,
+            enough_s=math.inf,
+            time_limit_s=min(_QUICK_S, time_limit_s),
+        )
+    return Proof(limit_s=limit_s, binding=binding, bound_s=bound_s, timed_out=False)
+
+
+def _limit(problem: Problem) -> tuple[float, str]:
+    return physical_limit(
+        problem.compute_s,
+        sum(weight.size_bytes for weight in problem.weights if weight.uses),
+        problem.arena_limit_bytes,
+        problem.machine,
+        problem.room_bytes,
+    )

@@ -1,0 +1,125 @@
+"""As mapped: the plan that executes a given placement the way accelerate's hooks do.
+
+Weights on the tier that computes stay. All others are loaded whole, right before each op that reads
+them, and given up right after it: nothing is loaded ahead, so ops wait for every byte.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+from gascompile.core.errors import DeviceMapError, InfeasiblePlanError
+from gascompile.core.machine import Budget, Machine
+from gascompile.core.plan import Plan
+from gascompile.core.sizes import format_size
+from gascompile.core.workload import Workload
+from gascompile.cost_models.simulate.replay import replay
+from gascompile.passes.bounds.certify import Proof, certify
+from gascompile.passes.bounds.least_time import least_time
+from gascompile.passes.model.problem import Placement, Problem, problem, visits_of
+from gascompile.passes.plan.assemble import assemble
+from gascompile.passes.plan.draft import draft_schedule
+from gascompile.passes.plan.emit import emit
+from gascompile.passes.search.schedule import Schedule
+from gascompile.passes.verify.walk import verify
+
+STRATEGY = "device_map"
+
+
+def as_mapped(
+    workload: Workload,
+    machine: Machine,
+    budget: Budget,
+    tiers: Mapping[str, str],
+    *,
+    fingerprint: Mapping[str, str],
+) -> Plan:
+    """Return the verified plan with each weight on the tier that ``tiers`` says.
+
+    Raises:
+        DeviceMapError: a tier does not exist, has no link to the one that computes, or is too small.
+        InfeasiblePlanError: the budget does not hold what stays, and one op's other weights.
+        KeyError: ``tiers`` lacks a weight.
+    """
+    begun_s = time.perf_counter()
+    task = problem(workload, machine, budget)
+    placement = Placement(strategy=STRATEGY, link_of=_links_of(task, tiers))
+    schedule = _schedule(task, placement)
+    steps = emit(task, schedule)
+    seconds = replay(
+        steps, workload.ops, task.op_times_s, machine, repeats=workload.repeats
+    ).seconds
+    # Nothing is searched here, so the bound is the physical limit of all plans, in whatever form.
+    limit_s, binding = least_time(workload, machine, task.limits_bytes)
+    proof = Proof(limit_s=limit_s, binding=binding, bound_s=0.0, timed_out=False)
+    taken_s = time.perf_counter() - begun_s
+    certificate = certify(seconds, proof, solve_s=taken_s, mip_gap=0.0)
+    draft = draft_schedule(task, schedule.with_seconds(seconds))
+    plan = assemble(draft, machine, task.limits_bytes, certificate, fingerprint=fingerprint)
+    verify(plan)
+    return plan
+
+
+def _links_of(task: Problem, tiers: Mapping[str, str]) -> tuple[int | None, ...]:
+    """Return the link that each weight comes over, the fastest from its tier."""
+    site = task.machine.compute_tier
+    over: dict[str, int] = {}
+    for i, link in reversed(list(enumerate(task.links))):
+        over[link.source_tier] = i
+    found: list[int | None] = []
+    held: dict[str, list[tuple[int, str]]] = {}
+    for weight in task.weights:
+        tier = tiers[weight.name]
+        if tier != site and tier not in over:
+            raise DeviceMapError(
+                f"'{weight.name}' is mapped to '{tier}', from which no link of machine '{task.machine.name}' leads to "
+                f"'{site}'; its links start at {', '.join(sorted(over)) or 'no tier'}",
+                names=(weight.name,),
+            )
+        found.append(None if tier == site else over[tier])
+        held.setdefault(tier, []).append((weight.size_bytes, weight.name))
+    for tier, room_bytes in task.room_bytes.items():
+        total = sum(size_bytes for size_bytes, _ in held.get(tier, ()))
+        if total > room_bytes:
+            largest = [name for _, name in sorted(held[tier], reverse=True)[:4]]
+            raise DeviceMapError(
+                f"the map puts {format_size(total)} ({total} bytes) on '{tier}', which may hold "
+                f"{format_size(room_bytes)}; the largest of it are {', '.join(largest)}",
+                names=tuple(largest),
+            )
+    return tuple(found)
+
+
+def _schedule(task: Problem, placement: Placement) -> Schedule:
+    """Return the schedule that loads each op's weights side by side, right before it."""
+    resident_bytes = sum(
+        weight.reserved_bytes
+        for weight, link in zip(task.weights, placement.link_of, strict=True)
+        if link is None
+    )
+    visits = visits_of(task, placement)
+    taken: dict[int, int] = {}
+    offsets = []
+    for visit in visits:
+        offsets.append(taken.get(visit.start, 0))
+        taken[visit.start] = offsets[-1] + visit.reserved_bytes
+    staging_bytes = max(taken.values(), default=0)
+    if resident_bytes + staging_bytes > task.arena_limit_bytes:
+        tier = task.machine.compute_tier
+        widest = max(taken, key=lambda op: taken[op], default=0)
+        raise InfeasiblePlanError(
+            required_bytes=task.base_bytes + resident_bytes + staging_bytes,
+            limit_bytes=task.limits_bytes[tier],
+            tier=tier,
+            op=task.workload.ops[widest].name if task.workload.ops else task.workload.name,
+        )
+    return Schedule(
+        placement=placement,
+        resident_bytes=resident_bytes,
+        staging_bytes=staging_bytes,
+        visits=tuple(visits),
+        offsets=tuple(offsets),
+        points=tuple(visit.start for visit in visits),
+        seconds=0.0,
+    )

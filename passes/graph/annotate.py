@@ -1,0 +1,147 @@
+"""Annotate: a program becomes a planning problem with FLOPs, bytes, seconds, lifetimes and workspace."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from gascompile.core.machine import Machine
+from gascompile.core.program import Program
+from gascompile.core.workload import OpSpec, TensorKind, TensorSpec, Workload
+from gascompile.cost_models.formulas.op_time import decoding_bytes, op_time_s
+from gascompile.cost_models.measure.op_memory import OpCall
+from gascompile.formats.ops import LINEAR
+from gascompile.passes.graph.propagate import Facts, LeafOp, OpFacts, propagate
+
+_CALL = LeafOp(target="", flops=0, read_bytes=0, write_bytes=0, dtype="bool", known=True)
+"""What an op without a kernel costs, such as a view: the call."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Annotation:
+    """A workload, and what could not be costed."""
+
+    workload: Workload
+    unknown_ops: tuple[str, ...]
+    """Kernels that no formula covers; their time counts the bytes they touch and nothing else."""
+    kinds: Mapping[str, str] = field(default_factory=dict)
+    """What the workspace of each op depends on, by its name."""
+    unproven: Mapping[str, OpCall] = field(default_factory=dict)
+    """Ops whose workspace no formula bounds, by name."""
+
+
+def annotate(program: Program, machine: Machine, *, repeats: bool = True) -> Annotation:
+    """Return the workload of ``program`` on ``machine`` at the largest input shapes.
+
+    FLOPs follow torch's own flop counter; seconds are the roofline of the machine's rates, per kernel.
+
+    Raises:
+        UnsupportedOpError: an op's shapes are not known ahead of time.
+    """
+    facts = propagate(program)
+    device = machine.compute_tier
+    nodes = {node.name: node for node in program.op_nodes()}
+    ops = tuple(
+        _op_spec(op, device, machine, *_parts(nodes[op.name], op, program, facts))
+        for op in facts.ops
+    )
+    unknown = sorted({leaf.target for op in facts.ops for leaf in op.leaves if not leaf.known})
+    workload = Workload(
+        name=program.name, repeats=repeats, tensors=_tensors(program, facts), ops=ops
+    )
+    return Annotation(
+        workload=workload,
+        unknown_ops=tuple(unknown),
+        kinds={op.name: op.kind for op in facts.ops if op.kind},
+        unproven={op.name: op.unproven for op in facts.ops if op.unproven is not None},
+    )
+
+
+def _parts(
+    node: torch.fx.Node, op: OpFacts, program: Program, facts: Facts
+) -> tuple[Mapping[str, int], Mapping[str, int]]:
+    """Return the weight that an op could take in tiles, with its rows, and the one it needs rows of, with their bytes.
+
+    Only a weight that the op is given as it lies in its file counts: its rows are ranges of bytes there.
+    """
+    # Tiles write their part of a result as it is: they cast nothing.
+    is_plain = node.target is torch.ops.aten.linear.default and op.has_one_dtype
+    if is_plain or node.target is LINEAR:
+        weight = _weight(node.args[1], program)
+        if weight is not None:
+            return {weight: program.bound[weight].shape[0]}, {}
+    if node.target is torch.ops.aten.embedding.default:
+        weight = _weight(node.args[0], program)
+        if weight is not None:
+            return {}, {weight: facts.size_bytes[f"%{node.name}"]}
+    return {}, {}
+
+
+def _weight(argument: object, program: Program) -> str | None:
+    """Return the weight that ``argument`` is bound to, if it is a matrix."""
+    if not isinstance(argument, torch.fx.Node):
+        return None
+    name = program.bindings.get(argument.name)
+    if name is None or name in program.states:
+        return None
+    if len(program.bound[name].shape) != 2 or program.bound[name].stride is not None:
+        return None
+    return name
+
+
+def _op_spec(
+    op: OpFacts,
+    device: str,
+    machine: Machine,
+    splits: Mapping[str, int],
+    gathers: Mapping[str, int],
+) -> OpSpec:
+    times_s = [
+        op_time_s(
+            flops=leaf.flops,
+            read_bytes=leaf.read_bytes + _decoding_bytes(leaf, device),
+            write_bytes=leaf.write_bytes,
+            dtype=leaf.dtype,
+            device=device,
+            machine=machine,
+        )
+        for leaf in op.leaves or (_CALL,)
+    ]
+    return OpSpec(
+        name=op.name,
+        time_s={device: sum(times_s)},
+        reads=tuple(op.reads),
+        writes=tuple(op.writes),
+        workspace_bytes=op.workspace_bytes,
+        flops=sum(leaf.flops for leaf in op.leaves),
+        read_bytes=sum(leaf.read_bytes for leaf in op.leaves),
+        write_bytes=sum(leaf.write_bytes for leaf in op.leaves),
+        splits=splits,
+        gathers=gathers,
+    )
+
+
+def _decoding_bytes(leaf: LeafOp, device: str) -> int:
+    if leaf.decoded is None:
+        return 0
+    form, num_weights, rows = leaf.decoded
+    return round(decoding_bytes(num_weights, form, device=device, rows=rows))
+
+
+def _tensors(program: Program, facts: Facts) -> tuple[TensorSpec, ...]:
+    inputs = {f"%{spec.name}" for spec in program.inputs}
+    specs = []
+    for name, size_bytes in facts.size_bytes.items():
+        if name in program.states:
+            kind = TensorKind.STATE
+        elif name in program.bound:
+            kind = TensorKind.WEIGHT
+        elif name in inputs:
+            kind = TensorKind.INPUT
+        else:
+            kind = TensorKind.OUTPUT if name in facts.outputs else TensorKind.ACTIVATION
+        forms = program.forms.get(name)
+        specs.append(TensorSpec(name=name, size_bytes=size_bytes, kind=kind, forms=forms))
+    return tuple(specs)

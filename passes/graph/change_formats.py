@@ -1,0 +1,139 @@
+"""Change forms: weights that move in another form than they are computed in, and the ops that take them so.
+
+Run before annotation, so that what is planned, tiled, gathered, moved and laid out are wire bytes. A linear
+layer decodes its weight block by block as it multiplies; of an embedding the gathered rows are decoded; every
+other use gets the weight decoded by an op of its own, right before the first use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import fx
+
+from gascompile.core.program import BoundSpec, Program
+from gascompile.core.workload import Forms
+from gascompile.formats.layout import FORMS
+from gascompile.formats.ops import DECODE, LINEAR, FormSpec, wire_matrix
+
+_EMBEDDING = torch.ops.aten.embedding.default
+_LINEAR = torch.ops.aten.linear.default
+
+
+def change_forms(program: Program, forms: Mapping[str, FormSpec]) -> Program:
+    """Return ``program`` with the weights of ``forms`` in their wire forms, and its ops rewritten to take them.
+
+    Args:
+        program: as captured; it is not changed.
+        forms: weights by name. A packed form needs a matrix; a state has no form.
+
+    Raises:
+        ValueError: a name is no weight of the program, or its form is not for its shape.
+    """
+    if not forms:
+        return program
+    bound = dict(program.bound)
+    for name, spec in forms.items():
+        _check(program, name, spec)
+        bound[name] = _wire_spec(program.bound[name], spec)
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    graph.output(graph.graph_copy(program.graph_module.graph, copies))
+    for node, copied in copies.items():
+        copied.name = node.name  # a copy gives inputs called like builtins another one
+    for node in list(graph.nodes):
+        bound_name = program.bindings.get(node.name, "") if node.op == "placeholder" else ""
+        if bound_name in forms:
+            _change(node, program.bound[bound_name], forms[bound_name])
+    graph.lint()
+    module = fx.GraphModule(program.graph_module, graph)
+    module.recompile()
+    kept = {
+        name: Forms(stored=spec.stored, wire=spec.wire, compute=program.bound[name].dtype)
+        for name, spec in forms.items()
+    }
+    return replace(program, graph_module=module, bound=bound, forms=kept)
+
+
+def _check(program: Program, name: str, spec: FormSpec) -> None:
+    if name not in program.bound or name in program.states:
+        raise ValueError(f"'{name}' is no weight of '{program.name}'")
+    shape = program.bound[name].shape
+    if spec.wire in FORMS and len(shape) != 2:
+        raise ValueError(f"'{name}' has the shape {list(shape)}; {spec.wire} is for matrices")
+
+
+def _wire_spec(bound: BoundSpec, spec: FormSpec) -> BoundSpec:
+    if spec.wire not in FORMS:
+        return BoundSpec(dtype=spec.wire, shape=bound.shape)
+    rows, columns = bound.shape
+    dtype, shape = wire_matrix(spec.wire, rows, columns, spec.group)
+    return BoundSpec(dtype=dtype, shape=shape)
+
+
+def _change(weight: fx.Node, bound: BoundSpec, spec: FormSpec) -> None:
+    """Give the users of a placeholder the weight in its wire form, or what they need of it."""
+    compute: torch.dtype = getattr(torch, bound.dtype)
+    wire = _wire_spec(bound, spec)
+    value = weight.meta.get("val")
+    if isinstance(value, torch.Tensor):
+        weight.meta = {**weight.meta, "val": value.new_empty(wire.shape, dtype=_dtype(wire))}
+    fixed = (spec.wire, bound.shape[-1] if bound.shape else 1, spec.group, compute)
+    rest = []
+    for user in list(weight.users):
+        if _takes_wire(user, weight, compute):
+            _to_wire_linear(user, spec)
+        elif user.target is _EMBEDDING and user.args[0] is weight and user.args[1] is not weight:
+            _decode_rows(user, fixed, wire)
+        else:
+            rest.append(user)
+    if rest:
+        with weight.graph.inserting_before(_first(weight.graph, rest)):
+            decoded = weight.graph.call_function(DECODE, (weight, *fixed))
+        decoded.meta = {**weight.meta, "val": value} if value is not None else {}
+        for user in rest:
+            user.replace_input_with(weight, decoded)
+
+
+def _takes_wire(user: fx.Node, weight: fx.Node, compute: torch.dtype) -> bool:
+    """Return whether ``user`` is a linear layer of ``weight`` on inputs of the dtype it is computed in."""
+    if user.target is not _LINEAR or user.args[1] is not weight:
+        return False
+    if user.args[0] is weight or (*user.args, None)[2] is weight:
+        return False
+    value = user.meta.get("val")
+    # Under autocast, say, a layer computes in another dtype than its weight has.
+    return len(user.args) >= 2 and isinstance(value, torch.Tensor) and value.dtype == compute
+
+
+def _to_wire_linear(user: fx.Node, spec: FormSpec) -> None:
+    x, weight, bias = (*user.args, None)[:3]
+    bias = user.kwargs.get("bias", bias)
+    user.target = LINEAR
+    user.args = (x, weight, bias, spec.wire, spec.group)
+    user.kwargs = {}
+
+
+def _decode_rows(user: fx.Node, fixed: tuple[fx.node.Argument, ...], wire: BoundSpec) -> None:
+    with user.graph.inserting_after(user):
+        decoded = user.graph.call_function(DECODE)
+    user.replace_all_uses_with(decoded)
+    decoded.args = (user, *fixed)
+    decoded.meta = dict(user.meta)
+    value = user.meta.get("val")
+    if isinstance(value, torch.Tensor):
+        shape = (*value.shape[:-1], wire.shape[-1])
+        user.meta = {**user.meta, "val": value.new_empty(shape, dtype=_dtype(wire))}
+
+
+def _dtype(bound: BoundSpec) -> torch.dtype:
+    found: torch.dtype = getattr(torch, bound.dtype)
+    return found
+
+
+def _first(graph: fx.Graph, nodes: list[fx.Node]) -> fx.Node:
+    wanted = set(nodes)
+    found: fx.Node = next(node for node in graph.nodes if node in wanted)
+    return found

@@ -1,0 +1,251 @@
+"""Insert: a plan's moves become nodes of the graph, so that the graph's code reads as the schedule.
+
+Every bound placeholder gives way to nodes that ask the runtime for the tensor: ``resident`` for what
+stays, one ``wait`` per visit for what is streamed. A use takes the visit it falls into; a view that was
+taken of an earlier visit is taken again of the current one, as the bytes of the old one may be gone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import fx
+
+from gascompile.core import moves
+from gascompile.core.errors import PlanMismatchError
+from gascompile.core.plan import Plan
+from gascompile.core.program import Program, graph_module_of, op_name
+from gascompile.core.steps import Compute, Offload, Prefetch, Recompute, Release, Reload, Step, Wait
+from gascompile.core.tiles import base_name
+from gascompile.passes.graph.divide_graph import divide_graph
+
+for _move in (moves.prefetch, moves.wait, moves.release, *moves.HEAP_MOVES):
+    fx.node.has_side_effect(_move)
+
+
+def insert(program: Program, plan: Plan) -> fx.GraphModule:
+    """Return a copy of the program's graph with the plan's moves as nodes.
+
+    Its first input is the ``moves.Mover`` that carries them out, followed by the user's inputs.
+
+    Raises:
+        PlanMismatchError: the plan was made for another program.
+    """
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    graph.output(graph.graph_copy(program.graph_module.graph, copies))
+    rewrite = _Rewrite(program, plan, graph)
+    for step in plan.steps:
+        rewrite.apply(step)
+    rewrite.finish()
+    graph.lint()
+    return graph_module_of(program.graph_module, graph)
+
+
+def _unused(name: str, graph: fx.Graph) -> str:
+    """Return ``name``, longer where an input of the model is called so."""
+    taken = {node.target for node in graph.nodes if node.op == "placeholder"}
+    while name in taken:
+        name += "_"
+    return name
+
+
+def _check_ops(nodes: list[fx.Node], plan: Plan) -> None:
+    found = [op_name(node) for node in nodes]
+    planned = [op.name for op in plan.ops]
+    if found != planned:
+        differing = next(
+            (
+                f"op {i} is '{a}' in the program and '{b}' in the plan"
+                for i, (a, b) in enumerate(zip(found, planned, strict=False))
+                if a != b
+            ),
+            "one is longer than the other",
+        )
+        raise PlanMismatchError(
+            f"the plan has {len(planned)} ops, the program {len(found)}: {differing}; plan this program again"
+        )
+    order = [step.op for step in plan.steps if isinstance(step, Compute)]
+    if order != list(range(len(planned))):
+        raise PlanMismatchError("the plan's steps do not run each op once and in order; plan again")
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    """A view of streamed weights: how to take it again, and the visits it was taken of."""
+
+    args: tuple[fx.node.Argument, ...]
+    kwargs: dict[str, fx.node.Argument]
+    visits: dict[fx.Node, fx.Node]
+    """Placeholder of a streamed weight -> the ``wait`` node of the visit."""
+
+
+class _Rewrite:
+    """The graph under change and, as the steps are walked, the visit that each weight is in."""
+
+    def __init__(self, program: Program, plan: Plan, graph: fx.Graph) -> None:
+        self._plan = plan
+        self._graph = graph
+        (self._output,) = (node for node in graph.nodes if node.op == "output")
+        self._next_op = 0
+        self._bound = {
+            node: program.bindings[node.name]
+            for node in graph.nodes
+            if node.op == "placeholder" and node.name in program.bindings
+        }
+        self._visits: dict[fx.Node, fx.Node] = {}
+        self._views: dict[fx.Node, _View] = {}
+        with graph.inserting_before(next(iter(graph.nodes))):
+            self._mover = graph.placeholder(_unused("mover", graph))
+        divide_graph(graph, plan.workload.ops, self._bound, self._mover)
+        self._ops: list[fx.Node] = [n for n in graph.nodes if n.op == "call_function"]
+        _check_ops(self._ops, plan)
+        self._streamed = {
+            node: name for node, name in self._bound.items() if not self._is_resident(name)
+        }
+        self._place_residents()
+
+    def _is_resident(self, name: str) -> bool:
+        tensor = self._plan.tensors.get(name)
+        return tensor is None or tensor.home == self._plan.machine.compute_tier
+
+    def _place_residents(self) -> None:
+        top = self._ops[0] if self._ops else self._output
+        for node, name in self._bound.items():
+            if node in self._streamed or not node.users:
+                continue
+            if name not in self._plan.tensors:
+                raise PlanMismatchError(f"the plan does not know '{name}'; plan this program again")
+            with self._graph.inserting_before(top):
+                node.replace_all_uses_with(self._ask(moves.resident, node, (self._mover, name)))
+
+    def _ask(
+        self,
+        move: Callable[..., object],
+        placeholder: fx.Node,
+        args: tuple[fx.node.Argument, ...],
+    ) -> fx.Node:
+        """Insert a node that stands for what ``placeholder`` stood for, and read like it."""
+        node = self._graph.create_node("call_function", move, args, name=placeholder.name)
+        node.meta = dict(placeholder.meta)
+        return node
+
+    def apply(self, step: Step) -> None:
+        """Take one step of the plan."""
+        if isinstance(step, Compute):
+            self._compute(step.op)
+            return
+        place = self._ops[self._next_op] if self._next_op < len(self._ops) else self._output
+        with self._graph.inserting_before(place):
+            match step:
+                case Recompute():
+                    raise PlanMismatchError(
+                        f"the plan computes op {step.source} again, which this runtime does not do; plan for it"
+                    )
+                case Offload() | Reload():
+                    move = moves.offload if isinstance(step, Offload) else moves.reload
+                    value = self._value(step.tensor)
+                    self._graph.call_function(move, (self._mover, step.tensor, step.link, value))
+                case Wait(address=None):
+                    self._graph.call_function(moves.settle, (self._mover, step.tensor))
+                case Release(address=None):
+                    value = self._value(step.tensor)
+                    self._graph.call_function(moves.drop, (self._mover, step.tensor, value))
+                case Prefetch():
+                    self._graph.call_function(
+                        moves.prefetch, (self._mover, step.tensor, step.link, step.address)
+                    )
+                case Wait():
+                    self._wait(step)
+                case Release():
+                    self._release(step)
+
+    def _value(self, tensor: str) -> fx.Node:
+        """Return the node whose result a tensor of the heap is.
+
+        Raises:
+            PlanMismatchError: no op before this point has it as its whole result.
+        """
+        made = self._ops[: self._next_op]
+        for node, op in zip(made, self._plan.workload.ops, strict=False):
+            if tensor == f"%{base_name(op.name)}":
+                return node
+        raise PlanMismatchError(
+            f"the plan moves '{tensor}', which is not the result of an op before op {self._next_op}; "
+            "this runtime moves nothing else"
+        )
+
+    def _wait(self, step: Wait) -> None:
+        owners = [node for node, name in self._streamed.items() if name == step.tensor]
+        if not owners:
+            raise PlanMismatchError(
+                f"the plan waits for '{step.tensor}', which the program does not stream; plan again"
+            )
+        visit = self._ask(moves.wait, owners[0], (self._mover, step.tensor, step.address))
+        self._visits.update(dict.fromkeys(owners, visit))
+
+    def _release(self, step: Release) -> None:
+        self._graph.call_function(moves.release, (self._mover, step.tensor, step.address))
+        for node, visit in list(self._visits.items()):
+            if visit.args[1:] == (step.tensor, step.address):
+                del self._visits[node]
+
+    def _compute(self, op: int) -> None:
+        node, spec = self._ops[op], self._plan.workload.ops[op]
+        taken = _View(node.args, node.kwargs, self._bases(node))
+        with self._graph.inserting_before(node):
+            self._point_at_visits(node, spec.reads)
+        own = f"%{base_name(spec.name)}"
+        makes_view = not any(name == own or name.startswith(f"{own}.") for name in spec.writes)
+        if taken.visits and makes_view:
+            self._views[node] = taken
+        self._next_op = op + 1
+
+    def _bases(self, node: fx.Node) -> dict[fx.Node, fx.Node]:
+        """Return the current visits of the streamed weights that the arguments of ``node`` lie in."""
+        bases: dict[fx.Node, fx.Node] = {}
+        for argument in node.all_input_nodes:
+            for base in (argument, *self._view_bases(argument)):
+                if base in self._visits:
+                    bases[base] = self._visits[base]
+        return bases
+
+    def _view_bases(self, node: fx.Node) -> tuple[fx.Node, ...]:
+        return tuple(self._views[node].visits) if node in self._views else ()
+
+    def _point_at_visits(self, user: fx.Node, reads: tuple[str, ...]) -> None:
+        for argument in tuple(user.all_input_nodes):
+            current = self._current(argument, reads)
+            if current is not argument:
+                user.replace_input_with(argument, current)
+
+    def _current(self, node: fx.Node, reads: tuple[str, ...]) -> fx.Node:
+        """Return the node that holds now what ``node`` held in the program."""
+        if node in self._streamed:
+            if node not in self._visits:
+                raise PlanMismatchError(
+                    f"'{self._streamed[node]}' is used before op {self._next_op} outside its visits; plan again"
+                )
+            return self._visits[node]
+        view = self._views.get(node)
+        if view is None or all(
+            self._visits.get(base) is visit
+            for base, visit in view.visits.items()
+            if self._streamed[base] in reads
+        ):
+            return node
+        args, kwargs = fx.node.map_arg(
+            (view.args, view.kwargs), lambda argument: self._current(argument, reads)
+        )
+        again = self._graph.create_node("call_function", node.target, args, kwargs, name=node.name)
+        again.meta = dict(node.meta)
+        return again
+
+    def finish(self) -> None:
+        """Point the outputs at what is there at the end and drop the bound placeholders."""
+        if self._next_op != len(self._ops):
+            raise PlanMismatchError("the plan's steps end before the program does; plan again")
+        self._point_at_visits(self._output, ())
+        for node in self._bound:
+            self._graph.erase_node(node)

@@ -1,0 +1,52 @@
+"""Which weights and buffers a graph mutates, directly or through a view of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from gascompile.core.program import Program
+from gascompile.passes.graph.bound_aliases import bound_aliases
+
+_HIDDEN_STATISTICS = {
+    # Ops that update running statistics although their schema does not say so: (arguments, flag).
+    torch.ops.aten.batch_norm.default: ((3, 4), 5),
+    torch.ops.aten.instance_norm.default: ((3, 4), 5),
+}
+
+
+def mutated_tensors(graph: torch.fx.Graph, bindings: Mapping[str, str]) -> frozenset[str]:
+    """Return the bound tensors that some op writes, directly or through a view."""
+    owners = bound_aliases(graph, bindings)
+    return frozenset(
+        name
+        for node in graph.nodes
+        if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload)
+        for argument in _written(node, node.target)
+        for name in owners[argument]
+    )
+
+
+def written_inputs(program: Program) -> frozenset[str]:
+    """Return the placeholders of the user inputs that some op writes, directly or through a view."""
+    names = {spec.name: spec.name for spec in program.inputs if spec.dtype is not None}
+    return mutated_tensors(program.graph_module.graph, names)
+
+
+def _written(node: torch.fx.Node, target: torch._ops.OpOverload) -> list[torch.fx.Node]:
+    positions = [
+        i
+        for i, argument in enumerate(target._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    statistics, flag = _HIDDEN_STATISTICS.get(target, ((), 0))
+    if statistics and node.args[flag]:
+        positions += statistics
+    written = []
+    for position in positions:
+        name = target._schema.arguments[position].name
+        value = node.kwargs.get(name, node.args[position] if position < len(node.args) else None)
+        items = value if isinstance(value, (list, tuple)) else (value,)
+        written += [item for item in items if isinstance(item, torch.fx.Node)]
+    return written

@@ -1,0 +1,119 @@
+"""Interval choices: what becomes of each interval, the moves that make it so, and their memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+import numpy as np
+import numpy.typing as npt
+
+from gascompile.passes.model.interval_layout import Layout
+
+
+class Kind(IntEnum):
+    """What a move does; the order is that of the moves at one boundary."""
+
+    RELEASE = 0
+    """Wait for a copy out, then release."""
+    DROP = 1
+    """Release what has a copy already."""
+    STORE = 2
+    LOAD = 3
+    SETTLE = 4
+    """Wait for a copy out whose tensor stays."""
+    ARRIVE = 5
+    RUN = 6
+
+
+Move = tuple[int, int]
+"""``(kind, interval)``, or ``(Kind.RUN, run)``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """What becomes of each interval of a layout."""
+
+    route: tuple[int | None, ...]
+    """Per interval the route it leaves by, ``None`` where it stays."""
+    stored: frozenset[int]
+    """Intervals whose tensor has to be written out; the other ones that leave have a copy."""
+
+
+@dataclass(slots=True)
+class Schedule:
+    """Moves in program order, and where the planner may do better."""
+
+    layout: Layout
+    choices: Choices
+    boundaries: list[list[Move]]
+    memory: npt.NDArray[np.int64]
+    clock: npt.NDArray[np.float64]
+    """Start of each run as simulated from a standing start."""
+    carried: dict[int, float]
+    """Loads that cross the end, with their arrival after it."""
+    gone: dict[int, tuple[int, int]]
+    """Boundaries of release and reload per interval that left."""
+    idle: set[int] = field(default_factory=set)
+    """Intervals that left for no run at all."""
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes that all moves of an iteration carry."""
+        plan = self.layout
+        return sum(
+            plan.task.sizes[plan.intervals[number].tensor]
+            for boundary in self.boundaries
+            for kind, number in boundary
+            if kind in {Kind.STORE, Kind.LOAD}
+        )
+
+    def moves(self) -> list[Move]:
+        """Return all moves and runs in program order."""
+        found: list[Move] = []
+        for number, boundary in enumerate(self.boundaries):
+            found.extend(boundary)
+            if number < self.layout.num_runs:
+                found.append((Kind.RUN, number))
+        return found
+
+
+def choices(plan: Layout, routes: Mapping[int, int]) -> Choices:
+    """Complete the routes of the intervals that leave: which of them have to be written out."""
+    task = plan.task
+    stored: set[int] = set()
+    versions: dict[tuple[int, int], list[int]] = {}
+    homes: dict[int, int] = {}
+    for number in routes:
+        interval = plan.intervals[number]
+        versions.setdefault(interval.version, []).append(number)
+        if interval.wraps:
+            homes[interval.tensor] = routes[number]
+    for (tensor, run), members in versions.items():
+        if task.persistent[tensor] and not task.written[tensor]:
+            continue
+        copies: set[int] = set()
+        if run < 0 and tensor in homes and not task.workload.repeats:
+            copies.add(homes[tensor])
+        for number in sorted(members, key=lambda j: plan.intervals[j].age):
+            if task.persistent[tensor] and run > plan.intervals[number].start:
+                # The first iteration finds a copy where the tensor rests around the end, and no other.
+                copies &= {homes[tensor]} if tensor in homes else set()
+            if routes[number] not in copies:
+                stored.add(number)
+                copies.add(routes[number])
+    route = tuple(routes.get(j) for j in range(len(plan.intervals)))
+    return Choices(route, frozenset(stored))
+
+
+def base_memory(plan: Layout, chosen: Choices) -> npt.NDArray[np.int64]:
+    """Return the bytes at each run if all that leaves is away during its whole interval."""
+    change = np.zeros(plan.num_runs + 1, dtype=np.int64)
+    for number, route in enumerate(chosen.route):
+        if route is not None:
+            interval = plan.intervals[number]
+            for start, end in plan.spans(interval):
+                change[start] -= plan.task.sizes[interval.tensor]
+                change[end] += plan.task.sizes[interval.tensor]
+    return plan.kept + np.cumsum(change)[: plan.num_runs]

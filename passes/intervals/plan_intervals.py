@@ -1,0 +1,377 @@
+"""Plan intervals: what leaves the compute tier between its uses, where to, and what is recomputed.
+
+Heuristics of other systems come first, then roundings of a linear program (``interval_program``), then
+changes where the replay of the best one stalls. The fastest of all is the plan, so it is never slower
+than any of them. The program's optimum bounds every plan from below.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import random
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import NoReturn
+
+import numpy as np
+
+from gascompile.core.errors import InfeasiblePlanError, SolverError
+from gascompile.core.machine import Machine
+from gascompile.core.steps import Step
+from gascompile.core.workload import Workload
+from gascompile.cost_models.simulate.events import steady_seconds
+from gascompile.cost_models.simulate.replay import compile_events
+from gascompile.passes.bounds.interval_program import Relaxation, interval_program
+from gascompile.passes.bounds.prove_all import BOUND_SLOTS
+from gascompile.passes.intervals.events import interval_steps
+from gascompile.passes.intervals.exact import Optimum, interval_exact
+from gascompile.passes.intervals.queueing import interval_queues
+from gascompile.passes.intervals.recompute import Remake, interval_recompute, rerunnable
+from gascompile.passes.intervals.recompute_search import interval_sweep
+from gascompile.passes.intervals.search import Found, Search, improve, selection_of
+from gascompile.passes.intervals.seeds import (
+    RECOMPUTE_RATIOS,
+    Start,
+    cheap,
+    last_resorts,
+    starts,
+    way_s,
+)
+from gascompile.passes.intervals.selection import Selection
+from gascompile.passes.intervals.strategies import all_moved, furthest_use
+from gascompile.passes.model.interval_layout import Layout, layout
+from gascompile.passes.model.interval_problem import IntervalProblem, interval_problem
+from gascompile.passes.model.intervals import IntervalPlan
+
+_GUIDES = (
+    (0.05, 1.0),
+    (0.05, 0.35),
+    (0.2, 0.35),
+    (0.05, 0.15),
+    (0.2, 0.7),
+    (0.0, 1.0),
+    (0.3, 0.2),
+    (0.1, 0.5),
+)
+"""Shares of memory left free and of bandwidth used in programs whose solutions are rounded.
+
+Whole tensors hold their memory during a transfer and wait for each other, of which the program knows nothing.
+"""
+_RESERVE_SHARE = 0.2
+"""Share of the time that is left in which reservations are tried."""
+_FIRST_SHARE = 0.1
+"""Share of the time after which heuristics give way to the program."""
+_SWEEP_SHARE = 0.6
+"""Share of the time that is left in which amounts of recomputation are tried."""
+_FEW_TENSORS = 64
+"""Workloads of no more are searched with all their freedom."""
+_MANY_TENSORS = 300
+"""Workloads of more are refused a budget, too, when the clock has run out before anything fits."""
+_FEW_LABELS = 30_000
+_MOST_LABELS = 300_000
+"""How far small problems are gone through: before and after all other searches."""
+_SEEDS = 64
+_PATIENCE, _LONG_PATIENCE = 2, 16
+"""Walks in a row that may find nothing better, of many tensors and of few."""
+_SLOTS = 60
+_REMADE = 0.2
+"""Share of a recomputation in a relaxed solution from which on it is done."""
+
+
+def plan_intervals(
+    workload: Workload,
+    machine: Machine,
+    limits_bytes: Mapping[str, int],
+    *,
+    reserved_bytes: int = 0,
+    time_limit_s: float,
+    mip_gap: float = 0.01,
+    recompute: bool = True,
+    op_s_per_byte: float = 0.0,
+    bound_s: float = 0.0,
+) -> IntervalPlan:
+    """Return the fastest moves found that keep every tier's limit in program order.
+
+    Args:
+        workload: any; its tensors all live on the heap, in bytes as they are.
+        machine: tiers, and links into and out of the compute tier.
+        limits_bytes: budget per tier; a tier without one holds what the machine says.
+        reserved_bytes: bytes of the compute tier that are not the plan's.
+        time_limit_s: wall seconds for the search.
+        mip_gap: relative gap to the bound at which the search may stop.
+        recompute: whether ops may run again.
+        op_s_per_byte: processors' time that moving a byte takes from ops; the fastest plan is then one that
+            counts it, though its seconds do not.
+        bound_s: what no plan beats, as far as is known; the search ends near it.
+
+    Raises:
+        InfeasiblePlanError: nothing fits; names the smallest budget that does, and its op.
+        UnsupportedOpError: an op has no time on the compute tier.
+        ValueError: an op names a tensor that the workload does not list.
+    """
+    task = interval_problem(
+        workload,
+        machine,
+        limits_bytes,
+        reserved_bytes=reserved_bytes,
+        recompute=recompute,
+        op_s_per_byte=op_s_per_byte,
+    )
+    small = task.without_small() if len(task.names) > _FEW_TENSORS else task
+    if small.fixed and all_moved(layout(small)).fits:
+        begun_s = time.perf_counter()
+        with contextlib.suppress(InfeasiblePlanError):
+            return _found(small, time_limit_s, mip_gap, reserved_bytes, bound_s)
+        spent_s = time.perf_counter() - begun_s
+        time_limit_s = max(time_limit_s - spent_s, time_limit_s / 10)
+    return _found(task, time_limit_s, mip_gap, reserved_bytes, bound_s)
+
+
+def _found(
+    task: IntervalProblem,
+    time_limit_s: float,
+    mip_gap: float,
+    reserved_bytes: int,
+    bound_s: float,
+) -> IntervalPlan:
+    search = Search(task, time_limit_s=time_limit_s, mip_gap=mip_gap)
+    search.bound_s = max(task.compute_s, bound_s)
+    remakes = interval_recompute(search.base)
+    candidates = starts(search.base, remakes)
+    least = _begin(search, remakes, candidates)
+    exact = None
+    if not (search.done or task.fixed) and (search.best is None or not task.op_s_per_byte):
+        exact = _all_of(search, _FEW_LABELS, search.left_s / 2)
+    if search.best is None and (exact is None or not exact.steps):
+        _refuse(least, reserved_bytes)
+    if exact is not None and exact.steps:
+        return _exact_plan(task, exact)
+    if exact is not None and exact.complete and search.best is not None:
+        search.bound_s = search.best.seconds
+    solver = _refined(search, remakes, candidates)
+    unsure = exact is not None and not exact.complete and not task.op_s_per_byte
+    if unsure and not (search.finished or search.within_gap):
+        exact = _all_of(search, _MOST_LABELS, search.left_s)
+        if exact is not None and exact.steps:
+            return _exact_plan(task, exact)
+        if exact is not None and exact.complete and search.best is not None:
+            search.bound_s = search.best.seconds
+    return _plan(search, solver)
+
+
+def _all_of(search: Search, max_labels: int, time_limit_s: float) -> Optimum | None:
+    """Go through all lists of steps of a small problem; labels are counted, so that a busy machine finds no less."""
+    known_s = search.best.seconds if search.best is not None else math.inf
+    return interval_exact(search.task, known_s, time_limit_s=time_limit_s, max_labels=max_labels)
+
+
+def _refined(search: Search, remakes: Mapping[int, Remake], candidates: Iterator[Start]) -> str:
+    """Consider what the program says, the other heuristics and changes; return the solver's name."""
+    if search.done:
+        return "none"
+    try:
+        solver = _bounded(search, remakes)
+    except SolverError:
+        # The heuristics' plan stands, and so does the bound that needs no solver.
+        solver = "none"
+    for name, selection, dropped in candidates:
+        if search.finished:
+            break
+        search.consider(name, selection, dropped)
+    if solver != "none":
+        # As above: without the solver's answer the best plan stands.
+        with contextlib.suppress(SolverError):
+            _guided(search, remakes)
+    fruitless = 0
+    patience = _LONG_PATIENCE if len(search.task.names) <= _FEW_TENSORS else _PATIENCE
+    for seed in range(_SEEDS):
+        if search.finished or fruitless == patience:
+            break
+        before = search.best
+        improve(search, search.deadline_s, random.Random(seed))
+        fruitless = fruitless + 1 if search.best is before else 0
+    return solver
+
+
+def _plan(search: Search, solver: str) -> IntervalPlan:
+    best, task = search.best, search.task
+    assert best is not None, "what is not refused has a schedule"
+    steps = interval_steps(best.schedule)
+    seconds = _replayed_s(task, steps)
+    return IntervalPlan(
+        steps=steps,
+        homes=_homes(best),
+        sites=(task.machine.compute_tier,) * len(task.reads),
+        seconds=seconds,
+        bound_s=min(search.bound_s, max(seconds, best.seconds)),
+        timed_out=search.out_of_time and not search.within_gap,
+        strategy=best.strategy,
+        solver=solver,
+    )
+
+
+def _exact_plan(task: IntervalProblem, exact: Optimum) -> IntervalPlan:
+    site = task.machine.compute_tier
+    homes = {tensor.name: site for tensor in task.workload.tensors}
+    homes |= {task.names[x]: task.routes[route].tier for x, route in exact.homes.items()}
+    seconds = _replayed_s(task, exact.steps)
+    return IntervalPlan(
+        steps=exact.steps,
+        homes=homes,
+        sites=(site,) * len(task.reads),
+        seconds=seconds,
+        bound_s=seconds,
+        timed_out=False,
+        strategy="exhaustive",
+        solver="none",
+    )
+
+
+def _replayed_s(task: IntervalProblem, steps: tuple[Step, ...]) -> float:
+    """Return what the reference replay says; the search's own events give the same but for rounding."""
+    repeats = task.workload.repeats
+    events = compile_events(steps, task.op_times_s, task.machine, repeats=repeats)
+    return steady_seconds(events)
+
+
+def _begin(search: Search, remakes: Mapping[int, Remake], candidates: Iterator[Start]) -> Selection:
+    """Consider heuristics, and where none fits whatever else might; return what needs least."""
+    least: Selection | None = None
+    until_s = time.perf_counter() + search.left_s * _FIRST_SHARE
+    for name, selection, dropped in candidates:
+        search.consider(name, selection, dropped)
+        first = least is None
+        if least is None or selection.excess_bytes < least.excess_bytes:
+            least = selection
+        if first and not search.done:
+            _reserve(search, remakes)
+        late = search.best is not None and time.perf_counter() >= until_s
+        if search.done or search.finished or late:
+            break
+    assert least is not None, "there are heuristics"
+    if search.best is None:
+        # What is quickly gone through is: no budget is refused because a machine was busy.
+        large = len(search.task.names) > _MANY_TENSORS
+        for name, selection, dropped in last_resorts(search.base, remakes):
+            least = min(least, selection, key=lambda found: found.excess_bytes)
+            if search.consider(name, selection, dropped) is not None or (
+                large and search.out_of_time
+            ):
+                break
+    return least
+
+
+def _reserve(search: Search, remakes: Mapping[int, Remake]) -> None:
+    """Consider reservations for what is used last, with more and more of what is cheap recomputed."""
+    until_s = time.perf_counter() + search.left_s * _RESERVE_SHARE
+    found = dict.fromkeys(cheap(search.base, remakes, ratio) for ratio in RECOMPUTE_RATIOS)
+    variants = [frozenset[tuple[int, int]](), *(dropped for dropped in found if dropped)]
+    for number, dropped in enumerate(variants):
+        now_s = time.perf_counter()
+        if number and search.best is not None and now_s >= until_s:
+            return
+        selection = furthest_use(layout(search.task, dropped) if dropped else search.base)
+        interval_queues(
+            search,
+            "reserved_recompute" if dropped else "reserved",
+            selection,
+            dropped,
+            until_s=now_s + (until_s - now_s) / (len(variants) - number),
+        )
+        if search.finished:
+            return
+
+
+def _bounded(search: Search, remakes: Mapping[int, Remake]) -> str:
+    """Bound the search by the program and consider recomputation at its prices; return the solver's name."""
+    # To bound all plans, what this search keeps in its place takes no memory.
+    roomy = replace(search.task, limit_bytes=search.task.limit_bytes + search.task.fixed_bytes)
+    plan = replace(search.base, task=roomy)
+    proof = _relaxed(plan, rerunnable(search.base), BOUND_SLOTS, search.left_s / 3)
+    search.bound_s = max(search.bound_s, proof.bound_s)
+    worth_s = proof.worth_s or {j: way_s(search.base, j) for j in remakes}
+    until_s = time.perf_counter() + search.left_s * _SWEEP_SHARE
+    interval_sweep(search, remakes, worth_s, until_s=until_s)
+    return proof.solver
+
+
+def _guided(search: Search, remakes: Mapping[int, Remake]) -> None:
+    """Consider changes to the best schedule, and roundings of programs with less memory and bandwidth."""
+    improve(search, time.perf_counter() + search.left_s / 3, random.Random(0))
+    sources = {j: search.task.repeatable[search.base.intervals[j].tensor] for j in remakes}
+    for margin, factor in _GUIDES:
+        if search.finished:
+            break
+        plan = replace(search.base, task=_tightened(search.task, margin, factor))
+        guide = _relaxed(plan, sources, _SLOTS, search.left_s / 4)
+        if not guide.leave:
+            continue
+        dropped = frozenset(
+            pair
+            for j, share in guide.remade.items()
+            if share >= _REMADE
+            for pair in remakes[j].dropped
+        )
+        target = layout(search.task, dropped) if dropped else search.base
+        shares = {search.base.keys[j]: share for j, share in guide.leave.items()}
+        rounded = selection_of(target, shares)
+        search.consider("program", rounded, dropped)
+        if search.best is not None and search.best.lead_s is not None:
+            search.consider("program", rounded, dropped, lead_s=search.best.lead_s)
+        if not search.finished:
+            until_s = time.perf_counter() + search.left_s / 16
+            improve(search, until_s, random.Random(0))
+
+
+def _relaxed(
+    plan: Layout, remakable: Mapping[int, int], num_slots: int, time_limit_s: float
+) -> Relaxation:
+    away = sum(plan.task.sizes[i.tensor] for i in plan.intervals if i.start < 0)
+    return interval_program(
+        plan, remakable, away_bytes=away, num_slots=num_slots, time_limit_s=time_limit_s
+    )
+
+
+def _tightened(task: IntervalProblem, margin: float, factor: float) -> IntervalProblem:
+    """Return the task with less memory and slower links."""
+    machine = task.machine
+    links = tuple(
+        replace(link, bandwidth_bytes_per_s=link.bandwidth_bytes_per_s * factor)
+        for link in machine.links
+    )
+    pipes = tuple(
+        replace(pipe, bandwidth_bytes_per_s=pipe.bandwidth_bytes_per_s * factor)
+        for pipe in machine.pipes
+    )
+    return replace(
+        task,
+        limit_bytes=int(task.limit_bytes * (1 - margin)),
+        machine=replace(machine, links=links, pipes=pipes),
+    )
+
+
+def _refuse(least: Selection, reserved_bytes: int) -> NoReturn:
+    """Raise the error that names the smallest budget of the compute tier that was found to do."""
+    base, memory = least.plan, least.memory
+    op = min(base.runs[int(np.argmax(memory))].op, len(base.task.reads) - 1)
+    raise InfeasiblePlanError(
+        required_bytes=int(memory.max()) + reserved_bytes,
+        limit_bytes=base.task.limit_bytes + reserved_bytes,
+        tier=base.task.machine.compute_tier,
+        op=base.task.workload.ops[op].name,
+    )
+
+
+def _homes(found: Found) -> dict[str, str]:
+    """Return the tier in which each tensor rests around the end of the list."""
+    plan = found.schedule.layout
+    task = plan.task
+    homes = {tensor.name: task.machine.compute_tier for tensor in task.workload.tensors}
+    for j, route in found.selection.routes.items():
+        interval = plan.intervals[j]
+        clean = task.persistent[interval.tensor] and not task.written[interval.tensor]
+        if clean or (task.persistent[interval.tensor] and interval.wraps):
+            homes[task.names[interval.tensor]] = task.routes[route].tier
+    return homes

@@ -1,0 +1,81 @@
+"""Interval queues: how long copies may queue for their links so that reserved schedules are fastest."""
+
+from __future__ import annotations
+
+import time
+
+from gascompile.passes.intervals.route_balance import interval_balance
+from gascompile.passes.intervals.search import Search
+from gascompile.passes.intervals.selection import Selection
+
+_STARTS = ((0.5, 0.1, 0.1), (0.5, 0.15, 0.2), (0.5, 0.5, 0.2), (0.15, 0.15, 0.05))
+"""Waits out and in and the lead of copies back, in units of the time that the slowest link fills memory in."""
+_FACTORS = (0.5, 2.0, 0.8, 1.25)
+
+Waits = tuple[float, float, float]
+
+
+def interval_queues(
+    search: Search,
+    strategy: str,
+    selection: Selection,
+    recomputed: frozenset[tuple[int, int]],
+    *,
+    until_s: float,
+) -> None:
+    """Consider ``selection`` with reservations: on the routes that it has, and balanced with many waits.
+
+    Args:
+        search: takes the schedules.
+        strategy: the name that they carry.
+        selection: the intervals that leave.
+        recomputed: what its layout recomputes.
+        until_s: when to stop, on the clock of ``time.perf_counter``.
+    """
+    task = search.task
+    rates = [task.machine.links[route.link_in].bandwidth_bytes_per_s for route in task.routes]
+    if not rates or not selection.routes:
+        return
+    unit_s = task.limit_bytes / min(rates)
+    tried: dict[Waits, float] = {}
+
+    def seconds(waits: Waits) -> float:
+        if waits not in tried:
+            out_s, in_s, lead_s = (wait * unit_s for wait in waits)
+            balanced = interval_balance(selection, out_s=out_s, in_s=in_s)
+            found = search.consider(strategy, balanced, recomputed, lead_s=lead_s)
+            tried[waits] = found.seconds if found is not None else float("inf")
+        return tried[waits]
+
+    def over() -> bool:
+        return search.finished or time.perf_counter() >= until_s
+
+    search.consider(strategy, selection, recomputed, lead_s=_STARTS[0][2] * unit_s)
+    if len(task.routes) == 1:
+        return
+    for start in _STARTS:
+        if over():
+            return
+        seconds(start)
+    best = min(tried, key=lambda waits: tried[waits])
+    while not over():
+        before = best
+        for waits in _neighbours(best):
+            if over() or seconds(waits) < seconds(best):
+                best = min(tried, key=lambda waits: tried[waits])
+                break
+        if best == before:
+            return
+
+
+def _neighbours(waits: Waits) -> list[Waits]:
+    out, back, lead = waits
+    return [
+        changed
+        for factor in _FACTORS
+        for changed in (
+            (out * factor, back, lead),
+            (out, back * factor, lead),
+            (out, back, lead * factor),
+        )
+    ]

@@ -1,0 +1,203 @@
+"""Interval sweep: how much to recompute, when the prices of a program say in which order it pays.
+
+Memory prices of the relaxation rank reruns by what their room is worth for their time. The more of the
+ranking is run again, the less has to move: compute grows and stalls shrink, so the least time of an
+iteration is searched over the seconds that reruns take. All reruns of one place in the list form a segment,
+whose results stand side by side until each has had its last use; where that needs too much room, what
+crosses one of a number of evenly spaced boundaries is kept or moved instead.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from gascompile.passes.intervals.recompute import Remake
+from gascompile.passes.intervals.route_balance import interval_balance
+from gascompile.passes.intervals.search import Search
+from gascompile.passes.intervals.strategies import furthest_use
+from gascompile.passes.model.interval_layout import layout
+from gascompile.passes.model.interval_problem import IntervalProblem
+
+_WAITS = ((0.2, 1.0, 0.1), (0.02, 0.5, 0.1))
+"""Waits out and in and leads, in units of the time that the slowest link fills memory in."""
+_SEGMENTS = (0, 8, 32, 128)
+"""Into how many parts of the same bytes the list is cut; 0 leaves it whole."""
+_CLOSE = 0.01
+"""Steps of this share of the seconds end the search."""
+
+Pair = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """What one rerun makes anew."""
+
+    members: tuple[int, ...]
+    """Intervals that it bridges."""
+    again_s: float
+    ratio: float
+    """Seconds that its room is worth by the seconds that it takes."""
+
+
+def interval_sweep(
+    search: Search, remakes: Mapping[int, Remake], worth_s: Mapping[int, float], *, until_s: float
+) -> None:
+    """Consider more and less recomputation, in the order of what its room is worth.
+
+    Args:
+        search: takes the schedules.
+        remakes: how intervals can be bridged.
+        worth_s: seconds that the room of each such interval is worth.
+        until_s: when to stop, on the clock of ``time.perf_counter``.
+    """
+    groups = _ranked(search, remakes, worth_s)
+    if not groups:
+        return
+    sums = [0.0]
+    for group in groups:
+        sums.append(sums[-1] + group.again_s)
+    relaxed_s = max(sums[sum(group.ratio >= 1 for group in groups)], sums[-1] / 100)
+
+    def over() -> bool:
+        return search.finished or time.perf_counter() >= until_s
+
+    best: tuple[float, float, int] | None = None
+    for segments in _SEGMENTS:
+        known: dict[int, float] = {}
+
+        def seconds(
+            again_s: float, segments: int = segments, known: dict[int, float] = known
+        ) -> float:
+            count = bisect_right(sums, again_s) - 1
+            if count not in known:
+                known[count] = _consider(search, remakes, groups[:count], segments)
+            return known[count]
+
+        start = best[1] if best is not None else relaxed_s
+        found = _least(seconds, start, relaxed_s, over)
+        if found is not None and (best is None or found < best[:2]):
+            best = (*found, segments)
+        elif best is not None:
+            return
+        if over():
+            return
+
+
+def _ranked(
+    search: Search, remakes: Mapping[int, Remake], worth_s: Mapping[int, float]
+) -> list[_Group]:
+    """Return what reruns can make anew, best first; of each tensor the interval that is worth most."""
+    base, task = search.base, search.task
+    best: dict[int, int] = {}
+    for j in remakes:
+        tensor, worth = base.intervals[j].tensor, worth_s.get(j, 0.0)
+        if worth > 0 and (tensor not in best or worth > worth_s[best[tensor]]):
+            best[tensor] = j
+    members: dict[int, list[int]] = {}
+    for tensor, j in best.items():
+        members.setdefault(task.repeatable[tensor], []).append(j)
+    groups: list[_Group] = []
+    for found in members.values():
+        ops = frozenset[int]().union(*(remakes[j].ops for j in found))
+        again_s = sum(task.op_times_s[op] for op in ops)
+        worth = sum(worth_s[j] for j in found)
+        groups.append(_Group(tuple(found), again_s, worth / again_s if again_s else math.inf))
+    return sorted(groups, key=lambda group: -group.ratio)
+
+
+def _least(
+    seconds: Callable[[float], float], start_s: float, unit_s: float, over: Callable[[], bool]
+) -> tuple[float, float] | None:
+    """Return the least seconds found, and for which argument: walk from the start, then by halves."""
+    best: tuple[float, float] | None = None
+    step = unit_s / 4
+    at = start_s
+    tried: dict[float, float] = {}
+
+    def value(argument: float) -> float:
+        if argument not in tried:
+            tried[argument] = seconds(argument)
+        return tried[argument]
+
+    while not over():
+        here = value(at)
+        best = min(((s, a) for a, s in tried.items()), default=None)
+        if over():
+            break
+        higher = value(at + step)
+        if higher < here:
+            at, step = at + step, step * 1.6
+            continue
+        if over():
+            break
+        lower = value(max(0.0, at - step))
+        if lower < here:
+            at = max(0.0, at - step)
+            continue
+        if step < _CLOSE * unit_s:
+            break
+        step /= 2.5
+    return min(((s, a) for a, s in tried.items()), default=best)
+
+
+def _consider(
+    search: Search, remakes: Mapping[int, Remake], groups: Sequence[_Group], segments: int
+) -> float:
+    """Return the least seconds of schedules that run ``groups`` again."""
+    base, task = search.base, search.task
+    again = {
+        base.intervals[j].tensor: task.repeatable[base.intervals[j].tensor]
+        for g in groups
+        for j in g.members
+    }
+    crossing = _crossing(task, again, segments)
+    dropped = frozenset(
+        pair
+        for group in groups
+        for j in group.members
+        if base.intervals[j].tensor not in crossing
+        for pair in remakes[j].dropped
+    )
+    selection = furthest_use(layout(task, dropped) if dropped else base)
+    rates = [task.machine.links[route.link_in].bandwidth_bytes_per_s for route in task.routes]
+    unit_s = task.limit_bytes / min(rates) if rates else 0.0
+    best_s = math.inf
+    for out_s, in_s, lead_s in _waits(unit_s) if selection.routes else [(0.0, 0.0, 0.0)]:
+        balanced = interval_balance(selection, out_s=out_s, in_s=in_s)
+        found = search.consider("swept_recompute", balanced, dropped, lead_s=lead_s, rounds=1)
+        best_s = min(best_s, found.seconds if found is not None else math.inf)
+        if search.finished or found is None:
+            break
+    return best_s
+
+
+def _waits(unit_s: float) -> Iterator[tuple[float, float, float]]:
+    for out, back, lead in _WAITS:
+        yield out * unit_s, back * unit_s, lead * unit_s
+
+
+def _crossing(task: IntervalProblem, again: Mapping[int, int], segments: int) -> frozenset[int]:
+    """Return what is made anew in one segment and read in a later one.
+
+    Args:
+        again: op of each tensor that is made anew.
+        segments: parts of the same bytes, in the order of those ops; 0 for none.
+    """
+    total = sum(task.sizes[tensor] for tensor in again)
+    if not segments or not total:
+        return frozenset()
+    part: dict[int, int] = {}
+    reached = 0
+    for tensor, op in sorted(again.items(), key=lambda pair: pair[1]):
+        part.setdefault(op, reached * segments // (total + 1))
+        reached += task.sizes[tensor]
+    return frozenset(
+        tensor
+        for op, number in part.items()
+        for tensor in task.reads[op]
+        if tensor in again and part[again[tensor]] < number
+    )

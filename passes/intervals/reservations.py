@@ -1,0 +1,212 @@
+"""Interval reservations: the moves of chosen intervals, each issued when its reserved time on a link comes.
+
+Links that share a pipe hold each other up in the order of issue: a transfer that is issued long before its
+link is free keeps the other links from the pipe until then. So a copy is issued at the last boundary
+before its link is free, and a copy back not before the time reserved for it: as late as its use and the
+copies due after it on the same link allow, less a lead. Until then its memory is someone else's.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from gascompile.passes.intervals.decisions import Choices, Schedule, base_memory
+from gascompile.passes.intervals.schedule import Scheduler
+from gascompile.passes.model.interval_layout import Layout
+
+
+def interval_reservations(
+    plan: Layout, chosen: Choices, before: Schedule | None = None, *, lead_s: float
+) -> Schedule | None:
+    """Return the schedule of ``chosen``; ``None`` if its intervals leave too much behind.
+
+    Args:
+        before: an earlier schedule of nearly the same choices, whose times say when things are through.
+        lead_s: how long before its reserved time a copy back may start.
+    """
+    memory = base_memory(plan, chosen)
+    if plan.num_runs and int(memory.max()) > plan.task.limit_bytes:
+        return None
+    return _Reserving(plan, chosen, memory, before, lead_s).run()
+
+
+def latest_starts(
+    plan: Layout, chosen: Choices, run_starts: Sequence[float]
+) -> Mapping[int, float]:
+    """Return when each copy back has to start, those that are due after it on its link included.
+
+    Where the list repeats, the copies of the next iteration count too.
+
+    Args:
+        run_starts: when each run starts, and as one entry more when the last one ends.
+    """
+    latest: dict[int, float] = {}
+    due_on: list[list[tuple[float, int]]] = [[] for _ in plan.task.routes]
+    for number, route in enumerate(chosen.route):
+        interval = plan.intervals[number]
+        if route is not None and interval.start >= 0:
+            due_on[route].append((run_starts[interval.end], number))
+    for route, found in enumerate(due_on):
+        found.sort(reverse=True)
+        free = math.inf
+        for ahead_s in (run_starts[-1], 0.0) if plan.task.workload.repeats else (0.0,):
+            for due_s, number in found:
+                tensor = plan.intervals[number].tensor
+                free = min(free, due_s + ahead_s) - plan.task.load_s(tensor, route)
+                latest[number] = free
+    return latest
+
+
+class _Reserving(Scheduler):
+    """The walk over the runs, with copies that are ready but not yet issued."""
+
+    def __init__(
+        self,
+        plan: Layout,
+        chosen: Choices,
+        memory: npt.NDArray[np.int64],
+        before: Schedule | None,
+        lead_s: float,
+    ) -> None:
+        super().__init__(plan, chosen, memory, before)
+        self.lead_s = lead_s
+        self.ready: list[list[int]] = [[] for _ in plan.task.routes]
+        """Per route the copies out that wait for their link."""
+        self.issued: set[int] = set()
+        self.begun: set[int] = set()
+        self.copied = {
+            interval.version
+            for number, interval in enumerate(plan.intervals)
+            if chosen.route[number] is not None and number not in chosen.stored
+        }
+        """Values of which another interval uses the copy that the first one made."""
+        self.reserved = latest_starts(plan, chosen, self.starts)
+
+    def _boundary(self, run: int) -> bool:
+        """Make all moves before ``run``; return whether it fits."""
+        self._land(run)
+        for number in self.store_at[run]:
+            route = self.chosen.route[number]
+            assert route is not None, "only what leaves is written out"
+            self.ready[route].append(number)
+        self._issue(run)
+        for number in self.begin_at[run]:
+            self._begin(number, run)
+        self._hold(run)
+        self._load(run)
+        while int(self.memory[run]) > self.limit:
+            if self.flights:
+                self.now = max(self.now, self.flights[0][0])
+                self._land(run)
+            elif not self._issue_next(run):
+                return False
+        self._issue(run)
+        self._load(run)
+        for number in self.due_at[run]:
+            self._arrive(number, run)
+        self._land(run)
+        self._issue(run)
+        self._load(run)
+        return True
+
+    def _hold(self, run: int) -> None:
+        """Count what has not left yet into the memory of ``run``."""
+        waiting = [number for queue in self.ready for number in queue if number in self.begun]
+        for number in [*waiting, *(number for _, number in self.flights)]:
+            if number not in self.idle and self.lag_end[number] <= run:
+                self._set_lag(number, run + 1)
+
+    def _issue(self, boundary: int) -> None:
+        """Issue the copies out whose link is free before the next boundary."""
+        until_s = self._next_s(boundary)
+        while (free := self._first_free()) is not None and free[0] <= until_s:
+            self._issue_first(free[1], boundary)
+
+    def _issue_next(self, boundary: int) -> bool:
+        """Issue the copy out whose link is free first; return whether there is one."""
+        free = self._first_free()
+        if free is None:
+            return False
+        self._issue_first(free[1], boundary)
+        return True
+
+    def _first_free(self) -> tuple[float, int] | None:
+        """Return when the first link with something to carry out is free, and its route."""
+        first: tuple[float, int] | None = None
+        for route, queue in enumerate(self.ready):
+            if queue and (link := self.task.routes[route].link_out) is not None:
+                free_s = self.link_free[link]
+                if first is None or free_s < first[0]:
+                    first = free_s, route
+        return first
+
+    def _next_s(self, boundary: int) -> float:
+        return self.now + self.run_s[boundary] if boundary < self.count else math.inf
+
+    def _issue_first(self, route: int, boundary: int) -> None:
+        number = self.ready[route].pop(0)
+        self._store(number, boundary)
+        self.issued.add(number)
+        if number in self.begun:
+            expected_s = self.arrival[number] - self.now + self.starts[boundary]
+            through = bisect_left(self.starts, expected_s, boundary, self.count)
+            self._set_lag(number, through)
+            heapq.heappush(self.flights, (self.arrival[number], number))
+
+    def _begin(self, number: int, boundary: int) -> None:
+        """Let the tensor go, unless its copy waits for the link still."""
+        self.begun.add(number)
+        if number in self.issued or number not in self.chosen.stored:
+            super()._begin(number, boundary)
+
+    def _arrive(self, number: int, boundary: int) -> None:
+        """Wait for what the next run needs; what has not left by then stays."""
+        interval = self.plan.intervals[number]
+        late = number in self.chosen.stored and number not in self.issued
+        if late and not interval.wraps:
+            route = self.chosen.route[number]
+            assert route is not None, "only what leaves is written out"
+            self.ready[route].remove(number)
+            if interval.version not in self.copied:
+                self.idle.add(number)
+                return
+            self._store(number, boundary)
+            self.issued.add(number)
+        super()._arrive(number, boundary)
+
+    def _load(self, boundary: int) -> None:
+        """Start the copies back whose time has come and whose link is free before the next boundary."""
+        while True:
+            heads = sorted(
+                (self._reserved_s(*queue[0]), route)
+                for route, queue in enumerate(self.queues)
+                if queue
+            )
+            if not any(self._try(route, latest_s, boundary) for latest_s, route in heads):
+                return
+
+    def _reserved_s(self, due: int, number: int) -> float:
+        """Return the latest start of a copy back; one that crosses the end serves the next iteration."""
+        crosses = due >= self.count and self.plan.intervals[number].wraps
+        return self.reserved[number] + (self.starts[-1] if crosses else 0.0)
+
+    def _try(self, route: int, latest_s: float, boundary: int) -> bool:
+        """Start the first copy back of a route if it is time and it fits; return whether it started."""
+        if self.queues[route][0][0] > boundary:
+            link = self.task.routes[route].link_in
+            next_s = self._next_s(boundary)
+            ahead_s = self.starts[boundary] + (next_s - self.now if next_s < math.inf else 0.0)
+            if self.link_free[link] > next_s or latest_s > ahead_s + self.lead_s:
+                return False
+        return self._fetch(route, boundary)
+
+    def _close(self) -> None:
+        """End the list: what still leaves may cross the end."""
+        self._issue(self.count)
+        super()._close()

@@ -1,0 +1,354 @@
+"""Interval schedule: from choices per interval to moves at run boundaries.
+
+Bytes leave as soon as their interval begins. They are waited for and released at the boundary where they
+are through, or earlier where a run needs the room. They come back as early as the planned memory of all
+runs up to their use allows, earliest use first on each link. Memory is a sum over the list of moves alone,
+so the budget holds whatever the real times are.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left
+
+import numpy as np
+import numpy.typing as npt
+
+from gascompile.passes.intervals.decisions import Choices, Kind, Move, Schedule, base_memory
+from gascompile.passes.model.interval_layout import Interval, Layout
+from gascompile.passes.model.interval_problem import IntervalProblem
+
+_EAGER = 4.0
+"""A tensor that is read on leaves at once where the reading ends within so many transfer times."""
+
+
+def schedule(plan: Layout, chosen: Choices, before: Schedule | None = None) -> Schedule | None:
+    """Return the schedule of ``chosen``; ``None`` if its intervals leave too much behind.
+
+    Args:
+        before: an earlier schedule of nearly the same choices, whose times say when things are through.
+    """
+    memory = base_memory(plan, chosen)
+    if plan.num_runs and int(memory.max()) > plan.task.limit_bytes:
+        return None
+    return Scheduler(plan, chosen, memory, before).run()
+
+
+class Scheduler:
+    """One walk over the runs with a clock, the links and the memory of all runs."""
+
+    def __init__(
+        self,
+        plan: Layout,
+        chosen: Choices,
+        memory: npt.NDArray[np.int64],
+        before: Schedule | None,
+    ) -> None:
+        self.plan = plan
+        self.task: IntervalProblem = plan.task
+        self.chosen = chosen
+        self.memory = memory
+        self.limit = plan.task.limit_bytes
+        self.count = plan.num_runs
+        same = before is not None and before.layout is plan
+        self.expected = before.clock if before is not None and same else plan.clock
+        self.starts: list[float] = self.expected.tolist()
+        self.run_s: list[float] = plan.seconds.tolist()
+        self.clock = np.zeros(self.count + 1)
+        self.now = 0.0
+        machine = plan.task.machine
+        self.link_free = [0.0] * len(machine.links)
+        self.pipe_free = {pipe.name: 0.0 for pipe in machine.pipes}
+        self.pipe_rate = {pipe.name: pipe.bandwidth_bytes_per_s for pipe in machine.pipes}
+        self.boundaries: list[list[Move]] = [[] for _ in range(self.count + 1)]
+        self.arrival: dict[int, float] = {}
+        self.lag_end: dict[int, int] = {}
+        self.flights: list[tuple[float, int]] = []
+        self.queues: list[list[tuple[int, int]]] = [[] for _ in plan.task.routes]
+        self.released: dict[int, int] = {}
+        self.loaded: dict[int, int] = {}
+        self.tail_loads: set[int] = set()
+        self.idle: set[int] = set()
+        self.away: set[int] = set()
+        """Tensors that are away around the end of the list."""
+        self.crowded: dict[int, int] = {}
+        """Per copy back that found no room the run that had none."""
+        self.first_age: dict[tuple[int, int], int] = {}
+        """Per value the age at which it leaves for the first time."""
+        self.carried = before.carried if before is not None and same else {}
+        self.store_at: list[list[int]] = [[] for _ in range(self.count)]
+        self.begin_at: list[list[int]] = [[] for _ in range(self.count)]
+        self.due_at: list[list[int]] = [[] for _ in range(self.count)]
+
+    def run(self) -> Schedule | None:
+        self._register()
+        self._project_lags()
+        self._open()
+        for run in range(self.count):
+            if not self._boundary(run):
+                return None
+            self.clock[run] = self.now
+            self.now += self.run_s[run]
+        self.clock[self.count] = self.now
+        self._close()
+        carried = {j: max(0.0, self.arrival[j] - self.now) for j in self.tail_loads}
+        gone = {
+            j: (at, self.loaded.get(j, self.count))
+            for j, at in self.released.items()
+            if j not in self.idle
+        }
+        return Schedule(
+            layout=self.plan,
+            choices=self.chosen,
+            boundaries=self.boundaries,
+            memory=self.memory,
+            clock=self.clock,
+            carried=carried,
+            gone=gone,
+            idle=self.idle,
+        )
+
+    def _register(self) -> None:
+        """Sort the intervals that leave by where their tensor can be written, leaves and is due."""
+        self.away = {
+            interval.tensor
+            for interval, route in zip(self.plan.intervals, self.chosen.route, strict=True)
+            if interval.wraps and route is not None
+        }
+        for number, route in enumerate(self.chosen.route):
+            interval = self.plan.intervals[number]
+            if route is None or interval.start < 0:
+                continue
+            first = self.first_age.setdefault(interval.version, interval.age)
+            self.first_age[interval.version] = min(first, interval.age)
+            self.begin_at[interval.start + 1].append(number)
+            self.due_at[interval.end].append(number)
+        for number in self.chosen.stored:
+            interval, route = self.plan.intervals[number], self.chosen.route[number]
+            assert route is not None, "only what leaves is written out"
+            self.store_at[self._store_boundary(interval, route)].append(number)
+        for found in self.store_at:
+            found.sort(key=lambda j: (self._due(self.plan.intervals[j]), j))
+
+    def _due(self, interval: Interval) -> int:
+        return interval.end + (self.count if interval.wraps else 0)
+
+    def _store_boundary(self, interval: Interval, route: int) -> int:
+        """Return the boundary at which the copy out starts: after the write if the reads end soon."""
+        if interval.age > self.first_age[interval.version]:
+            return interval.start + 1
+        written = interval.version[1]
+        carried = written > interval.start or written < 0
+        if carried and not interval.wraps and interval.tensor not in self.away:
+            written = -1
+        elif not 0 <= written < interval.start:
+            return interval.start + 1
+        reading_s = self.starts[interval.start] - self.starts[written + 1]
+        if reading_s <= _EAGER * self.task.store_s(interval.tensor, route):
+            return written + 1
+        return interval.start + 1
+
+    def _project_lags(self) -> None:
+        """Plan the memory of copies on their way out, as if runs started when expected."""
+        free = dict.fromkeys(range(len(self.task.routes)), 0.0)
+        for boundary, found in enumerate(self.store_at):
+            for number in found:
+                interval, route = self.plan.intervals[number], self.chosen.route[number]
+                assert route is not None, "only what leaves is written out"
+                start = max(free[route], self.starts[boundary])
+                free[route] = start + self.task.store_s(interval.tensor, route)
+                through = bisect_left(self.starts, free[route], 0, self.count)
+                self._set_lag(number, through)
+
+    def _set_lag(self, number: int, through: int) -> None:
+        """Let the tensor of an interval stay until boundary ``through``, within the interval's first part."""
+        interval = self.plan.intervals[number]
+        begin = interval.start + 1
+        end = self.count if interval.wraps else interval.end
+        through = min(max(through, begin), end)
+        old = self.lag_end.get(number, begin)
+        size = self.task.sizes[interval.tensor]
+        if through > old:
+            self.memory[old:through] += size
+        elif through < old:
+            self.memory[through:old] -= size
+        self.lag_end[number] = through
+
+    def _open(self) -> None:
+        """Start the list: what wraps is away and comes back in order of use."""
+        for number, route in enumerate(self.chosen.route):
+            interval = self.plan.intervals[number]
+            if route is None or not interval.wraps:
+                continue
+            size = self.task.sizes[interval.tensor]
+            held = self.memory[: interval.end]
+            if number in self.carried and (not len(held) or int(held.max()) + size <= self.limit):
+                held += size
+                self.loaded[number] = 0
+                self.arrival[number] = self.carried[number]
+                self.boundaries[0].append((Kind.LOAD, number))
+            else:
+                heapq.heappush(self.queues[route], (interval.end, number))
+
+    def _boundary(self, run: int) -> bool:
+        """Make all moves before ``run``; return whether it fits."""
+        self._land(run)
+        for number in self.store_at[run]:
+            self._store(number, run)
+        for number in self.begin_at[run]:
+            self._begin(number, run)
+        for _, number in self.flights:
+            # Runs were faster than expected: what is still on its way takes room in this one, too.
+            if number not in self.idle and self.lag_end[number] <= run:
+                self._set_lag(number, run + 1)
+        self._load(run)
+        while int(self.memory[run]) > self.limit:
+            if not self.flights:
+                return False
+            self.now = max(self.now, self.flights[0][0])
+            self._land(run)
+        self._load(run)
+        for number in self.due_at[run]:
+            self._land_before(number, run)
+            self._arrive(number, run)
+        self._land(run)
+        self._load(run)
+        return True
+
+    def _store(self, number: int, boundary: int) -> None:
+        interval, route = self.plan.intervals[number], self.chosen.route[number]
+        assert route is not None, "only what leaves is written out"
+        link = self.task.routes[route].link_out
+        assert link is not None, "what is written out has a link"
+        self.boundaries[boundary].append((Kind.STORE, number))
+        self.arrival[number] = self._enqueue(link, self.task.sizes[interval.tensor])
+
+    def _begin(self, number: int, boundary: int) -> None:
+        """Let the tensor go: at once if it has a copy, else when its copy is through."""
+        if number not in self.chosen.stored:
+            self.boundaries[boundary].append((Kind.DROP, number))
+            self._leave(number, boundary)
+        elif self.arrival[number] <= self.now:
+            self.boundaries[boundary].append((Kind.RELEASE, number))
+            self._set_lag(number, boundary)
+            self._leave(number, boundary)
+        else:
+            expected_s = self.arrival[number] - self.now + self.starts[boundary]
+            self._set_lag(number, bisect_left(self.starts, expected_s, boundary, self.count))
+            heapq.heappush(self.flights, (self.arrival[number], number))
+
+    def _land(self, boundary: int) -> None:
+        """Release what has been written out by now."""
+        while self.flights and self.flights[0][0] <= self.now:
+            _, number = heapq.heappop(self.flights)
+            interval = self.plan.intervals[number]
+            if number in self.idle or (interval.end == boundary and not interval.wraps):
+                continue
+            self.boundaries[boundary].append((Kind.RELEASE, number))
+            self._set_lag(number, boundary)
+            self._leave(number, boundary)
+
+    def _leave(self, number: int, boundary: int) -> None:
+        """Note that the tensor is gone and queue its way back."""
+        self.released[number] = boundary
+        interval, route = self.plan.intervals[number], self.chosen.route[number]
+        assert route is not None, "only what leaves can be gone"
+        if not interval.wraps:
+            heapq.heappush(self.queues[route], (interval.end, number))
+        elif self.task.workload.repeats:
+            heapq.heappush(self.queues[route], (interval.end + self.count, number))
+
+    def _load(self, boundary: int) -> None:
+        """Start what fits into the memory of all runs up to its use."""
+        for route, queue in enumerate(self.queues):
+            while queue and self._fetch(route, boundary):
+                pass
+
+    def _fetch(self, route: int, boundary: int) -> bool:
+        """Start the first copy back of a route if it fits; return whether it started."""
+        queue = self.queues[route]
+        due, number = queue[0]
+        size = self.task.sizes[self.plan.intervals[number].tensor]
+        # Mostly asked in vain: the run that had no room the last time answers before all runs are looked at.
+        crowded = self.crowded.get(number, -1)
+        if crowded >= boundary and self.memory[crowded] + size > self.limit:
+            return False
+        ahead = self.memory[boundary : min(due, self.count)]
+        if len(ahead):
+            crowded = boundary + int(ahead.argmax())
+            if self.memory[crowded] + size > self.limit:
+                self.crowded[number] = crowded
+                return False
+        elif int(self.memory[boundary]) > self.limit:
+            return False
+        if due >= self.count and self.plan.intervals[number].wraps:
+            held = self.memory[: self.loaded[number]]
+            if len(held) and int(held.max()) + size > self.limit:
+                return False
+            held += size
+            self.boundaries[self.loaded[number]].remove((Kind.LOAD, number))
+            self.tail_loads.add(number)
+        ahead += size
+        heapq.heappop(queue)
+        self.loaded[number] = boundary
+        self.boundaries[boundary].append((Kind.LOAD, number))
+        self.arrival[number] = self._enqueue(self.task.routes[route].link_in, size)
+        return True
+
+    def _land_before(self, number: int, boundary: int) -> None:
+        """Release what is out before a tensor is back, so that its room is used while that is waited for."""
+        until = self.arrival.get(number, 0.0) if number in self.loaded else 0.0
+        while self.flights and self.now < self.flights[0][0] < until and any(self.queues):
+            self.now = self.flights[0][0]
+            self._land(boundary)
+            self._load(boundary)
+
+    def _arrive(self, number: int, boundary: int) -> None:
+        """Wait for what the next run needs; what has not left by then stays."""
+        interval = self.plan.intervals[number]
+        if number not in self.loaded:
+            self.idle.add(number)
+            if number in self.chosen.stored:
+                self.boundaries[boundary].append((Kind.SETTLE, number))
+            self.now = max(self.now, self.arrival.get(number, 0.0))
+            return
+        self.boundaries[boundary].append((Kind.ARRIVE, number))
+        self.now = max(self.now, self.arrival[number])
+        if not interval.wraps and self.loaded[number] <= self.released[number]:
+            self.idle.add(number)
+
+    def _enqueue(self, link_number: int, size: int) -> float:
+        link = self.task.machine.links[link_number]
+        start = max(self.now, self.link_free[link_number])
+        for pipe in link.shared:
+            start = max(start, self.pipe_free[pipe])
+        for pipe in link.shared:
+            self.pipe_free[pipe] = start + size / self.pipe_rate[pipe]
+        self.link_free[link_number] = start + link.transfer_time_s(size)
+        return self.link_free[link_number]
+
+    def _close(self) -> None:
+        """End the list: what still leaves may cross the end."""
+        self._land(self.count)
+        for arrival, number in sorted(self.flights):
+            if number not in self.idle:
+                self._cross(number, arrival)
+
+    def _cross(self, number: int, arrival: float) -> None:
+        """Release behind the end what is not through before it."""
+        interval = self.plan.intervals[number]
+        if not self.task.workload.repeats:
+            self.boundaries[self.count].append((Kind.RELEASE, number))
+            self.released[number] = self.count
+            return
+        size = self.task.sizes[interval.tensor]
+        through = bisect_left(self.starts, arrival - self.now, 0, self.count)
+        latest = min(through, self.loaded.get(number, interval.end))
+        room = self.memory[:latest] + size > self.limit
+        if room.any():
+            latest = int(np.argmax(room))
+        if latest == self.loaded.get(number):
+            self.idle.add(number)
+        self.memory[:latest] += size
+        self.boundaries[latest].insert(0, (Kind.RELEASE, number))
+        self.released[number] = latest

@@ -1,0 +1,88 @@
+"""Interval starts: the candidates that a search begins with.
+
+Heuristics of other systems, two of them with what is cheap recomputed, and for tight memory odd ones.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator, Mapping
+
+from gascompile.passes.intervals.recompute import Remake
+from gascompile.passes.intervals.selection import Selection
+from gascompile.passes.intervals.strategies import STRATEGIES
+from gascompile.passes.model.interval_layout import Layout, layout
+
+Start = tuple[str, Selection, frozenset[tuple[int, int]]]
+"""A candidate's name, what leaves, and what is recomputed."""
+RECOMPUTE_RATIOS = (0.02, 0.1, 0.4, 1.0)
+"""Recompute what takes at most this share of the time that moving it away and back would take."""
+_ATTEMPTS = 40
+"""Selections that are tried before a budget is refused."""
+
+
+def starts(base: Layout, remakes: Mapping[int, Remake]) -> Iterator[Start]:
+    """Yield the heuristics, and two of them with what is cheap to recompute recomputed."""
+    for name, strategy in STRATEGIES.items():
+        yield name, strategy(base), frozenset()
+    for ratio in RECOMPUTE_RATIOS if remakes else ():
+        dropped = cheap(base, remakes, ratio)
+        if dropped:
+            plan = layout(base.task, dropped)
+            for name in ("furthest_use", "keep_everything"):
+                yield f"{name}_recompute", STRATEGIES[name](plan), dropped
+
+
+def cheap(base: Layout, remakes: Mapping[int, Remake], ratio: float) -> frozenset[tuple[int, int]]:
+    """Return what takes at most ``ratio`` of the time of the fastest way out and back."""
+    task = base.task
+    groups: dict[int, list[int]] = {}
+    for j in remakes:
+        groups.setdefault(task.repeatable[base.intervals[j].tensor], []).append(j)
+    dropped: set[tuple[int, int]] = set()
+    for members in groups.values():
+        moved_s = sum(way_s(base, j) for j in members)
+        again_s = sum(task.op_times_s[op] for op in set().union(*(remakes[j].ops for j in members)))
+        idle_s = min(
+            float(base.clock[base.intervals[j].end] - base.clock[base.intervals[j].start + 1])
+            for j in members
+        )
+        if again_s <= ratio * moved_s and again_s < idle_s:
+            dropped |= {pair for j in members for pair in remakes[j].dropped}
+    return frozenset(dropped)
+
+
+def way_s(base: Layout, j: int) -> float:
+    """Return the seconds of the fastest way out and back."""
+    task, tensor = base.task, base.intervals[j].tensor
+    return min(
+        (
+            task.load_s(tensor, route) + task.store_s(tensor, route)
+            for route in range(len(task.routes))
+            if tensor in task.fixed or task.can_take(tensor, route)
+        ),
+        default=math.inf,
+    )
+
+
+def last_resorts(base: Layout, remakes: Mapping[int, Remake]) -> Iterator[Start]:
+    """Yield selections for tight memory: all heuristics with everything recomputed, odd orders."""
+    everything = frozenset(pair for remake in remakes.values() for pair in remake.dropped)
+    chance = random.Random(0)
+    for attempt in range(_ATTEMPTS):
+        dropped = everything
+        if attempt:
+            chosen = [remake for remake in remakes.values() if chance.random() < 0.5]
+            dropped = frozenset(pair for remake in chosen for pair in remake.dropped)
+        plan = layout(base.task, dropped)
+        if not attempt:
+            for name, strategy in STRATEGIES.items():
+                yield name, strategy(plan), dropped
+        selection = Selection(plan)
+        order = sorted(
+            range(len(plan.intervals)),
+            key=lambda j: (not base.task.persistent[plan.intervals[j].tensor], chance.random()),
+        )
+        selection.fill((j, None) for j in order)
+        yield "all_moved", selection, dropped

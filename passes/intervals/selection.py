@@ -1,0 +1,168 @@
+"""Interval selection: a changing choice of intervals that leave, with memory and room kept up to date."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+
+from gascompile.passes.model.interval_layout import Key, Layout
+
+
+class Selection:
+    """Which intervals of a layout leave, and by which route."""
+
+    def __init__(self, plan: Layout) -> None:
+        self.plan = plan
+        self.task = plan.task
+        self.routes: dict[int, int] = {}
+        self.memory = plan.kept.copy()
+        """Bytes at each run if what leaves is away during its whole interval."""
+        self._used = [np.zeros(max(1, plan.num_runs), dtype=np.int64) for _ in self.task.routes]
+        self._busy_s = [[0.0, 0.0] for _ in self.task.routes]
+        self._of_tensor: dict[int, list[int]] = {}
+        self._number: dict[int, list[int]] = {}
+        for j, interval in enumerate(plan.intervals):
+            self._number.setdefault(interval.tensor, []).append(j)
+
+    def copy(self) -> Selection:
+        """Return an independent copy."""
+        other = Selection(self.plan)
+        for j, route in self.routes.items():
+            other.add(j, route)
+        return other
+
+    @property
+    def fits(self) -> bool:
+        """Whether what stays keeps the limit at each run."""
+        return self.excess_bytes <= 0
+
+    @property
+    def excess_bytes(self) -> int:
+        """By how much the fullest run is above the limit; negative below it."""
+        most = int(self.memory.max()) if self.plan.num_runs else 0
+        return most - self.task.limit_bytes
+
+    def most(self, j: int) -> int:
+        """Return the bytes of the fullest run during interval ``j``."""
+        spans = [self.memory[a:b] for a, b in self.plan.spans(self.plan.intervals[j]) if a < b]
+        return max((int(span.max()) for span in spans), default=0)
+
+    def add(self, j: int, route: int | None = None) -> bool:
+        """Let interval ``j`` leave; return whether a route has room for it.
+
+        Args:
+            j: the interval; one that leaves already stays as it is.
+            route: the wanted one; another is taken where it has no room or the tensor's home is elsewhere.
+        """
+        if j in self.routes:
+            return True
+        interval = self.plan.intervals[j]
+        tensor = interval.tensor
+        clean = self.task.persistent[tensor] and not self.task.written[tensor]
+        fixed = self.routes[self._of_tensor[tensor][0]] if self._of_tensor.get(tensor) else None
+        order = [fixed] if clean and fixed is not None else self._by_load(tensor, route)
+        for choice in order:
+            if not self._has_room(j, choice):
+                continue
+            inner = interval.start >= 0 and not interval.wraps
+            if clean and inner and not self.task.workload.repeats:
+                around = next(k for k in self._number[tensor] if self.plan.intervals[k].wraps)
+                if around not in self.routes:
+                    self._set(around, choice)
+            self._set(j, choice)
+            return True
+        return False
+
+    def drop(self, j: int) -> bool:
+        """Let interval ``j`` stay; return whether memory and its tensor's other intervals allow it."""
+        interval = self.plan.intervals[j]
+        if interval.start < 0 or self.most(j) + self.task.sizes[interval.tensor] > (
+            self.task.limit_bytes
+        ):
+            return False
+        return self.take_back(j)
+
+    def take_back(self, j: int) -> bool:
+        """Let interval ``j`` stay whatever that does to memory; ``False`` if its tensor's home is away."""
+        interval = self.plan.intervals[j]
+        tensor = interval.tensor
+        alone = len(self._of_tensor[tensor]) == 1
+        clean = self.task.persistent[tensor] and not self.task.written[tensor]
+        if clean and interval.wraps and not self.task.workload.repeats and not alone:
+            return False
+        route = self.routes.pop(j)
+        self._of_tensor[tensor].remove(j)
+        self._account(j, route, -1)
+        return True
+
+    def fill(self, order: Iterable[tuple[int, int | None]]) -> bool:
+        """Let intervals leave in ``order`` wherever memory is short; return whether that is enough."""
+        for j, route in order:
+            if j not in self.routes and self.most(j) > self.task.limit_bytes:
+                self.add(j, route)
+        return self.fits
+
+    def thin(self, order: Iterable[int]) -> None:
+        """Let intervals stay in ``order`` wherever there is room."""
+        for j in order:
+            if j in self.routes:
+                self.drop(j)
+
+    def settle(self) -> None:
+        """Send away what no run accesses, where there is room."""
+        for j, interval in enumerate(self.plan.intervals):
+            if interval.start < 0:
+                self.add(j, len(self.task.routes) - 1)
+
+    def keyed(self) -> Mapping[Key, int]:
+        """Return the routes by keys that other layouts understand."""
+        return {self.plan.keys[j]: route for j, route in self.routes.items()}
+
+    def _set(self, j: int, route: int) -> None:
+        self.routes[j] = route
+        self._of_tensor.setdefault(self.plan.intervals[j].tensor, []).append(j)
+        self._account(j, route, 1)
+
+    def _account(self, j: int, route: int, sign: int) -> None:
+        interval = self.plan.intervals[j]
+        size = self.task.sizes[interval.tensor]
+        for start, end in self.plan.spans(interval):
+            self.memory[start:end] -= sign * size
+        first, last = self._held(j)
+        self._used[route][first:last] += sign * size
+        if interval.start >= 0:
+            self._busy_s[route][0] += sign * self.task.load_s(interval.tensor, route)
+            if self.task.written[interval.tensor]:
+                self._busy_s[route][1] += sign * self.task.store_s(interval.tensor, route)
+
+    def _held(self, j: int) -> tuple[int, int]:
+        """Return the runs during which the slow tier holds a copy."""
+        interval = self.plan.intervals[j]
+        if self.task.persistent[interval.tensor]:
+            return 0, max(1, self.plan.num_runs)
+        last = self.plan.last_access[interval.tensor]
+        since = interval.version[1] if interval.version[1] >= 0 else interval.start
+        return since, max(last, min(interval.end, self.plan.num_runs))
+
+    def _has_room(self, j: int, route: int) -> bool:
+        first, last = self._held(j)
+        used = self._used[route][first:last]
+        tensor = self.plan.intervals[j].tensor
+        there = any(self.routes[k] == route for k in self._of_tensor.get(tensor, ()))
+        if there and self.task.persistent[tensor]:
+            return True
+        most = int(used.max()) if len(used) else 0
+        return most + self.task.sizes[tensor] <= self.task.routes[route].room_bytes
+
+    def _by_load(self, tensor: int, wanted: int | None) -> list[int]:
+        """Return the routes that ``tensor`` can take: the wanted one, then those that end first."""
+        found: list[tuple[bool, float, int]] = []
+        for route in range(len(self.task.routes)):
+            if self.task.can_take(tensor, route):
+                load_s, store_s = self._busy_s[route]
+                load_s += self.task.load_s(tensor, route)
+                if self.task.written[tensor]:
+                    store_s += self.task.store_s(tensor, route)
+                found.append((route != wanted, max(load_s, store_s), route))
+        return [route for _, _, route in sorted(found)]

@@ -1,0 +1,192 @@
+"""Interval strategies: what known systems do with intervals, as starting points and baselines.
+
+Each one returns the intervals that leave, made to fit. The search never returns anything slower.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from gascompile.passes.intervals.selection import Selection
+from gascompile.passes.model.interval_layout import Layout
+
+_STRETCHES = 400
+"""Into how many parts an iteration is cut to see when a link has time."""
+
+
+def keep_everything(plan: Layout) -> Selection:
+    """Let nothing leave but what has to: the shortest part of memory above the limit."""
+    found = _settled(plan)
+    found.fill((j, None) for j in _by_length(plan))
+    return found
+
+
+def all_moved(plan: Layout) -> Selection:
+    """Send everything away between its uses, as ZeRO-Inference does with weights."""
+    found = _settled(plan)
+    for j in range(len(plan.intervals)):
+        found.add(j, 0)
+    return found
+
+
+def first_fit(plan: Layout) -> Selection:
+    """Keep tensors in the order of their first use until memory is full, as accelerate does."""
+    found = all_moved(plan)
+    intervals_of: dict[int, list[int]] = {}
+    for j in sorted(range(len(plan.intervals)), key=lambda j: plan.intervals[j].start):
+        intervals_of.setdefault(plan.intervals[j].tensor, []).append(j)
+    for tensor, members in intervals_of.items():
+        if all(found.most(j) + plan.task.sizes[tensor] <= plan.task.limit_bytes for j in members):
+            found.thin(members)
+    return found
+
+
+def furthest_use(plan: Layout) -> Selection:
+    """At each run that does not fit, send away what is used last from there on, as Belady would."""
+    found = _settled(plan)
+    begun: list[list[tuple[int, int]]] = [[] for _ in range(plan.num_runs + 1)]
+    for j, interval in enumerate(plan.intervals):
+        for start, end in plan.spans(interval):
+            if start < end:
+                ahead = interval.end + (plan.num_runs if end != interval.end else 0)
+                begun[start].append((-ahead, -j))
+    open_now: list[tuple[int, int]] = []
+    for run in range(plan.num_runs):
+        for pair in begun[run]:
+            heapq.heappush(open_now, pair)
+        while open_now and int(found.memory[run]) > plan.task.limit_bytes:
+            if -open_now[0][0] <= run:
+                open_now.clear()
+                break
+            found.add(-heapq.heappop(open_now)[1])
+    found.fill((j, None) for j in _by_length(plan))
+    return found
+
+
+def per_layer(plan: Layout) -> Selection:
+    """Send away the same share of every stretch of the iteration, the least that fits, as FlexGen does."""
+    sizes = [plan.task.sizes[interval.tensor] for interval in plan.intervals]
+    for step in range(21):
+        found, owed = _settled(plan), 0.0
+        for j, size in enumerate(sizes):
+            owed += size * step / 20
+            if owed >= size / 2:
+                found.add(j)
+                owed -= size
+        if found.fits:
+            return found
+    return all_moved(plan)
+
+
+def largest_area(plan: Layout) -> Selection:
+    """Send away what removes most memory above the limit per time on its link, as G10 does.
+
+    A copy goes to the slowest tier if its way there and back fits into the interval; to the faster
+    ones where it does not.
+    """
+    found = _settled(plan)
+    task = plan.task
+    limit = task.limit_bytes
+    channels = _Channels(plan)
+    pending = {j: 0.0 for j, interval in enumerate(plan.intervals) if interval.start >= 0}
+    while found.excess_bytes > 0 and pending:
+        above = np.minimum(np.maximum(found.memory - limit, 0), np.iinfo(np.int32).max * 1024)
+        scores: list[tuple[float, int]] = []
+        for j in pending:
+            interval = plan.intervals[j]
+            size = task.sizes[interval.tensor]
+            area = sum(
+                float(np.dot(np.minimum(above[a:b], size), plan.seconds[a:b]))
+                for a, b in plan.spans(interval)
+            )
+            if area > 0:
+                scores.append((area / max(size, 1), j))
+        if not scores:
+            break
+        # Scores change little from one pick to the next: take some of the best ones at once.
+        scores.sort(reverse=True)
+        for _, j in scores[: max(1, len(scores) // 16)]:
+            if found.most(j) > limit:
+                found.add(j, channels.slowest_in_time(j))
+            del pending[j]
+    found.fill((j, None) for j in _by_length(plan))
+    return found
+
+
+class _Channels:
+    """Time that is left on each link, in stretches of the iteration."""
+
+    def __init__(self, plan: Layout) -> None:
+        self.plan = plan
+        self.width_s = max(float(plan.clock[-1]), 1e-12) / _STRETCHES
+        self.left_s = {
+            (route, away): [self.width_s] * _STRETCHES
+            for route in range(len(plan.task.routes))
+            for away in (True, False)
+        }
+
+    def slowest_in_time(self, j: int) -> int:
+        """Take time on the slowest route on which ``j`` gets away and back; the fastest if on none."""
+        plan, task = self.plan, self.plan.task
+        interval = plan.intervals[j]
+        begin_s, end_s = float(plan.clock[interval.start + 1]), float(plan.clock[interval.end])
+        begin, end = int(begin_s / self.width_s), int(end_s / self.width_s)
+        end += _STRETCHES if interval.wraps else 0
+        for route in reversed(range(len(task.routes))):
+            if task.can_take(interval.tensor, route):
+                written = task.written[interval.tensor]
+                store_s = task.store_s(interval.tensor, route) if written else 0.0
+                out = self._taken(route, True, range(begin, end), store_s)
+                load_s = task.load_s(interval.tensor, route)
+                back = self._taken(route, False, range(end - 1, begin - 1, -1), load_s)
+                if out is None or back is None:
+                    continue
+                if max(out, default=begin) <= min(back, default=end):
+                    for away, taken in ((True, out), (False, back)):
+                        for stretch, seconds in taken.items():
+                            self.left_s[route, away][stretch % _STRETCHES] -= seconds
+                    return route
+        return 0
+
+    def _taken(
+        self, route: int, away: bool, stretches: range, needed_s: float
+    ) -> dict[int, float] | None:
+        """Return the seconds to take of each stretch in turn; ``None`` where they are not enough."""
+        taken: dict[int, float] = {}
+        for stretch in stretches:
+            if needed_s <= 0:
+                break
+            part = min(needed_s, self.left_s[route, away][stretch % _STRETCHES])
+            if part > 0:
+                taken[stretch] = part
+                needed_s -= part
+        return taken if needed_s <= 1e-12 else None
+
+
+def _settled(plan: Layout) -> Selection:
+    found = Selection(plan)
+    found.settle()
+    return found
+
+
+def _by_length(plan: Layout) -> Iterator[int]:
+    """Yield intervals, those that lie unused longest for their bytes first."""
+    idle_s = [
+        sum(float(plan.clock[b] - plan.clock[a]) for a, b in plan.spans(interval))
+        for interval in plan.intervals
+    ]
+    yield from sorted(range(len(idle_s)), key=lambda j: -idle_s[j])
+
+
+STRATEGIES: dict[str, Callable[[Layout], Selection]] = {
+    "keep_everything": keep_everything,
+    "all_moved": all_moved,
+    "first_fit": first_fit,
+    "largest_area": largest_area,
+    "per_layer": per_layer,
+    "furthest_use": furthest_use,
+}
+"""By the name that a plan carries."""

@@ -1,0 +1,1 @@
+"""The planning problem: tensors, intervals between uses, liveness, tiling variants."""

@@ -1,0 +1,247 @@
+"""Layout: the runs of a workload, recomputations included, and the intervals between their accesses.
+
+Memory in program order is a sum over tensors: what a run accesses is there, what no interval has sent
+away is there too. So a choice of intervals fits if the curve of everything kept, less the intervals
+that leave, stays within the limit at each run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from gascompile.passes.model.interval_problem import IntervalProblem
+
+NEVER = -1
+"""Stands for the op of a recomputation that nothing asked for by name: the tensor's life was over."""
+Key = tuple[int, int, int]
+"""``(tensor, op, source)`` of the run that ends an interval; the same in every layout that has it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One execution: of op ``source``, before op ``op`` or as that op itself.
+
+    The last run of a layout, of no op, stands for the end of the list: it needs the outputs.
+    """
+
+    op: int
+    source: int
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """A tensor between two accesses, or around the end of the iteration."""
+
+    tensor: int
+    start: int
+    """Run after which the interval begins; -1 where the tensor is never accessed."""
+    end: int
+    """Run that needs the tensor again; the number of runs where none does."""
+    wraps: bool
+    """Lies around the end: from ``start`` to the last run and from the first one to ``end``."""
+    version: tuple[int, int]
+    """Tensor and run whose value the interval carries; -1 for the value from before the iteration."""
+    age: int
+    """How many intervals carried the same value before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Runs in program order and their intervals."""
+
+    task: IntervalProblem
+    runs: tuple[Run, ...]
+    seconds: npt.NDArray[np.float64]
+    clock: npt.NDArray[np.float64]
+    """Start of each run if nothing ever waits; one entry more for the end."""
+    intervals: tuple[Interval, ...]
+    keys: tuple[Key, ...]
+    kept: npt.NDArray[np.int64]
+    """Bytes at each run when nothing ever leaves, workspace included."""
+    dropped: Mapping[int, Sequence[int]]
+    """Tensors that are released for a recomputation, by the boundary where that stands."""
+    last_access: Mapping[int, int]
+
+    @property
+    def num_runs(self) -> int:
+        """Number of runs."""
+        return len(self.runs)
+
+    def spans(self, interval: Interval) -> tuple[tuple[int, int], ...]:
+        """Return the half-open ranges of runs during which the tensor of ``interval`` is idle."""
+        if not interval.wraps:
+            return ((interval.start + 1, interval.end),)
+        return ((interval.start + 1, self.num_runs), (0, interval.end))
+
+
+def layout(task: IntervalProblem, recomputed: AbstractSet[tuple[int, int]] = frozenset()) -> Layout:
+    """Lay out the runs of ``task``.
+
+    Args:
+        recomputed: ``(tensor, op)``: the tensor is dropped before the interval that ends at ``op`` and
+            recomputed when it is needed next; with ``NEVER`` for ``op`` after its last regular access.
+    """
+    num_ops = len(task.reads)
+    runs = _runs(task, recomputed) if recomputed else [Run(i, i) for i in range(num_ops)]
+    runs.append(Run(num_ops, num_ops))
+    accesses = _accesses(task, runs)
+    count = len(runs)
+    change = np.zeros(count + 1, dtype=np.int64)
+    for tensor, found in enumerate(accesses):
+        first, last = 0, count
+        if not task.persistent[tensor]:
+            if not found:
+                continue
+            first = found[0][0] if found[0][1] else 0
+            last = found[-1][0] + 1
+        change[first] += task.sizes[tensor]
+        change[last] -= task.sizes[tensor]
+    intervals: list[Interval] = []
+    keys: list[Key] = []
+    for tensor, found in enumerate(accesses):
+        for interval in _intervals(task, tensor, found, count):
+            if interval.wraps or interval.end > interval.start + 1:
+                intervals.append(interval)
+                until = runs[interval.end] if interval.end < count else Run(num_ops, NEVER)
+                keys.append((tensor, until.op if interval.start >= 0 else NEVER, until.source))
+    seconds = np.array([*(task.op_times_s[run.source] for run in runs[:-1]), 0.0])
+    ops = task.workload.ops
+    workspace = np.array([*(ops[run.source].workspace_bytes for run in runs[:-1]), 0], np.int64)
+    gone = _dropped(runs, accesses, task)
+    for tensor, start, end in gone:
+        change[start] -= task.sizes[tensor]
+        change[end] += task.sizes[tensor]
+    dropped: dict[int, list[int]] = {}
+    for tensor, start, _ in gone:
+        dropped.setdefault(start, []).append(tensor)
+    return Layout(
+        task=task,
+        runs=tuple(runs),
+        seconds=seconds,
+        clock=np.concatenate([[0.0], np.cumsum(seconds)]),
+        intervals=tuple(intervals),
+        keys=tuple(keys),
+        kept=np.cumsum(change)[:count] + workspace,
+        dropped=dropped,
+        last_access={t: found[-1][0] for t, found in enumerate(accesses) if found},
+    )
+
+
+def _dropped(
+    runs: list[Run], accesses: list[list[tuple[int, bool]]], task: IntervalProblem
+) -> list[tuple[int, int, int]]:
+    """Return ``(tensor, start, end)``: it is gone from run ``start`` on until run ``end`` makes it anew."""
+    gone: list[tuple[int, int, int]] = []
+    for tensor in task.repeatable:
+        found = accesses[tensor]
+        for (before, _), (run, is_write) in pairwise(found):
+            if is_write and runs[run].op != runs[run].source:
+                gone.append((tensor, before + 1, run))
+    return gone
+
+
+def _accesses(task: IntervalProblem, runs: list[Run]) -> list[list[tuple[int, bool]]]:
+    """Return ``(run, whether it writes)`` per tensor."""
+    found: list[list[tuple[int, bool]]] = [[] for _ in task.sizes]
+    for number, run in enumerate(runs[:-1]):
+        for tensor in task.reads[run.source]:
+            found[tensor].append((number, False))
+        for tensor in task.writes[run.source]:
+            found[tensor].append((number, True))
+    for tensor, stays in enumerate(task.stays_to_end):
+        if stays and found[tensor]:
+            found[tensor].append((len(runs) - 1, False))
+    return found
+
+
+def _intervals(
+    task: IntervalProblem, tensor: int, found: list[tuple[int, bool]], count: int
+) -> list[Interval]:
+    """Return the intervals of one tensor in the order of the list, the wrapping one last."""
+    if task.persistent[tensor]:
+        return _persistent_intervals(task, tensor, found, count)
+    intervals: list[Interval] = []
+    version, age = -1, 0
+    for (start, is_write), (end, rewritten) in pairwise(found):
+        if is_write:
+            version, age = start, 0
+        # A recomputation makes the value anew: what lies before it is no interval.
+        if rewritten and tensor in task.repeatable:
+            continue
+        intervals.append(Interval(tensor, start, end, False, (tensor, version), age))
+        age += 1
+    return intervals
+
+
+def _persistent_intervals(
+    task: IntervalProblem, tensor: int, found: list[tuple[int, bool]], count: int
+) -> list[Interval]:
+    if not found:
+        return [Interval(tensor, -1, count, False, (tensor, -1), 0)]
+    last_write = max((run for run, is_write in found if is_write), default=-1)
+    start, end = found[-1][0], found[0][0]
+    # Where iterations follow each other, the value around the end is the one of the last write.
+    carried = last_write if task.workload.repeats else -1
+    after = sum(1 for run, _ in found if run >= last_write) if last_write >= 0 else 0
+    intervals: list[Interval] = []
+    version, age = carried, after if task.workload.repeats else 1
+    for (begin, is_write), (until, _) in pairwise(found):
+        if is_write:
+            version, age = begin, 0
+        intervals.append(Interval(tensor, begin, until, False, (tensor, version), age))
+        age += 1
+    wrapping_age = max(0, after - 1)
+    return [*intervals, Interval(tensor, start, end, True, (tensor, last_write), wrapping_age)]
+
+
+def _runs(task: IntervalProblem, recomputed: AbstractSet[tuple[int, int]]) -> list[Run]:
+    """Insert a run of the writer before each op that needs a dropped tensor, and of what that needs."""
+    wanted: dict[int, list[int]] = {}
+    for tensor, op in recomputed:
+        wanted.setdefault(tensor, []).append(op)
+    uses: dict[int, list[int]] = {tensor: [] for tensor in task.repeatable}
+    for op in range(len(task.reads)):
+        for tensor in task.reads[op]:
+            if tensor in uses:
+                uses[tensor].append(op)
+    runs: list[Run] = []
+    present_until: dict[int, int] = {}
+
+    def absent(tensor: int, op: int) -> bool:
+        """Whether the tensor was dropped before op ``op`` and has not come back since."""
+        if tensor not in wanted or task.repeatable[tensor] >= op:
+            return False
+        following = next((use for use in uses[tensor] if use >= op), NEVER)
+        if following not in wanted[tensor]:
+            return False
+        earlier = max((use for use in uses[tensor] if use < op), default=task.repeatable[tensor])
+        return present_until.get(tensor, -1) <= earlier
+
+    def bring(tensor: int, op: int) -> None:
+        pending = [tensor]
+        while pending:
+            newest = pending[-1]
+            if not absent(newest, op):
+                pending.pop()
+                continue
+            source = task.repeatable[newest]
+            missing = [t for t in task.reads[source] if absent(t, op)]
+            if missing:
+                pending.extend(missing)
+                continue
+            runs.append(Run(op, source))
+            present_until.update(dict.fromkeys(task.writes[source], op))
+            pending.pop()
+
+    for op, reads in enumerate(task.reads):
+        for tensor in reads:
+            if tensor in wanted:
+                bring(tensor, op)
+        runs.append(Run(op, op))
+    return runs

@@ -1,0 +1,1 @@
+"""From a workload, a machine and a budget to a plan: the list of passes."""

@@ -1,0 +1,49 @@
+"""Assemble: a draft and its certificate as a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from gascompile.core.machine import Machine
+from gascompile.core.plan import Certificate, OpPlan, Plan
+from gascompile.passes.plan.draft import Draft
+from gascompile.passes.verify.account import account
+
+
+def assemble(
+    draft: Draft,
+    machine: Machine,
+    limits_bytes: Mapping[str, int],
+    certificate: Certificate,
+    *,
+    fingerprint: Mapping[str, str],
+    warnings: tuple[str, ...] = (),
+    reserved_bytes: int = 0,
+) -> Plan:
+    """Return the plan, with what its steps take and move.
+
+    Raises:
+        PlanVerificationError: the draft breaks a rule of the heap.
+    """
+    plan = Plan(
+        fingerprint=dict(fingerprint),
+        strategy=draft.strategy,
+        budget_bytes=dict(limits_bytes),
+        arena_bytes={machine.compute_tier: draft.arena_bytes},
+        peak_bytes={},
+        link_bytes={},
+        tensors=draft.tensors,
+        ops=tuple(
+            OpPlan(name=op.name, site=site, time_s=op.time_s[site])
+            for op, site in zip(draft.workload.ops, draft.op_sites, strict=True)
+        ),
+        steps=draft.steps,
+        certificate=certificate,
+        workload=draft.workload,
+        machine=machine,
+        warnings=warnings,
+        reserved_bytes=reserved_bytes,
+    )
+    peak_bytes, link_bytes = account(plan)
+    return replace(plan, peak_bytes=peak_bytes, link_bytes=link_bytes)

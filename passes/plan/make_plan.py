@@ -1,0 +1,276 @@
+"""Make a plan: from a workload, a machine and a budget to steps and a certificate."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from gascompile.core.errors import InfeasiblePlanError
+from gascompile.core.machine import Budget, Interference, Machine
+from gascompile.core.plan import Plan
+from gascompile.core.workload import OpSpec, TensorKind, Workload
+from gascompile.cost_models.formulas.interference import lost_share, with_moving
+from gascompile.cost_models.simulate.replay import link_bytes, lost_seconds, runs
+from gascompile.passes.bounds.certify import Proof, certify
+from gascompile.passes.bounds.least_time import least_time
+from gascompile.passes.bounds.linear_program import solver_name
+from gascompile.passes.bounds.site_limit import has_sites
+from gascompile.passes.intervals.plan_intervals import plan_intervals
+from gascompile.passes.model.interval_problem import PERSISTENT
+from gascompile.passes.plan.assemble import assemble
+from gascompile.passes.plan.draft import Draft, draft_intervals
+from gascompile.passes.search.strategies import NAMES
+from gascompile.passes.search.stream import stream
+from gascompile.passes.verify.walk import verify
+
+_NO_HIGHS = {
+    "cbc": "HiGHS is not installed; CBC solved instead, slower: pip install highspy",
+    "none": "no solver is installed; heuristics made the plan: pip install highspy",
+}
+
+
+def make_plan(
+    workload: Workload,
+    machine: Machine,
+    budget: Budget,
+    *,
+    fingerprint: Mapping[str, str],
+    time_limit_s: float = 20.0,
+    mip_gap: float = 0.01,
+    strategy: str | None = None,
+    warnings: tuple[str, ...] = (),
+    reserved_bytes: int = 0,
+    pinned: Plan | None = None,
+    move_all: bool = False,
+    has_arena: bool = True,
+) -> Plan:
+    """Return the best verified plan found for ``workload`` within ``budget``.
+
+    Args:
+        workload: what to plan; op times for the machine's compute tier.
+        machine: tiers, links and pipes.
+        budget: bytes per tier.
+        fingerprint: digests of what the plan is made from, written into it.
+        time_limit_s: seconds the solver may take; the plan is then the best known.
+        mip_gap: relative gap up to which a plan counts as optimal.
+        strategy: plan with this one alone, for comparison: ``ilp`` or one of ``strategies.NAMES``.
+        warnings: written into the plan.
+        reserved_bytes: bytes of the compute tier that must stay free beside the plan's own.
+        pinned: share this plan's arena: its residents stay where they are, the rest is streamed.
+        move_all: activations, gradients and states may move too, and activations be recomputed. Without
+            it only weights move, and the bound holds for such plans.
+        has_arena: weights may be prefetched into an arena. Plans of ``move_all`` do without one where what runs
+            them has none.
+
+    Raises:
+        InfeasiblePlanError: no plan keeps the budget; names the smallest that does.
+        SolverError: ``ilp`` alone was asked for, and the solver ended in a state not understood.
+        UnsupportedOpError: an op has no time on the compute tier.
+        ValueError: the strategy or a tensor's name is unknown.
+    """
+    begun_s = time.perf_counter()
+    reserved_bytes += machine.library_bytes(machine.compute_tier)
+    _require_known(strategy)
+    # Planned in the time of links, in which ops do not slow them down.
+    quick, calm = _as_undisturbed(workload, machine)
+    solver = solver_name()
+    notes = [*warnings, *([_NO_HIGHS[solver]] if solver in _NO_HIGHS else [])]
+
+    def left_s() -> float:
+        return time_limit_s - (time.perf_counter() - begun_s)
+
+    def stream_weights() -> tuple[Draft, Proof]:
+        return stream(
+            quick,
+            calm,
+            budget,
+            left_s=left_s,
+            mip_gap=mip_gap,
+            notes=notes,
+            strategy=strategy,
+            reserved_bytes=reserved_bytes,
+            pinned=pinned,
+        )
+
+    limits_bytes = budget.limits_bytes(machine)
+    if move_all:
+        streams = stream_weights if has_arena else None
+        draft, proof = _best_of_all(
+            quick, calm, limits_bytes, streams, left_s, mip_gap, reserved_bytes, machine
+        )
+    else:
+        draft, proof = stream_weights()
+    draft, proof = _as_disturbed(draft, proof, workload, machine, limits_bytes)
+    proof = _undisputed(proof, draft.seconds, notes)
+    certificate = certify(
+        draft.seconds, proof, solve_s=time_limit_s - left_s(), mip_gap=mip_gap, solver=solver
+    )
+    plan = assemble(
+        draft,
+        machine,
+        limits_bytes,
+        certificate,
+        fingerprint=fingerprint,
+        warnings=tuple(dict.fromkeys(notes)),
+        reserved_bytes=reserved_bytes,
+    )
+    verify(plan)
+    return plan
+
+
+def _require_known(strategy: str | None) -> None:
+    if strategy is not None and strategy not in (*NAMES, "ilp"):
+        names = ", ".join((*NAMES, "ilp"))
+        raise ValueError(f"unknown strategy {strategy!r}: choose one of {names}")
+
+
+def _undisputed(proof: Proof, seconds: float, notes: list[str]) -> Proof:
+    """Return what the plan at hand does not disprove; notes what it does."""
+    kept = proof.without_what_fails(seconds)
+    if kept != proof:
+        bounds = f"{proof.limit_s}, {proof.bound_s} or {proof.all_s} s"
+        notes.append(f"a lower bound of {bounds} was dropped: this plan beats it")
+    return kept
+
+
+def _as_undisturbed(workload: Workload, machine: Machine) -> tuple[Workload, Machine]:
+    if not _is_disturbed(machine):
+        return workload, machine
+    quick = _scaled(workload, lambda op: 1 - lost_share(op, machine))
+    return quick, replace(machine, interference=Interference())
+
+
+def _as_disturbed(
+    draft: Draft,
+    proof: Proof,
+    workload: Workload,
+    machine: Machine,
+    limits_bytes: Mapping[str, int],
+) -> tuple[Draft, Proof]:
+    """Return both in the machine's own time."""
+    if not _is_disturbed(machine):
+        return draft, proof
+    slowed = _scaled(draft.workload, lambda op: 1 / (1 - lost_share(op, machine)))
+    times_s = [op.time_s[site] for op, site in zip(slowed.ops, draft.op_sites, strict=True)]
+    lost_s = lost_seconds(draft.steps, slowed.ops, times_s, machine)
+    ops_s = sum(times_s[op] for op in runs(draft.steps))
+    moved_bytes = sum(link_bytes(draft.steps, slowed.ops, machine).values())
+    seconds = with_moving(
+        draft.seconds + lost_s, ops_s=ops_s, moved_bytes=moved_bytes, machine=machine
+    )
+    draft = replace(draft, workload=slowed, seconds=seconds)
+    # Each op of the workload runs once at least, at its fastest.
+    lost_s = sum(lost_share(op, machine) * min(op.time_s.values()) for op in workload.ops)
+    limit_s = with_moving(
+        proof.limit_s + lost_s,
+        ops_s=sum(min(op.time_s.values()) for op in workload.ops),
+        moved_bytes=_least_moved_bytes(workload, machine, limits_bytes),
+        machine=machine,
+    )
+    bound_s = proof.bound_s + lost_s if proof.bound_s else 0.0
+    all_s = proof.all_s + lost_s if proof.all_s else 0.0
+    return draft, replace(proof, limit_s=limit_s, bound_s=bound_s, all_s=all_s)
+
+
+def _least_moved_bytes(
+    workload: Workload, machine: Machine, limits_bytes: Mapping[str, int]
+) -> int:
+    """Return the bytes that an iteration moves at least: what lasts and is used, beyond what the tier holds.
+
+    What changes in iterations that follow each other has to go back as well.
+    """
+    if has_sites(workload.ops, machine):
+        return 0
+    in_rows = {name for op in workload.ops for name in op.gathers}
+    read = {name for op in workload.ops for name in op.reads} - in_rows
+    written = {name for op in workload.ops if workload.repeats for name in op.writes}
+    lasting = [t for t in workload.tensors if t.kind in PERSISTENT]
+    return sum(
+        max(
+            0,
+            sum(t.size_bytes for t in lasting if t.name in used)
+            - limits_bytes[machine.compute_tier],
+        )
+        for used in (read, written)
+    )
+
+
+def _is_disturbed(machine: Machine) -> bool:
+    return bool(machine.interference.points or machine.interference.op_s_per_byte)
+
+
+def _scaled(workload: Workload, factor: Callable[[OpSpec], float]) -> Workload:
+    ops = (
+        replace(op, time_s={site: time_s * factor(op) for site, time_s in op.time_s.items()})
+        for op in workload.ops
+    )
+    return replace(workload, ops=tuple(ops))
+
+
+def _best_of_all(
+    workload: Workload,
+    machine: Machine,
+    limits_bytes: Mapping[str, int],
+    stream_weights: Callable[[], tuple[Draft, Proof]] | None,
+    left_s: Callable[[], float],
+    mip_gap: float,
+    reserved_bytes: int,
+    disturbed: Machine,
+) -> tuple[Draft, Proof]:
+    """Return the faster of a plan that moves weights and one that moves everything, and its proof."""
+    op_s_per_byte = disturbed.interference.op_s_per_byte
+    best: Draft | None = None
+    all_s = 0.0
+    refusals: list[InfeasiblePlanError] = []
+    if stream_weights is not None and not _writes_weights(workload):
+        try:
+            best, streamed = stream_weights()
+            all_s = streamed.all_s
+        except InfeasiblePlanError as error:
+            refusals.append(error)
+    limit_s, binding = least_time(workload, machine, limits_bytes)
+    proof = Proof(limit_s=limit_s, binding=binding, bound_s=0.0, all_s=all_s, timed_out=False)
+    if best is not None and best.seconds - max(limit_s, all_s) <= mip_gap * best.seconds:
+        return best, proof
+    if best is not None and left_s() <= 0:
+        return best, replace(proof, timed_out=True)
+    try:
+        found = plan_intervals(
+            workload,
+            machine,
+            limits_bytes,
+            reserved_bytes=reserved_bytes,
+            time_limit_s=max(0.0, left_s()),
+            mip_gap=mip_gap,
+            op_s_per_byte=op_s_per_byte,
+            bound_s=all_s,
+        )
+    except InfeasiblePlanError as error:
+        if best is None:
+            raise min((*refusals, error), key=lambda refusal: refusal.required_bytes) from None
+        return best, proof
+    moved = draft_intervals(workload, found)
+    if best is None or _felt_s(moved, machine, op_s_per_byte) < _felt_s(
+        best, machine, op_s_per_byte
+    ):
+        best = moved
+    # Forms and sites are outside what bounds the intervals.
+    if not any(op.splits or op.gathers for op in workload.ops) and not has_sites(
+        workload.ops, machine
+    ):
+        proof = replace(proof, all_s=max(all_s, found.bound_s))
+    return best, replace(proof, timed_out=found.timed_out)
+
+
+def _felt_s(draft: Draft, machine: Machine, op_s_per_byte: float) -> float:
+    """Return the seconds of a draft in which the processors also have to move its bytes."""
+    ops = draft.workload.ops
+    ops_s = sum(ops[op].time_s[draft.op_sites[op]] for op in runs(draft.steps))
+    moved_bytes = sum(link_bytes(draft.steps, ops, machine).values())
+    return max(draft.seconds, ops_s + moved_bytes * op_s_per_byte)
+
+
+def _writes_weights(workload: Workload) -> bool:
+    weights = {t.name for t in workload.tensors if t.kind == TensorKind.WEIGHT}
+    return any(not weights.isdisjoint(op.writes) for op in workload.ops)

@@ -1,0 +1,1 @@
+"""Plans that move weights through an arena: known strategies, the integer program, schedules, sites."""

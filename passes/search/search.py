@@ -1,0 +1,281 @@
+"""Search: the fastest schedule among placements and sizes of the staging region.
+
+What may be tried does not depend on the budget, only what fits does, and nothing that could be the
+fastest is skipped: a bound on its time rules a candidate out. So the result never gets slower with a
+larger budget. For large models that would take too long: there the search ends when many candidates in
+a row were in vain, or with the clock.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import time
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate, pairwise, product
+
+import numpy as np
+
+from gascompile.passes.bounds.certify import physical_limit
+from gascompile.passes.model.problem import Placement, Problem, Visit, visits_of
+from gascompile.passes.search.schedule import Schedule, schedule
+from gascompile.passes.search.strategies import MANY_WEIGHTS, Family, ResidentSet, homes
+
+_WINDOWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+_LANE_SIZES = 4
+"""Sizes to try of each link's own part of the staging region."""
+_PATIENCE = 24
+"""Sets of residents of a large model that are tried in vain before the search ends."""
+_ROUNDING = 1e-9
+
+Candidate = Family | ResidentSet | Placement
+_Single = tuple[Family, int] | ResidentSet | Placement
+
+
+def search(
+    problem: Problem,
+    candidates: Iterable[Candidate],
+    arena_bytes: int,
+    best: Schedule | None = None,
+    *,
+    time_limit_s: float = math.inf,
+) -> Schedule | None:
+    """Return the fastest schedule of ``candidates`` whose arena is at most ``arena_bytes``.
+
+    Args:
+        best: a schedule to beat; returned when nothing is faster.
+        time_limit_s: seconds after which a schedule, once there is one, is not improved further.
+    """
+    deadline_s = time.perf_counter() + time_limit_s
+    fitting = [
+        _numbered(number, _fitting(problem, item, arena_bytes))
+        for number, item in enumerate(candidates)
+    ]
+    seen: set[frozenset[int]] = set()
+    patience = _PATIENCE if len(problem.weights) >= MANY_WEIGHTS else math.inf
+    vain = 0
+    # Of each candidate only the members up to the last one that is looked at are ever made.
+    for bound_s, _, _, single in heapq.merge(*fitting, key=lambda item: item[:3]):
+        if best is not None and (
+            bound_s >= best.seconds or vain >= patience or time.perf_counter() > deadline_s
+        ):
+            break
+        candidate = single[0].member(single[1]) if isinstance(single, tuple) else single
+        if isinstance(candidate, ResidentSet):
+            if candidate.residents in seen:
+                continue
+            seen.add(candidate.residents)
+        before = best
+        for placement in _placements(problem, candidate):
+            best = best_staging(problem, placement, arena_bytes, best, deadline_s=deadline_s)
+        vain = vain + 1 if best is before and best is not None else 0
+    return best
+
+
+def best_staging(
+    problem: Problem,
+    placement: Placement,
+    arena_bytes: int,
+    best: Schedule | None = None,
+    *,
+    deadline_s: float = math.inf,
+) -> Schedule | None:
+    """Return the faster of ``best`` and the placement's schedules within ``arena_bytes``.
+
+    Args:
+        deadline_s: reading of ``time.perf_counter`` from which on a schedule is not improved further.
+    """
+    residents = resident_bytes(problem, _residents(placement))
+    visits = visits_of(problem, placement)
+    bound_s = _busy_s(problem, visits)
+    if best is not None and bound_s >= best.seconds:
+        return best
+    tried: list[tuple[int, ...]] = []
+    for lanes in _regions(problem, visits):
+        staging_bytes = sum(lanes)
+        if residents + staging_bytes > arena_bytes:
+            continue
+        if len(problem.weights) >= MANY_WEIGHTS and any(_within(lanes, other) for other in tried):
+            continue
+        tried.append(lanes)
+        if best is not None and (
+            max(bound_s, _stalled_s(problem, visits, lanes)) >= best.seconds
+            or time.perf_counter() > deadline_s
+        ):
+            continue
+        found = schedule(problem, placement, staging_bytes, resident_bytes=residents, lanes=lanes)
+        if found is not None:
+            found = snap(found, time_bound_s(problem, found.placement))
+            if best is None or found.seconds < best.seconds:
+                best = found
+    return best
+
+
+def _regions(problem: Problem, visits: Sequence[Visit]) -> Iterator[tuple[int, ...]]:
+    """Yield staging regions: whole ones, the largest first, and ones with a lane for each link."""
+    several = len({visit.link for visit in visits}) > 1
+    if not several or len(problem.weights) < MANY_WEIGHTS:
+        yield from ((size,) for size in reversed(_staging_sizes(problem, visits)))
+    if several:
+        sizes = [
+            _staging_sizes(problem, [visit for visit in visits if visit.link == link])[:_LANE_SIZES]
+            for link in range(len(problem.links))
+        ]
+        yield from sorted(product(*sizes), key=sum, reverse=True)
+
+
+def _within(lanes: Sequence[int], other: Sequence[int]) -> bool:
+    """Whether each lane is at most as large as the other's: then it is hardly ever faster."""
+    return len(lanes) == len(other) and all(a <= b for a, b in zip(lanes, other, strict=True))
+
+
+def _stalled_s(problem: Problem, visits: Sequence[Visit], lanes: Sequence[int]) -> float:
+    """Return a time that no schedule in these lanes beats.
+
+    Where a lane has no room for a second visit beside one, its link rests while the ops of that visit run.
+    """
+    if len(lanes) == 1:
+        return 0.0
+    longest_s = 0.0
+    for link, lane_bytes in enumerate(lanes):
+        inside = [visit for visit in visits if visit.link == link]
+        smallest = min((visit.reserved_bytes for visit in inside), default=0)
+        busy_s = sum(problem.transfer_s(visit.weight, link) for visit in inside)
+        # The last visit's ops may run beside the first load of the next iteration, or after all loads.
+        rests = [
+            problem.sums_s[visit.end + 1] - problem.sums_s[visit.start]
+            for visit in inside
+            if visit.reserved_bytes + smallest > lane_bytes
+        ]
+        longest_s = max(longest_s, busy_s + sum(rests))
+    return longest_s * (1 - _ROUNDING)
+
+
+def snap(found: Schedule, bound_s: float) -> Schedule:
+    """Return the schedule with its time rounded to the bound where they differ by rounding only."""
+    if found.seconds > bound_s * (1 + _ROUNDING):
+        return found
+    return found.with_seconds(bound_s)
+
+
+def resident_bytes(problem: Problem, residents: Iterable[int]) -> int:
+    """Return what resident weights take in the arena."""
+    return sum(problem.weights[i].reserved_bytes for i in residents)
+
+
+def staging_sizes(problem: Problem, placement: Placement) -> list[int]:
+    """Return sizes of the staging region worth trying, ascending.
+
+    Size ``m`` holds what any op has in use and the visits of the ``m - 1`` ops after it; the
+    first one is the least that the placement can run with.
+    """
+    return _staging_sizes(problem, visits_of(problem, placement))
+
+
+def _staging_sizes(problem: Problem, visits: Sequence[Visit]) -> list[int]:
+    if not visits:
+        return [0]
+    starts = sorted({visit.start for visit in visits})
+    loads = dict.fromkeys(starts, 0)
+    for visit in visits:
+        loads[visit.start] += visit.reserved_bytes
+    used = _used_bytes(visits, starts)
+    count = len(starts)
+    following = [*loads.values(), *(loads.values() if problem.repeats else [0] * count)]
+    sums = [0, *accumulate(following)]
+    sizes: set[int] = set()
+    for window in _WINDOWS:
+        reach = min(window, count)
+        sizes.add(max(used[k] + sums[k + reach] - sums[k + 1] for k in range(count)))
+        if window >= count:
+            break
+    ascending = sorted(sizes)
+    between = [(a + b) // 2 for a, b in pairwise(ascending[:4])]
+    return sorted({*ascending, *(size // 4096 * 4096 for size in between)})
+
+
+def least_arena_bytes(problem: Problem, placement: Placement) -> tuple[int, int]:
+    """Return the smallest arena that ``placement`` runs in, and the op that sets it."""
+    plain = Placement(strategy=placement.strategy, link_of=placement.link_of)
+    visits = visits_of(problem, plain)
+    residents = resident_bytes(problem, _residents(placement))
+    needed: dict[int, int] = {}
+    for visit in visits:
+        needed[visit.start] = needed.get(visit.start, 0) + visit.reserved_bytes
+    op = max(needed, key=lambda op: needed[op], default=0)
+    return residents + needed.get(op, 0), op
+
+
+def time_bound_s(problem: Problem, placement: Placement) -> float:
+    """Return a time that no schedule of ``placement`` beats: its ops, or one link's transfers."""
+    return _busy_s(problem, visits_of(problem, placement))
+
+
+def _busy_s(problem: Problem, visits: Sequence[Visit]) -> float:
+    busy_s = [0.0] * len(problem.links)
+    for visit in visits:
+        busy_s[visit.link] += problem.transfer_s(visit.weight, visit.link)
+    return max(problem.compute_s, *busy_s, 0.0)
+
+
+def _fitting(
+    problem: Problem, candidate: Candidate, arena_bytes: int
+) -> Iterator[tuple[tuple[float, float], _Single]]:
+    """Yield what of a candidate may fit, with a bound on its time and a tie-break, ascending."""
+    if not isinstance(candidate, Family):
+        order = tuple(_residents(candidate))
+        member = Family("", order, len(order))
+        yield from ((bound_s, candidate) for bound_s, _ in _fitting(problem, member, arena_bytes))
+        return
+    weights = [problem.weights[i] for i in candidate.order]
+    taken = [0, *accumulate(weight.reserved_bytes for weight in weights)]
+    # The more stay, the less time the links need.
+    counts = range(candidate.least, bisect_right(taken, arena_bytes))[::-1]
+    link_s: Iterator[float]
+    if len(problem.links) == 1:
+        every_s = [problem.transfer_s(i, 0) for i in range(len(problem.weights))]
+        kept_s = np.cumsum([0.0, *(every_s[i] for i in candidate.order)])
+        whole_s = sum(every_s)
+        link_s = (whole_s - float(kept_s[count]) for count in counts)
+    else:
+        total = sum(weight.size_bytes for weight in problem.weights)
+        kept = [0, *accumulate(weight.size_bytes for weight in weights)]
+        link_s = (
+            physical_limit(0.0, total - kept[count], 0, problem.machine, problem.room_bytes)[0]
+            for count in counts
+        )
+    for count, time_s in zip(counts, link_s, strict=True):
+        bound_s = max(problem.compute_s, time_s * (1 - _ROUNDING))
+        yield (bound_s, time_s), (candidate, count)
+
+
+def _numbered(
+    number: int, fitting: Iterator[tuple[tuple[float, float], _Single]]
+) -> Iterator[tuple[float, float, int, _Single]]:
+    return ((*bound, number, single) for bound, single in fitting)
+
+
+def _residents(candidate: ResidentSet | Placement) -> Sequence[int]:
+    if isinstance(candidate, ResidentSet):
+        return tuple(candidate.residents)
+    return tuple(i for i, link in enumerate(candidate.link_of) if link is None)
+
+
+def _placements(problem: Problem, candidate: ResidentSet | Placement) -> list[Placement]:
+    if isinstance(candidate, Placement):
+        return [candidate]
+    return homes(problem, candidate.residents, candidate.strategy)
+
+
+def _used_bytes(visits: Sequence[Visit], starts: Sequence[int]) -> list[int]:
+    """Return the bytes of the visits in use at each op at which one begins."""
+    used = dict.fromkeys(starts, 0)
+    for visit in visits:
+        used[visit.start] += visit.reserved_bytes
+        if visit.end > visit.start:
+            for op in starts[bisect_right(starts, visit.start) :]:
+                if op > visit.end:
+                    break
+                used[op] += visit.reserved_bytes
+    return list(used.values())

@@ -1,0 +1,76 @@
+"""Pin: plan a second workload inside the arena of a first one."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+from gascompile.core.errors import InfeasiblePlanError
+from gascompile.core.plan import Plan, TensorPlan
+from gascompile.core.sizes import reserve_bytes
+from gascompile.core.workload import TensorKind
+from gascompile.passes.model.problem import Placement, Problem
+from gascompile.passes.search.schedule import Schedule, schedule
+from gascompile.passes.search.search import least_arena_bytes, snap, staging_sizes, time_bound_s
+from gascompile.passes.search.strategies import homes
+
+
+def pin(problem: Problem, pinned: Plan) -> Schedule:
+    """Return a schedule in the arena of ``pinned``: its residents stay, all other weights are streamed.
+
+    Raises:
+        InfeasiblePlanError: the arena does not fit the budget beside this workload's activations, or
+            the part of it that is not resident is too small for one of the ops.
+    """
+    arena_bytes = pinned.arena_bytes[problem.machine.compute_tier]
+    residents = pinned_residents(pinned)
+    bottom = max((_end(tensor) for tensor in residents.values()), default=0)
+    streamed = [i for i, weight in enumerate(problem.weights) if weight.name not in residents]
+    placements = homes(problem, frozenset(range(len(problem.weights))) - set(streamed), "pinned")
+    if not placements:
+        _refuse(problem, bottom + sum(problem.weights[i].reserved_bytes for i in streamed), 0)
+    need_bytes, op = _least_staging(problem, placements[0])
+    if bottom + need_bytes > arena_bytes or arena_bytes > problem.arena_limit_bytes:
+        _refuse(problem, max(arena_bytes, bottom + need_bytes), op)
+    best: Schedule | None = None
+    for placement in placements:
+        sizes = {s for s in staging_sizes(problem, placement) if bottom + s <= arena_bytes}
+        for staging_bytes in sorted(sizes | {arena_bytes - bottom}):
+            found = schedule(problem, placement, staging_bytes, resident_bytes=bottom)
+            if found is not None and (best is None or found.seconds < best.seconds):
+                best = snap(found, time_bound_s(problem, found.placement))
+    assert best is not None, "streaming each op's weights alone always packs"
+    return best.with_staging(arena_bytes - bottom)
+
+
+def pinned_residents(pinned: Plan) -> dict[str, TensorPlan]:
+    """Return the weights that ``pinned`` keeps in its arena."""
+    return {
+        name: tensor
+        for name, tensor in pinned.tensors.items()
+        if tensor.kind == TensorKind.WEIGHT and tensor.address is not None
+    }
+
+
+def _end(tensor: TensorPlan) -> int:
+    return (tensor.address or 0) + reserve_bytes(tensor.size_bytes)
+
+
+def _least_staging(problem: Problem, placement: Placement) -> tuple[int, int]:
+    needed, op = least_arena_bytes(problem, placement)
+    resident = sum(
+        weight.reserved_bytes
+        for weight, link in zip(problem.weights, placement.link_of, strict=True)
+        if link is None
+    )
+    return needed - resident, op
+
+
+def _refuse(problem: Problem, arena_bytes: int, op: int) -> NoReturn:
+    tier = problem.machine.compute_tier
+    ops = problem.workload.ops
+    raise InfeasiblePlanError(
+        required_bytes=problem.base_bytes + arena_bytes,
+        limit_bytes=problem.limits_bytes[tier],
+        tier=tier,
+        op=ops[op].name if ops else problem.workload.name,
+    )

@@ -1,0 +1,199 @@
+"""Stream: the best plan that moves weights, through an arena with fixed addresses, and nothing else.
+
+What ``compile`` executes is made here; training steps and workload files may take a plan of ``plan_intervals``
+instead. Where the budget is too small for the activations, large ones leave memory between their uses. Forms
+that divide large weights are tried side by side, and,
+where ops may run at several sites, schedules that send ops to their weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from gascompile.core.errors import InfeasiblePlanError, SolverError
+from gascompile.core.machine import Budget, Machine
+from gascompile.core.plan import Plan
+from gascompile.core.workload import Workload
+from gascompile.cost_models.formulas.gathers import gather_room
+from gascompile.passes.bounds.certify import Proof
+from gascompile.passes.bounds.least_time import least_time
+from gascompile.passes.bounds.prove import prove
+from gascompile.passes.bounds.prove_all import prove_all
+from gascompile.passes.bounds.site_limit import has_sites
+from gascompile.passes.model.problem import Problem, problem
+from gascompile.passes.model.tiling import Solution, best_form, forms, same_form
+from gascompile.passes.plan.draft import Draft, draft_moved, draft_schedule, draft_sites
+from gascompile.passes.plan.feasible import feasible
+from gascompile.passes.search.move_activations import (
+    BUFFERS_BYTES,
+    MovedActivations,
+    move_activations,
+)
+from gascompile.passes.search.refine import refine
+from gascompile.passes.search.schedule import Schedule
+from gascompile.passes.search.search import best_staging, search
+from gascompile.passes.search.share_arena import pin, pinned_residents
+from gascompile.passes.search.sites import sites
+from gascompile.passes.search.strategies import family, homes, strategies
+
+
+def stream(
+    workload: Workload,
+    machine: Machine,
+    budget: Budget,
+    *,
+    left_s: Callable[[], float],
+    mip_gap: float,
+    notes: list[str],
+    strategy: str | None = None,
+    reserved_bytes: int = 0,
+    pinned: Plan | None = None,
+) -> tuple[Draft, Proof]:
+    """Return the draft of the plan, and what no plan can beat: none that only moves weights, and none at all.
+
+    Args:
+        left_s: seconds that the solver may still take.
+        notes: gets a line when the plan was made without something that could make it better.
+
+    The others are those of ``make_plan``.
+
+    Raises:
+        InfeasiblePlanError: no such plan keeps the budget.
+        SolverError: ``ilp`` alone was asked for, and the solver ended in a state not understood.
+    """
+
+    def solve(task: Problem) -> Solution:
+        found = pin(task, pinned) if pinned else _choose(task, strategy, left_s, notes)
+        proof = _prove(task, found.seconds, left_s(), mip_gap, notes)
+        return Solution(task=task, schedule=found, proof=proof)
+
+    candidates = (
+        [same_form(workload, machine, pinned.workload)] if pinned else forms(workload, machine)
+    )
+    limits = budget.limits_bytes(machine)
+    candidates = [
+        form
+        for form in candidates
+        if all(size <= limits.get(tier, 0) for tier, size in gather_room(form).items())
+    ]
+    tasks = [problem(form, machine, budget, reserved_bytes=reserved_bytes) for form in candidates]
+    try:
+        chosen = best_form(tasks, solve, mip_gap=mip_gap, left_s=left_s)
+    except InfeasiblePlanError as refusal:
+        if pinned is not None or strategy is not None:
+            raise
+        return _with_moved_activations(tasks, solve, refusal, left_s, mip_gap)
+    draft = draft_schedule(
+        chosen.task, chosen.schedule, pinned_residents(pinned) if pinned else None
+    )
+    if not has_sites(workload.ops, machine):
+        return draft, _over_all(chosen.proof, tasks, draft, left_s, mip_gap, one_form=bool(pinned))
+    if strategy is None and pinned is None and left_s() > 0:
+        draft = _sited(tasks, draft)
+    limit_s, binding = least_time(draft.workload, machine, tasks[0].limits_bytes)
+    return draft, replace(chosen.proof, limit_s=limit_s, binding=binding, bound_s=0.0)
+
+
+def _over_all(
+    proof: Proof,
+    tasks: Sequence[Problem],
+    draft: Draft,
+    left_s: Callable[[], float],
+    mip_gap: float,
+    *,
+    one_form: bool,
+) -> Proof:
+    """Return the proof with what no plan beats that may move everything; the limit is that of all, too."""
+    narrow_s = max(proof.limit_s, proof.bound_s)
+    if one_form:
+        task = tasks[0]
+        limit_s, binding = least_time(draft.workload, task.machine, task.limits_bytes)
+        return replace(proof, limit_s=limit_s, binding=binding, bound_s=narrow_s)
+    floor = prove_all(tasks, draft.seconds, time_limit_s=left_s(), mip_gap=mip_gap)
+    return replace(
+        proof,
+        limit_s=floor.limit_s,
+        binding=floor.binding,
+        bound_s=narrow_s,
+        all_s=floor.bound_s,
+    )
+
+
+def _with_moved_activations(
+    tasks: Sequence[Problem],
+    solve: Callable[[Problem], Solution],
+    refusal: InfeasiblePlanError,
+    left_s: Callable[[], float],
+    mip_gap: float,
+) -> tuple[Draft, Proof]:
+    """Return the best plan in which activations move, too; raises the smaller of two refusals."""
+    moved: list[MovedActivations] = []
+    refusals = [refusal]
+    for task in tasks:
+        try:
+            seconds = max(0.1, left_s() / (2 * len(tasks)))
+            moved += move_activations(task, time_limit_s=seconds, mip_gap=mip_gap)
+        except InfeasiblePlanError as error:
+            refusals.append(error)
+    if not moved:
+        raise min(refusals, key=lambda error: error.required_bytes)
+    chosen = best_form(
+        [candidate.task for candidate in moved], solve, mip_gap=mip_gap, left_s=left_s
+    )
+    moves = next(candidate.moves for candidate in moved if candidate.task is chosen.task)
+    draft = draft_moved(chosen.task, chosen.schedule, moves, buffer_bytes=BUFFERS_BYTES)
+    task = chosen.task
+    limit_s, binding = least_time(task.workload, task.machine, task.limits_bytes)
+    return draft, replace(chosen.proof, limit_s=limit_s, binding=binding, bound_s=0.0)
+
+
+def _sited(tasks: list[Problem], draft: Draft) -> Draft:
+    """Return the faster of ``draft`` and the best that sends ops to other sites."""
+    for task in tasks:
+        if task.arena_limit_bytes >= 0:
+            found = sites(task, draft.seconds)
+            draft = draft_sites(found) if found is not None else draft
+    return draft
+
+
+def _choose(
+    task: Problem, strategy: str | None, left_s: Callable[[], float], notes: list[str]
+) -> Schedule:
+    """Return the best schedule of one strategy, or of all of them."""
+    least_arena_bytes = feasible(task).arena_bytes
+    found: Schedule | None = None
+    if strategy == "ilp":
+        found = refine(task, least_arena_bytes, None, time_limit_s=left_s())
+    elif strategy is not None:
+        found = _as_peer(task, strategy)
+    # A forced strategy may have nothing that fits a budget which others keep.
+    found = found or search(task, strategies(task), task.arena_limit_bytes, time_limit_s=left_s())
+    if strategy is None:
+        try:
+            found = refine(task, least_arena_bytes, found, time_limit_s=left_s())
+        except SolverError as error:
+            notes.append(f"planned without the integer program: {error}")
+    assert found is not None, "a feasible problem has a schedule"
+    return found
+
+
+def _prove(
+    task: Problem, predicted_s: float, time_limit_s: float, mip_gap: float, notes: list[str]
+) -> Proof:
+    """Return the solver's bound, or the physical limit alone where the solver fails."""
+    try:
+        return prove(task, predicted_s, time_limit_s=time_limit_s, mip_gap=mip_gap)
+    except SolverError as error:
+        notes.append(f"the lower bound is the physical limit alone: {error}")
+        return prove(task, 0.0, time_limit_s=time_limit_s, mip_gap=mip_gap)
+
+
+def _as_peer(task: Problem, strategy: str) -> Schedule | None:
+    """Return what the peer that ``strategy`` names does: keep as much as fits, stream the rest."""
+    for candidate in reversed(family(task, strategy)):
+        for placement in homes(task, candidate.residents, strategy)[:1]:
+            found = best_staging(task, placement, task.arena_limit_bytes)
+            if found is not None:
+                return found
+    return None

@@ -1,0 +1,1 @@
+"""Runs that are watched: accesses without order, arenas whose every access is checked."""

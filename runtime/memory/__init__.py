@@ -1,0 +1,1 @@
+"""Arenas, heaps, pages and files that tensors lie in, and what is counted of them."""

@@ -1,0 +1,113 @@
+"""Memory for an arena, taken from the kernel in the background while the model is captured and planned.
+
+The first touch of a page costs the kernel a cleared page, on virtual machines much more; a gigabyte
+takes from a tenth of a second to several seconds. Started early, that time is not waited for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import time
+from collections.abc import Iterator
+
+from gascompile.core.waiting import Gate, OwnThread
+
+_wishes: dict[int, object] = {}
+"""Of those who want no pages to be taken for now."""
+_steps: dict[int, Gate] = {}
+"""What is being taken, by whom; each looks for wishes once it is in here."""
+_MADV_POPULATE_WRITE = 23
+"""Linux 5.14: take all pages of a range now. Python has no name for it."""
+_PAUSE_S = 0.005
+_STEP_BYTES = 2 << 20
+"""One huge page: other threads that map memory wait for at most that."""
+
+
+def map_anonymous(size_bytes: int) -> mmap.mmap:
+    """Return private anonymous memory in huge pages where they are to be had."""
+    memory = mmap.mmap(-1, max(size_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    # Huge pages make the kernel's pinning of a direct read cheaper; without them it still works.
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
+
+
+@contextlib.contextmanager
+def no_pages_taken() -> Iterator[None]:
+    """Let no thread of this process take memory early meanwhile: it would use up a processor.
+
+    Whoever takes the memory over meanwhile waits for none of it.
+    """
+    wish = object()
+    _wishes[id(wish)] = wish
+    try:
+        for step in list(_steps.values()):
+            step.wait()
+        yield
+    finally:
+        _wishes.pop(id(wish), None)
+
+
+class EarlyMemory:
+    """Memory that is being filled with pages by a thread until somebody takes it."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        """Start to take ``limit_bytes``, in order of address."""
+        self._memory = map_anonymous(limit_bytes)
+        self._size_bytes = limit_bytes
+        self._stop = False
+        self._thread = OwnThread(self._populate, "early-memory")
+
+    def take(self, size_bytes: int) -> mmap.mmap | None:
+        """Return memory of exactly ``size_bytes``, or ``None`` when there is not enough; the rest is given back."""
+        self._finish()
+        if size_bytes > self._size_bytes or self._memory.closed:
+            self.discard()
+            return None
+        self._memory.resize(max(size_bytes, 1))
+        return self._memory
+
+    def discard(self) -> None:
+        """Give all of it back; for a plan that was not made."""
+        self._finish()
+        self._memory.close()
+
+    def _finish(self) -> None:
+        self._stop = True
+        self._thread.join()
+
+    def _populate(self) -> None:
+        libc = ctypes.CDLL(None, use_errno=True)
+        anchor = ctypes.c_char.from_buffer(self._memory)
+        start = ctypes.addressof(anchor)
+        try:
+            for offset in range(0, self._size_bytes, _STEP_BYTES):
+                length = min(_STEP_BYTES, self._size_bytes - offset)
+                place = ctypes.c_void_p(start + offset)
+                # Older kernels refuse it; then the pages are taken when they are first written, as usual.
+                if not self._may_step() or libc.madvise(
+                    place, ctypes.c_size_t(length), _MADV_POPULATE_WRITE
+                ):
+                    break
+        finally:
+            self._end_step()
+            del anchor  # an exported buffer cannot be resized
+
+    def _may_step(self) -> bool:
+        """Block while anybody wishes so; return whether to go on."""
+        self._end_step()
+        while not self._stop:
+            _steps[id(self)] = Gate()
+            if not _wishes:
+                return True
+            self._end_step()
+            time.sleep(_PAUSE_S)
+        return False
+
+    def _end_step(self) -> None:
+        step = _steps.pop(id(self), None)
+        if step is not None:
+            step.open()

@@ -1,0 +1,214 @@
+"""Tensors that outlive iterations, each in memory, in a slot of a file, or both.
+
+A tensor's storage gives its memory back while it is away, so that views of it stay valid and follow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from pathlib import Path
+
+import torch
+
+from gascompile.core.errors import StorageError
+from gascompile.core.sizes import PAGE_BYTES, align_up
+from gascompile.runtime.memory.pages import Pages
+from gascompile.runtime.memory.spill import Spill
+from gascompile.runtime.protocols import Ticket
+
+
+class Persistent:
+    """Parameters, moments and buffers of one training run. Not for several threads at once."""
+
+    def __init__(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        zeros: Mapping[str, tuple[int, torch.dtype]],
+        folder: Path,
+        buffers: memoryview,
+        pages: Pages | None = None,
+        *,
+        unread: Collection[str] = (),
+    ) -> None:
+        """Take ``tensors`` over, as they are in memory, and room for all in a file.
+
+        Args:
+            zeros: elements and dtype of vectors that begin as zeros and away: they take no memory yet.
+            pages: where their memory comes from once they have been away; else the heap.
+            unread: those of ``tensors`` that have no values yet and begin away; ``put`` gives them some.
+
+        Raises:
+            StorageError: the folder cannot be written to, or has too little space.
+        """
+        self.tensors = dict(tensors)
+        self.sizes = {name: tensor.untyped_storage().nbytes() for name, tensor in tensors.items()}
+        for name, (count, dtype) in zeros.items():
+            self.sizes[name] = count * dtype.itemsize
+            self.tensors[name] = torch.empty(count, dtype=dtype)
+            self.tensors[name].untyped_storage().resize_(0)
+        for name in unread:
+            self.tensors[name].untyped_storage().resize_(0)
+        slots, offset = {}, 0
+        for name, size_bytes in self.sizes.items():
+            slots[name] = (offset, size_bytes)
+            offset += align_up(size_bytes, PAGE_BYTES)
+        self._pages = pages
+        if pages is not None:
+            for tensor in self.tensors.values():
+                pages.adopt(tensor.untyped_storage())
+        self._spill = Spill(folder, slots, buffers, pages=pages)
+        self.path = self._spill.path
+        # A file's space that was never written reads as zeros.
+        self._away: set[str] = {*zeros, *unread}
+        self._valid: set[str] = set(zeros)
+        """Whose slot holds the value of now."""
+        self._coming: set[str] = set()
+        """Read for somebody else, and not there yet."""
+        self._writes: dict[str, Ticket] = {}
+        self.num_changes = 0
+        """Grows whenever a value changes."""
+
+    def is_away(self, name: str) -> bool:
+        """Return whether the tensor has no memory."""
+        return name in self._away
+
+    @property
+    def resident_bytes(self) -> int:
+        """What is in memory."""
+        return sum(size for name, size in self.sizes.items() if name not in self._away)
+
+    def changed(self, names: Iterable[str]) -> None:
+        """Take note that the values in memory are newer than the slots'."""
+        names = tuple(names)
+        self.num_changes += len(names)
+        self._valid.difference_update(names)
+
+    def write(self, name: str) -> Ticket:
+        """Start copying a tensor to its slot; it must not change before the ticket is done."""
+        ticket = self._spill.write(name, self.tensors[name].untyped_storage())
+        self._writes[name] = ticket
+        # Last: whatever interrupts this, a slot that was not written is not taken for the value.
+        self._valid.add(name)
+        return ticket
+
+    def drop(self, name: str) -> None:
+        """Give a tensor's memory back.
+
+        Raises:
+            StorageError: its slot does not hold its value.
+        """
+        if name not in self._valid:
+            raise StorageError(f"'{name}' would lose its value: it was not written before it left")
+        # Before: who is interrupted in between takes memory for it that it has.
+        self._away.add(name)
+        self.tensors[name].untyped_storage().resize_(0)
+
+    def read(self, name: str) -> Ticket:
+        """Take memory for a tensor and start reading it."""
+        storage = self.tensors[name].untyped_storage()
+        storage.resize_(self.sizes[name])
+        ticket = self._spill.read(name, storage)
+        # Last: who is interrupted before reads it again.
+        self._away.discard(name)
+        return ticket
+
+    def write_out(self, names: Iterable[str]) -> None:
+        """Bring the slots of tensors up to date; blocks."""
+        for name in sorted(names):
+            if name not in self._away and name not in self._valid:
+                self.write(name).wait()
+
+    def rest(self, away: Iterable[str]) -> None:
+        """Bring about that exactly ``away`` are out of memory; blocks."""
+        wanted = set(away)
+        for name in self.sizes:
+            if name in wanted and name not in self._away:
+                if name not in self._valid:
+                    self.write(name).wait()
+                self.drop(name)
+        for name in sorted(self._away - wanted):
+            self.read(name).wait()
+
+    def value(self, name: str) -> torch.Tensor:
+        """Return a copy of a tensor, wherever it is, and leave it there."""
+        if name not in self._away:
+            return self.tensors[name].detach().clone()
+        tensor = self.tensors[name]
+        storage = torch.UntypedStorage(self.sizes[name])
+        self._spill.read(name, storage).wait()
+        found = torch.empty(0, dtype=tensor.dtype)
+        return found.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+    def taken(self, name: str) -> torch.Tensor:
+        """Return a tensor in memory, for somebody else to own once this is closed.
+
+        Raises:
+            StorageError: it cannot be read; to be asked for again.
+        """
+        if name in self._away or name in self._coming:
+            self._coming.add(name)
+            self.read(name).wait()
+            self._coming.discard(name)
+        return self.tensors[name]
+
+    def assign(self, name: str, value: torch.Tensor) -> None:
+        """Give a tensor a new value, wherever it is."""
+        self.fill(name, lambda tensor: tensor.copy_(value))
+
+    def fill(self, name: str, writer: Callable[[torch.Tensor], object]) -> None:
+        """Let ``writer`` write all of a tensor, which is in memory for that time; blocks."""
+        away = name in self._away
+        tensor = self.tensors[name]
+        if away:
+            tensor.untyped_storage().resize_(self.sizes[name])
+            self._away.discard(name)
+        self.changed((name,))
+        writer(tensor)
+        if away:
+            self.write(name).wait()
+            self.drop(name)
+
+    def put(self, name: str, fill: Callable[[memoryview, int], None]) -> None:
+        """Give a tensor that is away its first value, without memory for all of it; nothing may be under way.
+
+        Args:
+            fill: writes a part of the tensor's bytes, in its order of memory and from an offset on.
+
+        Raises:
+            StorageError: the file cannot be written.
+        """
+        self._spill.put(name, fill, self.sizes[name])
+        self._valid.add(name)
+
+    def places(self) -> dict[str, tuple[int, int]]:
+        """Return the file and the offset of each tensor's slot."""
+        return {name: self._spill.place(name) for name in self.sizes}
+
+    def copy_to(self, name: str, target: int, offset: int) -> bool:
+        """Copy a tensor's bytes from its slot to an open file; False where only memory has its value.
+
+        Raises:
+            OSError: a file cannot be read or written.
+        """
+        if name not in self._valid:
+            return False
+        self._spill.copy_to(name, target, offset, self.sizes[name])
+        return True
+
+    def recover(self) -> None:
+        """After a failed transfer: let the others end, and fetch again what a slot has and memory may not.
+
+        Raises:
+            StorageError: the drive still fails.
+        """
+        self._spill.drain()
+        self._valid.difference_update(n for n, ticket in self._writes.items() if ticket.failed)
+        for name in sorted(self._valid - self._away):
+            self.read(name).wait()
+
+    def close(self) -> None:
+        """Give the file back, and the memory of all that nobody has taken."""
+        self._spill.close()
+        self.tensors.clear()
+        if self._pages is not None:
+            self._pages.trim()

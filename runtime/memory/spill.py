@@ -1,0 +1,332 @@
+"""Where activations go that leave memory for a while: an unnamed file with a slot per tensor.
+
+One thread writes and one reads. Memory that consists of whole pages goes straight to the drive and comes
+straight from it, by threads of the native library where there is one; what an allocator has put elsewhere is
+not aligned for that and goes through a buffer. The file has no name: whatever ends the process gives its
+space back.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import queue
+import tempfile
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from gascompile.core.errors import StorageError
+from gascompile.core.sizes import PAGE_BYTES, align_up, format_size
+from gascompile.core.waiting import Gate, OwnThread, life, require_life
+from gascompile.runtime.memory.pages import Pages
+from gascompile.runtime.protocols import Event, Reader, Ticket, read_at
+from gascompile.runtime.transfer.copying import copy_range
+from gascompile.runtime.transfer.page_ring import Lane
+
+Writer = Callable[[int, memoryview, int], int]
+"""A positional write; raises ``OSError`` and may take fewer bytes than it is given."""
+
+_UNNAMED = os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC
+
+
+@dataclass(slots=True)
+class _Move:
+    """A transfer under way; a ``Ticket``."""
+
+    slot: int
+    storage: torch.UntypedStorage | None
+    """Let go of before the move ends, so that the last reader of the tensor frees its memory."""
+    name: str
+    error: StorageError | None = None
+    gate: Gate = field(default_factory=Gate)
+    event: Event | None = None
+    """None: the bytes are in place once the move has ended."""
+    begun_s: float = 0.0
+    """By ``time.perf_counter``, like ``done_s``; zero before."""
+    done_s: float = 0.0
+
+    @property
+    def done(self) -> bool:
+        return self.gate.is_open
+
+    @property
+    def failed(self) -> bool:
+        return self.error is not None
+
+    def wait(self) -> None:
+        self.gate.wait()
+        if self.error is not None:
+            raise StorageError(str(self.error)) from self.error.__cause__
+
+
+class Spill:
+    """Slots in a file; close it when no transfer is needed any more."""
+
+    def __init__(
+        self,
+        folder: Path,
+        slots: Mapping[str, tuple[int, int]],
+        buffers: memoryview,
+        *,
+        pages: Pages | None = None,
+        reader: Reader = read_at,
+        writer: Writer | None = None,
+    ) -> None:
+        """Take the file's space and start the threads.
+
+        Args:
+            folder: where the file lies; made if missing.
+            slots: offset and largest size of each tensor that will move; they may overlap where the
+                tensors are never out at the same time.
+            buffers: page-aligned memory, half of it for each direction.
+            pages: know which storages may be used to the end of their last page.
+            reader: the low-level read of what goes through a buffer.
+            writer: the low-level write of it.
+
+        Raises:
+            StorageError: the folder cannot be written to, or has too little space.
+        """
+        self._slots = dict(slots)
+        ends = (offset + align_up(size_bytes, PAGE_BYTES) for offset, size_bytes in slots.values())
+        total = max(ends, default=0)
+        self._pages = pages
+        self._file, self.path = _open(folder, total)
+        self._buffered = _Buffered(self._file, reader, writer or os.pwrite)
+        self._plain = -1
+        self._buffers = buffers
+        self._life = life()
+        self._closed = False
+        self._queues: list[queue.SimpleQueue[_Move | None]] = []
+        self._threads: list[OwnThread] = []
+        self._lanes: list[Lane] = []
+        try:
+            self._start(buffers)
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, buffers: memoryview) -> None:
+        half = len(buffers) // 2
+        for name, serve, buffer in (
+            ("write", self._buffered.write, buffers[:half]),
+            ("read", self._buffered.read, buffers[half:]),
+        ):
+            if self._pages is not None:
+                self._lanes.append(self._pages.lane())
+            jobs: queue.SimpleQueue[_Move | None] = queue.SimpleQueue()
+            self._queues.append(jobs)
+            weakref.finalize(self, jobs.put, None).atexit = False
+            work = partial(_serve, jobs, serve, buffer)
+            self._threads.append(OwnThread(work, f"gascompile-spill-{name}"))
+
+    def write(self, name: str, storage: torch.UntypedStorage) -> Ticket:
+        """Start copying a storage to its slot; it must not change or go before the ticket is done."""
+        return self._submit(0, name, storage)
+
+    def read(self, name: str, storage: torch.UntypedStorage) -> Ticket:
+        """Start filling a storage from its slot; it must have the size that was written."""
+        return self._submit(1, name, storage)
+
+    def put(self, name: str, fill: Callable[[memoryview, int], None], size_bytes: int) -> None:
+        """Fill a slot from elsewhere, a buffer at a time; blocks, and nothing else may be under way.
+
+        Args:
+            fill: writes a part of the tensor's bytes, from an offset on, into the memory that it is given.
+
+        Raises:
+            StorageError: the file cannot be written.
+        """
+        require_life(self._life, "the spill file")
+        slot, _ = self._slots[name]
+        for begin in range(0, size_bytes, len(self._buffers)):
+            part = self._buffers[: min(len(self._buffers), size_bytes - begin)]
+            fill(part, begin)
+            try:
+                self._buffered.write_all(
+                    self._buffers[: align_up(len(part), PAGE_BYTES)], slot + begin
+                )
+            except OSError as error:
+                raise StorageError(
+                    f"keeping '{name}' failed: {error.strerror}; check the disk of the cache folder"
+                ) from error
+
+    def drain(self) -> None:
+        """Let what is under way end, whether it fails or not."""
+        if self._life is not life():
+            return
+        if self._closed:
+            # Its threads may have ended: then nobody opens the gate of a move.
+            self.close()
+            return
+        empty = torch.UntypedStorage(0)
+        moves = [_Move(0, empty, "") for _ in self._queues]
+        for jobs, move in zip(self._queues, moves, strict=True):
+            jobs.put(move)
+        for move in moves:
+            move.gate.wait()
+        for lane in self._lanes:
+            lane.drain()
+
+    def place(self, name: str) -> tuple[int, int]:
+        """Return the file and the offset of a slot."""
+        return self._file, self._slots[name][0]
+
+    def copy_to(self, name: str, target: int, offset: int, size_bytes: int) -> None:
+        """Copy the first bytes of a slot to the open file ``target``, by the file system where it can.
+
+        Raises:
+            OSError: a file cannot be read or written.
+        """
+        if self._plain < 0:
+            # Direct I/O asks for alignment that the target does not have.
+            self._plain = os.open(f"/proc/self/fd/{self._file}", os.O_RDONLY | os.O_CLOEXEC)
+        copy_range(self._plain, self._slots[name][0], target, offset, size_bytes)
+
+    def close(self) -> None:
+        """Finish what is under way, stop the threads and give the file's space back.
+
+        Idempotent; an interrupted call is to be repeated.
+        """
+        self._closed = True
+        for jobs in self._queues:
+            jobs.put(None)
+        for thread in self._threads:
+            thread.join()
+        for lane in self._lanes:
+            lane.close()
+        files, self._file, self._plain = (self._file, self._plain), -1, -1
+        for file in files:
+            if file >= 0:
+                os.close(file)
+
+    def _submit(self, direction: int, name: str, storage: torch.UntypedStorage) -> Ticket:
+        slot, size_bytes = self._slots[name]
+        if storage.nbytes() > size_bytes:
+            raise StorageError(
+                f"'{name}' has {storage.nbytes()} bytes, its slot {size_bytes}; plan for the larger input"
+            )
+        require_life(self._life, "the spill file")
+        if self._closed:
+            raise StorageError("the session is closed; compile or load the model again")
+        pages_bytes = align_up(storage.nbytes(), PAGE_BYTES)
+        if self._pages is not None and self._pages.capacity(storage.data_ptr()) >= pages_bytes:
+            return self._lanes[direction].submit(
+                name, storage, self._file, slot, writes=direction == 0, size_bytes=pages_bytes
+            )
+        move = _Move(slot, storage, name)
+        self._queues[direction].put(move)
+        return move
+
+
+class _Buffered:
+    """Moves what is not aligned for the drive through buffers; by the own threads of a spill."""
+
+    def __init__(self, file: int, reader: Reader, writer: Writer) -> None:
+        self._file, self._reader, self._writer = file, reader, writer
+
+    def write(self, move: _Move, buffer: memoryview) -> None:
+        """Copy a storage to its slot."""
+        source = _bytes_of(move.storage)
+        for begin in range(0, len(source), len(buffer)):
+            part = source[begin : begin + len(buffer)]
+            buffer[: len(part)] = part
+            self.write_all(buffer[: align_up(len(part), PAGE_BYTES)], move.slot + begin)
+
+    def read(self, move: _Move, buffer: memoryview) -> None:
+        """Fill a storage from its slot."""
+        target = _bytes_of(move.storage)
+        for begin in range(0, len(target), len(buffer)):
+            part = target[begin : begin + len(buffer)]
+            whole = buffer[: align_up(len(part), PAGE_BYTES)]
+            self._read_all(whole, len(part), move.slot + begin)
+            part[:] = buffer[: len(part)]
+
+    def write_all(self, pages: memoryview, offset: int) -> None:
+        """Write whole pages to the file."""
+        done = 0
+        while done < len(pages):
+            taken = self._writer(self._file, pages[done:], offset + done)
+            if taken <= 0:
+                raise OSError(errno.EIO, "a write took no bytes")
+            done += taken
+
+    def _read_all(self, pages: memoryview, size_bytes: int, offset: int) -> None:
+        """Read at least the first ``size_bytes`` of ``pages``."""
+        done = 0
+        while done < size_bytes:
+            got = self._reader(self._file, pages[done:], offset + done)
+            if got <= 0:
+                raise OSError(errno.EIO, "the file ends before the tensor does")
+            done += got
+
+
+def _serve(
+    jobs: queue.SimpleQueue[_Move | None],
+    work: Callable[[_Move, memoryview], None],
+    buffer: memoryview,
+) -> None:
+    while (move := jobs.get()) is not None:
+        move.begun_s = time.perf_counter()
+        try:
+            work(move, buffer)
+        # A dead thread would hang all that wait for it.
+        except Exception as error:  # noqa: BLE001
+            why = error.strerror if isinstance(error, OSError) else repr(error)
+            move.error = StorageError(
+                f"moving '{move.name}' failed: {why}; check the disk of the cache folder"
+            )
+            move.error.__cause__ = error
+        move.storage = None
+        move.done_s = time.perf_counter()
+        move.gate.open()
+
+
+def _bytes_of(storage: torch.UntypedStorage | None) -> memoryview:
+    assert storage is not None, "a move is served once"
+    memory = (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())
+    return memoryview(memory).cast("B")
+
+
+def _open(folder: Path, size_bytes: int) -> tuple[int, str]:
+    """Return a new unnamed file of ``size_bytes``, and the path that its bytes take."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            file, path = _open_as(folder, _UNNAMED | os.O_DIRECT), "O_DIRECT"
+        except OSError:
+            # Some file systems (tmpfs, some overlays) have no direct I/O; the page cache serves.
+            file, path = _open_as(folder, _UNNAMED), "page cache"
+        try:
+            if size_bytes:
+                os.posix_fallocate(file, 0, size_bytes)
+        except BaseException:
+            os.close(file)
+            raise
+        return file, path
+    except OSError as error:
+        raise StorageError(
+            f"cannot take {format_size(size_bytes)} in {folder} for activations: {error.strerror}; "
+            "free some space, or choose another cache_dir"
+        ) from error
+
+
+def _open_as(folder: Path, flags: int) -> int:
+    """Return a new file without a name; where the file system needs one, it has it for a moment."""
+    try:
+        return os.open(folder, flags, 0o600)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT):
+            raise
+    made, name = tempfile.mkstemp(dir=folder, prefix=".spill-")
+    try:
+        return os.open(name, flags & ~_UNNAMED | os.O_RDWR | os.O_CLOEXEC)
+    finally:
+        os.unlink(name)
+        os.close(made)

@@ -1,0 +1,141 @@
+"""Runs whose memory is counted as it is taken, and stopped, or reported, where it passes the budget.
+
+An op is measured only where it matters: a run that is stopped stands in the op that asked for too much.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from gascompile.core.errors import BudgetExceededError
+from gascompile.core.plan import Plan
+from gascompile.core.workload import TensorKind
+from gascompile.runtime.memory.counting import NO_LIMIT, Count, Counter
+from gascompile.runtime.run.session import Session
+from gascompile.runtime.run.steps import Schedule
+
+_log = logging.getLogger("gascompile")
+
+
+class CountedRuns:
+    """Counts the runs of one plan on a session."""
+
+    def __init__(
+        self, counter: Counter, session: Session, plan: Plan, on_exceed: str, *, draws: bool
+    ) -> None:
+        """Know what counts; ``draws`` says that ops draw random numbers, which a stopped run gives back."""
+        self._counter = counter
+        self._session = session
+        self._plan = plan
+        self._stops = on_exceed == "error"
+        self._draws, self._random = draws, torch.default_generator
+        self._count: Count | None = None
+        self._said = False
+        """Whether a run beyond the budget has been reported."""
+
+    def prepared(self, schedule: Schedule) -> Schedule:
+        """Return the steps without meters, which nobody needs; each is looked at where no run is stopped."""
+        steps = tuple(step._replace(meter=None) for step in schedule.steps)
+        if not self._stops:
+            steps = tuple(
+                step._replace(function=partial(self._looked_at, step.op, step.function))
+                for step in steps
+            )
+        return replace(schedule, steps=steps)
+
+    def run(self) -> Count:
+        """Return the context that counts a run; who runs it gives it to ``begin``."""
+        if self._draws:
+            # No tensor, which would be memory of the budget.
+            self._random = torch.default_generator.clone_state()
+        return self._counter.counting()
+
+    def begin(self, count: Count) -> None:
+        """Know the run at hand; who runs it sets ``enforced_bytes`` as its limit, and lifts it."""
+        self._count = count
+
+    @property
+    def enforced_bytes(self) -> int:
+        """Beyond what a run is stopped."""
+        return self.limit_bytes if self._stops else NO_LIMIT
+
+    @property
+    def limit_bytes(self) -> int:
+        """What the budget leaves for what runs allocate."""
+        budget_bytes = self._plan.budget_bytes.get(self._plan.machine.compute_tier)
+        if budget_bytes is None:
+            return NO_LIMIT
+        return budget_bytes - self._session.arena.size_bytes - self._session.kept.size_bytes
+
+    def error(self, op: int, values: list[Any]) -> BudgetExceededError | None:
+        """Return why the run at hand was stopped in ``op``; ``None`` where it was not the budget."""
+        count = self._count
+        if count is None or not count.wanted_bytes:
+            return None
+        if self._draws:
+            torch.set_rng_state(self._random.get_state())
+        kept = {x.untyped_storage().data_ptr() for x in pytree.tree_leaves(values) if _is_dense(x)}
+        before_bytes = sum(map(count.size_of, kept))
+        return budget_exceeded(self._plan, op, count.wanted_bytes - before_bytes)
+
+    def _looked_at(self, op: int, function: Callable[..., Any], *values: Any) -> Any:
+        """Make a step; report the first one that passes the budget."""
+        count = self._count
+        if count is None or self._said:
+            return function(*values)
+        before_bytes = count.live_bytes
+        result = function(*values)
+        if count.peak_bytes > self.limit_bytes:
+            self._said = True
+            log_excess(self._plan, op, count.peak_bytes - before_bytes)
+        return result
+
+
+def log_excess(plan: Plan, op: int, real_bytes: int) -> None:
+    """Warn of an op that passed the budget, where that is let go."""
+    found = budget_exceeded(plan, op, real_bytes)
+    _log.warning(
+        "op '%s' took %d bytes, for which %d are planned: the run passed the budget of %d bytes for tier '%s'",
+        found.op,
+        found.real_bytes,
+        found.planned_bytes,
+        found.budget_bytes,
+        found.tier,
+    )
+
+
+def budget_exceeded(
+    plan: Plan, op: int, real_bytes: int, *, half_updated: bool | None = None
+) -> BudgetExceededError:
+    """Return the error of a run of ``plan`` that was stopped in ``op``, which had asked for ``real_bytes``."""
+    ops = plan.workload.ops
+    tensors = {tensor.name: tensor for tensor in plan.workload.tensors}
+    lasting = (TensorKind.STATE, TensorKind.INPUT, TensorKind.WEIGHT)
+    written = {name for done in ops[: op + 1] for name in done.writes}
+    if half_updated is None:
+        half_updated = any(tensors[name].kind in lasting for name in written)
+    planned_bytes = 0
+    if op < len(ops):
+        made = (tensors[name] for name in ops[op].writes)
+        planned_bytes = sum(t.size_bytes for t in made if t.kind not in lasting)
+        planned_bytes += ops[op].workspace_bytes
+    tier = plan.machine.compute_tier
+    return BudgetExceededError(
+        op=ops[op].name if op < len(ops) else "output",
+        planned_bytes=planned_bytes,
+        real_bytes=real_bytes,
+        budget_bytes=plan.budget_bytes[tier],
+        tier=tier,
+        half_updated=half_updated,
+    )
+
+
+def _is_dense(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.layout is torch.strided

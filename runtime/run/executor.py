@@ -1,0 +1,287 @@
+"""Runs a plan: calls the ops in order while the session's engine reads ahead, and measures what it did.
+
+The loop interprets prepared steps instead of calling the graph's code: values go when their last reader
+has run, memory is counted where it is allocated, and an error names its op.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import fx
+
+from gascompile.core.errors import DeviceError, PlanMismatchError, UnsupportedOpError
+from gascompile.core.plan import Plan
+from gascompile.core.reports import GraphReport, RunReport
+from gascompile.runtime.devices.graphs import GraphRuns, make_room
+from gascompile.runtime.kernels.fused import FusedSegment
+from gascompile.runtime.memory.counting import NO_LIMIT, Counter
+from gascompile.runtime.run.counted_runs import CountedRuns
+from gascompile.runtime.run.meter import LiveBytes, process_peak_bytes
+from gascompile.runtime.run.session import Session
+from gascompile.runtime.run.steps import Schedule, compile_steps
+from gascompile.runtime.transfer.mover import PlanMover
+from gascompile.runtime.transfer.residents import resident_addresses
+
+_REFUSALS = (
+    RuntimeError,
+    TypeError,
+    ValueError,
+    AssertionError,
+    ArithmeticError,
+    LookupError,
+    AttributeError,
+)
+"""What ops raise of their own."""
+
+
+class Executor:
+    """One plan on a session. Calls from several threads run one after the other."""
+
+    def __init__(
+        self,
+        session: Session,
+        graph_module: fx.GraphModule,
+        plan: Plan,
+        *,
+        overlap: bool = True,
+        paranoid: bool = False,
+        measure: bool = True,
+        fused: Sequence[FusedSegment] = (),
+        graphs: bool = True,
+        counter: Counter | None = None,
+        on_exceed: str = "error",
+        from_file: bool = False,
+    ) -> None:
+        """Prepare ``graph_module``, the program with the moves of ``plan`` inserted.
+
+        Args:
+            session: memory and files; other executors may share it.
+            graph_module: what ``passes.insert`` made of the program and ``plan``.
+            plan: a verified plan.
+            overlap: ``False`` reads each weight where it is waited for, and never ahead; results are
+                bit-identical, which makes it the twin to debug with.
+            paranoid: spoil the bytes of a visit when it ends, so that a wrong schedule shows in results;
+                on a watched device every access to the arena is checked, too.
+            measure: ``False`` leaves out ``last_run``: a run of a device then returns once everything has
+                been given to it, and nothing ever blocks the host but what is not yet read.
+            fused: ops that run as compiled kernels.
+            graphs: give a device that has graphs the ops between two moves in one call, see ``GraphRuns``; never
+                in paranoid runs.
+            counter: what counts the memory that runs take; without one, planned workspace is believed. A device
+                with memory of its own counts by itself.
+            on_exceed: ``"error"`` stops a run before it takes more than the budget; ``"warn"`` says so afterwards.
+            from_file: the program is data that nobody has run here: what an op refuses is an ``UnsupportedOpError``.
+
+        Raises:
+            PlanMismatchError: session, graph and plan do not belong together.
+            UnsupportedOpError: ops of the plan run elsewhere than on the session's device.
+        """
+        _check_session(session, plan)
+        self._session = session
+        self._plan = plan
+        self._measure, self._from_file = measure, from_file
+        self.mover = PlanMover(session, plan, overlap=overlap, paranoid=paranoid)
+        self._schedule: Schedule = compile_steps(graph_module, plan, session, self.mover, fused)
+        is_wanted = graphs and not paranoid and session.device.graphs() is not None
+        self._graphs = GraphRuns(session, plan, self._schedule) if is_wanted else None
+        self._counted: CountedRuns | None = None
+        if counter is not None and session.device.torch_device.type == "cpu":
+            draws = any(_draws(node.target) for node in graph_module.graph.nodes)
+            self._counted = CountedRuns(counter, session, plan, on_exceed, draws=draws)
+            self._schedule = self._counted.prepared(self._schedule)
+        self.last_run: RunReport | None = None
+
+    @property
+    def graph_report(self) -> GraphReport | None:
+        """How many ops run in how many graphs, or why none does; ``None`` where none was asked for or can be."""
+        return self._graphs.report if self._graphs is not None else None
+
+    def run(self, *inputs: Any) -> tuple[Any, ...]:
+        """Run the program on its flat inputs and return its flat outputs.
+
+        Outputs are the caller's own: none of them aliases a weight or a state. An output that is an
+        input is returned as it is. After an error, an interrupt included, the next run starts afresh.
+
+        Raises:
+            BudgetExceededError: an op asked for more memory than the budget leaves; it was stopped before.
+            StorageError: a weight cannot be read, a file has changed, the session is closed.
+            UnsupportedOpError: an op of a program from a file refuses what it is given.
+            PlanMismatchError: the number of inputs is wrong.
+        """
+        if len(inputs) != len(self._schedule.inputs):
+            raise PlanMismatchError(
+                f"the program takes {len(self._schedule.inputs)} inputs, not {len(inputs)}"
+            )
+        return self._session.run(self, partial(self._run_here, inputs))
+
+    def _run_here(self, inputs: tuple[Any, ...], warm: bool) -> tuple[Any, ...]:
+        grad, set_grad = torch.is_grad_enabled(), torch._C._set_grad_enabled
+        # Not by a context, whose exit an interrupt may keep from coming to this.
+        try:
+            set_grad(False)
+            if self._graphs is None:
+                make_room(self._session, self._plan)
+                return self._run(self._schedule, inputs, warm=warm)
+            try:
+                outputs = self._run(self._graphs.begin(inputs), inputs, warm=warm)
+                self._graphs.done(self.mover.live.peak_bytes)
+            except BaseException:
+                self._graphs.undone()
+                raise
+            return outputs
+        finally:
+            set_grad(grad)
+
+    def _run(self, schedule: Schedule, inputs: tuple[Any, ...], *, warm: bool) -> tuple[Any, ...]:
+        start_s = time.perf_counter()
+        self._session.device.begin()
+        self.mover.begin(warm=warm)
+        if self._counted is None:
+            outputs, live_bytes = self._compute(schedule, inputs)
+        else:
+            enforced_bytes = self._counted.enforced_bytes
+            with self._counted.run() as count:
+                self._counted.begin(count)
+                limit = count.limit
+                # Not by the context, whose exit an interrupt may keep from coming to it.
+                try:
+                    limit(enforced_bytes)
+                    outputs, _ = self._compute(schedule, inputs)
+                finally:
+                    limit(NO_LIMIT)
+            live_bytes = count.peak_bytes
+        if self._measure:
+            # Compute alone: what the next run has asked for ahead stays on its way.
+            if (end := self._session.device.mark()) is not None:
+                end.wait()
+            self.last_run = self._report(time.perf_counter() - start_s, live_bytes)
+        return outputs
+
+    def _compute(self, schedule: Schedule, inputs: tuple[Any, ...]) -> tuple[tuple[Any, ...], int]:
+        """Return the outputs, and the bytes that were alive at most as far as meters know."""
+        values, graphs = list(schedule.slots), self._graphs
+        inputs_bytes = self._place(values, inputs)
+        given = {slot: value for (_, slot), value in zip(schedule.inputs, inputs, strict=True)}
+        live = self.mover.live = LiveBytes(schedule.num_metered)
+        self._interpret(schedule, values, live)
+        outputs = tuple(
+            given[slot] if slot in given else self.mover.own(values[slot])
+            for slot in schedule.outputs
+        )
+        if graphs is not None:
+            outputs = tuple(
+                value if slot in given else graphs.own(value)
+                for slot, value in zip(schedule.outputs, outputs, strict=True)
+            )
+            live.peak_bytes = max(live.peak_bytes, graphs.live_bytes)
+        return outputs, inputs_bytes + live.peak_bytes + self.mover.copied_bytes
+
+    def _place(self, values: list[Any], inputs: tuple[Any, ...]) -> int:
+        """Put the inputs into their slots, on the device; return the bytes that this took there."""
+        if self._graphs is not None and (placed := self._graphs.place(values, inputs)) is not None:
+            return placed
+        taken_bytes = 0
+        for (_, slot), value in zip(self._schedule.inputs, inputs, strict=True):
+            values[slot] = value
+            if isinstance(value, torch.Tensor):
+                values[slot] = there = self._session.device.place(value)
+                taken_bytes += there.nbytes if there is not value else 0
+        return taken_bytes
+
+    def _interpret(self, schedule: Schedule, values: list[Any], live: LiveBytes) -> None:
+        op = 0
+        record = live.record
+        try:
+            for function, gather, result, meter, frees, op, _ in schedule.steps:  # noqa: B007
+                values[result] = function(*gather(values))
+                if meter is not None:
+                    record(meter, values[result])
+                for slot in frees:
+                    values[slot] = None
+        except BaseException as error:
+            name = self._plan.ops[op].name if op < len(self._plan.ops) else "output"
+            if isinstance(error, torch.OutOfMemoryError):
+                beyond = self._counted.error(op, values) if self._counted is not None else None
+                if beyond is not None:
+                    raise beyond from error
+                raise self._session.device.out_of_memory(f"op '{name}'", error) from error
+            if self._from_file and isinstance(error, _REFUSALS):
+                raise UnsupportedOpError(
+                    f"op {op} '{name}' of '{self._plan.workload.name}' refuses what it is given ({_line(error)}); call "
+                    "with other values, or, where the model itself takes these, save the bundle again"
+                ) from error
+            error.add_note(f"while running op {op} '{name}' of '{self._plan.workload.name}'")
+            raise
+
+    def _report(self, time_s: float, live_bytes: int) -> RunReport:
+        plan, session, mover = self._plan, self._session, self.mover
+        limit_s = plan.certificate.limit_s
+        tier = plan.machine.compute_tier
+        stalls = tuple(mover.stalls)
+        counted = session.device.peak_bytes()
+        planned = session.arena.size_bytes + session.kept.size_bytes + live_bytes
+        peak_bytes = {tier: planned if counted is None else counted}
+        if not session.device.is_host:
+            peak_bytes["cpu"] = session.pinned_bytes
+        capacity_bytes = session.device.capacity_bytes
+        if capacity_bytes is not None and peak_bytes[tier] > capacity_bytes:
+            raise DeviceError(
+                f"the run took {peak_bytes[tier]} bytes of the device '{session.device.name}', which has "
+                f"{capacity_bytes}; plan for a smaller budget",
+                cause="device memory",
+            )
+        return RunReport(
+            seconds=time_s,
+            peak_bytes=peak_bytes,
+            link_bytes=dict(mover.link_bytes),
+            stall_s=sum(stall.time_s for stall in stalls),
+            share_of_limit=limit_s / time_s,
+            paths={**session.engine.paths, **mover.heap_paths},
+            stalls=stalls,
+            process_peak_bytes=process_peak_bytes(),
+            peak_source=(
+                "device"
+                if counted is not None
+                else "allocator"
+                if self._counted is not None
+                else "planned workspace"
+            ),
+        )
+
+
+def _line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
+
+
+def _draws(target: object) -> bool:
+    return isinstance(target, torch._ops.OpOverload) and (
+        torch.Tag.nondeterministic_seeded in target.tags
+    )
+
+
+def _check_session(session: Session, plan: Plan) -> None:
+    tier = plan.machine.compute_tier
+    elsewhere = next((op for op in plan.ops if op.site != tier), None)
+    if elsewhere is not None:
+        raise UnsupportedOpError(
+            f"the plan runs op '{elsewhere.name}' on '{elsewhere.site}'; this runtime runs all ops on "
+            f"'{tier}': plan with op times for that alone"
+        )
+    needed = plan.arena_bytes.get(tier, 0)
+    if needed > session.arena.size_bytes:
+        raise PlanMismatchError(
+            f"the plan needs an arena of {needed} bytes, the session has {session.arena.size_bytes}; "
+            "plan both for the same budget"
+        )
+    for name, address in resident_addresses(plan).items():
+        if session.addresses.get(name) != address:
+            raise PlanMismatchError(
+                f"the plan keeps '{name}' at address {address}, the session at "
+                f"{session.addresses.get(name)}; plan with the session's resident weights"
+            )

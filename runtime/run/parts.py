@@ -1,0 +1,42 @@
+"""What a session is made of and gives back, also when nobody has closed it.
+
+Each part can be closed again: who is interrupted closes the session once more, and it goes on where it was.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from gascompile.runtime.memory.device_states import DeviceStates
+from gascompile.runtime.protocols import Device, Memory, TransferEngine
+from gascompile.runtime.transfer.files import SourceFiles
+from gascompile.runtime.transfer.heap_moves import HeapMoves
+
+
+@dataclass(slots=True)
+class Parts:
+    """They know nothing of the session, so that one that is dropped is shut down, too."""
+
+    kept: DeviceStates
+    engine: TransferEngine
+    files: SourceFiles
+    device: Device
+    memories: list[Memory]
+    pinned: list[Memory]
+    heaps: list[HeapMoves] = field(default_factory=list)
+
+    def close(self) -> None:
+        """Stop the threads, close the files and give the memory back."""
+        for heap in self.heaps:
+            heap.close()
+        self.heaps.clear()
+        self.engine.close()
+        self.files.close()
+        try:
+            self.kept.close()
+        finally:
+            self.device.close()
+        for memory in (*self.memories, *self.pinned):
+            memory.close()
+        self.memories.clear()
+        self.pinned.clear()

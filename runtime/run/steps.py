@@ -1,0 +1,395 @@
+"""An inserted graph as a flat list of calls on numbered slots, prepared once so that a run does little.
+
+Slots hold the values of nodes and all constants; a step fetches its arguments in one go, calls, stores
+its result and clears the slots that nobody reads again.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from gascompile.core import moves
+from gascompile.core.errors import PlanMismatchError, UnsupportedOpError
+from gascompile.core.plan import Plan
+from gascompile.core.program import op_name
+from gascompile.runtime.devices.graph_rules import ARRIVAL, MOVE, RELEASE, Trait, trait_of
+from gascompile.runtime.kernels.fused import FusedSegment, bind, segment_nodes
+from gascompile.runtime.run.meter import Meter, fused_meter, make_meters
+from gascompile.runtime.run.session import Session
+from gascompile.runtime.transfer.mover import PlanMover, due_ops
+
+# Values of a graph are tensors, numbers and tuples of them; nothing here looks inside.
+Value = Any
+Gather = Callable[[list[Value]], tuple[Value, ...]]
+
+
+class Step(NamedTuple):
+    """One call. A tuple, as the loop unpacks it once per op."""
+
+    function: Callable[..., Value]
+    gather: Gather
+    result: int
+    """Slot of the result."""
+    meter: Meter | None
+    frees: tuple[int, ...]
+    op: int
+    """Index of the op, or of the next one for a move."""
+    trait: Trait = Trait()
+    """What a graph of the device has to know of it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """All that a run needs."""
+
+    steps: tuple[Step, ...]
+    slots: tuple[Value, ...]
+    """Slots before a run: constants and residents in place, the rest empty."""
+    inputs: tuple[tuple[str, int], ...]
+    """Name and slot of each user input."""
+    outputs: tuple[int, ...]
+    num_metered: int
+    """How many tensors the meters count."""
+
+
+def compile_steps(
+    graph_module: fx.GraphModule,
+    plan: Plan,
+    session: Session,
+    mover: PlanMover,
+    fused: Sequence[FusedSegment] = (),
+) -> Schedule:
+    """Return the schedule of an inserted graph, with a step for each of its ``fused`` segments.
+
+    Raises:
+        PlanMismatchError: the graph was not rewritten for this plan, or the segments are another graph's.
+        UnsupportedOpError: the graph holds something other than calls of functions.
+    """
+    return _Builder(graph_module, plan, session, mover, fused).build()
+
+
+class _Builder:
+    def __init__(
+        self,
+        graph_module: fx.GraphModule,
+        plan: Plan,
+        session: Session,
+        mover: PlanMover,
+        fused: Sequence[FusedSegment],
+    ) -> None:
+        self._module = graph_module
+        self._plan = plan
+        self._session = session
+        self._mover = mover
+        self._slots: list[Value] = []
+        self._slot_of: dict[fx.Node, int] = {}
+        self._steps: list[Step] = []
+        self._frees = _last_users(graph_module.graph)
+        self._meters, self._num_metered = make_meters(plan)
+        self._dues = [due for _, due in due_ops(plan)]
+        self._awaited: set[str] = set()
+        self._next_op = 0
+        self._returned = set(graph_module.graph.output_node().all_input_nodes)
+        self._fused = {f.segment.ops[0]: f for f in fused}
+        self._in_segment: set[fx.Node] = set()
+
+    def build(self) -> Schedule:
+        nodes = list(self._module.graph.nodes)
+        mover = nodes[0]
+        if mover.op != "placeholder" or any(u.target not in moves.MOVES for u in mover.users):
+            raise PlanMismatchError("the graph's first input is no mover: insert the plan's moves")
+        inputs: list[tuple[str, int]] = []
+        for node in nodes[1:-1]:
+            if node.name in self._fused:
+                self._segment(self._fused[node.name], nodes)
+            if node in self._in_segment:
+                continue
+            match node.op:
+                case "placeholder":
+                    inputs.append((node.name, self._slot(node)))
+                case "get_attr":
+                    self._slot(node, operator.attrgetter(node.target)(self._module))
+                case "call_function":
+                    self._call(node)
+                case _:
+                    raise UnsupportedOpError(
+                        f"node '{node.name}' is a {node.op}, which a captured graph does not hold; capture it again"
+                    )
+        if self._next_op != len(self._plan.ops):
+            raise PlanMismatchError(
+                f"the graph has {self._next_op} of the plan's {len(self._plan.ops)} ops; insert the plan again"
+            )
+        outputs = tuple(self._index(value) for value in nodes[-1].args[0])
+        return Schedule(
+            steps=tuple(self._steps),
+            slots=tuple(self._slots),
+            inputs=tuple(inputs),
+            outputs=outputs,
+            num_metered=self._num_metered,
+        )
+
+    def _slot(self, node: fx.Node | None, value: Value = None) -> int:
+        self._slots.append(value)
+        if node is not None:
+            self._slot_of[node] = len(self._slots) - 1
+        return len(self._slots) - 1
+
+    def _index(self, value: Value) -> int:
+        """Return the slot of a node or of a constant."""
+        return self._slot_of[value] if isinstance(value, fx.Node) else self._slot(None, value)
+
+    def _call(self, node: fx.Node) -> None:
+        arguments: tuple[Value, ...] = node.args[1:]
+        if node.target is moves.resident:
+            self._slot(node, self._session.resident(*arguments))
+        elif node.target is moves.prefetch:
+            self._move(node, self._mover.prefetch_at, (self._dues.pop(0), *arguments))
+        elif node.target is moves.wait:
+            self._move(node, self._mover.wait_at, (self._next_op, *arguments))
+        elif node.target is moves.release:
+            self._move(node, self._mover.release, arguments, RELEASE)
+        elif node.target is moves.settle:
+            self._move(node, self._mover.settle_at, (self._next_op, *arguments))
+        elif node.target in moves.HEAP_MOVES:
+            self._move_value(node, node.target.__name__, arguments)
+        else:
+            self._compute(node)
+        if node in self._returned and node.target is not moves.resident:
+            self._detach(self._slot_of[node])
+
+    def _detach(self, slot: int) -> None:
+        """Copy an output that lies in the arena at once: its visit may end before the run does."""
+        self._steps.append(
+            Step(
+                self._mover.out_of_arena,
+                _only(slot),
+                slot,
+                None,
+                (),
+                self._next_op,
+                Trait((slot,), ""),
+            )
+        )
+
+    def _move(
+        self, node: fx.Node, function: Callable[..., Value], arguments: Value, why: str = MOVE
+    ) -> None:
+        call = partial(function, *arguments)
+        slot = self._slot(node)
+        frees, trait = self._freed(node, slot), Trait((), why)
+        self._steps.append(Step(call, _nothing, slot, None, frees, self._next_op, trait))
+
+    def _move_value(self, node: fx.Node, name: str, arguments: Value) -> None:
+        """Move the memory of a value: the last argument, the others are fixed."""
+        call = partial(getattr(self._mover, name), *arguments[:-1])
+        gather, slot = self._gather(arguments[-1:]), self._slot(node)
+        frees, trait = self._freed(node, slot), Trait(self._reads(node), MOVE)
+        self._steps.append(Step(call, gather, slot, None, frees, self._next_op, trait))
+
+    def _compute(self, node: fx.Node) -> None:
+        self._await_residents(node)
+        meter, num_ops = None, 0
+        op = self._next_op
+        if op < len(self._plan.ops) and op_name(node) == self._plan.ops[op].name:
+            meter, num_ops = self._meters[op], 1
+            self._next_op += 1
+        function, gather = self._prepare(node, op)
+        if meter is not None and meter.births and _may_return_its_input(node.target):
+            function = _owning(function)
+        function = self._mover.watched(function, node.name)
+        slot = self._slot(node)
+        frees, trait = self._freed(node, slot), trait_of(node, self._reads(node), num_ops)
+        self._steps.append(Step(function, gather, slot, meter, frees, op, trait))
+
+    def _reads(self, node: fx.Node) -> tuple[int, ...]:
+        return tuple(self._slot_of[n] for n in node.all_input_nodes if n in self._slot_of)
+
+    def _segment(self, fused: FusedSegment, nodes: list[fx.Node]) -> None:
+        """Make one step of the ops of a segment, and of the views around it that others read."""
+        segment, first = fused.segment, self._next_op
+        named = {node.name: node for node in nodes}
+        ops = segment_nodes(segment, named, self._plan.ops[first:])
+        self._in_segment.update(ops)
+        self._next_op += len(ops)
+        for node in ops:
+            self._await_residents(node)
+        for name in segment.views_before:
+            self._view(named[name], first)
+        kernel = bind(fused, named, self._session.device.torch_device)
+        function = self._mover.watched(kernel, segment.ops[-1])
+        gather = self._gather(tuple(named[name] for name in segment.inputs))
+        outputs = [named[name] for name in segment.outputs]
+        births = tuple(self._meters[first + segment.ops.index(node.name)] for node in outputs)
+        meter = fused_meter(
+            births, self._meters[first : self._next_op], sum(fused.kernel.scratch_bytes)
+        )
+        made = self._slot(outputs[0] if len(outputs) == 1 else None)
+        reads = tuple(self._slot_of[named[name]] for name in segment.inputs)
+        trait = Trait(reads, "", name=segment.ops[-1], num_ops=len(ops))
+        self._steps.append(Step(function, gather, made, meter, (), first, trait))
+        freed = {made} if len(outputs) > 1 else set()
+        for i, node in enumerate(outputs if len(outputs) > 1 else ()):
+            trait, slot = Trait((made,), "", launches=False), self._slot(node)
+            self._steps.append(Step(_element(i), _only(made), slot, None, (), first, trait))
+        for name in segment.views_after:
+            self._view(named[name], first)
+        for node in ops:
+            freed.update(self._slot_of[n] for n in self._frees.get(node, ()) if self._clearable(n))
+        self._steps[-1] = self._steps[-1]._replace(frees=tuple(freed))
+
+    def _view(self, node: fx.Node, op: int) -> None:
+        """Take a view of a segment's inputs or outputs."""
+        function, gather = self._prepare(node, op)
+        slot, trait = self._slot(node), trait_of(node, self._reads(node))
+        self._steps.append(Step(function, gather, slot, None, (), op, trait))
+        if node in self._returned:
+            self._detach(slot)
+
+    def _await_residents(self, node: fx.Node) -> None:
+        """Before the first op that reads a resident weight, wait for it to be loaded."""
+        for argument in node.all_input_nodes:
+            name = argument.args[1] if argument.target is moves.resident else None
+            if (
+                not isinstance(name, str)
+                or name in self._session.kept.tensors
+                or name in self._awaited
+            ):
+                continue
+            self._awaited.add(name)
+            call = partial(self._mover.resident_at, self._next_op, name)
+            slot, trait = self._slot(None), Trait((), ARRIVAL)
+            self._steps.append(Step(call, _nothing, slot, None, (), self._next_op, trait))
+
+    def _freed(self, node: fx.Node, slot: int) -> tuple[int, ...]:
+        """Return the slots that nobody reads after ``node``; a result that nobody reads is one."""
+        own = () if node.users else (slot,)
+        return (
+            tuple(self._slot_of[n] for n in self._frees.get(node, ()) if self._clearable(n)) + own
+        )
+
+    def _clearable(self, node: fx.Node) -> bool:
+        return node in self._slot_of and node.op != "get_attr" and node.target is not moves.resident
+
+    def _prepare(self, node: fx.Node, op: int) -> tuple[Callable[..., Value], Gather]:
+        """Return what to call and how to fetch its arguments; constants are bound beforehand."""
+        assert callable(node.target)
+        if node.target is moves.gather:
+            return partial(self._mover.gather_at, op), self._gather(tuple(node.args[1:]))
+        function: Callable[..., Value] = node.target
+        constant = {k: v for k, v in node.kwargs.items() if not _has_node(v)}
+        varying = {k: v for k, v in node.kwargs.items() if k not in constant}
+        if varying:
+            function = _with_keywords(function, len(node.args), tuple(varying), constant)
+        elif constant:
+            function = partial(function, **constant)
+        return function, self._gather((*node.args, *varying.values()))
+
+    def _gather(self, arguments: tuple[Value, ...]) -> Gather:
+        if not arguments:
+            return _nothing
+        if any(_has_node(a) and not isinstance(a, fx.Node) for a in arguments):
+            fetchers = tuple(self._fetch(a) for a in arguments)
+            return lambda values: tuple(fetch(values) for fetch in fetchers)
+        indices = [self._index(a) for a in arguments]
+        if len(indices) == 1:
+            (only,) = indices
+            return lambda values: (values[only],)
+        return operator.itemgetter(*indices)
+
+    def _fetch(self, argument: Value) -> Callable[[list[Value]], Value]:
+        """Return a function that rebuilds an argument with nodes inside lists, slices and dicts."""
+        if isinstance(argument, fx.Node):
+            return operator.itemgetter(self._slot_of[argument])
+        if not _has_node(argument):
+            return lambda _values: argument
+        if isinstance(argument, slice):
+            bounds = self._fetch((argument.start, argument.stop, argument.step))
+            return lambda values: slice(*bounds(values))
+        if isinstance(argument, Mapping):
+            items = {key: self._fetch(value) for key, value in argument.items()}
+            return lambda values: {key: fetch(values) for key, fetch in items.items()}
+        parts = tuple(self._fetch(part) for part in argument)
+        if isinstance(argument, tuple):
+            return lambda values: tuple(fetch(values) for fetch in parts)
+        return lambda values: [fetch(values) for fetch in parts]
+
+
+def _may_return_its_input(target: Value) -> bool:
+    """Return whether an op that made a copy at the planned sizes may return a view at others."""
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    return any(value.alias_info for value in target._schema.returns) or (
+        torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), "CompositeImplicitAutograd")
+    )
+
+
+def _owning(function: Callable[..., Value]) -> Callable[..., Value]:
+    """Return ``function`` with results that share no memory with its arguments, as the plan has it.
+
+    A view would outlive the visit of the weight that it lies in, or keep more memory than planned.
+    """
+
+    def call(*values: Value) -> Value:
+        result = function(*values)
+        if isinstance(result, torch.Tensor):
+            start = result.untyped_storage().data_ptr()
+            for value in values:
+                if isinstance(value, torch.Tensor) and (
+                    value.untyped_storage().data_ptr() == start and start
+                ):
+                    return result.clone()
+        return result
+
+    return call
+
+
+def _only(slot: int) -> Gather:
+    return lambda values: (values[slot],)
+
+
+def _element(i: int) -> Callable[..., Value]:
+    return lambda values: values[i]
+
+
+def _nothing(_values: list[Value]) -> tuple[Value, ...]:
+    return ()
+
+
+def _has_node(argument: Value) -> bool:
+    found: list[fx.Node] = []
+    fx.node.map_arg(argument, found.append)
+    return bool(found)
+
+
+def _with_keywords(
+    function: Callable[..., Value],
+    num_args: int,
+    names: tuple[str, ...],
+    constant: dict[str, Value],
+) -> Callable[..., Value]:
+    def call(*values: Value) -> Value:
+        return function(
+            *values[:num_args], **dict(zip(names, values[num_args:], strict=True)), **constant
+        )
+
+    return call
+
+
+def _last_users(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+    """Return, per node, the nodes whose last user it is; what the output reads is in nobody's list."""
+    last: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        for argument in node.all_input_nodes:
+            last[argument] = node
+    found: dict[fx.Node, list[fx.Node]] = {}
+    for argument, user in last.items():
+        if user.op != "output":
+            found.setdefault(user, []).append(argument)
+    return found

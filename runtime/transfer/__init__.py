@@ -1,0 +1,1 @@
+"""Moves between tiers: engines, plans of reads, queues, weights that come and go."""

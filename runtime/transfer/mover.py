@@ -1,0 +1,315 @@
+"""Carries out the moves of one plan: which visit is on its way, how long its users waited for it.
+
+The bytes of a move count when an op takes delivery of them, so that each iteration of a warm executor
+counts the plan's bytes per link exactly, however far the reads have run ahead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from gascompile.core.errors import PlanMismatchError, StorageError
+from gascompile.core.plan import Plan
+from gascompile.core.reports import Stall
+from gascompile.core.sizes import reserve_bytes
+from gascompile.core.steps import Prefetch, Wait
+from gascompile.runtime.debug.races import COMPUTE, tensors_in
+from gascompile.runtime.memory.arena import POISON
+from gascompile.runtime.protocols import Instant, Ticket
+from gascompile.runtime.run.meter import LiveBytes
+from gascompile.runtime.run.session import Session
+from gascompile.runtime.transfer.gather import RowReader
+
+
+def due_ops(plan: Plan) -> list[tuple[Prefetch, int]]:
+    """Return each prefetch with the op of its wait; ``len(plan.ops)`` is added where that is in the next iteration.
+
+    Raises:
+        PlanMismatchError: nothing ever waits for a prefetch.
+    """
+    next_wait: dict[tuple[str, int], int] = {}
+    for step in plan.steps:
+        if isinstance(step, Wait) and step.address is not None:
+            next_wait.setdefault((step.tensor, step.address), step.op + len(plan.ops))
+    found: list[tuple[Prefetch, int]] = []
+    for step in reversed(plan.steps):
+        if isinstance(step, Wait) and step.address is not None:
+            next_wait[step.tensor, step.address] = step.op
+        elif isinstance(step, Prefetch):
+            due = next_wait.get((step.tensor, step.address))
+            if due is None:
+                raise PlanMismatchError(
+                    f"the plan prefetches '{step.tensor}' to address {step.address} and never waits for it"
+                )
+            found.append((step, due))
+    return found[::-1]
+
+
+class PlanMover:
+    """The ``moves.Mover`` of a plan on a session.
+
+    An executor calls the ``*_at`` methods, which know the op they stand at. The methods of the protocol
+    serve a graph that is run directly; there a ``wait`` whose prefetch was never issued reads by itself.
+    """
+
+    def __init__(self, session: Session, plan: Plan, *, overlap: bool, paranoid: bool) -> None:
+        self._session = session
+        self._device = session.device
+        self._races = session.device.races if paranoid else None
+        self._ops = plan.ops
+        self._overlap = overlap
+        self._paranoid = paranoid
+        self._iteration = 0
+        self._visits: dict[tuple[str, int], Ticket] = {}
+        self._delivered: set[tuple[str, int]] = set()
+        self._links: dict[str, str] = {}
+        self._views: dict[tuple[str, int], torch.Tensor] = {}
+        self._due: dict[tuple[str, int], int] = {}
+        self._wrapped: list[tuple[Prefetch, int]] = []
+        for step, due in due_ops(plan):
+            self._links[step.tensor] = step.link
+            if due >= len(plan.ops):
+                self._wrapped.append((step, due - len(plan.ops)))
+        for wait in plan.steps:
+            if isinstance(wait, Wait) and wait.address is not None:
+                key = (wait.tensor, wait.address)
+                self._views[key] = session.view(*key)
+                self._due.setdefault(key, wait.op)
+        self._wrapped.sort(key=lambda pair: pair[1])
+        session.hold(plan)
+        self._rows = RowReader(session, plan)
+        self._heap = session.heap_moves(plan)
+        self.live = LiveBytes(0)
+        """What the run at hand has allocated."""
+        self._stalled: list[tuple[int, str, Instant, Instant]] = []
+        self.link_bytes: dict[str, int] = {}
+        self.copied_bytes = 0
+        """Bytes of the outputs that had to be copied, as they lay in a weight or a state."""
+        self._reset_report()
+
+    # ------------------------------------------------------------ one iteration
+
+    def begin(self, *, warm: bool) -> None:
+        """Start an iteration; a cold one first issues what the iteration before would have."""
+        self._reset_report()
+        self._iteration += 1
+        if self._heap is not None:
+            self._heap.forget()
+        if warm:
+            return
+        self._iteration = 0
+        self._visits.clear()
+        self._delivered.clear()
+        if self._paranoid:
+            self._poison_streamed()
+        for step, op in self._wrapped:
+            self.prefetch_at(op, step.tensor, step.link, step.address)
+
+    @property
+    def stalls(self) -> list[Stall]:
+        """What ops waited for in this iteration; on a device with its own clock, known once it is synchronous."""
+        found = (
+            Stall(op=op, tensor=tensor, time_s=self._device.elapsed_s(start, stop))
+            for op, tensor, start, stop in self._stalled
+        )
+        return [stall for stall in found if stall.time_s > 0]
+
+    def _reset_report(self) -> None:
+        self._stalled = []
+        self.copied_bytes = 0
+        links = self._heap.links if self._heap is not None else ()
+        self.link_bytes = dict.fromkeys((self._session.link, *self._links.values(), *links), 0)
+
+    @property
+    def heap_paths(self) -> Mapping[str, str]:
+        """The I/O path of the links that activations move over."""
+        return self._heap.paths if self._heap is not None else {}
+
+    def prefetch_at(self, due: int, tensor: str, link: str, address: int) -> None:
+        """Queue a read that op ``due`` of this iteration waits for."""
+        key = (tensor, address)
+        self._end_visit(key)
+        if self._overlap:
+            self._visits[key] = self._submit(due, tensor, link, address)
+
+    def wait_at(self, op: int, tensor: str, address: int) -> torch.Tensor:
+        """Block until the newest prefetch has arrived; the time counts as a stall of ``op``."""
+        key = (tensor, address)
+        if key in self._delivered:
+            return self._views[key]
+        link = self._links.get(tensor, self._session.link)
+        ticket = self._visits.get(key)
+        if ticket is None:
+            ticket = self._submit(op, tensor, link, address)
+        self._await(ticket, op, tensor)
+        self._delivered.add(key)
+        self._count(link, tensor)
+        return self._views[key]
+
+    def _end_visit(self, key: tuple[str, int]) -> None:
+        self._visits.pop(key, None)
+        self._delivered.discard(key)
+
+    def resident_at(self, op: int, tensor: str) -> torch.Tensor:
+        """Block until a resident weight, which may still be loading, has arrived."""
+        ticket = self._session.pending(tensor)
+        if ticket is not None:
+            self._await(ticket, op, tensor)
+            self._session.settle(tensor)
+            self._count(self._session.link, tensor)
+        return self._session.resident(tensor)
+
+    def gather_at(self, op: int, tensor: str, indices: torch.Tensor) -> torch.Tensor:
+        """Read the rows of a weight that ``indices`` names and return them in its shape.
+
+        Every row counts as often as it is asked for, as planned.
+
+        Raises:
+            IndexError: the weight has no such row.
+        """
+        key = self._iteration * len(self._ops) + op
+        await_it = partial(self._await, op=op, tensor=tensor)
+        found = self._rows.read(tensor, indices, key=key, wait=await_it)
+        self.link_bytes[self._session.link] += found.nbytes
+        return found
+
+    def out_of_arena(self, value: object) -> object:
+        """Return ``value``, copied where it is a tensor in the arena."""
+        if isinstance(value, torch.Tensor) and self._session.arena.contains(value):
+            return self._copy(value)
+        return value
+
+    def own(self, value: object) -> object:
+        """Return ``value``, copied where it is a tensor in the arena or in a state."""
+        if isinstance(value, torch.Tensor) and self._session.kept.contains(value):
+            return self._copy(value)
+        return self.out_of_arena(value)
+
+    def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self._races is not None:
+            self._reads(tensor, "the copy of an output")
+        copied = tensor.clone()
+        self.copied_bytes += copied.untyped_storage().nbytes()
+        return copied
+
+    def _count(self, link: str, tensor: str) -> None:
+        size_bytes = self._session.landing(tensor).size_bytes
+        self.link_bytes[link] += size_bytes
+
+    def _submit(self, due: int, tensor: str, link: str, address: int) -> Ticket:
+        key = self._iteration * len(self._ops) + due
+        # Whoever used the reservation before has been given to compute by now: its release precedes this.
+        after = self._device.mark()
+        return self._session.submit(tensor, address, key=key, link=link, after=after)
+
+    def _await(self, ticket: Ticket, op: int, tensor: str) -> None:
+        """Block until the bytes are on their way, and let compute wait for them to be there."""
+        event = ticket.event if ticket.done else None
+        stalled = not ticket.done or (event is not None and not event.reached)
+        start = self._device.clock() if stalled else None
+        try:
+            ticket.wait()
+        except StorageError as error:
+            name = self._ops[op].name if op < len(self._ops) else "output"
+            raise StorageError(f"op '{name}' did not get '{tensor}': {error}") from error
+        if ticket.event is not None:
+            self._device.hold(ticket.event)
+        if stalled:
+            self._stalled.append((op, tensor, start, self._device.clock()))
+
+    # ------------------------------------------------------------ paranoid runs
+
+    def watched(self, function: Callable[..., Any], op: str) -> Callable[..., Any]:
+        """Return ``function`` with its reads of the arena checked, in a paranoid run on a watched device."""
+        if self._races is None:
+            return function
+
+        def call(*values: Any) -> Any:
+            for tensor in tensors_in(values):
+                self._reads(tensor, f"op '{op}'")
+            return function(*values)
+
+        return call
+
+    def _reads(self, tensor: torch.Tensor, what: str) -> None:
+        assert self._races is not None
+        name = self._name_at(tensor) if self._session.arena.contains(tensor) else "an activation"
+        self._races.access(COMPUTE, tensor, writes=False, name=name, what=what)
+
+    def _name_at(self, tensor: torch.Tensor) -> str:
+        """Return the weight whose view shares the memory of ``tensor``."""
+        start = tensor.data_ptr()
+        for (name, _), view in self._views.items():
+            if view.data_ptr() <= start < view.data_ptr() + max(view.nbytes, 1):
+                return name
+        return "a resident weight"
+
+    def _spoil(self, start: int, stop: int, name: str) -> None:
+        if start >= stop:
+            return
+        if self._races is not None:
+            memory = self._session.arena.bytes(start, stop)
+            self._races.access(COMPUTE, memory, writes=True, name=name, what="a release")
+        self._session.arena.fill(start, stop, POISON)
+
+    def _poison_streamed(self) -> None:
+        start = 0
+        for name, address in sorted(self._session.addresses.items(), key=lambda item: item[1]):
+            self._spoil(start, address, "what is not there yet")
+            start = address + reserve_bytes(self._session.landing(name).size_bytes)
+        self._spoil(start, self._session.arena.size_bytes, "what is not there yet")
+
+    # ------------------------------------------------------------ moves.Mover
+
+    def gather(self, tensor: str, indices: torch.Tensor) -> torch.Tensor:
+        """Read the rows of a weight that ``indices`` names."""
+        return self.gather_at(0, tensor, indices)
+
+    def resident(self, tensor: str) -> torch.Tensor:
+        """Return the view of a weight or state that stays."""
+        return self.resident_at(0, tensor)
+
+    def prefetch(self, tensor: str, link: str, address: int) -> None:
+        """Start moving a tensor; returns at once."""
+        self.prefetch_at(self._due[tensor, address], tensor, link, address)
+
+    def wait(self, tensor: str, address: int) -> torch.Tensor:
+        """Block until a tensor is at ``address`` and return the view of it."""
+        return self.wait_at(self._due[tensor, address], tensor, address)
+
+    def offload(self, tensor: str, link: str, value: torch.Tensor) -> None:
+        """Start copying an activation out; returns at once."""
+        assert self._heap is not None, "the session knows the plan"
+        self._heap.offload(tensor, link, value)
+
+    def reload(self, tensor: str, link: str, value: torch.Tensor) -> None:
+        """Take memory for an activation and start copying it back; returns at once."""
+        assert self._heap is not None, "the session knows the plan"
+        self._heap.reload(tensor, link, value, self.live)
+
+    def settle(self, tensor: str) -> None:
+        """Block until an activation is out or back."""
+        self.settle_at(0, tensor)
+
+    def settle_at(self, op: int, tensor: str) -> None:
+        """Block until an activation is out or back; the time counts as a stall of ``op``."""
+        assert self._heap is not None, "the session knows the plan"
+        link, size_bytes = self._heap.settle(tensor, partial(self._await, op=op, tensor=tensor))
+        self.link_bytes[link] += size_bytes
+
+    def drop(self, tensor: str, value: torch.Tensor) -> None:
+        """Give back the memory of an activation that is out."""
+        assert self._heap is not None, "the session knows the plan"
+        self._heap.drop(tensor, value, self.live)
+
+    def release(self, tensor: str, address: int) -> None:
+        """Note that a visit is over; in a paranoid run its bytes are spoiled, so that a late reader shows."""
+        self._end_visit((tensor, address))
+        if self._paranoid:
+            landing = self._session.landing(tensor)
+            start = address + landing.shift_bytes
+            self._spoil(start, start + landing.size_bytes, tensor)

@@ -1,0 +1,209 @@
+"""Lanes: moves of whole pages between memory and files, in order, by threads of the native library.
+
+``transfers.cpp`` says how; a move costs the interpreter its submission and nothing after it. A signal may raise
+between any two lines here, and a process may be forked at any time: neither may leave native code with memory
+that is somebody else's, or a wait that never ends.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import weakref
+from collections import deque
+from typing import TYPE_CHECKING
+
+from gascompile.core.errors import StorageError
+
+if TYPE_CHECKING:
+    import torch
+
+    from gascompile.runtime.protocols import Event
+
+_LOOK_S = 0.2
+"""Of a wait in native code, between two looks for signals."""
+
+
+class _Outcome(ctypes.Structure):
+    _fields_ = [
+        ("begun_s", ctypes.c_double),
+        ("done_s", ctypes.c_double),
+        ("error", ctypes.c_int32),
+        ("submitted", ctypes.c_int32),
+        ("ended", ctypes.c_int32),
+    ]
+
+
+class _Thread:
+    """The native side: a thread of this process."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        _declare(library)
+        self._library = library
+        self._handle = ctypes.c_void_p(library.gascompile_lane_open())
+        self._process = os.getpid()
+        if self._handle.value is None:
+            raise StorageError("no thread for transfers can be had; see the limits of this user")
+
+    @property
+    def is_open(self) -> bool:
+        return self._handle.value is not None and self._process == os.getpid()
+
+    def submit(
+        self,
+        outcome: _Outcome,
+        file: int,
+        address: int,
+        sizes: tuple[int, int],
+        offset: int,
+        *,
+        writes: bool,
+    ) -> None:
+        if not self.is_open:
+            raise StorageError("the threads for transfers are closed, or those of another process")
+        self._library.gascompile_lane_submit(
+            self._handle, file, writes, address, *sizes, offset, ctypes.byref(outcome)
+        )
+
+    def wait(self, outcome: _Outcome) -> None:
+        """Block until a move that was submitted has ended."""
+        while self.is_open and not self._library.gascompile_lane_wait(
+            self._handle, ctypes.byref(outcome), _LOOK_S
+        ):
+            pass
+        if not outcome.ended:
+            raise StorageError(
+                "a transfer was under way when this process was forked; it is its parent's"
+            )
+
+    def close(self) -> None:
+        if self.is_open:
+            self._library.gascompile_lane_close(ctypes.byref(self._handle))
+
+
+class LaneMove:
+    """A transfer under way; a ``Ticket``. Its lane keeps it until it has ended."""
+
+    event: Event | None = None
+    """None: the bytes are in place once the move has ended."""
+
+    def __init__(self, thread: _Thread, storage: torch.UntypedStorage, name: str) -> None:
+        self.outcome = _Outcome()
+        self.name = name
+        self._thread = thread
+        self._storage: torch.UntypedStorage | None = storage
+
+    @property
+    def begun_s(self) -> float:
+        """When it began, by ``time.perf_counter``."""
+        return float(self.outcome.begun_s)
+
+    @property
+    def done_s(self) -> float:
+        """When it ended, by the same clock."""
+        return float(self.outcome.done_s)
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether native code may use its memory."""
+        return bool(self.outcome.submitted and not self.outcome.ended)
+
+    @property
+    def done(self) -> bool:
+        return bool(self.outcome.ended)
+
+    @property
+    def failed(self) -> bool:
+        return self.done and self.outcome.error != 0
+
+    def let_go(self) -> None:
+        """Hold the memory no longer, so that the last reader of the tensor frees it."""
+        self._storage = None
+
+    def wait(self) -> None:
+        self._thread.wait(self.outcome)
+        self.let_go()
+        code = self.outcome.error
+        if code < 0:
+            raise StorageError(
+                f"moving '{self.name}' failed: the file ends before the tensor does; plan again"
+            )
+        if code:
+            error = OSError(code, os.strerror(code))
+            raise StorageError(
+                f"moving '{self.name}' failed: {error.strerror}; check the disk of the cache folder"
+            ) from error
+
+
+class Lane:
+    """One thread of the library. For one submitting thread; close it when no move is needed any more."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        """Start the thread.
+
+        Raises:
+            StorageError: the system has no thread left.
+        """
+        self._thread = _Thread(library)
+        self._flying: deque[LaneMove] = deque()
+        # Whoever drops a lane unclosed leaves memory in use behind: it stays until the last move has ended.
+        weakref.finalize(self, _abandon, self._thread, self._flying).atexit = False
+
+    def submit(
+        self,
+        name: str,
+        storage: torch.UntypedStorage,
+        file: int,
+        offset: int,
+        *,
+        writes: bool,
+        size_bytes: int,
+    ) -> LaneMove:
+        """Start moving ``size_bytes`` from the beginning of a storage on, of which it may fill fewer.
+
+        Raises:
+            StorageError: the lane is closed.
+        """
+        while self._flying and not self._flying[0].is_under_way:
+            self._flying.popleft().let_go()
+        move = LaneMove(self._thread, storage, name)
+        # Before it is under way: an interrupt in between leaves one that never was.
+        self._flying.append(move)
+        needed = size_bytes if writes else storage.nbytes()
+        address = storage.data_ptr()
+        self._thread.submit(
+            move.outcome, file, address, (size_bytes, needed), offset, writes=writes
+        )
+        return move
+
+    def drain(self) -> None:
+        """Let what is under way end, whether it fails or not."""
+        for move in self._flying:
+            if move.is_under_way and self._thread.is_open:
+                self._thread.wait(move.outcome)
+            move.let_go()
+        self._flying.clear()
+
+    def close(self) -> None:
+        """Finish what is under way and stop the thread; idempotent, and to be repeated if interrupted."""
+        self.drain()
+        self._thread.close()
+
+
+def _abandon(thread: _Thread, flying: deque[LaneMove]) -> None:
+    """Close the thread of a lane that nobody has any more, and let its memory go after that."""
+    thread.close()
+    flying.clear()
+
+
+def _declare(library: ctypes.CDLL) -> None:
+    size, pointer, number = ctypes.c_size_t, ctypes.c_void_p, ctypes.c_int
+    outcome = ctypes.POINTER(_Outcome)
+    for name, arguments, result in (
+        ("open", [], pointer),
+        ("submit", [pointer, number, number, pointer, size, size, ctypes.c_int64, outcome], None),
+        ("wait", [pointer, outcome, ctypes.c_double], number),
+        ("close", [ctypes.POINTER(pointer)], None),
+    ):
+        function = getattr(library, f"gascompile_lane_{name}")
+        function.argtypes, function.restype = arguments, result

@@ -1,0 +1,177 @@
+"""Upkeep of the cache: listing, removal by key, collection of what is of no use."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+import gascompile
+from gascompile.api.cache_upkeep import ItemKind, collect, items
+from gascompile.cli import app
+from gascompile.machines.resolve import preset
+
+_HOUR_S = 3600.0
+
+
+class _Chain(nn.Module):
+    """Three matrices, other ones per seed."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.fixture
+def cache_dir(tmp_path: Path) -> Path:
+    """Return a cache with two plans, each with spilled weights of its own."""
+    for seed in range(2):
+        rows = torch.zeros(seed + 1, 64)
+        with gascompile.compile(
+            _Chain(seed), "64KiB", (rows,), machine=preset("cpu-nvme"), cache_dir=tmp_path / "c"
+        ) as compiled:
+            compiled(rows)
+    return tmp_path / "c"
+
+
+def _age(path: Path, seconds: float) -> None:
+    then = time.time() - seconds
+    os.utime(path, (then, then))
+
+
+def _kinds(cache_dir: Path) -> list[str]:
+    return [item.kind.value for item in items(cache_dir)]
+
+
+def _cli(cache_dir: Path, *args: str, code: int = 0) -> Any:
+    result = CliRunner().invoke(app, ["cache", *args, "--json", "--cache-dir", str(cache_dir)])
+    assert result.exit_code == code, result.stderr
+    return json.loads(result.stdout)
+
+
+def test_ls_lists_plans_and_weights(cache_dir: Path) -> None:
+    data = _cli(cache_dir, "ls")
+    assert [item["kind"] for item in data["items"]] == ["plan", "plan", "weights", "weights"]
+    assert all(item["ok"] for item in data["items"])
+    assert data["total_bytes"] == sum(item["bytes"] for item in data["items"])
+    shown = CliRunner().invoke(app, ["cache", "ls", "--cache-dir", str(cache_dir)]).stdout
+    assert "_Chain" in shown
+    assert "4 entries" in shown
+
+
+def test_an_empty_cache(tmp_path: Path) -> None:
+    assert _cli(tmp_path / "none", "ls")["items"] == []
+    assert _cli(tmp_path / "none", "gc")["removed"] == []
+    assert not (tmp_path / "none").exists()
+
+
+def test_rm_by_prefix(cache_dir: Path) -> None:
+    first = items(cache_dir)[0]
+    removed = _cli(cache_dir, "rm", first.key[:10])["removed"]
+    assert [item["key"] for item in removed] == [first.key]
+    assert _kinds(cache_dir) == ["plan", "weights", "weights"]
+    error = _cli(cache_dir, "rm", first.key, code=2)["error"]
+    assert "no entry begins" in error["message"]
+    assert _kinds(cache_dir) == ["plan", "weights", "weights"]
+
+
+def test_gc_leaves_a_healthy_young_cache_alone(cache_dir: Path) -> None:
+    assert collect(cache_dir) == []
+    assert len(items(cache_dir)) == 4
+
+
+def test_gc_removes_damaged_plans_then_their_weights_when_old(cache_dir: Path) -> None:
+    plan = items(cache_dir)[0]
+    (Path(plan.path) / "plan.json").write_text("{}")
+    assert not items(cache_dir)[0].ok
+    assert [item.key for item in collect(cache_dir)] == [plan.key]
+    unused = [item for item in items(cache_dir) if not item.ok]
+    assert [item.kind for item in unused] == [ItemKind.WEIGHTS]
+    # Younger than an hour they may belong to a process that is about to write its plan.
+    assert collect(cache_dir) == []
+    _age(Path(unused[0].path), 2 * _HOUR_S)
+    assert collect(cache_dir, keep_weights=True) == []
+    assert [item.key for item in collect(cache_dir)] == [unused[0].key]
+    assert _kinds(cache_dir) == ["plan", "weights"]
+
+
+def test_gc_by_age_and_by_size(cache_dir: Path) -> None:
+    newest, oldest = (item for item in items(cache_dir) if item.kind == ItemKind.PLAN)
+    _age(Path(oldest.path), 40 * 24 * _HOUR_S)
+    for item in items(cache_dir):
+        if item.kind == ItemKind.WEIGHTS:
+            _age(Path(item.path), 2 * _HOUR_S)
+    kept_bytes = sum(item.size_bytes for item in items(cache_dir))
+    assert _cli(cache_dir, "gc", "--max-size", str(kept_bytes))["removed"] == []
+    removed = _cli(cache_dir, "gc", "--older-than", "30d")["removed"]
+    assert {item["kind"] for item in removed} == {"plan", "weights"}
+    assert removed[0]["key"] == oldest.key
+    assert items(cache_dir)[0].key == newest.key
+    removed = _cli(cache_dir, "gc", "--max-size", "1KiB")["removed"]
+    assert len(removed) == 2
+    assert items(cache_dir) == []
+    assert (
+        "cannot read the age"
+        in _cli(cache_dir, "gc", "--older-than", "old", code=2)["error"]["message"]
+    )
+
+
+def test_gc_removes_leftovers_of_killed_writers(cache_dir: Path) -> None:
+    store, plans = cache_dir / "store", cache_dir / "plans"
+    old = [store / ".abc.safetensors.123", plans / ".abc.xyz"]
+    old[0].write_bytes(b"half")
+    old[1].mkdir()
+    (old[1] / "plan.json").write_text("half")
+    young = store / ".def.safetensors.456"
+    young.write_bytes(b"half")
+    for path in old:
+        _age(path, 2 * _HOUR_S)
+    _age(store / ".lock", 2 * _HOUR_S)
+    removed = collect(cache_dir)
+    assert {item.path for item in removed} == {str(path) for path in old}
+    assert not any(path.exists() for path in old)
+    assert young.exists()
+    assert (store / ".lock").exists()
+
+
+def test_a_removed_plan_is_planned_again(cache_dir: Path) -> None:
+    for item in items(cache_dir):
+        _cli(cache_dir, "rm", item.key)
+    rows = torch.zeros(1, 64)
+    model = _Chain(0)
+    with gascompile.compile(
+        model, "64KiB", (rows,), machine=preset("cpu-nvme"), cache_dir=cache_dir
+    ) as compiled:
+        torch.testing.assert_close(compiled(rows), model(rows).detach())
+    assert _kinds(cache_dir) == ["plan", "weights"]
+
+
+def test_compiled_code_is_listed_removed_and_collected_by_age(cache_dir: Path) -> None:
+    names = ["kernels/one", "kernels/two", "native/pages"]
+    for name in names:
+        path = cache_dir / f"{name}.so"
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(b"code")
+    record = cache_dir / "kernels" / "one.json"
+    record.write_text("{}")
+    assert _kinds(cache_dir) == ["plan", "plan", "weights", "weights", "code", "code", "code"]
+    _cli(cache_dir, "rm", "one")
+    assert not record.exists()
+    _age(cache_dir / "kernels" / "two.so", 40 * 24 * _HOUR_S)
+    removed = _cli(cache_dir, "gc", "--older-than", "30d")["removed"]
+    assert [item["key"] for item in removed] == ["two"]
+    assert collect(cache_dir) == []
+    assert (cache_dir / "native" / "pages.so").exists()

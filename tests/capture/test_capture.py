@@ -1,0 +1,122 @@
+"""Capture: the graph computes what the module computes, whatever the module does with its tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from gascompile.capture.calls import bind_call, normalize_call
+from gascompile.capture.export import capture
+from gascompile.capture.saved.program_io import program_from_json, program_to_json
+from gascompile.capture.to_program import Capture
+from gascompile.core.errors import CaptureError
+from gascompile.core.program import Dim, Program
+from gascompile.integrations.huggingface import register_pytrees
+from tests import zoo
+
+
+def run(found: Capture, model: nn.Module, kwargs: dict[str, Any], program: Program) -> list[Any]:
+    tensors = {**dict(model.named_parameters(remove_duplicate=False)), **found.constants}
+    tensors |= dict(model.named_buffers(remove_duplicate=False))
+    bound = [tensors[name] for name in program.bindings.values()]
+    with torch.no_grad():
+        return list(
+            program.graph_module(*bound, *pytree.tree_leaves(normalize_call(model, (), kwargs)))
+        )
+
+
+@pytest.mark.parametrize("name", zoo.CASES)
+def test_program_and_its_json_equal_eager(name: str) -> None:
+    model, kwargs = zoo.make(name)
+    register_pytrees()
+    with torch.no_grad():
+        expected = [v for v in pytree.tree_leaves(model(**kwargs)) if isinstance(v, torch.Tensor)]
+    found = capture(model, *normalize_call(model, (), kwargs))
+    reread = program_from_json(program_to_json(found.program))
+    for program in (found.program, reread):
+        outputs = run(found, model, kwargs, program)
+        tensors = [value for value in outputs if isinstance(value, torch.Tensor)]
+        for output, wanted in zip(tensors, expected, strict=True):
+            assert torch.equal(output, wanted)
+    assert [node.name for node in reread.op_nodes()] == [
+        node.name for node in found.program.op_nodes()
+    ]
+
+
+def test_meta_weights_are_never_needed() -> None:
+    with torch.device("meta"):
+        model = nn.Linear(1 << 20, 1 << 16)  # 256 GiB
+    program = capture(model, (), {"input": torch.zeros(1, 1 << 20)}).program
+    assert program.bound["weight"].size_bytes == 1 << 38
+
+
+def test_mutated_buffers_are_states() -> None:
+    class Counter(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("count", torch.zeros(4))
+            self.register_buffer("fixed", torch.ones(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.get_buffer("count").view(2, 2)[0].add_(1)
+            return x + self.get_buffer("count") * self.get_buffer("fixed")
+
+    program = capture(Counter(), (), {"x": torch.zeros(4)}).program
+    assert program.states == {"count"}
+
+
+def test_training_batchnorm_statistics_are_states() -> None:
+    program = capture(nn.BatchNorm1d(3).train(), (), {"input": torch.randn(4, 3)}).program
+    assert program.states == {"running_mean", "running_var", "num_batches_tracked"}
+
+
+def test_dynamic_dimension_keeps_its_range() -> None:
+    batch = torch.export.Dim("batch", min=2, max=64)
+    model = nn.Linear(4, 4)
+    found = capture(model, (), {"input": torch.randn(8, 4)}, dynamic_shapes={"input": {0: batch}})
+    (spec,) = found.program.inputs
+    assert isinstance(spec.shape[0], Dim)
+    assert (spec.shape[0].minimum, spec.shape[0].maximum) == (2, 64)
+    assert spec.upper_shape() == (64, 4)
+    x = torch.randn(5, 4)
+    assert torch.equal(run(found, model, {"input": x}, found.program)[0], model(x))
+
+
+def test_dynamic_dimension_without_maximum_is_refused() -> None:
+    batch = torch.export.Dim("batch")
+    with pytest.raises(CaptureError, match="has no maximum"):
+        capture(
+            nn.Linear(4, 4), (), {"input": torch.randn(8, 4)}, dynamic_shapes={"input": {0: batch}}
+        )
+
+
+class Branching(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.sum() > 0:
+            return x + 1
+        return x - 1
+
+
+def test_data_dependent_branch_names_the_line() -> None:
+    with pytest.raises(
+        CaptureError, match=r"test_capture\.py:\d+.*if x\.sum\(\) > 0.*torch\.where"
+    ) as error:
+        capture(Branching(), (), {"x": torch.ones(3)})
+    assert "Branching cannot be captured" in str(error.value)
+
+
+def test_calls_meet_in_one_form() -> None:
+    names = ("x", "mask")
+    same = [
+        bind_call(names, (1, 2), {}),
+        bind_call(names, (1,), {"mask": 2}),
+        bind_call(names, (), {"mask": 2, "x": 1}),
+    ]
+    assert same[0] == same[1] == same[2] == ((), {"x": 1, "mask": 2})
+    assert list(same[2][1]) == ["x", "mask"]
+    with pytest.raises(TypeError, match="'x' is given by position and by name"):
+        bind_call(names, (1,), {"x": 2})

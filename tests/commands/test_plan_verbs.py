@@ -1,0 +1,159 @@
+"""The verbs that look at finished plans: simulate, explain, diff, whatif."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from gascompile.api.plan import plan
+from gascompile.core import serial
+from gascompile.core.machine import Budget, Link, Machine, Tier
+from gascompile.core.plan import Plan
+from gascompile.core.sizes import MIB
+from gascompile.core.workload import OpSpec, TensorKind, TensorSpec
+from tests.commands.command_line import failure, json_of, ok
+from tests.passes.planning import workload
+
+_BUDGET = "1MiB"
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return the workload of six layers of 396 KiB, each read once by an op of 0.1 ms."""
+    path = tmp_path_factory.mktemp("workloads") / "toy.workload.json"
+    serial.write_atomic(path, serial.dumps(workload("abcdef", seconds=1e-4)))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def plan_file(toy: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a plan that keeps a part of them."""
+    path = tmp_path_factory.mktemp("plans") / "toy.plan.json"
+    args = ("--budget", _BUDGET, "-m", "cpu-nvme", "--strategy", "largest_first")
+    ok("plan", toy, *args, "-o", str(path))
+    return path
+
+
+def test_simulate(plan_file: Path, tmp_path: Path) -> None:
+    made = Plan.load(plan_file)
+    out = tmp_path / "timeline.json"
+    data = json_of("simulate", str(plan_file), "-o", str(out))
+    assert data["timeline"]["seconds"] == pytest.approx(made.certificate.predicted_s)
+    assert json.loads(out.read_text()) == data["timeline"]
+    assert {stall["cause"] for stall in data["timeline"]["stalls"]} <= {
+        "link busy", "memory", "bandwidth",
+    }  # fmt: skip
+    assert "one iteration" in ok("simulate", str(plan_file))
+    shown = ok(
+        "simulate", str(plan_file),
+        "--trace", str(tmp_path / "trace.json"), "--picture", str(tmp_path / "plan.svg"),
+    )  # fmt: skip
+    assert "ui.perfetto.dev" in shown
+    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert "nvme" in (tmp_path / "plan.svg").read_text()
+    assert failure("simulate", str(plan_file), "--picture", str(tmp_path / "plan.bmp"))[0] == 2
+    assert json_of("simulate", str(plan_file), "-m", "rtx4090-gen4")["machine"] == "rtx4090-gen4"
+    kept = "the links are those of rtx4090-gen4"
+    assert kept in " ".join(ok("simulate", str(plan_file), "-m", "rtx4090-gen4").split())
+    assert kept not in " ".join(shown.split())
+    code, message = failure("simulate", str(tmp_path))
+    assert (code, "no bundle" in message) == (1, True)
+    bare = tmp_path / "bare.json"
+    serial.write_atomic(bare, serial.dumps(replace(made.machine, links=())))
+    code, message = failure("simulate", str(plan_file), "-m", str(bare))
+    assert (code, "no link" in message) == (2, True)
+
+
+def test_diff(toy: str, plan_file: Path, tmp_path: Path) -> None:
+    larger = tmp_path / "larger.json"
+    ok("plan", toy, "--budget", "4MiB", "-m", "cpu-nvme", "-o", str(larger))
+    same = json_of("diff", str(plan_file), str(plan_file))
+    assert same["identical"]
+    assert "do the same" in ok("diff", str(plan_file), str(plan_file))
+    data = json_of("diff", str(plan_file), str(larger))
+    assert data["change_s"] < 0
+    assert not data["identical"]
+    assert "cpu" in {change["after"] for change in data["homes"]}
+    out = ok("diff", str(plan_file), str(larger))
+    for word in ("faster", "budget of cpu", "moved over nvme->cpu", "Homes"):
+        assert word in out
+    assert failure("diff", str(plan_file), str(tmp_path / "absent.json"))[0] == 1
+
+
+def test_whatif(toy: str, plan_file: Path) -> None:
+    args = ("whatif", str(plan_file), "--gib", "0.001", "--gbps", "1")
+    data = json_of(*args)
+    variants = {(v["change"], v["subject"]): v for v in data["variants"]}
+    assert variants["budget", "cpu"]["amount"] == round(0.001 * 2**30)
+    assert variants["budget", "cpu"]["change_s"] < 0
+    assert variants["bandwidth", "nvme->cpu"]["amount"] == 1e9
+    assert variants["drive", "nvme"]["speedup"] > 0
+    assert data["base_s"] <= Plan.load(plan_file).certificate.predicted_s * (1 + 1e-9)
+    out = ok(*args)
+    for word in ("a second drive", "1 GB/s more over nvme->cpu", "half the budget", "next budget"):
+        assert word in out
+    code, message = failure("whatif", str(plan_file), "--budget", "2MiB")
+    assert (code, "finished plan" in message) == (2, True)
+    assert failure("whatif", toy, "--budget", "1KiB", "-m", "cpu-nvme")[0] == 1
+
+
+def test_explain_a_tensor_and_an_op(toy: str, plan_file: Path) -> None:
+    plan = Plan.load(plan_file)
+    streamed = next(n for n, t in plan.tensors.items() if t.home == "nvme")
+    data = json_of("explain", str(plan_file), streamed)["tensor"]
+    assert data["home"] == "nvme"
+    assert data["transfers"]
+    out = ok("explain", str(plan_file), streamed)
+    for word in ("why", "prefetched", "slack", "Alternatives"):
+        assert word in out
+    resident = next(n for n, t in plan.tensors.items() if t.address is not None)
+    assert "Alternatives" in ok("explain", str(plan_file), resident)
+    assert "bound by" in ok("explain", str(plan_file), plan.ops[0].name)
+    from_source = ("explain", toy, plan.ops[0].name, "--budget", _BUDGET, "-m", "cpu-nvme")
+    assert json_of(*from_source)["op"]["site"] == "cpu"
+
+
+def test_explain_suggests_names(plan_file: Path) -> None:
+    code, message = failure("explain", str(plan_file), "opp1")
+    assert code == 2
+    assert "'op1'" in message
+    code, message = failure("explain", str(plan_file), "a", "--budget", "2MiB")
+    assert (code, "finished plan" in message) == (2, True)
+
+
+def test_simulate_names_the_wait_for_an_output(tmp_path: Path) -> None:
+    tiers = {"gpu": Tier(size_bytes=200 * MIB), "cpu": Tier(size_bytes=200 * MIB)}
+    machine = Machine(
+        name="hand",
+        tiers=tiers,
+        links=(
+            Link(source_tier="cpu", target_tier="gpu", bandwidth_bytes_per_s=MIB),
+            Link(source_tier="gpu", target_tier="cpu", bandwidth_bytes_per_s=MIB),
+        ),
+    )
+    made = workload("ab", seconds=1.0)
+    # One op is done next to its weight sooner than the weight comes; what it makes comes back at the end.
+    large = replace(
+        made,
+        tensors=(
+            *(replace(t, size_bytes=64 * MIB) for t in made.tensors if t.kind == TensorKind.WEIGHT),
+            *(TensorSpec(name=n, size_bytes=MIB, kind=TensorKind.OUTPUT) for n in ("ya", "yb")),
+        ),
+        ops=tuple(
+            OpSpec(
+                name=f"op-{name}",
+                time_s={"gpu": 1.0, "cpu": 2.0},
+                reads=(name,),
+                writes=(f"y{name}",),
+            )
+            for name in "ab"
+        ),
+    )
+    found = plan(large, Budget(gpu=70 * MIB), machine, time_limit_s=60)
+    assert "cpu" in {op.site for op in found.ops}
+    path = tmp_path / "sites.json"
+    found.save(path)
+    assert "end of the iteration" in ok("simulate", str(path))
