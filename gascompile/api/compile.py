@@ -13,16 +13,20 @@ import torch
 from torch import nn
 
 from gascompile.api.compiled import CompiledModel, Unit
+from gascompile.api.device_budget import plan_on_device
 from gascompile.api.reuse import CachedPlan, LookedUp
 from gascompile.bundles.bundle import Bundle
 from gascompile.capture.calls import ExampleInputs, normalize_call, positional_names, split_inputs
+from gascompile.capture.export import capture
 from gascompile.capture.fingerprint.fingerprint import (
     ModulePrint,
     module_print,
     plan_prints,
     versions,
 )
+from gascompile.capture.later.history import History
 from gascompile.capture.plain_tensors import require_plain_inputs
+from gascompile.capture.record.record import CaptureRecord
 from gascompile.capture.torch_settings import require_castable
 from gascompile.codegen.fuse import fused_unit, outdated, with_kernels
 from gascompile.core.checks.machine import source_warnings
@@ -38,6 +42,9 @@ from gascompile.integrations.huggingface import is_transformers_model, register_
 from gascompile.machines.admission import admit, admit_model
 from gascompile.machines.op_memory import lacks_memory
 from gascompile.machines.resolve import resolve_machine
+from gascompile.precision.calibration import calibrate
+from gascompile.precision.choice import stored_dtypes
+from gascompile.precision.trials import Forming
 from gascompile.runtime.memory.early_memory import EarlyMemory
 from gascompile.runtime.transfer.engine import read_blocks
 from gascompile.weights.checkpoint import Checkpoint, open_checkpoint
@@ -63,8 +70,8 @@ class Job:
     reserved_bytes: int = 0
     pinned: Plan | None = None
     weighs: bool = False  # whether forms of weights may depend on their values, which are there
-    buffers: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Buffers of the model that calls mutate: one for the plans of all signatures."""
+    buffers: dict[str, torch.Tensor] = field(default_factory=dict)  # that calls mutate: one for all
+    history: History = field(default_factory=History)
 
     def open_checkpoint(self) -> Checkpoint | None:
         """Read the checkpoint's headers, under the names that the model uses."""
@@ -101,7 +108,10 @@ class Job:
         printed = module_print(self.model)
         prints = self.fingerprint(args, kwargs, checkpoint, printed)
         entry = CachedPlan(self.config.cache_dir, self.model, printed, prints)
-        return LookedUp(entry, checkpoint, self._cached(entry, checkpoint))
+        unit = self._cached(entry, checkpoint)
+        if unit is not None and not self.history.admit(entry.inert, args, kwargs):
+            unit = None
+        return LookedUp(entry, checkpoint, unit)
 
     def plan_anew(
         self, looked_up: LookedUp, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -215,17 +225,12 @@ class Job:
 
     def capture(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Capture:
         """Trace the model; see ``gascompile.capture.export``."""
-        from gascompile.capture.export import capture
-        from gascompile.precision.calibration import calibrate
-        from gascompile.precision.choice import stored_dtypes
-        from gascompile.precision.trials import Forming
-
         with task(f"Capturing {type(self.model).__name__}"):
-            shapes = self.dynamic_shapes
+            shapes, past = self.dynamic_shapes, self.history
             if isinstance(shapes, (tuple, list)) and not args:
                 # The positional arguments they describe were given their names.
                 shapes = dict(zip(positional_names(self.model), shapes, strict=False))
-            captured = capture(self.model, args, kwargs, dynamic_shapes=shapes)
+            captured = capture(self.model, args, kwargs, dynamic_shapes=shapes, history=past)
         program = with_held_tensors(captured.program, self.model, captured.constants)
         checkpoint = self.open_checkpoint()
         stored = stored_dtypes(program, captured.canonical, checkpoint)
@@ -242,7 +247,6 @@ class Job:
 
     def place(self, program: Program, prints: Mapping[str, str]) -> Plan:
         """Annotate and plan a captured program."""
-        from gascompile.api.device_budget import plan_on_device
         from gascompile.machines.op_memory import annotate_memory, unknown_ops
         from gascompile.passes.plan.make_plan import make_plan
 
@@ -290,8 +294,7 @@ def make_job(
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a torch.nn.Module, not {type(model).__name__}")
     with task("Measuring this machine" if machine is None else "Reading the machine"):
-        resolved = resolve_machine(machine, cache_dir=config.cache_dir, read=read_blocks)
-    resolved = admit(resolved)
+        resolved = admit(resolve_machine(machine, cache_dir=config.cache_dir, read=read_blocks))
     admit_model(model, resolved)
     return Job(
         model=model,

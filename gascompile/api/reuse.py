@@ -86,6 +86,11 @@ class CachedPlan:
             return None
         return cached
 
+    @property
+    def inert(self) -> frozenset[str]:
+        """Return what the captured code changes, and is proven not to matter."""
+        return frozenset(self.known.inert) if self.known is not None else frozenset()
+
     def basis(self) -> Basis:
         """Return what a plan that was read rests on."""
         assert self.known is not None

@@ -14,12 +14,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from gascompile.capture.fake_twin import fake_twin
 from gascompile.capture.fingerprint.code_origin import Origin, origin_of_file
-from gascompile.capture.record.effects import Trace, prove
+from gascompile.capture.later.history import History
+from gascompile.capture.later.later_calls import Exported, Steady, steady_capture
+from gascompile.capture.later.rounds import Rounds
+from gascompile.capture.record.effects import Trace
 from gascompile.capture.record.record import Recorder
 from gascompile.capture.record.trial import Trial
 from gascompile.capture.to_program import Capture, to_program
@@ -27,9 +29,6 @@ from gascompile.capture.trace_inputs import overlaps, trace_inputs, with_sharing
 from gascompile.core.errors import CaptureError, UnsupportedOpError
 from gascompile.core.true_strides import true_strides
 from gascompile.passes.graph.mutated_tensors import written_inputs
-
-_Exported = tuple[ExportedProgram, Mapping[str, str], tuple[Any, ...], Mapping[str, Any]]
-"""With the first names of tensors, and the inputs of the trace."""
 
 
 def capture(
@@ -39,19 +38,24 @@ def capture(
     *,
     dynamic_shapes: Any = None,
     device: str = "cpu",
+    history: History | None = None,
 ) -> Capture:
     """Trace ``model`` on example inputs.
 
     ``args`` and ``kwargs`` are only looked at for their structure and signature. ``dynamic_shapes``
     is what ``torch.export.export`` takes; every dynamic dimension needs a maximum. Wherever the model and
-    its inputs are, the program is one for ``device``; ``passes.to_device`` moves it to another.
+    its inputs are, the program is one for ``device``; ``passes.to_device`` moves it to another. ``history`` is of
+    the calls that came before, and gets this one.
 
     Raises:
-        CaptureError: the model cannot be traced; names its line and the way out.
+        CaptureError: the model cannot be traced, or may compute something else at each call; names its line and the
+            way out.
         UnsupportedOpError: an input, or what the model does to it, has no place in a plan.
     """
     leaves = pytree.tree_leaves((args, dict(kwargs)))
-    found = _captured(model, args, kwargs, dynamic_shapes, device, overlapping=False)
+    past = history if history is not None else History()
+    call = model, args, kwargs, dynamic_shapes, device, past
+    found, steady = _captured(*call, overlapping=False)
     written = written_inputs(found.program)
     if written and overlaps(leaves):
         if dynamic_shapes is not None:
@@ -59,8 +63,9 @@ def capture(
                 f"{type(model).__name__} writes to its input '{min(written)}', and inputs overlap in memory, which "
                 "dynamic shapes cannot describe; pass clones, or leave out dynamic_shapes"
             )
-        found = _captured(model, args, kwargs, dynamic_shapes, device, overlapping=True)
+        found, steady = _captured(*call, overlapping=True)
         written = written_inputs(found.program)
+    past.add(args, kwargs, steady.inert, settles=steady.settles)
     inputs = with_sharing(found.program.inputs, leaves, written)
     return replace(found, program=replace(found.program, inputs=inputs))
 
@@ -71,18 +76,21 @@ def _captured(
     kwargs: Mapping[str, Any],
     dynamic_shapes: Any,
     device: str,
+    history: History,
     *,
     overlapping: bool,
-) -> Capture:
-    def exported(trial: Trial | None = None) -> Trace[_Exported]:
+) -> tuple[Capture, Steady]:
+    def exported(trial: Trial | None = None, rounds: Rounds | None = None) -> Trace[Exported]:
         twin, canonical = fake_twin(model, device=device)
         inputs = trace_inputs(args, kwargs, device=device, overlapping=overlapping)
         recorder = Recorder(twin, versions=True, trial=trial)
-        recorder.follow(twin)
+        recorder.follow(twin, rounds)
         try:
             with recorder.around(), torch.no_grad(), warnings.catch_warnings(), true_strides():
                 # Recurrent layers set up their own list of weights again while they are traced.
                 warnings.filterwarnings("ignore", message=r".*\._flat_weights\[")
+                # What later calls find in one is looked at.
+                warnings.filterwarnings("ignore", message=r".*assigned during export")
                 found = torch.export.export(
                     twin, inputs[0], dict(inputs[1]), dynamic_shapes=dynamic_shapes, strict=False
                 )
@@ -93,17 +101,12 @@ def _captured(
         )
 
     trace = exported()
-    record = trace.recorder.record(model)
-    if not record.is_reproducible:
-        before = [trace.recorder]
-        proof = prove(record, exported, before=before, who=type(model).__name__)
-        if proof.trace is not None:
-            trace = proof.trace
-            record = trace.recorder.record(model)
-        elif proof.why:
-            record = replace(record, why=f"{record.why}, and this counts: {proof.why}")
+    others = history.others(args, kwargs)
+    steady = steady_capture(trace, exported, others, model)
+    if steady.trace is not None:
+        trace = steady.trace
     captured = to_program(type(model).__name__, *trace.found)
-    return replace(captured, record=record)
+    return replace(captured, record=steady.record), steady
 
 
 def _capture_error(model: nn.Module, error: Exception) -> CaptureError:

@@ -77,8 +77,7 @@ def to_program(
         CaptureError: a dynamic dimension has no maximum.
     """
     graph_module = exported.graph_module
-    _inline_wrappers(graph_module)
-    _drop_no_ops(graph_module.graph)
+    simplify(graph_module)
     user_inputs, bound_names, constants = _read_signature(exported, canonical)
     bindings, bound = _bind_placeholders(graph_module.graph, bound_names)
     _lift_attributes(graph_module, bindings, bound, constants)
@@ -135,6 +134,12 @@ def _dumped(spec: pytree.TreeSpec, verb: str) -> str:
             "dict there, or register the type: torch.utils._pytree._register_namedtuple(cls, serialized_type_name=...) "
             "for a named tuple, torch.utils._pytree.register_pytree_node(...) for others"
         ) from error
+
+
+def simplify(graph_module: torch.fx.GraphModule) -> None:
+    """Leave what is computed alone: no regions, no assertions, nothing that returns its input."""
+    _inline_wrappers(graph_module)
+    _drop_no_ops(graph_module.graph)
 
 
 def _inline_wrappers(graph_module: torch.fx.GraphModule) -> None:

@@ -23,14 +23,18 @@ def bound_aliases(
             name = bindings.get(node.name)
             owners[node] = frozenset() if name is None else frozenset((name,))
         elif node.op == "call_function":
-            whole = _may_return_a_view(node.target)
             owners[node] = frozenset(
                 name
                 for argument in node.all_input_nodes
-                if whole or _shares_memory(node, argument)
+                if owners[argument] and may_share_memory(node, argument)
                 for name in owners[argument]
             )
     return owners
+
+
+def may_share_memory(node: torch.fx.Node, argument: torch.fx.Node) -> bool:
+    """Return whether what an op returns may be an argument of it, or a view of one."""
+    return _may_return_a_view(node.target) or _shares_memory(node, argument)
 
 
 def _may_return_a_view(target: object) -> bool:

@@ -22,8 +22,7 @@ def mutated_tensors(graph: torch.fx.Graph, bindings: Mapping[str, str]) -> froze
     return frozenset(
         name
         for node in graph.nodes
-        if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload)
-        for argument in _written(node, node.target)
+        for argument in written_arguments(node)
         for name in owners[argument]
     )
 
@@ -34,7 +33,11 @@ def written_inputs(program: Program) -> frozenset[str]:
     return mutated_tensors(program.graph_module.graph, names)
 
 
-def _written(node: torch.fx.Node, target: torch._ops.OpOverload) -> list[torch.fx.Node]:
+def written_arguments(node: torch.fx.Node) -> list[torch.fx.Node]:
+    """Return the operands that an op writes to; of what is no op, none."""
+    target = node.target
+    if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
+        return []
     positions = [
         i
         for i, argument in enumerate(target._schema.arguments)

@@ -15,7 +15,10 @@ from typing import Any
 
 _GLOBALS = {"LOAD_GLOBAL", "LOAD_NAME", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_GLOBALS"}
 _ATTRIBUTES = {"LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"}
-_BY_NAME = {"getattr", "hasattr", "vars", "dir", "eval", "exec", "globals", "locals"}
+_BY_NAME = {
+    "getattr", "hasattr", "vars", "dir", "eval", "exec", "globals", "locals", "__dict__", "__getattribute__",
+    "attrgetter", "methodcaller",
+}  # fmt: skip
 _BETWEEN = {"EXTENDED_ARG", "CACHE", "PUSH_NULL", "NOP"}
 
 Chain = tuple[str, ...]
@@ -63,7 +66,7 @@ def names_of(code: types.CodeType) -> Names:
         frozenset(chains),
         frozenset(imports),
         frozenset(attributes),
-        bool(first & _BY_NAME) or "__dict__" in attributes,
+        bool((first | attributes) & _BY_NAME),
     )
 
 

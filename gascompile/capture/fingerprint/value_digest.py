@@ -303,7 +303,7 @@ class ValueDigest(CodeDigest):
             self.add("named", reduced)
         elif isinstance(reduced, tuple):
             for part in reduced:
-                as_list = part is not None and hasattr(part, "__next__")
+                as_list = hasattr(type(part), "__next__")
                 self.value(list(part) if as_list else part, "state")
         else:
             self.unknown(f"a {type(value).__module__}.{type(value).__qualname__}")

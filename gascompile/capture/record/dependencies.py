@@ -32,7 +32,7 @@ _NONE = ""
 class Dependencies:
     """Digests by the name of what they are of; an empty digest stands for what was not there."""
 
-    FORMAT: ClassVar[str] = "gascompile.dependencies/1"
+    FORMAT: ClassVar[str] = "gascompile.dependencies/2"
 
     environment: Mapping[str, str]
     files: Mapping[str, str]

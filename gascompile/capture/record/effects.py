@@ -83,6 +83,8 @@ def prove(
         return Proof(why="it takes another course where their values are not known")
     for recorder in reversed(before):
         recorder.undo(record.suspects)
+    if record.why is None:
+        return Proof(trace=trace)
     _log.warning(
         "%s: the code that is captured does more than compute (%s); this does not matter for results, and does not "
         "happen in planned runs, which run no Python code",
@@ -96,7 +98,7 @@ def _difference(trial: Trial, capture: Callable[[Trial], Trace[T]], digest: str)
     """Return what an opaque capture looks at."""
     try:
         trace = capture(trial)
-        reads_clock = trace.recorder.reads_clock
+        asks = trial.not_followed(trace.recorder.asks)
         same = graph_digest(trace.graph_module) == digest
     except UsedError:
         return trial.uses.found[0]
@@ -104,6 +106,6 @@ def _difference(trial: Trial, capture: Callable[[Trial], Trace[T]], digest: str)
         return trial.uses.found[0] if trial.uses.found else f"without their values, {error}"
     if trial.uses.found:
         return trial.uses.found[0]
-    if reads_clock:
-        return "it reads the clock in a way that cannot be followed; call time.time() or time.perf_counter()"
+    if asks is not None:
+        return f"{asks} in a way that cannot be followed; call time.time(), time.perf_counter() or random.random()"
     return None if same else "they are part of what is captured"

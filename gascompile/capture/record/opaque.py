@@ -6,6 +6,7 @@ of these it can only ask by a method. Whatever could tell one value from another
 
 from __future__ import annotations
 
+import random
 import sys
 import types
 import weakref
@@ -13,9 +14,14 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import numpy
+
 from gascompile.capture.fingerprint.code_origin import Origin, origin_of_file
 
 _NUMBERS = (bool, int, float)
+_RANDOM = (random.Random, numpy.random.Generator, numpy.random.RandomState)
+_OF_ALL = (getattr(random.random, "__self__", None), getattr(numpy.random.rand, "__self__", None))
+"""The generators behind the functions of ``random`` and ``numpy.random``."""
 _LOOKED_AT = {
     "__bool__": "decides a branch",
     **dict.fromkeys(("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"), "is compared"),
@@ -134,6 +140,12 @@ class OpaqueList(_Opaque):
         return self
 
 
+class OpaqueSource(_Opaque):
+    """What gives another value each time it is asked, such as an iterator; asking it is a use."""
+
+    __slots__ = ()
+
+
 _SAID: dict[str, object] = {
     "__str__": "...", "__repr__": "...", "__format__": "...", "__int__": 0, "__index__": 0, "__float__": 0.0,
 }  # fmt: skip
@@ -167,13 +179,24 @@ def _close(kind: type[_Opaque]) -> None:
 
 _close(OpaqueNumber)
 _close(OpaqueList)
+_close(OpaqueSource)
+setattr(OpaqueSource, "__next__", _hook("__next__", "is advanced"))  # noqa: B010 - as the others
 
 
 def opaque(value: object, name: str, uses: Uses) -> _Opaque | None:
     """Return a stand-in, or ``None`` where there is none for such values."""
     if type(value) in {int, float}:
         return OpaqueNumber(type(value), name, uses)
-    return OpaqueList(type(value), name, uses) if type(value) in {list, deque} else None
+    if type(value) in {list, deque}:
+        return OpaqueList(type(value), name, uses)
+    return OpaqueSource(type(value), name, uses) if is_source(value) else None
+
+
+def is_source(value: object) -> bool:
+    """Return whether a value gives another one each time it is asked; of what all draw from, captures see the state."""
+    if isinstance(value, _RANDOM):
+        return not any(value is of_all for of_all in _OF_ALL)
+    return hasattr(type(value), "__next__")
 
 
 def is_opaque(value: object) -> bool:

@@ -10,9 +10,8 @@ import inspect
 import sys
 import types
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -24,8 +23,11 @@ from gascompile.capture.fingerprint.code_origin import (
     origin_of_file,
     origin_of_name,
 )
+from gascompile.capture.later.rounds import Rounds, TracedCall
 from gascompile.capture.record.dependencies import Dependencies, dependencies
-from gascompile.capture.record.recorder import Running
+from gascompile.capture.record.recorder import Ask, Running
+from gascompile.capture.record.snapshot import Draws, Snapshot, undo
+from gascompile.capture.record.tensor_slots import Slots, changed_slots, tensor_slots
 from gascompile.capture.record.watched import Change, Reads, Watches
 from gascompile.capture.record.watches import Code, watch
 
@@ -34,6 +36,8 @@ if TYPE_CHECKING:
 
 _EVERYTHING = Reads(names=None, ran=None)
 _GENERAL = "torch/nn/modules/module.py"
+_TRIED = {Ask.CLOCK, Ask.DRAW}
+"""What a trial stands in for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +53,9 @@ class CaptureRecord:
     suspects: frozenset[str] = frozenset()
     """What the capture itself changed; a reason only if it matters, which a trial shows."""
     is_open: bool = False
-    """Whether ``suspects`` and looks at the clock are all reasons there are."""
+    """Whether a trial can show that no reason matters which another call of this process has."""
+    elsewhere: str | None = None
+    """Why a capture of another process, or after a change of the disk, may differ."""
 
     @property
     def is_reproducible(self) -> bool:
@@ -99,6 +105,12 @@ class Recorder:
         self._functions, self._versions, self._trial = functions, versions, trial
         self._running = Running()
         self._before = Watches(versions=False)
+        self._snapshot: Snapshot | None = None
+        self._rounds: Rounds | None = None
+        self._slots: Slots = {}
+        self._draws = Draws()
+        self.traced: TracedCall | None = None
+        """What a single call returned that is followed."""
         self._changed: dict[str, Change] = {}
         self._follows = False
         self._model = model
@@ -106,14 +118,26 @@ class Recorder:
     @contextmanager
     def around(self) -> Iterator[None]:
         """Enclose the capture."""
-        self._before = watch(self._model, self._functions, (), _EVERYTHING, versions=False)
-        trial = self._trial.active(self._before) if self._trial else nullcontext()
-        with self._running.around(), trial:
-            try:
-                yield
-            finally:
-                if not self._follows:
-                    self._compare()
+        self._before = self._everything()
+        self._snapshot, self._draws = Snapshot(self._before), Draws()
+        try:
+            with self._running.around(), self._tried(at_once=self._rounds is None):
+                try:
+                    yield
+                finally:
+                    if not self._follows:
+                        self._compare()
+        finally:
+            if self._rounds is not None:
+                self.restore()
+            elif self._trial is not None:
+                self._draws.restore()
+
+    def _everything(self) -> Watches:
+        return watch(self._model, self._functions, (), _EVERYTHING, versions=False)
+
+    def _tried(self, *, at_once: bool) -> AbstractContextManager[None]:
+        return self._trial.active(self._before) if self._trial and at_once else nullcontext()
 
     def _compare(self) -> None:
         """Take note of what differs from before."""
@@ -121,6 +145,8 @@ class Recorder:
             return
         with self._trial.paused() if self._trial else nullcontext():
             found = self._before.changes(_EVERYTHING)
+            if self._follows:
+                found += changed_slots(self._slots, tensor_slots(self._model))
         self._changed.update({change.name: change for change in found})
 
     @contextmanager
@@ -129,20 +155,38 @@ class Recorder:
         with self._running.recorded():
             yield
 
-    def follow(self, module: nn.Module) -> None:
-        """Record every call of ``module``, a copy that is made for the capture."""
-        inner, self._follows = module.forward, True
+    def follow(self, module: nn.Module, rounds: Rounds | None = None) -> None:
+        """Record every call of ``module``, a copy that is made for the capture.
 
-        @wraps(inner)
-        def forward(*args: Any, **kwargs: Any) -> Any:
+        Args:
+            module: with its hooks.
+            rounds: what to call it with instead; then changes are those of the last round.
+        """
+        self._follows, self._rounds = True, rounds
+
+        def inner(*args: Any, **kwargs: Any) -> Any:
             with self.running():
-                found = inner(*args, **kwargs)
+                return module._call_impl(*args, **kwargs)
+
+        def called(*args: Any, **kwargs: Any) -> Any:
+            if rounds is not None:
+                return rounds.run(inner, (args, kwargs), self._last_round)
+            self._slots = tensor_slots(self._model)
+            found = inner(*args, **kwargs)
+            self.traced = TracedCall.of(found, 0)
             # Here, as torch.export lets attributes be as they were before.
             self._compare()
             return found
 
-        # Hooks would not do: torch.export leaves them out when a call fails.
-        vars(module)["forward"] = forward
+        # torch.nn.Module calls this with its hooks not yet run.
+        vars(module)["_compiled_call_impl"] = called
+
+    @contextmanager
+    def _last_round(self) -> Iterator[None]:
+        self._before, self._slots = self._everything(), tensor_slots(self._model)
+        with self._tried(at_once=True):
+            yield
+            self._compare()
 
     def record(self, model: nn.Module | None = None) -> CaptureRecord:
         """Return what was recorded.
@@ -154,36 +198,41 @@ class Recorder:
         reads = _reads(code, self._model)
         own = [(body, space) for body, space in code if _is_own(body, space)]
         watches = watch(model or self._model, self._functions, own, reads, versions=self._versions)
-        changes, asked = self._changes(reads), dict(self._running.asked)
+        changes, asked = self._changes(_with_python(reads, code)), dict(self._running.asked)
+        moving = dict.fromkeys(watches.moving)
         if self._trial is not None:
             watches = watches.without(self._trial.suspects)
-            asked = {text: None for text in asked if text not in self._running.clocks}
+            asked = {text: kind for text, kind in asked.items() if kind not in _TRIED}
+            moving = {name: None for name in moving if name not in self._trial.suspects}
         reasons = [f"it changes what it reads: {change.text}" for change in changes]
-        others = [text for text in asked if text not in self._running.clocks]
-        others += [
-            f"it reads {name}, which gives another value each time" for name in watches.moving
-        ]
-        reasons += [*(text for text in asked if text not in others), *others]
+        reasons += [f"it reads {name}, which gives another value each time" for name in moving]
+        reasons += sorted(asked, key=lambda text: asked[text] is Ask.ELSEWHERE)
         return CaptureRecord(
             reads,
             watches,
             self._running,
             tuple(own),
             _joined(reasons),
-            suspects=frozenset(change.name for change in changes),
-            is_open=not others,
+            suspects=frozenset((*(change.name for change in changes), *moving)),
+            is_open=Ask.ANEW not in asked.values(),
+            elsewhere=_joined([text for text in asked if asked[text] is Ask.ELSEWHERE]),
             inert=self._trial.suspects if self._trial else frozenset(),
         )
 
     @property
-    def reads_clock(self) -> bool:
-        """Whether the capture has looked at the clock."""
-        return bool(self._running.clocks)
+    def asks(self) -> list[str]:
+        """What the capture has asked for that may be another at the next call, in words."""
+        asked = self._running.asked
+        return [text for text in asked if asked[text] is not Ask.ELSEWHERE]
+
+    def restore(self) -> None:
+        """Let everything that the capture could change be what it was before."""
+        if self._snapshot is not None:
+            self._snapshot.restore()
+            self._draws.restore()
 
     def undo(self, names: frozenset[str]) -> None:
         """Let these values be what they were before the capture."""
-        from gascompile.capture.record.snapshot import undo
-
         undo(self._before, names)
 
     def _changes(self, reads: Reads) -> list[Change]:
@@ -259,6 +308,14 @@ def _reads(code: list[Code], model: nn.Module) -> Reads:
             names.update(c for c in body.co_consts if isinstance(c, str) and c.isidentifier())
     ran = frozenset(key_of(body) for body, _ in code)
     return Reads(names=None if by_name else frozenset(names), ran=ran)
+
+
+def _with_python(reads: Reads, code: list[Code]) -> Reads:
+    """Return what counts of what a capture changes: what Python's own code reads in its classes, too."""
+    if reads.names is None:
+        return reads
+    bodies = [body for body, _ in code if origin_of_file(body.co_filename) is Origin.PYTHON]
+    return replace(reads, names=reads.names.union(*(body.co_names for body in bodies)))
 
 
 def _counts(code: types.CodeType, found: Origin, files: set[str]) -> bool:

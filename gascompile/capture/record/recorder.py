@@ -7,6 +7,7 @@ in there; where an operator calls back (hooks of tensors, custom ops, higher-ord
 
 from __future__ import annotations
 
+import enum
 import gc
 import importlib
 import os
@@ -25,24 +26,44 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from gascompile.capture.fingerprint.code_origin import Origin, origin_of_file
+from gascompile.capture.record.draws import NUMPY, PYTHON
 
 _CLOCKS = {
     "time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns", "process_time",
-    "process_time_ns", "thread_time", "clock_gettime", "localtime", "gmtime", "now", "today", "utcnow",
+    "process_time_ns", "thread_time", "thread_time_ns", "clock_gettime", "clock_gettime_ns", "localtime", "gmtime",
+    "ctime", "asctime", "strftime", "now", "today", "utcnow",
 }  # fmt: skip
 _DISK = {"stat", "lstat", "listdir", "scandir", "access", "getcwd", "readlink"}
-_PROCESS = {"urandom", "getpid", "getppid", "get_ident", "uname", "gethostname"}
+_PROCESS = {"getpid", "getppid", "get_ident", "uname", "gethostname"}
+_ANEW = {
+    "urandom": "draws random bytes of the system",
+    "start_new_thread": "starts a thread, in which nothing can be followed,",
+}
 _ASKS = {
     **dict.fromkeys(_CLOCKS, "reads the clock"),
     **dict.fromkeys(_DISK, "looks at the disk"),
     **dict.fromkeys(_PROCESS, "asks for what differs in every process"),
-    "start_new_thread": "starts a thread",
+    **_ANEW,
 }
 _ASKED_IN = ("time", "datetime", "posix", "nt", "os", "_thread", "_socket", "_random")
 # What these frames ask for is no part of what a model computes.
 _TALK = ("logging", "warnings", "linecache", "traceback", "tqdm")
 
 _OWN_SPACES = {"aten", "prim", "prims", "prologue", "inductor", "quantized", "_c10d_functional"}
+
+
+def drawing(source: str) -> str:
+    """Return in words that a capture draws."""
+    return f"it draws {source}"
+
+
+class Ask(enum.Enum):
+    """How what a capture asks of the world beside the program differs from call to call."""
+
+    CLOCK = "a look at the clock, which a trial stands in for"
+    DRAW = "random numbers of Python's or NumPy's, which a trial stands in for"
+    ANEW = "another answer at each call"
+    ELSEWHERE = "another answer in another process, or when somebody changes it"
 
 
 class Running:
@@ -53,25 +74,35 @@ class Running:
         """By identity; the objects are kept so that no other takes their place."""
         self.environment: dict[str, str | None] = {}
         self.files: set[str] = set()
+        self.written: set[str] = set()
         self.modules: set[str] = set()
         """Imported by a name that stands in no import statement, or for the first time."""
         self.imported: set[str] = set()
         """Imported for the first time."""
-        self.asked: dict[str, None] = {}
+        self.asked: dict[str, Ask] = {}
         """Why another run may capture something else, in words."""
-        self.clocks: dict[str, None] = {}
-        """Which of these are no more than a look at the clock."""
 
     @contextmanager
     def around(self) -> Iterator[None]:
         """Enclose a capture: what it draws and imports shows in what differs after it."""
-        draws, loaded = _random_states(), set(sys.modules)
+        draws, loaded = _all_random_states(), set(sys.modules)
         yield
-        for name, state in _random_states().items():
+        for name, state in _all_random_states().items():
             if state != draws[name]:
-                self.asked[f"it draws {name}"] = None
+                self.asked[drawing(name)] = Ask.DRAW
+        self._look_again()
         self.imported |= sys.modules.keys() - loaded
         self.modules |= self.imported
+
+    def _look_again(self) -> None:
+        """Note what the program itself may have changed outside, and read."""
+        for key, value in self.environment.items():
+            if variable(key) != value:
+                self.asked[f"it changes the environment variable {key}"] = Ask.ANEW
+        looks = any(kind is Ask.ELSEWHERE for kind in self.asked.values())
+        for path in sorted(self.written):
+            if looks or path in self.files:
+                self.asked[f"it writes the file {path}, which it may read"] = Ask.ANEW
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
@@ -108,10 +139,9 @@ class Running:
     def _asks(self, frame: types.FrameType, what: str, name: str) -> None:
         caller = _caller(frame)
         if caller is not None:
-            text = f"{caller.f_code.co_qualname} {what} ({name})"
-            self.asked[text] = None
-            if name in _CLOCKS:
-                self.clocks[text] = None
+            is_anew = name in _ANEW or name == "seed"
+            kind = Ask.CLOCK if name in _CLOCKS else Ask.ANEW if is_anew else Ask.ELSEWHERE
+            self.asked[f"{caller.f_code.co_qualname} {what} ({name})"] = kind
 
     def reads_variable(self, frame: types.FrameType) -> None:
         """Note an environment variable that the model's code reads, here with its value."""
@@ -122,7 +152,7 @@ class Running:
     def reads_variables(self, frame: types.FrameType) -> None:
         """Note that the model's code goes over all environment variables."""
         if _caller(frame.f_back) is not None:
-            self.asked["reads all environment variables"] = None
+            self.asked["reads all environment variables"] = Ask.ELSEWHERE
 
     def imports(self, frame: types.FrameType) -> None:
         """Note a module that is imported by a computed name."""
@@ -139,14 +169,18 @@ class Running:
         if frame.f_locals.get("a") is None:
             self._asks(frame, "seeds random numbers by the clock", "seed")
 
-    def opens(self, path: object, frame: types.FrameType) -> None:
+    def opens(self, path: object, frame: types.FrameType, *, reads: bool) -> None:
         """Note a file that the model's code opens."""
         if _caller(frame) is None:
             return
-        if isinstance(path, (str, bytes, os.PathLike)):
-            self.files.add(os.path.abspath(os.fsdecode(path)))
-        else:
-            self.asked["reads an open file"] = None
+        if not isinstance(path, (str, bytes, os.PathLike)):
+            if reads:
+                self.asked["reads an open file"] = Ask.ANEW
+            return
+        name = os.path.abspath(os.fsdecode(path))
+        (self.files if reads else self.written).add(name)
+        if reads and os.path.exists(name) and not os.path.isfile(name):
+            self.asked[f"reads {name}, which is no file,"] = Ask.ANEW
 
 
 def _profile_again(before: Any) -> None:
@@ -252,13 +286,18 @@ def _module_of(argument: Any) -> str:
     return kind.__module__
 
 
-def _random_states() -> dict[str, object]:
+def random_states() -> dict[str, object]:
+    """Return the states of Python's and NumPy's that all draw from, by their names."""
     numbers: Any = numpy.random.get_state(legacy=True)  # noqa: NPY002 - the state that others draw from
     return {
-        "Python's random numbers": random.getstate(),
-        "NumPy's random numbers": (numbers[1].tobytes(), numbers[2:]),
-        "torch's random numbers": torch.get_rng_state().numpy().tobytes(),
+        PYTHON: random.getstate(),
+        NUMPY: (numbers[1].tobytes(), numbers[2:]),
     }
+
+
+def _all_random_states() -> dict[str, object]:
+    """Return torch's, too, which cannot be read within a trace."""
+    return {**random_states(), "torch's random numbers": torch.get_rng_state().numpy().tobytes()}
 
 
 def variable(key: str) -> str | None:
@@ -284,9 +323,9 @@ def _install_audit() -> None:
         if event != "open" or _active.running is None:
             return
         path, mode, flags = arguments
-        if (isinstance(mode, str) and "r" not in mode) or (mode is None and flags & reading):
-            return
-        _active.running.opens(path, sys._getframe(1))
+        writes = mode is None and flags & reading
+        only_writes = isinstance(mode, str) and "r" not in mode and "+" not in mode
+        _active.running.opens(path, sys._getframe(1), reads=not writes and not only_writes)
 
     sys.addaudithook(opened)
 

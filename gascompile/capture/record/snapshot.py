@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import random
 import types
 from collections import deque
 from typing import Any
 
-from gascompile.capture.record.watched import Watches
+import numpy
+
+from gascompile.capture.record.watched import Current, Watches
 
 
 class Snapshot:
@@ -23,10 +26,13 @@ class Snapshot:
             for owner in owners.values()
             if isinstance(owner, dict) and "__builtins__" not in owner
         ]
+        self._absent = [(owner, key) for owner, key, _ in watches.absent]
         self._lists = [(o, list(o)) for o in owners.values() if isinstance(o, (list, deque))]
 
     def restore(self) -> None:
         """Let everything hold what it held."""
+        for owner, key in self._absent:
+            owner.pop(key, None)
         for owner, keys in self._dicts:
             if owner.keys() != keys:
                 for key in [key for key in owner if key not in keys]:
@@ -39,6 +45,20 @@ class Snapshot:
         for owner, key, value in self._places:
             if get(owner, key) is not value:
                 put(owner, key, value)
+
+
+class Draws:
+    """The random numbers to come, of those that all draw from."""
+
+    def __init__(self) -> None:
+        """Take note of the states."""
+        self._python = random.getstate()
+        self._numpy = numpy.random.get_state()  # noqa: NPY002 - what all draw from
+
+    def restore(self) -> None:
+        """Let the same be drawn again."""
+        random.setstate(self._python)
+        numpy.random.set_state(self._numpy)  # noqa: NPY002 - what all draw from
 
 
 def undo(watches: Watches, names: frozenset[str]) -> None:
@@ -57,8 +77,11 @@ def put(owner: Any, key: Any, value: object) -> bool:
         owner[key] = value
     elif isinstance(owner, types.CellType):
         owner.cell_contents = value
-    elif isinstance(key, str) and not isinstance(owner, (tuple, types.MappingProxyType, type)):
-        base = next((base for base in type(owner).__mro__ if key in vars(base)), None)
+    elif isinstance(owner, Current):
+        owner.value = value
+    elif isinstance(key, str) and not isinstance(owner, (tuple, types.MappingProxyType)):
+        kind = owner if isinstance(owner, type) else type(owner)
+        base = next((base for base in kind.__mro__ if key in vars(base)), None)
         if base is None:
             return False
         is_slot = isinstance(vars(base)[key], types.MemberDescriptorType)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import builtins
 import gc
 import hashlib
+import random
 import sys
 import threading
 import time
@@ -18,8 +19,12 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import numpy
+
 from gascompile.capture.fingerprint.code_origin import Origin, origin_of_file
+from gascompile.capture.record.draws import Drawn, drawing_functions
 from gascompile.capture.record.opaque import OpaqueNumber, Uses, is_talk, opaque
+from gascompile.capture.record.recorder import drawing, random_states
 from gascompile.capture.record.snapshot import Snapshot, put
 from gascompile.capture.record.watched import Watches
 
@@ -31,6 +36,16 @@ _CLOCKS = (
 _APART = ("/sympy/", "/mpmath/", "/weakref.py", "/_weakrefset.py")
 """What torch itself computes with, and remembers, and what runs when something dies."""
 _Trace = Callable[[types.FrameType, str, Any], Any]
+
+
+def _clocks() -> dict[int, Drawn]:
+    return {
+        id(getattr(time, name)): Drawn(
+            f"the time that {name}() tells", int if name.endswith("_ns") else float
+        )
+        for name in _CLOCKS
+        if hasattr(time, name)
+    }
 
 
 class Trial:
@@ -48,8 +63,12 @@ class Trial:
         """
         self.suspects, self.is_opaque = suspects, is_opaque
         self.uses = Uses()
+        self.seeded: set[str] = set()
+        """Random numbers that the program seeds by a number before it draws."""
         self._spaces = list(spaces)
-        self._names = {id(getattr(time, name)): name for name in _CLOCKS if hasattr(time, name)}
+        self._stand_ins = {**_clocks(), **drawing_functions()}
+        self._draws = random_states()
+        self._real: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._path = hashlib.blake2b(digest_size=16)
 
     @property
@@ -65,6 +84,7 @@ class Trial:
             before: all values that the model and its code reach.
         """
         snapshot, collects = Snapshot(before), gc.isenabled()
+        self._draws = random_states()
         gc.collect()
         # Finalizers that run anywhere would be part of the path.
         gc.disable()
@@ -74,8 +94,10 @@ class Trial:
                 stack.enter_context(_replaced(builtins.__dict__, {"print": _silent(print)}))
                 if self.is_opaque:
                     self._put_opaque(before)
-                    for space in (vars(time), *self._spaces):
-                        stack.enter_context(_replaced(space, self._clocks(space)))
+                for space in (vars(time), vars(random), vars(numpy.random), *self._spaces):
+                    asked = self._asked_in(space)
+                    self._real.append((space, {key: space[key] for key in asked}))
+                    stack.enter_context(_replaced(space, asked))
                 sys.settrace(self._entered)
                 try:
                     yield
@@ -88,11 +110,14 @@ class Trial:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Enclose what is no part of the capture."""
+        """Enclose what is no part of the capture, and finds modules as they are."""
         tracer = sys.gettrace()
         sys.settrace(None)
         try:
-            yield
+            with ExitStack() as stack:
+                for space, real in self._real:
+                    stack.enter_context(_replaced(space, real))
+                yield
         finally:
             sys.settrace(tracer)
 
@@ -111,24 +136,33 @@ class Trial:
         for name in sorted(missing):
             self.uses.found.append(f"{name} is no number that is counted, nor a list that grows")
 
-    def _clocks(self, space: dict[str, Any]) -> dict[str, Any]:
-        """Return what to put in the place of clocks in a module."""
+    def _asked_in(self, space: dict[str, Any]) -> dict[str, Any]:
+        """Return what to put in the place of clocks and of functions that draw in a module."""
         return {
-            key: self._clock(value, self._names[id(value)])
+            key: self._asked(value, self._stand_ins[id(value)])
             for key, value in list(space.items())
-            if id(value) in self._names
+            if id(value) in self._stand_ins
         }
 
-    def _clock(self, real: Callable[[], float], name: str) -> Callable[[], Any]:
+    def _asked(self, real: Callable[..., Any], drawn: Drawn) -> Callable[..., Any]:
         thread, uses = threading.get_ident(), self.uses
-        kind = int if name.endswith("_ns") else float
 
-        def clock() -> Any:
+        def asked(*args: Any, **kwargs: Any) -> Any:
             if threading.get_ident() != thread or not _is_program(sys._getframe(1).f_code):
-                return real()
-            return OpaqueNumber(kind, f"the time that {name}() tells", uses)
+                return real(*args, **kwargs)
+            if drawn.seeds and args and type(args[0]) is int:
+                self._seed(drawn.source)
+            is_known = drawn.source in self.seeded or drawn.seeds
+            if not self.is_opaque or is_known or not drawn.is_number(args, kwargs):
+                return real(*args, **kwargs)
+            return OpaqueNumber(drawn.kind, drawn.name, uses)
 
-        return clock
+        return asked
+
+    def _seed(self, source: str) -> None:
+        """Take note that what is drawn from now on is the same each time, unless something was drawn before."""
+        if random_states()[source] == self._draws[source]:
+            self.seeded.add(source)
 
     def _entered(self, frame: types.FrameType, event: str, argument: Any) -> _Trace | None:
         del event, argument
@@ -145,6 +179,11 @@ class Trial:
         del argument
         self._path.update(f"{event[0]}{frame.f_lasti}".encode())
         return self._step
+
+    def not_followed(self, asks: Iterable[str]) -> str | None:
+        """Return what was asked for beside stand-ins, or ``None``."""
+        seeds = {drawing(source) for source in self.seeded}
+        return next((text for text in asks if text not in seeds), None)
 
     def leaked(self) -> bool:
         """Return whether opaque values are left anywhere; ask when all that was captured is gone."""

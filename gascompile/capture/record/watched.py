@@ -5,6 +5,9 @@ All are compared by identity in three passes of C code; only where one differs i
 
 from __future__ import annotations
 
+import array
+import contextvars
+import hashlib
 import operator
 import re
 import types
@@ -20,7 +23,9 @@ from gascompile.capture.record.likeness import GONE, alike, same, shown
 Columns = tuple[list[Any], list[Any], list[Any], list[Any]]
 """Owners, keys, values and names of what is watched."""
 
-_ALWAYS = {"forward", "training", "__call__"}
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+ARRAYS = (numpy.ndarray, bytearray, array.array)
+_ALWAYS = {"forward", "training", "__call__", "__defaults__", "__kwdefaults__", "_modules", *HOOKS}
 _MAX_ARRAY_BYTES = 1 << 20
 _ENTRY = re.compile(r"(\[[^\]]*\])+$")
 
@@ -42,7 +47,7 @@ class Reads:
 
     def reach(self, name: str, key: object) -> bool:
         """Return whether a place is read: an attribute by its name, an entry where its container is, a variable."""
-        if key == "cell_contents":
+        if key == "cell_contents" or " in " in name:
             return True
         return self.has(_leaf(name) if name.endswith("]") else key)
 
@@ -59,6 +64,23 @@ class Change:
     key: object
     """Under which its owner has it."""
     text: str
+
+
+class Current:
+    """What a context variable is set to, as an attribute."""
+
+    def __init__(self, variable: contextvars.ContextVar[Any]) -> None:
+        self._variable = variable
+
+    @property
+    def value(self) -> Any:
+        """Return it, or ``GONE``."""
+        return self._variable.get(GONE)
+
+    @value.setter
+    def value(self, value: object) -> None:
+        if value is not GONE:
+            self._variable.set(value)
 
 
 class Stored:
@@ -90,7 +112,13 @@ class Watches:
         self._length = 0
         self._tensors: tuple[list[torch.Tensor], list[int], list[str]] = ([], [], [])
         self._arrays: list[tuple[Any, bytes, str]] = []
+        self._large: list[tuple[Any, bytes, str]] = []
+        """By their digest, which takes too long for each call."""
+        self._spaces: list[tuple[dict[str, Any], frozenset[str], str]] = []
+        """Attributes, where others may be added."""
         self._sets: list[tuple[set[Any], frozenset[Any], str]] = []
+        self.absent: list[tuple[dict[str, Any], str, str]] = []
+        """Modules with the names of variables that they do not have yet."""
         self.moving: list[str] = []
         """Names of what gives another value each time it is asked."""
 
@@ -116,12 +144,20 @@ class Watches:
         lengths.append(len(owner))
         names.append(name)
 
+    def space(self, owner: dict[str, Any], name: str) -> None:
+        """Watch which attributes an object has."""
+        self._spaces.append((owner, frozenset(owner), name))
+
     def content(self, value: Any, name: str) -> None:
         """Watch what a tensor, an array or a set holds."""
         if isinstance(value, set):
             self._sets.append((value, _elements(value), name))
-        elif isinstance(value, numpy.ndarray) and value.nbytes <= _MAX_ARRAY_BYTES:
-            self._arrays.append((value, value.tobytes(), name))
+        elif isinstance(value, ARRAYS):
+            raw = _raw(value)
+            if len(raw) <= _MAX_ARRAY_BYTES:
+                self._arrays.append((value, raw, name))
+            else:
+                self._large.append((value, _digest(raw), name))
         elif isinstance(value, torch.Tensor) and self._versions and not value.is_inference():
             tensors, numbers, names = self._tensors
             tensors.append(value)
@@ -139,7 +175,7 @@ class Watches:
                 and all(map(operator.is_, map(getattr, objects, names), found))
                 and sum(map(len, sized)) == lengths
                 and all(map(operator.eq, map(_version, self._tensors[0]), self._tensors[1]))
-                and all(array.tobytes() == content for array, content, _ in self._arrays)
+                and all(_raw(held) == content for held, content, _ in self._arrays)
                 and all(_elements(held) == elements for held, elements, _ in self._sets)
             ):
                 return None
@@ -175,8 +211,21 @@ class Watches:
                 and (reads is None or reads.reach(name, _leaf(name)))
             ):
                 found.append(Change(name, _leaf(name), f"the set {name} has other elements now"))
-        written = [n for array, content, n in self._arrays if array.tobytes() != content]
+        written = [n for held, content, n in self._arrays if _raw(held) != content]
+        if reads is not None:
+            written += [n for held, known, n in self._large if _digest(_raw(held)) != known]
+            found += self._added(reads)
         return found + [Change(n, None, f"the array {n} was written to") for n in written]
+
+    def _added(self, reads: Reads) -> list[Change]:
+        added = [row for row in self.absent if row[1] in row[0]]
+        for space, keys, name in self._spaces:
+            added += [(space, key, f"{name}.{key}") for key in space.keys() - keys]
+        return [
+            Change(name, key, f"{name} was not there and is {shown(space[key])} now")
+            for space, key, name in added
+            if reads.reach(name, key)
+        ]
 
     def places(self) -> list[tuple[Any, Any, Any, str]]:
         """Return owners, keys, values and names, as they were."""
@@ -207,6 +256,7 @@ class Watches:
                 kept_names.append(name)
         found._sets = [row for row in self._sets if row[2] not in names]
         found._tensors, found._arrays, found.moving = self._tensors, self._arrays, self.moving
+        found._large, found._spaces, found.absent = self._large, self._spaces, self.absent
         return found
 
 
@@ -214,6 +264,15 @@ def _leaf(name: str) -> object:
     """Return the attribute that a place lies in; ``None`` where its name does not say."""
     leaf = _ENTRY.sub("", name).rpartition(".")[2]
     return leaf if leaf.isidentifier() else None
+
+
+def _raw(held: Any) -> bytes:
+    """Return the bytes of an array of any kind."""
+    return bytes(held) if isinstance(held, bytearray) else bytes(held.tobytes())
+
+
+def _digest(raw: bytes) -> bytes:
+    return hashlib.blake2b(raw, digest_size=16).digest()
 
 
 def _elements(held: set[Any]) -> frozenset[tuple[type, Any]]:

@@ -6,8 +6,10 @@ model and from the code that ran, through exactly the names that this code reads
 
 from __future__ import annotations
 
+import builtins
+import contextvars
+import enum
 import logging
-import random
 import sys
 import types
 from collections import OrderedDict, deque
@@ -15,7 +17,6 @@ from collections.abc import Iterable, Sized
 from functools import partial
 from typing import Any
 
-import numpy
 import torch
 from torch import nn
 
@@ -27,18 +28,27 @@ from gascompile.capture.fingerprint.code_origin import (
     origin_of_name,
 )
 from gascompile.capture.record.likeness import GONE, SCALARS
-from gascompile.capture.record.watched import Reads, Stored, Watches, attribute_of
+from gascompile.capture.record.opaque import is_source
+from gascompile.capture.record.watched import (
+    ARRAYS,
+    HOOKS,
+    Current,
+    Reads,
+    Stored,
+    Watches,
+    attribute_of,
+)
 
 Code = tuple[types.CodeType, dict[str, Any]]
 
-_RANDOM = (random.Random, numpy.random.Generator, numpy.random.RandomState)
 _TENSORS = {"_parameters", "_buffers"}
 _MIRRORS = {"_flat_weights", "_flat_weight_refs"}
 """Lists that recurrent layers make of their parameters, anew in every trace."""
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _MANY_ENTRIES = 4096
 _INERT = (logging.Logger, logging.Handler, logging.Manager)
 """What they say is no part of what a model computes; the first capture of a process changes torch's own."""
+_BOUND = (types.BuiltinMethodType, types.MethodWrapperType)
+_CHANGED_BY_METHODS = (list, dict, set, deque, bytearray)
 _PLAIN_LOOKUPS = (dict.__getitem__, OrderedDict.__getitem__)
 
 
@@ -83,8 +93,8 @@ class _Walk:
 
     def module(self, module: nn.Module, name: str) -> None:
         """Watch a module of the model: what it is made of, its hooks, what is read of it."""
-        self._entries(module._modules, list(module._modules), name)
-        for key in _HOOKS:
+        self._entries(module._modules, list(module._modules), f"{name}._modules")
+        for key in HOOKS:
             self.watches.size(vars(module)[key], f"{name}.{key}")
         self.fields(module, name)
 
@@ -101,13 +111,17 @@ class _Walk:
     def fields(self, owner: Any, name: str) -> None:
         """Watch the attributes of an object, of its slots and of its classes."""
         space = vars(owner) if hasattr(owner, "__dict__") else {}
+        self.watches.space(space, name)
         for key in list(space):
             if isinstance(owner, nn.RNNBase) and key in _MIRRORS:
                 continue
             if key not in _TENSORS and self._reads.has(key):
                 self.item(space, key, f"{name}.{key}")
-        for base in type(owner).__mro__:
-            if origin_of_name(base.__module__).versioned:
+        self._classes(owner, type(owner), name)
+
+    def _classes(self, owner: Any, kind: type, name: str) -> None:
+        for base in kind.__mro__:
+            if origin_of_name(base.__module__).versioned or issubclass(base, enum.Enum):
                 continue
             for key, value in list(vars(base).items()):
                 self._of_class(owner, base, key, value, f"{name}.{key}")
@@ -134,11 +148,11 @@ class _Walk:
             self._todo.append((value, name))
 
     def _visit(self, value: Any, name: str) -> None:
-        if isinstance(value, (torch.Tensor, numpy.ndarray)):
+        if isinstance(value, (torch.Tensor, *ARRAYS)):
             self.watches.content(value, name)
         elif isinstance(value, _INERT):
             return
-        elif isinstance(value, _RANDOM) or hasattr(type(value), "__next__"):
+        elif is_source(value):
             self.watches.moving.append(name)
         elif isinstance(value, (dict, types.MappingProxyType)):
             self._entries(value, list(value), name)
@@ -157,7 +171,17 @@ class _Walk:
             self.value((value.func, value.args, value.keywords), name)
         elif isinstance(value, types.ModuleType):
             self._module(value)
-        elif not isinstance(value, type):
+        elif isinstance(value, type):
+            # By one name, whoever reaches it first.
+            self._classes(value, value, f"{value.__module__}.{value.__qualname__}")
+        elif isinstance(value, contextvars.ContextVar):
+            entry = f"{name}['value']"
+            self.value(self.watches.attribute(Current(value), "value", entry), entry)
+        elif isinstance(value, _BOUND):
+            held = value.__self__
+            if isinstance(held, _CHANGED_BY_METHODS) or is_source(held):
+                self.value(held, name)
+        else:
             self._object(value, name)
 
     def _entries(self, owner: Sized, keys: Iterable[Any], name: str) -> None:
@@ -204,6 +228,8 @@ class _Walk:
             owner, label = space, str(space.get("__name__"))
             for key in chain:
                 if key not in owner:
+                    if not hasattr(builtins, key):
+                        self.watches.absent.append((owner, key, f"{label}.{key}"))
                     break
                 value = owner[key]
                 self.item(owner, key, f"{label}.{key}")

@@ -32,7 +32,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils import _pytree as pytree
 
-from gascompile.capture.record.effects import Trace, prove
+from gascompile.capture.record.effects import Proof, Trace, prove
 from gascompile.capture.record.record import CaptureRecord, Recorder
 from gascompile.capture.record.trial import Trial
 from gascompile.core.errors import CaptureError, UnsupportedOpError
@@ -144,7 +144,10 @@ def _without_effects(
     Raises:
         CaptureError: they may, or there is another reason for which a step might take another course.
     """
-    proof = prove(record, traced, before=recorders, who=f"the loss of {model}")
+    is_open = record.elsewhere is None
+    proof = (
+        prove(record, traced, before=recorders, who=f"the loss of {model}") if is_open else Proof()
+    )
     if proof.trace is not None:
         return proof.trace
     matters = f", and this counts: {proof.why}" if proof.why else ""

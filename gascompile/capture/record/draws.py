@@ -1,0 +1,52 @@
+"""Draws: functions that give one number of Python's or NumPy's random numbers, for which trials stand in."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy
+
+PYTHON, NUMPY = "Python's random numbers", "NumPy's random numbers"
+_FLOATS = (
+    "random", "uniform", "triangular", "betavariate", "expovariate", "gammavariate", "gauss", "lognormvariate",
+    "normalvariate", "vonmisesvariate", "paretovariate", "weibullvariate",
+)  # fmt: skip
+_INTEGERS = ("randint", "randrange", "getrandbits")
+_NUMPY = {"rand": 0, "randn": 0, "random": 0, "random_sample": 0, "uniform": 2, "normal": 2}
+"""Functions of NumPy's that give one number, if they get no more arguments than this."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """What a function gives."""
+
+    name: str
+    """In words."""
+    kind: type
+    most_arguments: int | None = None
+    """With more it gives an array."""
+    source: str = ""
+    """Whose random numbers it draws."""
+    seeds: bool = False
+    """Whether it determines those to come."""
+
+    def is_number(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> bool:
+        """Return whether a call gives one number."""
+        return self.most_arguments is None or (len(args) <= self.most_arguments and not kwargs)
+
+
+def drawing_functions() -> dict[int, Drawn]:
+    """Return what functions give, by their identity."""
+    found = {
+        id(getattr(random, name)): Drawn(f"what random.{name}() draws", kind, source=PYTHON)
+        for kind, names in ((float, _FLOATS), (int, _INTEGERS))
+        for name in names
+    }
+    for name, most in _NUMPY.items():
+        drawn = Drawn(f"what numpy.random.{name}() draws", float, most, NUMPY)
+        found[id(getattr(numpy.random, name))] = drawn
+    for seed, source in ((random.seed, PYTHON), (numpy.random.seed, NUMPY)):
+        found[id(seed)] = Drawn("a seed", int, source=source, seeds=True)
+    return found
