@@ -77,7 +77,8 @@ def to_program(
         CaptureError: a dynamic dimension has no maximum.
     """
     graph_module = exported.graph_module
-    simplify(graph_module)
+    inline_wrappers(graph_module)
+    drop_no_ops(graph_module.graph)
     user_inputs, bound_names, constants = _read_signature(exported, canonical)
     bindings, bound = _bind_placeholders(graph_module.graph, bound_names)
     _lift_attributes(graph_module, bindings, bound, constants)
@@ -136,13 +137,7 @@ def _dumped(spec: pytree.TreeSpec, verb: str) -> str:
         ) from error
 
 
-def simplify(graph_module: torch.fx.GraphModule) -> None:
-    """Leave what is computed alone: no regions, no assertions, nothing that returns its input."""
-    _inline_wrappers(graph_module)
-    _drop_no_ops(graph_module.graph)
-
-
-def _inline_wrappers(graph_module: torch.fx.GraphModule) -> None:
+def inline_wrappers(graph_module: torch.fx.GraphModule) -> None:
     """Replace grad-mode and disabled-autocast regions by their bodies."""
     wrappers = {"wrap_with_set_grad_enabled": 1, "wrap_with_autocast": 4}
     for node in list(graph_module.graph.nodes):
@@ -162,7 +157,7 @@ def _inline_wrappers(graph_module: torch.fx.GraphModule) -> None:
         body_at = wrappers[target]
         body = graph_module.get_submodule(str(node.args[body_at].target))
         assert isinstance(body, torch.fx.GraphModule)
-        _inline_wrappers(body)
+        inline_wrappers(body)
         values = dict(
             zip(
                 (n for n in body.graph.nodes if n.op == "placeholder"),
@@ -184,7 +179,7 @@ def _inline_wrappers(graph_module: torch.fx.GraphModule) -> None:
             graph_module.graph.erase_node(node)
 
 
-def _drop_no_ops(graph: torch.fx.Graph) -> None:
+def drop_no_ops(graph: torch.fx.Graph) -> None:
     """Remove assertions and what returns its input; eager does not compute them either."""
     returned = set(graph.output_node().all_input_nodes)
     for node in list(graph.nodes):

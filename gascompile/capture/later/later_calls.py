@@ -20,7 +20,7 @@ from gascompile.capture.later.same_calls import later_difference
 from gascompile.capture.record.effects import Trace, prove
 from gascompile.capture.record.record import CaptureRecord
 from gascompile.capture.record.trial import Trial
-from gascompile.capture.to_program import simplify
+from gascompile.capture.to_program import drop_no_ops, inline_wrappers
 from gascompile.core.errors import CaptureError, UnsupportedOpError
 
 Exported = tuple[ExportedProgram, Mapping[str, str], tuple[Any, ...], Mapping[str, Any]]
@@ -97,7 +97,8 @@ def _unsettled(
         trace = exports(None, rounds)
         alone, several, canonical = single.found[0], *trace.found[:2]
         for exported in (alone, several):
-            simplify(exported.graph_module)
+            inline_wrappers(exported.graph_module)
+            drop_no_ops(exported.graph_module.graph)
         returned = single.recorder.traced
         assert returned is not None, "a capture follows its call"
         why = later_difference(alone, returned, several, canonical, rounds.calls)
