@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from gascompile.core import model_libraries
+
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
@@ -59,6 +61,9 @@ _HOMES = {
 _MODULE_OF = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = sorted([*_MODULE_OF, "__version__"])  # noqa: PLE0605 - a computed list of the names above
+
+
+model_libraries.register("gascompile.integrations.transformers_library")
 
 
 def __getattr__(name: str) -> Any:

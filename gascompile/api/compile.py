@@ -34,11 +34,11 @@ from gascompile.core.collection import no_collection
 from gascompile.core.config import CompileConfig
 from gascompile.core.errors import FormatError, PlanVerificationError
 from gascompile.core.machine import Budget, Machine
+from gascompile.core.model_libraries import register_pytrees
 from gascompile.core.plan import Plan
 from gascompile.core.program import Program
 from gascompile.core.progress import task
 from gascompile.core.workload import Workload
-from gascompile.integrations.huggingface import is_transformers_model, register_pytrees
 from gascompile.machines.admission import admit, admit_model
 from gascompile.machines.op_memory import lacks_memory
 from gascompile.machines.resolve import resolve_machine
@@ -47,7 +47,7 @@ from gascompile.precision.choice import stored_dtypes
 from gascompile.precision.trials import Forming
 from gascompile.runtime.memory.early_memory import EarlyMemory
 from gascompile.runtime.transfer.engine import read_blocks
-from gascompile.weights.checkpoint import Checkpoint, open_checkpoint
+from gascompile.weights.checkpoint import Checkpoint, open_checkpoint_of
 from gascompile.weights.resolve import Resolved, reserved_bytes, resolve_weights, with_held_tensors
 from gascompile.weights.store import STORE
 
@@ -77,12 +77,7 @@ class Job:
         """Read the checkpoint's headers, under the names that the model uses."""
         if self.checkpoint_path is None:
             return None
-        checkpoint = open_checkpoint(self.checkpoint_path)
-        if is_transformers_model(self.model):
-            from gascompile.integrations.weight_names import apply_weight_names
-
-            checkpoint = apply_weight_names(self.model, checkpoint)
-        return checkpoint
+        return open_checkpoint_of(self.model, self.checkpoint_path)
 
     def without_loss(self) -> Job:
         """Return the job of the same model, inputs and budget whose weights move as they are stored."""

@@ -13,8 +13,8 @@ from gascompile.capture.calls import ExampleInputs, normalize_call, split_inputs
 from gascompile.core.config import CompileConfig
 from gascompile.core.errors import CaptureError
 from gascompile.core.machine import Budget, Machine
+from gascompile.core.model_libraries import register_pytrees
 from gascompile.core.plan import Plan
-from gascompile.integrations.huggingface import register_pytrees
 
 
 def plan_model(

@@ -8,7 +8,7 @@ import os
 import pickle
 import sys
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,8 @@ from torch import nn
 
 from gascompile.core.errors import CaptureError, CheckpointError, FormatError
 from gascompile.core.files import is_folder
-from gascompile.integrations.huggingface import (
-    build_skeleton,
-    checkpoint_dtype,
-    is_model_directory,
-)
+from gascompile.core.model_libraries import model_libraries
+from gascompile.formats.dtypes import FLOATING
 from gascompile.weights.checkpoint import open_checkpoint
 
 
@@ -61,15 +58,16 @@ def open_source(source: str | os.PathLike[str], *, batch: int = 1, tokens: int =
 
 
 def _open_directory(path: Path, batch: int, tokens: int) -> Source:
-    if not is_model_directory(path):
+    library = next((found for found in model_libraries() if found.is_directory(path)), None)
+    if library is None:
         raise CheckpointError(
             f"{path} holds no config.json, so it is no Hugging Face model directory"
         )
     has_weights = any(path.glob("*.safetensors"))
     dtype = None
     if has_weights:
-        dtype = checkpoint_dtype([s.dtype for s in open_checkpoint(path).sources.values()])
-    model = build_skeleton(path, dtype=dtype)
+        dtype = _checkpoint_dtype([s.dtype for s in open_checkpoint(path).sources.values()])
+    model = library.build_skeleton(path, dtype=dtype)
     try:
         inputs = default_inputs(model, batch=batch, tokens=tokens)
     except (RuntimeError, TypeError, ValueError, AttributeError) as error:
@@ -167,3 +165,9 @@ def default_inputs(model: Any, *, batch: int, tokens: int) -> dict[str, Any]:
             "with example_inputs="
         )
     return inputs
+
+
+def _checkpoint_dtype(dtypes: Collection[str]) -> str | None:
+    """Return the floating dtype that most weights of a checkpoint have."""
+    floating = [d for d in dtypes if d in FLOATING]
+    return max(set(floating), key=floating.count) if floating else None

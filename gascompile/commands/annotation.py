@@ -71,7 +71,7 @@ def _annotated(
     from gascompile.api.sources import open_source
     from gascompile.capture.calls import normalize_call
     from gascompile.core.config import CompileConfig
-    from gascompile.integrations.huggingface import register_pytrees
+    from gascompile.core.model_libraries import register_pytrees
     from gascompile.passes.graph.annotate import annotate as cost
 
     opened = open_source(source, batch=batch, tokens=tokens)

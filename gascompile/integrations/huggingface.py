@@ -166,23 +166,12 @@ def build_skeleton(path: Path, *, dtype: str | None = None) -> nn.Module:
     return model.eval()
 
 
-def checkpoint_dtype(dtypes: Collection[str]) -> str | None:
-    """Return the floating dtype that most weights of a checkpoint have."""
-    floating = [d for d in dtypes if d in ("float64", "float32", "float16", "bfloat16")]
-    return max(set(floating), key=floating.count) if floating else None
-
-
 def ignorable_weights(model: nn.Module, names: Collection[str]) -> set[str]:
     """Return the checkpoint names that transformers itself ignores for this model class."""
     patterns: list[str] = []
     for module in model.modules():
         patterns += getattr(module, "_keys_to_ignore_on_load_unexpected", None) or []
     return {name for name in names if any(re.search(pattern, name) for pattern in patterns)}
-
-
-def is_transformers_model(model: nn.Module) -> bool:
-    """Return whether transformers' weight names apply to ``model`` or to a model that it wraps."""
-    return bool(transformers_models(model))
 
 
 def transformers_models(model: nn.Module) -> dict[str, nn.Module]:

@@ -28,8 +28,8 @@ class _Pieces:
     extents: tuple[Extent, ...]
 
 
-def apply_weight_names(model: Any, checkpoint: Checkpoint) -> Checkpoint:
-    """Return ``checkpoint`` with the names and shapes that ``model`` uses.
+def with_model_names(model: Any, checkpoint: Checkpoint) -> Checkpoint:
+    """Return ``checkpoint`` with the names and shapes that ``model`` uses, if transformers has any for it.
 
     A module around one transformers model may be given that model's own checkpoint.
 
@@ -37,6 +37,8 @@ def apply_weight_names(model: Any, checkpoint: Checkpoint) -> Checkpoint:
         CheckpointError: a conversion needs arithmetic or a transpose, so the bytes cannot be used in place.
     """
     inner = transformers_models(model)
+    if not inner:
+        return checkpoint
     if "" in inner:
         return _apply(model, checkpoint)
     names = {n for n, _ in model.named_parameters(remove_duplicate=False)}

@@ -9,12 +9,16 @@ import struct
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gascompile.core.errors import CheckpointError, FormatError, StorageError
 from gascompile.core.files import is_file, is_folder, open_regular
+from gascompile.core.model_libraries import model_libraries
 from gascompile.core.serial import parse_json, read_json
 from gascompile.core.sources import Extent, FileStamp, WeightSource
+
+if TYPE_CHECKING:
+    from torch import nn
 
 _INDEX = "model.safetensors.index.json"
 _MAX_HEADER_BYTES = 100 << 20
@@ -213,6 +217,18 @@ def _check_coverage(file: Path, header: Mapping[str, Any], data_bytes: int) -> N
             f"{file} holds {data_bytes} bytes of weights, its header describes {end}; the file is corrupt: "
             "download it again"
         )
+
+
+def open_checkpoint_of(model: nn.Module, path: Path) -> Checkpoint:
+    """Read the headers of a checkpoint, under the names that ``model`` uses.
+
+    Raises:
+        CheckpointError: as ``open_checkpoint``; or the names of a library's model cannot be used in place.
+    """
+    found = open_checkpoint(path)
+    for library in model_libraries():
+        found = library.with_model_names(model, found)
+    return found
 
 
 def match_weights(

@@ -11,12 +11,11 @@ from torch import nn
 
 from gascompile.bundles.files import Weights
 from gascompile.core.errors import CheckpointError, UnsupportedOpError
+from gascompile.core.model_libraries import ignorable_weights, rebuild_buffers
 from gascompile.core.program import BoundSpec, Program
 from gascompile.core.sizes import reserve_bytes
 from gascompile.core.sources import FileStamp, WeightSource
 from gascompile.formats.dtypes import FLOATING, as_computed, is_lossless
-from gascompile.integrations.huggingface import ignorable_weights
-from gascompile.integrations.lost_buffers import rebuild_buffers
 from gascompile.weights.checkpoint import Checkpoint, match_weights
 from gascompile.weights.memory_layout import as_span, with_strides
 from gascompile.weights.store import spill

@@ -30,6 +30,7 @@ from gascompile.capture.saved.ops import (
 )
 from gascompile.core import serial
 from gascompile.core.errors import FormatError, UnsupportedOpError
+from gascompile.core.model_libraries import model_libraries
 from gascompile.core.program import BoundSpec, Dim, InputSpec, Program, Stride, graph_module_of
 from gascompile.core.workload import Forms
 from gascompile.formats.layout import FORMS
@@ -179,9 +180,8 @@ def load_treespec(text: str) -> pytree.TreeSpec:
     """
     check_call_type(text, where="the structure of a call")
     if modules := transformers_modules(text):
-        from gascompile.integrations.huggingface import register_types
-
-        register_types(modules)
+        for library in model_libraries():
+            library.register_types(modules)
     check_registered(text)
     try:
         return pytree.treespec_loads(text)
@@ -212,9 +212,8 @@ def _import_libraries(data: Mapping[str, Any]) -> None:
             f"this program needs the library '{_TRANSFORMERS}'; install it and try again"
         )
     if has_ops:
-        from gascompile.integrations.huggingface import register_ops
-
-        register_ops(targets)
+        for library in model_libraries():
+            library.register_ops(targets)
 
 
 def _target_name(node: torch.fx.Node) -> str:

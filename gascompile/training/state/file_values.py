@@ -16,15 +16,14 @@ import torch
 from torch import nn
 
 from gascompile.core.errors import CheckpointError, UnsupportedOpError
+from gascompile.core.model_libraries import ignorable_weights, rebuild_buffers
 from gascompile.core.sizes import format_size
 from gascompile.core.sources import WeightSource
 from gascompile.formats.dtypes import is_lossless
-from gascompile.integrations.huggingface import ignorable_weights, is_transformers_model
-from gascompile.integrations.lost_buffers import rebuild_buffers
 from gascompile.runtime.memory.persistent import Persistent
 from gascompile.training.capture.unbacked_tensors import Outlines, become
 from gascompile.training.state.aliasing import named_tensors
-from gascompile.weights.checkpoint import Checkpoint, match_weights, open_checkpoint
+from gascompile.weights.checkpoint import Checkpoint, match_weights, open_checkpoint_of
 
 Reader = Callable[[memoryview, int], None]
 """Fills memory with a tensor's bytes from an offset on; both are whole elements."""
@@ -49,7 +48,7 @@ class FileValues:
         self.where = str(path)
         canonical, self._tensors = named_tensors(model)
         _require_apart(self._tensors)
-        self.sources = self._found(model, canonical, _opened(model, path))
+        self.sources = self._found(model, canonical, open_checkpoint_of(model, Path(path)))
         rest = [name for name in self._tensors if name not in self.sources]
         lost = [name for name in rest if self._tensors[name].is_meta]
         rebuilt = rebuild_buffers(model) if lost else {}
@@ -170,15 +169,6 @@ class FileValues:
         if found.numel():
             self.reader(name)(found.view(-1).view(torch.uint8).numpy().data, 0)
         return found
-
-
-def _opened(model: nn.Module, path: str | os.PathLike[str]) -> Checkpoint:
-    checkpoint = open_checkpoint(Path(path))
-    if is_transformers_model(model):
-        from gascompile.integrations.weight_names import apply_weight_names
-
-        checkpoint = apply_weight_names(model, checkpoint)
-    return checkpoint
 
 
 def _require_apart(tensors: Mapping[str, torch.Tensor]) -> None:

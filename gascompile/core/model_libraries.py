@@ -1,0 +1,95 @@
+"""Model libraries: what the compiler asks of the libraries that models come from.
+
+Integrations answer; they register themselves under the name of their module, which is imported when something is asked
+for the first time. No room below ``api`` knows any of them.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Collection, Iterable
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, cast
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from gascompile.weights.checkpoint import Checkpoint
+
+_MODULES: list[str] = []
+
+
+class ModelLibrary(Protocol):
+    """A library of models; every answer is empty, or what was given, for what is none of its."""
+
+    def register_pytrees(self) -> None:
+        """Teach torch's pytrees the types that loaded models return; import nothing for it."""
+        ...
+
+    def register_types(self, modules: Iterable[str]) -> None:
+        """Import what defines the types that a saved program names; raises ``FormatError`` where it is missing."""
+        ...
+
+    def register_ops(self, targets: Collection[str]) -> None:
+        """Import what registers the ops of a saved program."""
+        ...
+
+    def ignorable_weights(self, model: nn.Module, names: Collection[str]) -> set[str]:
+        """Return the names in a checkpoint that the library itself ignores for this model."""
+        ...
+
+    def with_model_names(self, model: nn.Module, checkpoint: Checkpoint) -> Checkpoint:
+        """Return a checkpoint with the names and shapes that ``model`` uses, read in place."""
+        ...
+
+    def rebuild_buffers(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        """Return the values of buffers on the meta device that no checkpoint holds."""
+        ...
+
+    def is_directory(self, path: Path) -> bool:
+        """Return whether a folder holds a model of the library."""
+        ...
+
+    def build_skeleton(self, path: Path, *, dtype: str | None = None) -> nn.Module:
+        """Return the model of a folder on the meta device; raises ``CheckpointError``."""
+        ...
+
+
+def register(module: str) -> None:
+    """Add an integration: a module with the functions of ``ModelLibrary``."""
+    if module not in _MODULES:
+        _MODULES.append(module)
+
+
+def model_libraries() -> tuple[ModelLibrary, ...]:
+    """Return all integrations, in the order in which they were registered."""
+    return tuple(_imported(module) for module in _MODULES)
+
+
+def register_pytrees() -> None:
+    """Teach torch's pytrees the types that loaded models of any library return."""
+    for library in model_libraries():
+        library.register_pytrees()
+
+
+def ignorable_weights(model: nn.Module, names: Collection[str]) -> set[str]:
+    """Return the names in a checkpoint that a library ignores for this model."""
+    return {
+        name for library in model_libraries() for name in library.ignorable_weights(model, names)
+    }
+
+
+def rebuild_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the values of buffers on the meta device that libraries can tell."""
+    return {
+        name: value
+        for library in model_libraries()
+        for name, value in library.rebuild_buffers(model).items()
+    }
+
+
+@cache
+def _imported(module: str) -> ModelLibrary:
+    return cast(ModelLibrary, importlib.import_module(module))

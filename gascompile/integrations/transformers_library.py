@@ -1,0 +1,23 @@
+"""Hugging Face transformers as a model library: the hooks that the core asks, each where its work is done."""
+
+from gascompile.integrations.huggingface import (
+    build_skeleton,
+    ignorable_weights,
+    register_ops,
+    register_pytrees,
+    register_types,
+)
+from gascompile.integrations.huggingface import is_model_directory as is_directory
+from gascompile.integrations.lost_buffers import rebuild_buffers
+from gascompile.integrations.weight_names import with_model_names
+
+__all__ = [
+    "build_skeleton",
+    "ignorable_weights",
+    "is_directory",
+    "rebuild_buffers",
+    "register_ops",
+    "register_pytrees",
+    "register_types",
+    "with_model_names",
+]
