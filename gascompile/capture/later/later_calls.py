@@ -67,6 +67,7 @@ def steady_capture(
     if not inert and not settled and not trace.recorder.asks:
         return Steady(record=record)
     trace.recorder.restore()
+    record = trace.recorder.record(model)
     who, why = type(model).__name__, ""
     widened, taken = replace(record, suspects=inert), None
     if not settled:
