@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from gascompile.passes.bounds.certify import pipe_rate
 from gascompile.passes.bounds.interval_columns import Model, interval_columns
 from gascompile.passes.bounds.interval_recompute_columns import interval_reruns
-from gascompile.passes.bounds.linear_program import INFINITY, Ending
+from gascompile.passes.bounds.linear_program import INFINITY
 from gascompile.passes.model.interval_layout import Layout
 
 _PREFERENCE = 1e-4
@@ -49,7 +49,8 @@ class Relaxation:
     worth_s: Mapping[int, float]
     """Seconds by which the optimum would grow without the room that an interval's remaking leaves."""
     solver: str
-    timed_out: bool
+    pivots: int
+    """Iterations of the solver."""
 
 
 def interval_program(
@@ -59,6 +60,7 @@ def interval_program(
     away_bytes: int,
     num_slots: int,
     time_limit_s: float,
+    max_pivots: int | None = None,
 ) -> Relaxation:
     """Solve the relaxation.
 
@@ -68,12 +70,13 @@ def interval_program(
         away_bytes: bytes of tensors that no run accesses and that are elsewhere all the time.
         num_slots: about how many long runs get a slot of their own.
         time_limit_s: wall seconds.
+        max_pivots: iterations that the solver may take.
 
     Raises:
         SolverError: the solver ended in a state that is not understood.
     """
     model = _build(plan, remakable, away_bytes, num_slots)
-    found = model.program.solve(time_limit_s=time_limit_s, relaxed=True)
+    found = model.program.solve(time_limit_s=time_limit_s, relaxed=True, max_pivots=max_pivots)
     bound_s = (found.bound - model.preferred) * model.unit_s
     if bound_s > 0 and bound_s < INFINITY:
         bound_s *= 1 - _TOLERANCE
@@ -92,7 +95,7 @@ def interval_program(
         remade={j: values[column] for j, column in model.remade.items()} if values else {},
         worth_s=_worth_s(model, found.duals) if found.duals else {},
         solver=found.solver,
-        timed_out=found.ending is Ending.STOPPED,
+        pivots=found.pivots,
     )
 
 

@@ -51,6 +51,8 @@ class Outcome:
     """Infinite where there is no feasible point."""
     bound: float
     """No solution is below it; minus infinity where nothing is proven, infinity where none exists."""
+    pivots: int = 0
+    """Iterations of the simplex method; rows where the solver does not tell."""
 
 
 @dataclass(slots=True)
@@ -85,13 +87,21 @@ class LinearProgram:
         self.rows.append((low, high, row))
         return len(self.rows) - 1
 
-    def solve(self, *, time_limit_s: float, gap: float = 0.0, relaxed: bool = False) -> Outcome:
+    def solve(
+        self,
+        *,
+        time_limit_s: float,
+        gap: float = 0.0,
+        relaxed: bool = False,
+        max_pivots: int | None = None,
+    ) -> Outcome:
         """Return the best point found.
 
         Args:
             time_limit_s: wall seconds for building and solving.
             gap: relative gap at which an integer search may stop.
             relaxed: let integer columns be fractional.
+            max_pivots: iterations of the simplex method, where the solver counts them.
 
         Raises:
             SolverError: the solver ended in a state that is not understood.
@@ -102,7 +112,8 @@ class LinearProgram:
             return Outcome(Ending.NO_SOLVER, name, (), (), INFINITY, -INFINITY)
         program, columns, rows = self._build(relaxed=relaxed)
         left_s = max(0.05, time_limit_s - (time.perf_counter() - begun_s))
-        program.solve(_solver(name, left_s, gap, relaxed or not any(self.integers)))
+        continuous = relaxed or not any(self.integers)
+        program.solve(_solver(name, left_s, gap, continuous, max_pivots))
         ending = _ending(program, self.name, name)
         if ending is Ending.INFEASIBLE:
             return Outcome(ending, name, (), (), INFINITY, INFINITY)
@@ -152,8 +163,10 @@ class LinearProgram:
         objective = pulp.value(program.objective)
         feasible = None not in values and objective is not None
         bound = -INFINITY
+        pivots = len(self.rows)
         if name == "highs":
             info = program.solverModel.getInfo()
+            pivots = max(0, info.simplex_iteration_count)
             feasible = feasible and info.primal_solution_status == _FEASIBLE_POINT
             # A relaxation that was stopped has a value, but no bound.
             bound = info.objective_function_value if continuous else info.mip_dual_bound
@@ -168,8 +181,8 @@ class LinearProgram:
                 found[i] += row.pi or 0.0
             duals = tuple(found)
         if not feasible:
-            return Outcome(ending, name, (), (), INFINITY, bound)
-        return Outcome(ending, name, values, duals, float(objective or 0.0), bound)
+            return Outcome(ending, name, (), (), INFINITY, bound, pivots)
+        return Outcome(ending, name, values, duals, float(objective or 0.0), bound, pivots)
 
 
 def solver_name() -> str:
@@ -189,10 +202,13 @@ def _cbc_path() -> str | None:
     return None
 
 
-def _solver(name: str, time_limit_s: float, gap: float, continuous: bool) -> Expression:
+def _solver(
+    name: str, time_limit_s: float, gap: float, continuous: bool, max_pivots: int | None
+) -> Expression:
     if name == "highs":
+        counted = {"simplex_iteration_limit": max_pivots} if max_pivots is not None else {}
         return pulp.HiGHS(
-            msg=False, mip=not continuous, gapRel=gap, timeLimit=time_limit_s, threads=1
+            msg=False, mip=not continuous, gapRel=gap, timeLimit=time_limit_s, threads=1, **counted
         )
     return pulp.COIN_CMD(
         msg=False,

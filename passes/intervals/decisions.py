@@ -24,11 +24,12 @@ class Kind(IntEnum):
     SETTLE = 4
     """Wait for a copy out whose tensor stays."""
     ARRIVE = 5
-    RUN = 6
 
 
+ISSUED = (int(Kind.STORE), int(Kind.LOAD))
+"""What puts bytes on a link; as numbers, since looking up members of an enumeration takes long."""
 Move = tuple[int, int]
-"""``(kind, interval)``, or ``(Kind.RUN, run)``."""
+"""``(kind, interval)``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,11 @@ class Schedule:
     """Intervals that left for no run at all."""
 
     @property
+    def num_moves(self) -> int:
+        """How many moves there are."""
+        return sum(map(len, self.boundaries))
+
+    @property
     def moved_bytes(self) -> int:
         """Bytes that all moves of an iteration carry."""
         plan = self.layout
@@ -66,17 +72,8 @@ class Schedule:
             plan.task.sizes[plan.intervals[number].tensor]
             for boundary in self.boundaries
             for kind, number in boundary
-            if kind in {Kind.STORE, Kind.LOAD}
+            if kind in ISSUED
         )
-
-    def moves(self) -> list[Move]:
-        """Return all moves and runs in program order."""
-        found: list[Move] = []
-        for number, boundary in enumerate(self.boundaries):
-            found.extend(boundary)
-            if number < self.layout.num_runs:
-                found.append((Kind.RUN, number))
-        return found
 
 
 def choices(plan: Layout, routes: Mapping[int, int]) -> Choices:

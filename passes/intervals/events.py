@@ -6,7 +6,10 @@ from collections.abc import Iterable
 
 from gascompile.core.steps import Compute, Offload, Recompute, Release, Reload, Step, Wait
 from gascompile.cost_models.simulate.events import COMPUTE, PREFETCH, WAIT, Event, EventProgram
-from gascompile.passes.intervals.decisions import Kind, Schedule
+from gascompile.passes.intervals.decisions import ISSUED, Kind, Schedule
+
+_DROP = int(Kind.DROP)
+_OUTWARD = (int(Kind.STORE), int(Kind.RELEASE), int(Kind.SETTLE))
 
 
 def event_program(found: Schedule) -> tuple[EventProgram, list[int]]:
@@ -17,33 +20,30 @@ def event_program(found: Schedule) -> tuple[EventProgram, list[int]]:
     waits: list[int] = []
     copies: dict[tuple[int, bool], int] = {}
     first_wait: dict[int, int] = {}
-    seconds = plan.seconds.tolist()
-    pending_s = 0.0
-    begun = 0
-    for kind, number in found.moves():
-        if kind == Kind.RUN:
-            pending_s += seconds[number]
-            continue
-        if kind == Kind.DROP:
-            continue
-        if pending_s:
-            events.append((COMPUTE, begun, pending_s))
-            begun, pending_s = begun + 1, 0.0
-        outward = kind in {Kind.STORE, Kind.RELEASE, Kind.SETTLE}
-        copy = copies.setdefault((number, outward), len(copies))
-        if kind in {Kind.STORE, Kind.LOAD}:
-            size = task.sizes[plan.intervals[number].tensor]
-            chosen = found.choices.route[number]
-            assert chosen is not None, "what moves has a route"
-            route = task.routes[chosen]
-            link = machine.links[route.link_out or 0 if outward else route.link_in]
-            events.append((PREFETCH, copy, link.transfer_time_s(size)))
-        else:
-            first_wait.setdefault(copy, len(events))
-            events.append((WAIT, copy, 0.0))
-            waits.append(number)
-    if pending_s:
-        events.append((COMPUTE, begun, pending_s))
+    clock: list[float] = plan.clock.tolist()
+    reached_s, begun = 0.0, 0
+    for boundary, moves in enumerate(found.boundaries):
+        for kind, number in moves:
+            if kind == _DROP:
+                continue
+            if clock[boundary] > reached_s:
+                events.append((COMPUTE, begun, clock[boundary] - reached_s))
+                begun, reached_s = begun + 1, clock[boundary]
+            outward = kind in _OUTWARD
+            copy = copies.setdefault((number, outward), len(copies))
+            if kind in ISSUED:
+                size = task.sizes[plan.intervals[number].tensor]
+                chosen = found.choices.route[number]
+                assert chosen is not None, "what moves has a route"
+                route = task.routes[chosen]
+                link = machine.links[route.link_out or 0 if outward else route.link_in]
+                events.append((PREFETCH, copy, link.transfer_time_s(size)))
+            else:
+                first_wait.setdefault(copy, len(events))
+                events.append((WAIT, copy, 0.0))
+                waits.append(number)
+    if clock[-1] > reached_s:
+        events.append((COMPUTE, begun, clock[-1] - reached_s))
     link_of, pipes_of = _links(found, copies)
     issued = {index: at for at, (kind, index, _) in enumerate(events) if kind == PREFETCH}
     crossing = [copy for copy, at in first_wait.items() if issued[copy] > at]

@@ -46,25 +46,30 @@ from gascompile.passes.model.interval_problem import IntervalProblem, interval_p
 from gascompile.passes.model.intervals import IntervalPlan
 
 _GUIDES = (
-    (0.05, 1.0),
-    (0.05, 0.35),
-    (0.2, 0.35),
-    (0.05, 0.15),
-    (0.2, 0.7),
-    (0.0, 1.0),
-    (0.3, 0.2),
-    (0.1, 0.5),
+    (60, 0.2, 0.7),
+    (120, 0.2, 1.0),
+    (120, 0.0, 0.5),
+    (60, 0.3, 1.0),
+    (120, 0.05, 0.1),
+    (60, 0.1, 1.0),
+    (120, 0.0, 0.05),
+    (60, 0.05, 0.35),
 )
-"""Shares of memory left free and of bandwidth used in programs whose solutions are rounded.
+"""Slots, and shares of memory left free and of bandwidth used, in programs whose solutions are rounded.
 
 Whole tensors hold their memory during a transfer and wait for each other, of which the program knows nothing.
+[Empirical] Each is the best of a grid for some training step of 8 to 60 layers or of GPT-2, commonest first.
 """
+_FIRST_GUIDES = 4
+"""After which the best schedule is changed where it stalls, before others are rounded."""
+_LEAD = 0.1
+"""Lead of copies back in roundings, in units of the time that the slowest link fills memory in."""
 _RESERVE_SHARE = 0.2
-"""Share of the time that is left in which reservations are tried."""
+"""Share of the work that is left in which reservations are tried."""
 _FIRST_SHARE = 0.1
-"""Share of the time after which heuristics give way to the program."""
-_SWEEP_SHARE = 0.6
-"""Share of the time that is left in which amounts of recomputation are tried."""
+"""Share of the work after which heuristics give way to the program."""
+_SWEEP_SHARE = 0.3
+"""Share of the work that is left in which amounts of recomputation are tried."""
 _FEW_TENSORS = 64
 """Workloads of no more are searched with all their freedom."""
 _MANY_TENSORS = 300
@@ -73,9 +78,12 @@ _FEW_LABELS = 30_000
 _MOST_LABELS = 300_000
 """How far small problems are gone through: before and after all other searches."""
 _SEEDS = 64
+_FRUITLESS, _FEW_FRUITLESS = 60, 10
+"""Changes in a row that may be in vain: in a walk, and before programs are rounded."""
+_FEW_SHARE = 0.15
+"""Share of the work that is left for changes before programs are rounded."""
 _PATIENCE, _LONG_PATIENCE = 2, 16
 """Walks in a row that may find nothing better, of many tensors and of few."""
-_SLOTS = 60
 _REMADE = 0.2
 """Share of a recomputation in a relaxed solution from which on it is done."""
 
@@ -91,6 +99,7 @@ def plan_intervals(
     recompute: bool = True,
     op_s_per_byte: float = 0.0,
     bound_s: float = 0.0,
+    begun_s: float | None = None,
 ) -> IntervalPlan:
     """Return the fastest moves found that keep every tier's limit in program order.
 
@@ -105,6 +114,7 @@ def plan_intervals(
         op_s_per_byte: processors' time that moving a byte takes from ops; the fastest plan is then one that
             counts it, though its seconds do not.
         bound_s: what no plan beats, as far as is known; the search ends near it.
+        begun_s: when the clock began on ``time.perf_counter``; now, if not given.
 
     Raises:
         InfeasiblePlanError: nothing fits; names the smallest budget that does, and its op.
@@ -119,24 +129,18 @@ def plan_intervals(
         recompute=recompute,
         op_s_per_byte=op_s_per_byte,
     )
+    begun_s = time.perf_counter() if begun_s is None else begun_s
     small = task.without_small() if len(task.names) > _FEW_TENSORS else task
     if small.fixed and all_moved(layout(small)).fits:
-        begun_s = time.perf_counter()
         with contextlib.suppress(InfeasiblePlanError):
-            return _found(small, time_limit_s, mip_gap, reserved_bytes, bound_s)
-        spent_s = time.perf_counter() - begun_s
-        time_limit_s = max(time_limit_s - spent_s, time_limit_s / 10)
-    return _found(task, time_limit_s, mip_gap, reserved_bytes, bound_s)
+            search = Search(small, time_limit_s=time_limit_s, mip_gap=mip_gap, begun_s=begun_s)
+            return _found(search, reserved_bytes, bound_s)
+    search = Search(task, time_limit_s=time_limit_s, mip_gap=mip_gap, begun_s=begun_s)
+    return _found(search, reserved_bytes, bound_s)
 
 
-def _found(
-    task: IntervalProblem,
-    time_limit_s: float,
-    mip_gap: float,
-    reserved_bytes: int,
-    bound_s: float,
-) -> IntervalPlan:
-    search = Search(task, time_limit_s=time_limit_s, mip_gap=mip_gap)
+def _found(search: Search, reserved_bytes: int, bound_s: float) -> IntervalPlan:
+    task = search.task
     search.bound_s = max(task.compute_s, bound_s)
     remakes = interval_recompute(search.base)
     candidates = starts(search.base, remakes)
@@ -179,18 +183,18 @@ def _refined(search: Search, remakes: Mapping[int, Remake], candidates: Iterator
     for name, selection, dropped in candidates:
         if search.finished:
             break
-        search.consider(name, selection, dropped)
+        search.try_once(name, selection, dropped)
     if solver != "none":
         # As above: without the solver's answer the best plan stands.
         with contextlib.suppress(SolverError):
             _guided(search, remakes)
     fruitless = 0
     patience = _LONG_PATIENCE if len(search.task.names) <= _FEW_TENSORS else _PATIENCE
-    for seed in range(_SEEDS):
+    for seed in range(1, _SEEDS):
         if search.finished or fruitless == patience:
             break
         before = search.best
-        improve(search, search.deadline_s, random.Random(seed))
+        improve(search, search.leaders()[0], random.Random(seed), patience=_FRUITLESS)
         fruitless = fruitless + 1 if search.best is before else 0
     return solver
 
@@ -239,16 +243,16 @@ def _replayed_s(task: IntervalProblem, steps: tuple[Step, ...]) -> float:
 def _begin(search: Search, remakes: Mapping[int, Remake], candidates: Iterator[Start]) -> Selection:
     """Consider heuristics, and where none fits whatever else might; return what needs least."""
     least: Selection | None = None
-    until_s = time.perf_counter() + search.left_s * _FIRST_SHARE
+    begun = search.work
     for name, selection, dropped in candidates:
-        search.consider(name, selection, dropped)
+        search.try_once(name, selection, dropped)
         first = least is None
         if least is None or selection.excess_bytes < least.excess_bytes:
             least = selection
         if first and not search.done:
             _reserve(search, remakes)
-        late = search.best is not None and time.perf_counter() >= until_s
-        if search.done or search.finished or late:
+        late = search.best is not None and search.over(begun, _FIRST_SHARE)
+        if search.done or late:
             break
     assert least is not None, "there are heuristics"
     if search.best is None:
@@ -265,20 +269,16 @@ def _begin(search: Search, remakes: Mapping[int, Remake], candidates: Iterator[S
 
 def _reserve(search: Search, remakes: Mapping[int, Remake]) -> None:
     """Consider reservations for what is used last, with more and more of what is cheap recomputed."""
-    until_s = time.perf_counter() + search.left_s * _RESERVE_SHARE
     found = dict.fromkeys(cheap(search.base, remakes, ratio) for ratio in RECOMPUTE_RATIOS)
     variants = [frozenset[tuple[int, int]](), *(dropped for dropped in found if dropped)]
-    for number, dropped in enumerate(variants):
-        now_s = time.perf_counter()
-        if number and search.best is not None and now_s >= until_s:
-            return
+    for dropped in variants:
         selection = furthest_use(layout(search.task, dropped) if dropped else search.base)
         interval_queues(
             search,
             "reserved_recompute" if dropped else "reserved",
             selection,
             dropped,
-            until_s=now_s + (until_s - now_s) / (len(variants) - number),
+            share=_RESERVE_SHARE / len(variants),
         )
         if search.finished:
             return
@@ -289,49 +289,59 @@ def _bounded(search: Search, remakes: Mapping[int, Remake]) -> str:
     # To bound all plans, what this search keeps in its place takes no memory.
     roomy = replace(search.task, limit_bytes=search.task.limit_bytes + search.task.fixed_bytes)
     plan = replace(search.base, task=roomy)
-    proof = _relaxed(plan, rerunnable(search.base), BOUND_SLOTS, search.left_s / 3)
+    proof = _relaxed(search, plan, rerunnable(search.base), BOUND_SLOTS)
     search.bound_s = max(search.bound_s, proof.bound_s)
+    _rounded(search, remakes, proof)
     worth_s = proof.worth_s or {j: way_s(search.base, j) for j in remakes}
-    until_s = time.perf_counter() + search.left_s * _SWEEP_SHARE
-    interval_sweep(search, remakes, worth_s, until_s=until_s)
+    interval_sweep(search, remakes, worth_s, share=_SWEEP_SHARE)
     return proof.solver
 
 
 def _guided(search: Search, remakes: Mapping[int, Remake]) -> None:
-    """Consider changes to the best schedule, and roundings of programs with less memory and bandwidth."""
-    improve(search, time.perf_counter() + search.left_s / 3, random.Random(0))
+    """Consider roundings of programs with less memory and bandwidth, and changes to the best schedule."""
+    for found in search.leaders():
+        improve(search, found, random.Random(0), patience=_FEW_FRUITLESS, share=_FEW_SHARE)
     sources = {j: search.task.repeatable[search.base.intervals[j].tensor] for j in remakes}
-    for margin, factor in _GUIDES:
+    for number, (num_slots, margin, factor) in enumerate(_GUIDES):
+        if number == _FIRST_GUIDES:
+            for found in search.leaders():
+                improve(search, found, random.Random(0), patience=_FRUITLESS)
         if search.finished:
             break
         plan = replace(search.base, task=_tightened(search.task, margin, factor))
-        guide = _relaxed(plan, sources, _SLOTS, search.left_s / 4)
-        if not guide.leave:
-            continue
-        dropped = frozenset(
-            pair
-            for j, share in guide.remade.items()
-            if share >= _REMADE
-            for pair in remakes[j].dropped
-        )
-        target = layout(search.task, dropped) if dropped else search.base
-        shares = {search.base.keys[j]: share for j, share in guide.leave.items()}
-        rounded = selection_of(target, shares)
-        search.consider("program", rounded, dropped)
-        if search.best is not None and search.best.lead_s is not None:
-            search.consider("program", rounded, dropped, lead_s=search.best.lead_s)
-        if not search.finished:
-            until_s = time.perf_counter() + search.left_s / 16
-            improve(search, until_s, random.Random(0))
+        _rounded(search, remakes, _relaxed(search, plan, sources, num_slots))
+
+
+def _rounded(search: Search, remakes: Mapping[int, Remake], guide: Relaxation) -> None:
+    """Consider what a program mostly does with each interval."""
+    if not guide.leave:
+        return
+    dropped = frozenset(
+        pair
+        for j, share in guide.remade.items()
+        if share >= _REMADE and j in remakes
+        for pair in remakes[j].dropped
+    )
+    target = layout(search.task, dropped) if dropped else search.base
+    shares = {search.base.keys[j]: share for j, share in guide.leave.items()}
+    rounded = selection_of(target, shares)
+    for lead_s in (None, _LEAD * search.task.fill_s):
+        search.try_once("program", rounded, dropped, lead_s)
 
 
 def _relaxed(
-    plan: Layout, remakable: Mapping[int, int], num_slots: int, time_limit_s: float
+    search: Search, plan: Layout, remakable: Mapping[int, int], num_slots: int
 ) -> Relaxation:
     away = sum(plan.task.sizes[i.tensor] for i in plan.intervals if i.start < 0)
-    return interval_program(
-        plan, remakable, away_bytes=away, num_slots=num_slots, time_limit_s=time_limit_s
+    found = interval_program(
+        plan,
+        remakable,
+        away_bytes=away,
+        num_slots=num_slots,
+        time_limit_s=search.left_s,
+        max_pivots=search.pivots_left,
     )
+    return search.relaxed(found)
 
 
 def _tightened(task: IntervalProblem, margin: float, factor: float) -> IntervalProblem:

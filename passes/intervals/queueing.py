@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 from gascompile.passes.intervals.route_balance import interval_balance
 from gascompile.passes.intervals.search import Search
 from gascompile.passes.intervals.selection import Selection
@@ -21,7 +19,7 @@ def interval_queues(
     selection: Selection,
     recomputed: frozenset[tuple[int, int]],
     *,
-    until_s: float,
+    share: float,
 ) -> None:
     """Consider ``selection`` with reservations: on the routes that it has, and balanced with many waits.
 
@@ -30,13 +28,12 @@ def interval_queues(
         strategy: the name that they carry.
         selection: the intervals that leave.
         recomputed: what its layout recomputes.
-        until_s: when to stop, on the clock of ``time.perf_counter``.
+        share: of the work that is left, after which to stop.
     """
     task = search.task
-    rates = [task.machine.links[route.link_in].bandwidth_bytes_per_s for route in task.routes]
-    if not rates or not selection.routes:
+    if not selection.routes:
         return
-    unit_s = task.limit_bytes / min(rates)
+    unit_s = task.fill_s
     tried: dict[Waits, float] = {}
 
     def seconds(waits: Waits) -> float:
@@ -47,8 +44,10 @@ def interval_queues(
             tried[waits] = found.seconds if found is not None else float("inf")
         return tried[waits]
 
+    begun = search.work
+
     def over() -> bool:
-        return search.finished or time.perf_counter() >= until_s
+        return search.over(begun, share)
 
     search.consider(strategy, selection, recomputed, lead_s=_STARTS[0][2] * unit_s)
     if len(task.routes) == 1:

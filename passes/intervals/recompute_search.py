@@ -10,7 +10,6 @@ crosses one of a number of evenly spaced boundaries is kept or moved instead.
 from __future__ import annotations
 
 import math
-import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -44,7 +43,7 @@ class _Group:
 
 
 def interval_sweep(
-    search: Search, remakes: Mapping[int, Remake], worth_s: Mapping[int, float], *, until_s: float
+    search: Search, remakes: Mapping[int, Remake], worth_s: Mapping[int, float], *, share: float
 ) -> None:
     """Consider more and less recomputation, in the order of what its room is worth.
 
@@ -52,7 +51,7 @@ def interval_sweep(
         search: takes the schedules.
         remakes: how intervals can be bridged.
         worth_s: seconds that the room of each such interval is worth.
-        until_s: when to stop, on the clock of ``time.perf_counter``.
+        share: of the work that is left, after which to stop.
     """
     groups = _ranked(search, remakes, worth_s)
     if not groups:
@@ -62,8 +61,10 @@ def interval_sweep(
         sums.append(sums[-1] + group.again_s)
     relaxed_s = max(sums[sum(group.ratio >= 1 for group in groups)], sums[-1] / 100)
 
+    begun = search.work
+
     def over() -> bool:
-        return search.finished or time.perf_counter() >= until_s
+        return search.over(begun, share)
 
     best: tuple[float, float, int] | None = None
     for segments in _SEGMENTS:
@@ -163,10 +164,8 @@ def _consider(
         for pair in remakes[j].dropped
     )
     selection = furthest_use(layout(task, dropped) if dropped else base)
-    rates = [task.machine.links[route.link_in].bandwidth_bytes_per_s for route in task.routes]
-    unit_s = task.limit_bytes / min(rates) if rates else 0.0
     best_s = math.inf
-    for out_s, in_s, lead_s in _waits(unit_s) if selection.routes else [(0.0, 0.0, 0.0)]:
+    for out_s, in_s, lead_s in _waits(task.fill_s) if selection.routes else [(0.0, 0.0, 0.0)]:
         balanced = interval_balance(selection, out_s=out_s, in_s=in_s)
         found = search.consider("swept_recompute", balanced, dropped, lead_s=lead_s, rounds=1)
         best_s = min(best_s, found.seconds if found is not None else math.inf)

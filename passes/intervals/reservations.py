@@ -100,30 +100,36 @@ class _Reserving(Scheduler):
             self._begin(number, run)
         self._hold(run)
         self._load(run)
-        while int(self.memory[run]) > self.limit:
-            if self.flights:
-                self.now = max(self.now, self.flights[0][0])
-                self._land(run)
-            elif not self._issue_next(run):
-                return False
-        self._issue(run)
-        self._load(run)
-        for number in self.due_at[run]:
-            self._arrive(number, run)
-        self._land(run)
-        self._issue(run)
-        self._load(run)
+        if self.memory[run] > self.limit:
+            while self.memory[run] > self.limit:
+                if self.flights:
+                    self.now = max(self.now, self.flights[0][0])
+                    self._land(run)
+                elif not self._issue_next(run):
+                    return False
+            self._issue(run)
+            self._load(run)
+        if self.due_at[run]:
+            for number in self.due_at[run]:
+                self._arrive(number, run)
+            self._land(run)
+            self._issue(run)
+            self._load(run)
         return True
 
     def _hold(self, run: int) -> None:
         """Count what has not left yet into the memory of ``run``."""
-        waiting = [number for queue in self.ready for number in queue if number in self.begun]
-        for number in [*waiting, *(number for _, number in self.flights)]:
+        waiting = [number for _, number in self.flights]
+        if any(self.ready):
+            waiting += [j for queue in self.ready for j in queue if j in self.begun]
+        for number in waiting:
             if number not in self.idle and self.lag_end[number] <= run:
                 self._set_lag(number, run + 1)
 
     def _issue(self, boundary: int) -> None:
         """Issue the copies out whose link is free before the next boundary."""
+        if not any(self.ready):
+            return
         until_s = self._next_s(boundary)
         while (free := self._first_free()) is not None and free[0] <= until_s:
             self._issue_first(free[1], boundary)
@@ -183,12 +189,16 @@ class _Reserving(Scheduler):
     def _load(self, boundary: int) -> None:
         """Start the copies back whose time has come and whose link is free before the next boundary."""
         while True:
-            heads = sorted(
+            heads = [
                 (self._reserved_s(*queue[0]), route)
                 for route, queue in enumerate(self.queues)
                 if queue
-            )
-            if not any(self._try(route, latest_s, boundary) for latest_s, route in heads):
+            ]
+            heads.sort()
+            for latest_s, route in heads:
+                if self._try(route, latest_s, boundary):
+                    break
+            else:
                 return
 
     def _reserved_s(self, due: int, number: int) -> float:

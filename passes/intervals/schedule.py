@@ -202,17 +202,19 @@ class Scheduler:
             if number not in self.idle and self.lag_end[number] <= run:
                 self._set_lag(number, run + 1)
         self._load(run)
-        while int(self.memory[run]) > self.limit:
-            if not self.flights:
-                return False
-            self.now = max(self.now, self.flights[0][0])
+        if self.memory[run] > self.limit:
+            while self.memory[run] > self.limit:
+                if not self.flights:
+                    return False
+                self.now = max(self.now, self.flights[0][0])
+                self._land(run)
+            self._load(run)
+        if self.due_at[run]:
+            for number in self.due_at[run]:
+                self._land_before(number, run)
+                self._arrive(number, run)
             self._land(run)
-        self._load(run)
-        for number in self.due_at[run]:
-            self._land_before(number, run)
-            self._arrive(number, run)
-        self._land(run)
-        self._load(run)
+            self._load(run)
         return True
 
     def _store(self, number: int, boundary: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping
 
 import numpy as np
@@ -27,9 +28,12 @@ class Selection:
 
     def copy(self) -> Selection:
         """Return an independent copy."""
-        other = Selection(self.plan)
-        for j, route in self.routes.items():
-            other.add(j, route)
+        other = copy.copy(self)
+        other.routes = dict(self.routes)
+        other.memory = self.memory.copy()
+        other._used = [used.copy() for used in self._used]
+        other._busy_s = [busy_s.copy() for busy_s in self._busy_s]
+        other._of_tensor = {tensor: found.copy() for tensor, found in self._of_tensor.items()}
         return other
 
     @property
@@ -98,9 +102,12 @@ class Selection:
 
     def fill(self, order: Iterable[tuple[int, int | None]]) -> bool:
         """Let intervals leave in ``order`` wherever memory is short; return whether that is enough."""
-        for j, route in order:
-            if j not in self.routes and self.most(j) > self.task.limit_bytes:
-                self.add(j, route)
+        limit = self.task.limit_bytes
+        if self.excess_bytes > 0:
+            for j, route in order:
+                left = j not in self.routes and self.most(j) > limit and self.add(j, route)
+                if left and self.excess_bytes <= 0:
+                    break
         return self.fits
 
     def thin(self, order: Iterable[int]) -> None:

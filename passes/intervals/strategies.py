@@ -174,11 +174,7 @@ def _settled(plan: Layout) -> Selection:
 
 def _by_length(plan: Layout) -> Iterator[int]:
     """Yield intervals, those that lie unused longest for their bytes first."""
-    idle_s = [
-        sum(float(plan.clock[b] - plan.clock[a]) for a, b in plan.spans(interval))
-        for interval in plan.intervals
-    ]
-    yield from sorted(range(len(idle_s)), key=lambda j: -idle_s[j])
+    yield from sorted(range(len(plan.intervals)), key=lambda j: -plan.idle_s[j])
 
 
 STRATEGIES: dict[str, Callable[[Layout], Selection]] = {

@@ -67,6 +67,8 @@ class Layout:
     dropped: Mapping[int, Sequence[int]]
     """Tensors that are released for a recomputation, by the boundary where that stands."""
     last_access: Mapping[int, int]
+    idle_s: tuple[float, ...]
+    """How long each interval lasts if nothing ever waits."""
 
     @property
     def num_runs(self) -> int:
@@ -120,16 +122,25 @@ def layout(task: IntervalProblem, recomputed: AbstractSet[tuple[int, int]] = fro
     dropped: dict[int, list[int]] = {}
     for tensor, start, _ in gone:
         dropped.setdefault(start, []).append(tensor)
+    clock = np.concatenate([[0.0], np.cumsum(seconds)])
     return Layout(
         task=task,
         runs=tuple(runs),
         seconds=seconds,
-        clock=np.concatenate([[0.0], np.cumsum(seconds)]),
+        clock=clock,
         intervals=tuple(intervals),
         keys=tuple(keys),
         kept=np.cumsum(change)[:count] + workspace,
         dropped=dropped,
         last_access={t: found[-1][0] for t, found in enumerate(accesses) if found},
+        idle_s=_idle_s(intervals, clock.tolist()),
+    )
+
+
+def _idle_s(intervals: Sequence[Interval], clock: Sequence[float]) -> tuple[float, ...]:
+    around_s = clock[-1]
+    return tuple(
+        clock[i.end] - clock[i.start + 1] + (around_s if i.wraps else 0.0) for i in intervals
     )
 
 

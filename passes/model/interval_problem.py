@@ -69,6 +69,12 @@ class IntervalProblem:
         """Seconds of all ops, each run once."""
         return sum(self.op_times_s)
 
+    @property
+    def fill_s(self) -> float:
+        """Seconds that the slowest link takes to fill the memory; 0 without links."""
+        rates = [self.machine.links[route.link_in].bandwidth_bytes_per_s for route in self.routes]
+        return self.limit_bytes / min(rates) if rates else 0.0
+
     def load_s(self, tensor: int, route: int) -> float:
         """Seconds that the link into the compute tier is busy with ``tensor``."""
         link = self.machine.links[self.routes[route].link_in]

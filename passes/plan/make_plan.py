@@ -96,8 +96,9 @@ def make_plan(
     limits_bytes = budget.limits_bytes(machine)
     if move_all:
         streams = stream_weights if has_arena else None
+        clock_s = (begun_s, time_limit_s)
         draft, proof = _best_of_all(
-            quick, calm, limits_bytes, streams, left_s, mip_gap, reserved_bytes, machine
+            quick, calm, limits_bytes, streams, clock_s, mip_gap, reserved_bytes, machine
         )
     else:
         draft, proof = stream_weights()
@@ -213,13 +214,14 @@ def _best_of_all(
     machine: Machine,
     limits_bytes: Mapping[str, int],
     stream_weights: Callable[[], tuple[Draft, Proof]] | None,
-    left_s: Callable[[], float],
+    clock_s: tuple[float, float],
     mip_gap: float,
     reserved_bytes: int,
     disturbed: Machine,
 ) -> tuple[Draft, Proof]:
     """Return the faster of a plan that moves weights and one that moves everything, and its proof."""
     op_s_per_byte = disturbed.interference.op_s_per_byte
+    begun_s, time_limit_s = clock_s
     best: Draft | None = None
     all_s = 0.0
     refusals: list[InfeasiblePlanError] = []
@@ -233,7 +235,7 @@ def _best_of_all(
     proof = Proof(limit_s=limit_s, binding=binding, bound_s=0.0, all_s=all_s, timed_out=False)
     if best is not None and best.seconds - max(limit_s, all_s) <= mip_gap * best.seconds:
         return best, proof
-    if best is not None and left_s() <= 0:
+    if best is not None and time.perf_counter() - begun_s >= time_limit_s:
         return best, replace(proof, timed_out=True)
     try:
         found = plan_intervals(
@@ -241,7 +243,8 @@ def _best_of_all(
             machine,
             limits_bytes,
             reserved_bytes=reserved_bytes,
-            time_limit_s=max(0.0, left_s()),
+            time_limit_s=time_limit_s,
+            begun_s=begun_s,
             mip_gap=mip_gap,
             op_s_per_byte=op_s_per_byte,
             bound_s=all_s,

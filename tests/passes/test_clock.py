@@ -5,10 +5,13 @@ from __future__ import annotations
 from itertools import count
 
 import pytest
+from hypothesis import given, settings
 
+from benchmarks.training_plans import layered_trace
+from benchmarks.training_traces import reference_machine
 from gascompile.core.errors import InfeasiblePlanError
 from gascompile.core.machine import Budget
-from gascompile.core.plan import SolverStatus
+from gascompile.core.plan import Plan, SolverStatus
 from gascompile.core.sizes import reserve_bytes
 from gascompile.core.workload import OpSpec, Workload
 from gascompile.passes.bounds.certify import physical_limit
@@ -22,6 +25,8 @@ from gascompile.passes.search.schedule import schedule
 from gascompile.passes.search.strategies import strategies
 from gascompile.passes.verify.walk import verify
 from tests.passes.planning import UNIT, cpu_machine, gpu_machine, weight, workload
+from tests.passes.random_workloads import Case, cases
+from tests.scale import SCALE
 
 SLOT = reserve_bytes(UNIT)
 
@@ -46,7 +51,7 @@ def schedules(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         made.append(1)
         return real(*args, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("gascompile.passes.search.schedule", counted)
+    monkeypatch.setattr("gascompile.passes.search.search.schedule", counted)
     monkeypatch.setattr("time.perf_counter", lambda: float(len(made)))
     return made
 
@@ -144,3 +149,46 @@ def test_a_plan_without_any_time_is_honest(num_weights: int) -> None:
     )
     assert plan.certificate.status == SolverStatus.TIMEOUT
     assert plan.certificate.lower_bound_s <= full.certificate.predicted_s * (1 + 1e-9)
+
+
+def planned(case: Case, tick_s: float) -> Plan | None:
+    """Return the plan of a step under a clock that goes on by so much whenever it is read."""
+    ticks = count()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("time.perf_counter", lambda: next(ticks) * tick_s)
+        try:
+            return make_plan(
+                case.workload,
+                case.machine,
+                Budget.of(case.limits_bytes[case.machine.compute_tier], case.machine),
+                fingerprint={},
+                time_limit_s=0.5,
+                move_all=True,
+                has_arena=False,
+            )
+        except InfeasiblePlanError:
+            return None
+
+
+def assert_equal_however_slow(case: Case) -> None:
+    quick, slow = (planned(case, tick_s) for tick_s in (0.0, 5e-5))
+    assert (quick is None) == (slow is None)
+    if quick is not None and slow is not None:
+        assert quick.steps == slow.steps
+        assert quick.certificate.lower_bound_s == slow.certificate.lower_bound_s
+        assert quick.certificate.status == slow.certificate.status
+
+
+@settings(max_examples=5 * SCALE, deadline=None)
+@given(cases(max_tensors=25, max_ops=30).filter(lambda case: len(case.workload.ops) > 8))
+def test_a_busy_machine_plans_the_same_steps(case: Case) -> None:
+    """A slow machine reads the same clock later; as long as the limit is not reached, that decides nothing."""
+    assert_equal_however_slow(case)
+
+
+@pytest.mark.parametrize("need", [3.0, 6.0])
+def test_a_busy_machine_plans_the_same_training_step(need: float) -> None:
+    task, machine = layered_trace(20, need), reference_machine()
+    limits = {tier: spec.size_bytes for tier, spec in machine.tiers.items()}
+    case = Case(seed=0, workload=task, machine=machine, limits_bytes=limits)
+    assert_equal_however_slow(case)
