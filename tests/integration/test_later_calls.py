@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextvars
 import copy
+import queue
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -28,8 +30,10 @@ class Net(nn.Module):
 
     def __init__(self, extra: Extra) -> None:
         super().__init__()
-        self.layer = nn.Linear(8, 8)
+        self.layer, self.other = nn.Linear(8, 8), nn.Linear(8, 8)
         self.register_buffer("mean", torch.ones(8))
+        self.register_buffer("last", None)
+        self.raw, self.take = bytearray(1), [1.0, 2.0, 3.0].pop
         self.extra = extra
         self.calls, self.flag, self.layerdrop = 0, False, 0.5
         self.made: Any = None
@@ -121,7 +125,64 @@ def _keeps_what_it_draws(net: Net, y: torch.Tensor) -> Any:
     return y * net.made
 
 
+class Registry:
+    calls = 0
+
+
+_queue: queue.Queue[int] = queue.Queue()
+_context: contextvars.ContextVar[int] = contextvars.ContextVar("_context", default=0)
+
+
+def _takes_turns(_: Net, y: torch.Tensor) -> Any:
+    _queue.put(1)
+    return y * _queue.qsize()
+
+
+def _counts_in_context(_: Net, y: torch.Tensor) -> Any:
+    _context.set(_context.get() + 1)
+    return y * _context.get()
+
+
+def _counts_elsewhere(_: Net, y: torch.Tensor) -> Any:
+    Registry.calls += 1
+    return y * Registry.calls
+
+
+def _counts_in_default(net: Net, y: torch.Tensor, seen: list[int] = []) -> Any:  # noqa: B006
+    del net
+    seen.append(1)
+    return y * len(seen)
+
+
+def _counts_in_bytes(net: Net, y: torch.Tensor) -> Any:
+    net.raw[0] += 1
+    return y * net.raw[0]
+
+
+def _counts_from_nothing(net: Net, y: torch.Tensor) -> Any:
+    vars(net)["new"] = getattr(net, "new", 0) + 1
+    return y * vars(net)["new"]
+
+
+def _swaps_layers(net: Net, y: torch.Tensor) -> Any:
+    net.layer, net.other = net.other, net.layer
+    return net.other(y)
+
+
+def _sets_a_buffer(net: Net, y: torch.Tensor) -> Any:
+    last: Any = net.last
+    found = y if last is None else y + last
+    net.last = y
+    return found
+
+
+def _takes_from(net: Net, y: torch.Tensor) -> Any:
+    return y * net.take()
+
+
 REFUSED = [
+    _takes_turns, _counts_in_context, _counts_elsewhere, _counts_in_default, _counts_in_bytes, _counts_from_nothing,
+    _swaps_layers, _sets_a_buffer, _takes_from,
     _counts, _counts_in_class, _counts_deep, _alternates, _rotates, _differs_at_the_third, _adds_the_last,
     _keeps_what_inputs_give, _keeps_a_state, _writes_to_what_it_keeps, _advances, _draws, _draws_from_its_own,
     _draws_an_array, _keeps_what_it_draws,
