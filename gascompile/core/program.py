@@ -15,8 +15,9 @@ Conventions that every pass and the runtime rely on:
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch.fx._lazy_graph_module import _LazyGraphModule
@@ -27,6 +28,37 @@ from gascompile.core.workload import Forms
 
 OP_NAME = "op"
 """Key in the ``meta`` of a node that is called otherwise than its op, as a node's name cannot hold it."""
+
+
+def add_node(
+    graph: torch.fx.Graph,
+    target: Callable[..., Any],
+    args: tuple[torch.fx.node.Argument, ...],
+    kwargs: dict[str, torch.fx.node.Argument] | None = None,
+    name: str | None = None,
+) -> torch.fx.Node:
+    """Insert a call. Its arguments are set afterwards: FX looks through those that a node is created with."""
+    node = graph.create_node("call_function", target, name=name)
+    node.args = args
+    if kwargs:
+        node.kwargs = kwargs
+    return node
+
+
+def copied_graph(graph: torch.fx.Graph) -> torch.fx.Graph:
+    """Return a copy of a graph of placeholders, calls and an output."""
+    found = torch.fx.Graph()
+    copies: dict[torch.fx.Node, torch.fx.Node] = {}
+    for node in graph.nodes:
+        args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), copies.__getitem__)
+        if node.op == "call_function":
+            copies[node] = add_node(found, node.target, args, kwargs, node.name)
+        else:
+            copies[node] = found.create_node(
+                node.op, node.target, args, kwargs, node.name, node.type
+            )
+        copies[node].meta = dict(node.meta)
+    return found
 
 
 def graph_module_of(root: torch.nn.Module, graph: torch.fx.Graph) -> torch.fx.GraphModule:

@@ -331,8 +331,9 @@ _LIBRARY.define(
 )
 _LIBRARY.impl("wire_linear", _linear, "CompositeExplicitAutograd")
 _LIBRARY.impl("wire_decode", _decode, "CompositeExplicitAutograd")
-torch.library.register_fake("gascompile::wire_linear", _linear_shape, lib=_LIBRARY)
-torch.library.register_fake("gascompile::wire_decode", _decode_shape, lib=_LIBRARY)
+# For fake tensors, too: `register_fake` would look for its caller among all modules of the process.
+_LIBRARY.impl("wire_linear", _linear_shape, "Meta")
+_LIBRARY.impl("wire_decode", _decode_shape, "Meta")
 
 LINEAR: Final[torch._ops.OpOverload] = torch.ops.gascompile.wire_linear.default
 DECODE: Final[torch._ops.OpOverload] = torch.ops.gascompile.wire_decode.default

@@ -13,7 +13,7 @@ from torch import fx
 
 from gascompile.core import moves
 from gascompile.core.errors import PlanMismatchError
-from gascompile.core.program import OP_NAME
+from gascompile.core.program import OP_NAME, add_node
 from gascompile.core.tiles import Tile, parse_tile
 from gascompile.core.workload import OpSpec
 from gascompile.cost_models.formulas.gathers import gathered
@@ -84,7 +84,7 @@ def _call(
     """Insert the op that takes the place of ``node`` or does a tile of it."""
     suffix = f"{tile.begin}to{tile.end}" if tile else "rows"
     assert callable(function)
-    found = graph.create_node("call_function", function, args, name=f"{node.name}_{suffix}")
+    found = add_node(graph, function, args, name=f"{node.name}_{suffix}")
     op = Tile(node.name, tile.begin, tile.end).name if tile else node.name
     found.meta = {**node.meta, OP_NAME: op}
     return found

@@ -15,7 +15,7 @@ from torch import fx
 from gascompile.core import moves
 from gascompile.core.errors import PlanMismatchError
 from gascompile.core.plan import Plan
-from gascompile.core.program import Program, graph_module_of, op_name
+from gascompile.core.program import Program, add_node, copied_graph, graph_module_of, op_name
 from gascompile.core.steps import Compute, Offload, Prefetch, Recompute, Release, Reload, Step, Wait
 from gascompile.core.tiles import base_name
 from gascompile.passes.graph.divide_graph import divide_graph
@@ -32,9 +32,7 @@ def insert(program: Program, plan: Plan) -> fx.GraphModule:
     Raises:
         PlanMismatchError: the plan was made for another program.
     """
-    graph = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    graph.output(graph.graph_copy(program.graph_module.graph, copies))
+    graph = copied_graph(program.graph_module.graph)
     rewrite = _Rewrite(program, plan, graph)
     for step in plan.steps:
         rewrite.apply(step)
@@ -127,7 +125,7 @@ class _Rewrite:
         args: tuple[fx.node.Argument, ...],
     ) -> fx.Node:
         """Insert a node that stands for what ``placeholder`` stood for, and read like it."""
-        node = self._graph.create_node("call_function", move, args, name=placeholder.name)
+        node = add_node(self._graph, move, args, name=placeholder.name)
         node.meta = dict(placeholder.meta)
         return node
 
@@ -153,9 +151,8 @@ class _Rewrite:
                     value = self._value(step.tensor)
                     self._graph.call_function(moves.drop, (self._mover, step.tensor, value))
                 case Prefetch():
-                    self._graph.call_function(
-                        moves.prefetch, (self._mover, step.tensor, step.link, step.address)
-                    )
+                    args = (self._mover, step.tensor, step.link, step.address)
+                    add_node(self._graph, moves.prefetch, args)
                 case Wait():
                     self._wait(step)
                 case Release():
@@ -186,7 +183,7 @@ class _Rewrite:
         self._visits.update(dict.fromkeys(owners, visit))
 
     def _release(self, step: Release) -> None:
-        self._graph.call_function(moves.release, (self._mover, step.tensor, step.address))
+        add_node(self._graph, moves.release, (self._mover, step.tensor, step.address))
         for node, visit in list(self._visits.items()):
             if visit.args[1:] == (step.tensor, step.address):
                 del self._visits[node]

@@ -23,25 +23,25 @@ _versioned_files: set[str] = set()
 def replaced_functions() -> list[tuple[str, types.FunctionType]]:
     """Return the place and the function of every global of a library that the program has set."""
     found = list(_foreign("torch.Tensor", vars(torch.Tensor)))
-    kind, known = types.FunctionType, _versioned_files
-    for name, module in sorted(sys.modules.items()):
-        if isinstance(module, types.ModuleType):
-            for value in vars(module).values():
-                if type(value) is kind and value.__code__.co_filename not in known:
-                    found += _in_module(name, module)
-                    break
+    modules: list[tuple[str, Any]] = sorted(
+        sys.modules.items()
+    )  # a program puts what it likes there
+    for name, module in modules:
+        if isinstance(module, types.ModuleType) and _holds_others(vars(module)):
+            of_program = origin_of_module(module) in {Origin.OWN, Origin.USER}
+            if not of_program and name != "__main__":
+                found += _foreign(name, vars(module))
     return found
 
 
-def _in_module(name: str, module: types.ModuleType) -> list[tuple[str, types.FunctionType]]:
-    space = vars(module)
-    paths = {v.__code__.co_filename for v in space.values() if type(v) is types.FunctionType}
-    _versioned_files.update(path for path in paths if origin_of_file(path).versioned)
-    if paths <= _versioned_files:
-        return []
-    if origin_of_module(module) in {Origin.OWN, Origin.USER} or name == "__main__":
-        return []
-    return list(_foreign(name, space))
+def _holds_others(space: Mapping[str, Any]) -> bool:
+    """Return whether a module holds a function whose file does not say that it is a library's."""
+    kind, known = types.FunctionType, _versioned_files
+    paths = {value.__code__.co_filename for value in space.values() if type(value) is kind}
+    if paths <= known:
+        return False
+    known.update(path for path in paths if origin_of_file(path).versioned)
+    return not paths <= known
 
 
 def _foreign(place: str, space: Mapping[str, Any]) -> Iterator[tuple[str, types.FunctionType]]:

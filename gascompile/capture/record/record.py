@@ -254,10 +254,12 @@ def watched(model: nn.Module, known: Dependencies) -> Watches:
 def _code_of(known: Dependencies) -> list[Code]:
     """Return the functions that ran and that are loaded, with their globals."""
     ran, found = set(known.ran), []
-    files = {key.rpartition(":")[0] for key in ran}
-    for name, module in list(sys.modules.items()):
-        if str(getattr(module, "__file__", None)) in files:
-            found += [(code, vars(module)) for code in _codes(name, module) if key_of(code) in ran]
+    files, names = ({key.rpartition(":")[part] for key in ran} for part in (0, 2))
+    modules: list[tuple[str, Any]] = list(sys.modules.items())
+    for name, module in modules:
+        if isinstance(module, types.ModuleType) and vars(module).get("__file__") in files:
+            codes = (code for code in _codes(name, module) if code.co_qualname in names)
+            found += [(code, vars(module)) for code in codes if key_of(code) in ran]
     return found
 
 

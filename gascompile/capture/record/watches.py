@@ -90,6 +90,7 @@ class _Walk:
         self._registered = {id(module) for module in model.modules()}
         self._placed: set[tuple[int, Any]] = set()
         self._todo: list[tuple[Any, str]] = []
+        self._bases: dict[type, tuple[type, ...]] = {}
 
     def module(self, module: nn.Module, name: str) -> None:
         """Watch a module of the model: what it is made of, its hooks, what is read of it."""
@@ -120,11 +121,19 @@ class _Walk:
         self._classes(owner, type(owner), name)
 
     def _classes(self, owner: Any, kind: type, name: str) -> None:
-        for base in kind.__mro__:
-            if origin_of_name(base.__module__).versioned or issubclass(base, enum.Enum):
-                continue
+        for base in self._own_bases(kind):
             for key, value in list(vars(base).items()):
                 self._of_class(owner, base, key, value, f"{name}.{key}")
+
+    def _own_bases(self, kind: type) -> tuple[type, ...]:
+        """Return the classes of the program that a class is made from, itself among them."""
+        if kind not in self._bases:
+            self._bases[kind] = tuple(
+                base
+                for base in kind.__mro__
+                if not (origin_of_name(base.__module__).versioned or issubclass(base, enum.Enum))
+            )
+        return self._bases[kind]
 
     def _of_class(self, owner: Any, base: type, key: str, value: Any, name: str) -> None:
         if isinstance(value, types.FunctionType):

@@ -31,7 +31,15 @@ from gascompile.capture.saved.ops import (
 from gascompile.core import serial
 from gascompile.core.errors import FormatError, UnsupportedOpError
 from gascompile.core.model_libraries import model_libraries
-from gascompile.core.program import BoundSpec, Dim, InputSpec, Program, Stride, graph_module_of
+from gascompile.core.program import (
+    BoundSpec,
+    Dim,
+    InputSpec,
+    Program,
+    Stride,
+    add_node,
+    graph_module_of,
+)
 from gascompile.core.workload import Forms
 from gascompile.formats.layout import FORMS
 
@@ -296,8 +304,9 @@ def _read_graph(data: Mapping[str, Any], where: str, *, allow_code: bool) -> tor
                 drawing.append(name)
             args = tuple(_decode(arg, nodes) for arg in entry["args"])
             kwargs = {key: _decode(arg, nodes) for key, arg in entry["kwargs"].items()}
-            node = graph.create_node("call_function", target, args, kwargs, name=name)
-        node.name = name  # FX would rename a node called like a builtin, such as 'input'
+            node = add_node(graph, target, args, kwargs, name)
+        if node.name != name:
+            node.name = name  # FX would rename a node called like a builtin, such as 'input'
         nodes[name] = node
     if drawing != data.get("draws", []):
         grammar.refuse(
