@@ -147,15 +147,16 @@ def _in_wire_forms(
     store: Path,
 ) -> tuple[dict[str, WeightSource], tuple[FileStamp, ...]]:
     """Return ``sources`` with the weights that move in another form than they lie in converted into ``store``."""
+    wires = {
+        name: program.forms[name].wire if name in program.forms else program.bound[name].dtype
+        for name in sources
+    }
+    other = {name: wire for name, wire in wires.items() if wire != sources[name].dtype}
+    if not other:
+        return dict(sources), stamps
     from gascompile.weights.convert import Item, converted
 
-    items = {}
-    for name, source in sources.items():
-        wire = program.forms[name].wire if name in program.forms else program.bound[name].dtype
-        if wire != source.dtype:
-            items[name] = Item(source=source, wire=wire)
-    if not items:
-        return dict(sources), stamps
+    items = {name: Item(source=sources[name], wire=wire) for name, wire in other.items()}
     found = converted(items, stamps, store)
     return {**sources, **found.sources}, (*stamps, *found.stamps)
 
