@@ -12,13 +12,12 @@ from dataclasses import dataclass
 from gascompile.core.plan import Plan
 from gascompile.core.sizes import reserve_bytes
 from gascompile.core.steps import Compute, Offload, Prefetch, Recompute, Release, Reload, Step, Wait
-from gascompile.core.workload import TensorKind, TensorSpec
+from gascompile.core.workload import PERSISTENT, TensorKind, TensorSpec
 
 WEIGHTS, STREAMED, ACTIVATIONS = "weights", "streamed weights", "activations"
 STATES, WORKSPACE = "states", "workspace"
 USES = (STATES, WEIGHTS, STREAMED, ACTIVATIONS, WORKSPACE)
 """In the order in which a picture stacks them: what never changes at the bottom."""
-_PERSISTENT = (TensorKind.WEIGHT, TensorKind.STATE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +57,7 @@ class MemoryRecorder:
         self._homes: set[tuple[str, str]] = set()
         """Tensors with the tiers that keep room for them all the time."""
         for name, planned in plan.tensors.items():
-            if planned.kind in _PERSISTENT and planned.home in self._held:
+            if planned.kind in PERSISTENT and planned.home in self._held:
                 in_arena = planned.address is not None
                 size = reserve_bytes(planned.size_bytes) if in_arena else planned.size_bytes
                 use = WEIGHTS if planned.kind == TensorKind.WEIGHT else STATES
@@ -76,7 +75,7 @@ class MemoryRecorder:
     def end(self, now_s: float) -> None:
         """End the iteration: what is not persistent is handed over or gone."""
         for name, tier in list(self._copies):
-            if self._specs[name].kind not in _PERSISTENT:
+            if self._specs[name].kind not in PERSISTENT:
                 self._drop(name, tier, now_s)
         for tier in self._held:
             self._mark(tier, now_s)
@@ -170,7 +169,7 @@ def _last_uses(plan: Plan) -> dict[str, int]:
             last.update(dict.fromkeys((*op.reads, *op.writes), i))
         else:
             last[step.tensor] = i
-    lasting = (*_PERSISTENT, TensorKind.OUTPUT)
+    lasting = (*PERSISTENT, TensorKind.OUTPUT)
     return {name: i for name, i in last.items() if kinds.get(name) not in lasting}
 
 
@@ -183,7 +182,7 @@ def _copy_ends(plan: Plan) -> dict[int, list[tuple[str, str]]]:
     kinds = {tensor.name: tensor.kind for tensor in plan.workload.tensors}
     ends: dict[int, list[tuple[str, str]]] = {}
     for (name, tier), events in _copy_events(plan).items():
-        following = events[1:] + (events[:1] if kinds.get(name) in _PERSISTENT else [])
+        following = events[1:] + (events[:1] if kinds.get(name) in PERSISTENT else [])
         for k, (i, is_use) in enumerate(events):
             if is_use and not (k < len(following) and following[k][1]):
                 ends.setdefault(i, []).append((name, tier))

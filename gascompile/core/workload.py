@@ -26,6 +26,10 @@ class TensorKind(StrEnum):
     WORKSPACE = "workspace"
 
 
+PERSISTENT = frozenset({TensorKind.WEIGHT, TensorKind.STATE})
+"""Kinds of tensors that outlive an iteration."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forms:
     """In which form a weight lies in its file, moves, and is computed in: ``float32``, ``int8`` and so on."""

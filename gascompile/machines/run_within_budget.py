@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from gascompile.core.errors import BudgetExceededError
@@ -20,8 +20,28 @@ if TYPE_CHECKING:
 _log = logging.getLogger("gascompile")
 
 _GRADERS: WeakKeyDictionary[Executor, Grader] = WeakKeyDictionary()
+T = TypeVar("T")
 MOST_PLANS = 6
 """For one call: each may show more of what an op takes."""
+
+
+def planned_again(run: Callable[[], T], learn: Callable[[BudgetExceededError], bool]) -> T:
+    """Return what ``run`` does, which is tried again where an op took more than its plan has for it.
+
+    Args:
+        run: with the plan of the moment; stopped, it has changed nothing unless its error says so.
+        learn: plans again with what was found; returns whether there is something new to try.
+
+    Raises:
+        BudgetExceededError: nobody can plan again, or states had changed by then.
+    """
+    for number in range(MOST_PLANS + 1):
+        try:
+            return run()
+        except BudgetExceededError as error:
+            if number == MOST_PLANS or error.half_updated or not learn(error):
+                raise
+    raise AssertionError("the last run returns or raises")
 
 
 def run_within_budget(
@@ -33,27 +53,28 @@ def run_within_budget(
 ) -> tuple[Unit, tuple[Any, ...]]:
     """Return the outputs of a run of ``inputs`` and the unit that ran in the end.
 
-    A run that is stopped has changed nothing when it is repeated: else its error goes to the caller.
-
     Raises:
         BudgetExceededError: nobody can plan again, or states had changed by then.
         InfeasiblePlanError: with what the op takes no plan fits the budget; names the smallest one.
     """
-    for number in range(MOST_PLANS + 1):
-        try:
-            executor = activate(unit)
-            outputs = executor.run(*inputs)
-        except BudgetExceededError as error:
-            bundle = unit.bundle
-            learnt = remember(bundle.program, bundle.plan.machine, error, cache_dir)
-            if not learnt or number == MOST_PLANS or error.half_updated or replan is None:
-                raise
-            log_replan(error)
-            unit = replan(unit)
-        else:
-            _grade(executor, unit.bundle.plan, cache_dir)
-            return unit, outputs
-    raise AssertionError("the last run returns or raises")
+    now = unit
+
+    def run() -> tuple[Unit, tuple[Any, ...]]:
+        executor = activate(now)
+        outputs = executor.run(*inputs)
+        _grade(executor, now.bundle.plan, cache_dir)
+        return now, outputs
+
+    def learn(error: BudgetExceededError) -> bool:
+        nonlocal now
+        bundle = now.bundle
+        if not remember(bundle.program, bundle.plan.machine, error, cache_dir) or replan is None:
+            return False
+        log_replan(error)
+        now = replan(now)
+        return True
+
+    return planned_again(run, learn)
 
 
 def log_replan(error: BudgetExceededError) -> None:

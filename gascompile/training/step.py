@@ -27,7 +27,7 @@ from gascompile.core.errors import (
 from gascompile.core.machine import Budget, Machine
 from gascompile.core.plan import Plan
 from gascompile.core.reports import RunReport
-from gascompile.machines.run_within_budget import MOST_PLANS
+from gascompile.machines.run_within_budget import planned_again
 from gascompile.runtime.memory.pages import Pages
 from gascompile.runtime.run.recording import Recording
 from gascompile.training.capture.requirements import require_alone, require_no_gradient
@@ -211,20 +211,25 @@ class TrainingStep:
         self, batch: Any, *, trains: bool, updates: bool = False
     ) -> tuple[Unit, States, torch.Tensor]:
         """Run what is planned for a batch; plan again where an op takes more than the plan has for it."""
-        random = torch.default_generator.clone_state()
-        for number in range(MOST_PLANS + 1):
+        random = torch.default_generator.get_state()
+        unit: Unit | None = None
+
+        def run() -> tuple[Unit, States, torch.Tensor]:
+            nonlocal unit
             unit = self._unit(batch, trains=trains, updates=updates)
-            try:
-                return unit, *self._run(unit, batch)
-            except BudgetExceededError as error:
-                if number == MOST_PLANS or not self._learns(unit, error):
-                    raise
-            torch.set_rng_state(random.get_state())
-        raise AssertionError("the last run returns or raises")
+            return unit, *self._run(unit, batch)
+
+        def learn(error: BudgetExceededError) -> bool:
+            if unit is None or not self._learns(unit, error):
+                return False
+            torch.set_rng_state(random)
+            return True
+
+        return planned_again(run, learn)
 
     def _learns(self, unit: Unit, error: BudgetExceededError) -> bool:
         """Return whether a plan that knows what was found may be tried: nothing has changed yet."""
-        if error.half_updated or self._holdings.failure:
+        if self._holdings.failure:
             return False
         if not self._maker.learns(unit, error):
             return False

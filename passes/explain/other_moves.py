@@ -16,12 +16,11 @@ from gascompile.core.machine import Link
 from gascompile.core.plan import Plan
 from gascompile.core.sizes import format_size
 from gascompile.core.steps import Compute, Offload, Recompute, Release, Reload, Step, Wait
-from gascompile.core.workload import TensorKind
+from gascompile.core.workload import PERSISTENT
 from gascompile.cost_models.simulate.replay import replay_plan
 from gascompile.passes.verify.account import account
 
 KEEP, MOVE, RECOMPUTE = "keep", "move", "recompute"
-_PERSISTENT = (TensorKind.WEIGHT, TensorKind.STATE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,8 +50,8 @@ def other_moves(plan: Plan, name: str) -> tuple[OtherMove, ...]:
     if now[0] != KEEP:
         found.append(_evaluate(plan, kept, (KEEP, "")))
     for out, back in _routes(plan):
-        moved = _moved_state(kept, name, out, back) if kind in _PERSISTENT else None
-        if kind not in _PERSISTENT:
+        moved = _moved_state(kept, name, out, back) if kind in PERSISTENT else None
+        if kind not in PERSISTENT:
             moved = _moved(kept, name, out, back)
         if moved is not None and now != (MOVE, back.source_tier):
             found.append(_evaluate(plan, moved, (MOVE, back.source_tier)))
@@ -230,7 +229,7 @@ def _moved_state(plan: Plan, name: str, out: Link, back: Link) -> Plan | None:
 def _recomputed(plan: Plan, name: str) -> Plan | None:
     """Return the plan in which the tensor is dropped and its op run again before it is needed."""
     writers, gap = _writers(plan, name), _longest_gap(plan, name)
-    if len(writers) != 1 or gap is None or plan.tensors[name].kind in _PERSISTENT:
+    if len(writers) != 1 or gap is None or plan.tensors[name].kind in PERSISTENT:
         return None
     if name in plan.workload.ops[writers[0]].reads:
         return None

@@ -12,11 +12,10 @@ from dataclasses import dataclass, replace
 
 from gascompile.core.errors import UnsupportedOpError
 from gascompile.core.machine import Link, Machine
-from gascompile.core.workload import TensorKind, Workload
+from gascompile.core.workload import PERSISTENT, TensorKind, Workload
 
 _SMALL_PART = 128
 """Of the limit: what may be kept in its place because it is small."""
-PERSISTENT = frozenset({TensorKind.WEIGHT, TensorKind.STATE})
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from gascompile.core.errors import InfeasiblePlanError
 from gascompile.core.machine import Budget, Interference, Machine
 from gascompile.core.plan import Plan
-from gascompile.core.workload import OpSpec, TensorKind, Workload
+from gascompile.core.workload import PERSISTENT, OpSpec, TensorKind, Workload
 from gascompile.cost_models.formulas.interference import lost_share, with_moving
 from gascompile.cost_models.simulate.replay import link_bytes, lost_seconds, runs
 from gascompile.passes.bounds.certify import Proof, certify
@@ -17,7 +17,6 @@ from gascompile.passes.bounds.least_time import least_time
 from gascompile.passes.bounds.linear_program import solver_name
 from gascompile.passes.bounds.site_limit import has_sites
 from gascompile.passes.intervals.plan_intervals import plan_intervals
-from gascompile.passes.model.interval_problem import PERSISTENT
 from gascompile.passes.plan.assemble import assemble
 from gascompile.passes.plan.draft import Draft, draft_intervals
 from gascompile.passes.search.strategies import NAMES

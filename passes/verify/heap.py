@@ -22,11 +22,9 @@ from gascompile.core.errors import PlanVerificationError
 from gascompile.core.machine import Link
 from gascompile.core.plan import Plan
 from gascompile.core.steps import Compute, Offload, Prefetch, Recompute, Release, Reload, Step, Wait
-from gascompile.core.workload import TensorKind
+from gascompile.core.workload import PERSISTENT, TensorKind
 from gascompile.cost_models.simulate.replay import up_front_transfers
 from gascompile.passes.verify.touches import copy_ends, first_touches, last_touches
-
-PERSISTENT = (TensorKind.WEIGHT, TensorKind.STATE)
 
 
 def heap(plan: Plan) -> dict[str, int]:

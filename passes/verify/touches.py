@@ -6,9 +6,7 @@ from collections.abc import Iterator
 
 from gascompile.core.plan import Plan
 from gascompile.core.steps import Compute, Offload, Recompute, Reload, Step, Wait
-from gascompile.core.workload import TensorKind
-
-_PERSISTENT = (TensorKind.WEIGHT, TensorKind.STATE)
+from gascompile.core.workload import PERSISTENT
 
 
 def first_touches(plan: Plan) -> dict[str, Step]:
@@ -38,7 +36,7 @@ def copy_ends(plan: Plan) -> frozenset[tuple[int, str, str]]:
     ends: set[tuple[int, str, str]] = set()
     for (name, tier), events in uses.items():
         following = events[1:]
-        if kinds.get(name) in _PERSISTENT:
+        if kinds.get(name) in PERSISTENT:
             following = [*following, events[0]]
         for k, (i, is_use) in enumerate(events):
             used_again = k < len(following) and following[k][1]
