@@ -98,7 +98,9 @@ def measure(num_layers: int, tokens: int, budget: str, machine: Machine) -> dict
     workload = step_workload(program, machine)
     annotate = clock.lap()
     limits = Budget.of(budget, machine)
-    plan = step_plan(workload, machine, limits, CompileConfig(), reserved_bytes=_RESERVED_BYTES)
+    plan = step_plan(
+        workload, machine, limits, CompileConfig(), fingerprint={}, reserved_bytes=_RESERVED_BYTES
+    )
     planning = clock.lap()
     persistent = {*program.program.bindings.values()}
     found = plan.certificate

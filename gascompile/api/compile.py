@@ -14,8 +14,9 @@ from torch import nn
 
 from gascompile.api.compiled import CompiledModel, Unit
 from gascompile.api.device_budget import plan_on_device
-from gascompile.api.reuse import CachedPlan, LookedUp
+from gascompile.api.looked_up import LookedUp
 from gascompile.bundles.bundle import Bundle
+from gascompile.bundles.reuse import CachedPlan
 from gascompile.capture.calls import ExampleInputs, normalize_call, positional_names, split_inputs
 from gascompile.capture.export import capture
 from gascompile.capture.fingerprint.fingerprint import (

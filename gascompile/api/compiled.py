@@ -14,9 +14,9 @@ import torch
 from torch.utils import _pytree as pytree
 
 from gascompile.api.matching import Misfit, advice, as_planned, misfit, require_inputs
-from gascompile.api.reuse import Basis
 from gascompile.bundles.bundle import Bundle, content_stamp, require_unchanged, write_bundle
 from gascompile.bundles.files import Weights
+from gascompile.bundles.reuse import Basis
 from gascompile.capture.calls import bind_call, copies, flatten_call
 from gascompile.capture.saved.call_types import unflatten
 from gascompile.capture.saved.program_io import load_treespec, needs_import

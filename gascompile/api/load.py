@@ -16,7 +16,7 @@ from gascompile.capture.fingerprint.fingerprint import versions
 from gascompile.codegen.fuse import load_kernels
 from gascompile.codegen.packed_kernels import use_wire_kernels
 from gascompile.core.config import CompileConfig, default_cache_dir
-from gascompile.core.errors import CheckpointError, PlanMismatchError, StorageError
+from gascompile.core.errors import CheckpointError, FormatError, PlanMismatchError, StorageError
 from gascompile.core.progress import task
 from gascompile.core.sources import FileStamp
 from gascompile.machines.admission import admit_saved
@@ -66,6 +66,10 @@ def load(
     config = CompileConfig(graphs=graphs, cache_dir=kept_in, on_exceed=on_exceed)
     cache = config.cache_dir
     bundle = read_bundle(path, allow_code=allow_code)
+    if bundle.step is not None:
+        raise FormatError(
+            f"{path} holds a training step, which is made of a model and its optimizer; call compile_step"
+        )
     _check_versions(bundle.versions, path)
     name = bundle.plan.machine.name
     here = this_machine_name()

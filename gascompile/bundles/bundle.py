@@ -26,7 +26,9 @@ from gascompile.bundles.files import (
     FORMAT,
     FUSION,
     KERNELS,
+    STEP,
     BundleFiles,
+    StepFacts,
     Weights,
     digest_of,
     read_bundle_files,
@@ -38,7 +40,7 @@ from gascompile.core.errors import FormatError, StorageError
 from gascompile.core.files import open_regular
 from gascompile.core.kernels import Fusion, KernelFiles
 from gascompile.core.plan import Plan
-from gascompile.core.program import Program
+from gascompile.core.program import BoundSpec, Program
 from gascompile.core.sources import FileStamp
 from gascompile.weights.memory_layout import with_strides
 
@@ -61,6 +63,8 @@ class Bundle:
     """Versions of the software that the program was captured with."""
     fusion: Fusion | None = None
     """Which ops run as compiled kernels; ``None`` where fusing is off."""
+    step: StepFacts | None = None
+    """What is known of a training step beside its program; ``None`` for a model's forward pass."""
     kernels: Mapping[str, KernelFiles] = field(default_factory=dict)
     """The kernels' machine code, by digest. It is run if it is trusted: see ``fusion.load_kernels``."""
     digest: str = ""
@@ -132,6 +136,8 @@ def _contents_of(bundle: Bundle, enclosed: Mapping[str, str]) -> dict[str, bytes
     }
     if bundle.fusion is not None:
         contents[FUSION] = serial.dumps(bundle.fusion).encode()
+    if bundle.step is not None:
+        contents[STEP] = serial.dumps(bundle.step).encode()
     for digest, files in bundle.kernels.items():
         contents[f"kernels-{digest}.json"] = files.record
         contents[f"kernels-{digest}.so"] = files.code
@@ -161,6 +167,7 @@ def read_bundle(folder: Path, *, allow_code: bool = False) -> Bundle:
         positional=files.positional,
         versions=files.versions,
         fusion=files.fusion,
+        step=files.step,
         kernels=_read_kernels(files.raw, folder),
         digest=_digest_of_both(files.listed),
     )
@@ -172,14 +179,31 @@ def _digest_of_both(listed: Mapping[str, str]) -> str:
 
 def _read_held(files: BundleFiles, program: Program) -> dict[str, torch.Tensor]:
     """Return the held tensors; there are no more bytes of them than the program has names for."""
-    bound = program.bound.values()
+    known = _held_specs(files, program)
+    bound = known.values()
     own_bytes = sum(math.prod(of.shape) * getattr(torch, of.dtype).itemsize for of in bound)
     most_bytes = own_bytes + _HEADER_BYTES + 4096 * len(bound)
     try:
         held = load_tensors(files.read_held(most_bytes))
-        return {name: with_strides(t, program.bound[name]) for name, t in held.items()}
+        names = held if files.step is None else known
+        return {name: with_strides(held[name], known[name]) for name in names}
     except (SafetensorError, ValueError, KeyError, RuntimeError) as error:
         raise FormatError(f"{files.folder} is damaged ({error}); save the bundle again") from error
+
+
+def _held_specs(files: BundleFiles, program: Program) -> Mapping[str, BoundSpec]:
+    """Return what of a program may be held in its bundle: of a step, the constants among its inputs."""
+    step = files.step
+    if step is None:
+        return program.bound
+    first = len(program.inputs) - step.num_groups - len(step.outside)
+    if first < 0 or step.num_groups < 0:
+        raise FormatError(f"{files.folder / STEP} is of another program; compile the step again")
+    return {
+        spec.name: BoundSpec(dtype=str(spec.dtype), shape=spec.upper_shape())
+        for spec, number in zip(program.inputs[first:], step.outside, strict=False)
+        if number < 0
+    }
 
 
 def _read_kernels(raw: Mapping[str, bytes], folder: Path) -> dict[str, KernelFiles]:

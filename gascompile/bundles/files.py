@@ -23,6 +23,7 @@ from gascompile.core.sources import FileStamp, WeightSource
 
 FORMAT: Final = "gascompile.bundle/1"
 FUSION: Final = "fusion.json"
+STEP: Final = "step.json"
 KERNELS: Final = re.compile(r"kernels-([0-9a-f]{40})\.(json|so)")
 HELD: Final = "held.safetensors"
 _DATA: Final = ("program.json", "plan.json", "weights.json")
@@ -41,6 +42,20 @@ class Weights:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StepFacts:
+    """What the program of a training step does not say by itself."""
+
+    FORMAT: ClassVar[str] = "gascompile.step/1"
+
+    gradients: tuple[str, ...]
+    """Parameters of the optimizer that the batch gives a gradient."""
+    num_groups: int
+    """Of the optimizer: a tensor of hyperparameters each, the program's last inputs."""
+    outside: tuple[int, ...]
+    """Of the inputs before those, which of the tensors that the model's digest met; -1 for a held constant."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BundleFiles:
     """What the files of a bundle hold, as far as it is plain data."""
 
@@ -48,6 +63,7 @@ class BundleFiles:
     plan: Plan
     weights: Weights
     fusion: Fusion | None
+    step: StepFacts | None
     positional: tuple[str, ...]
     versions: Mapping[str, str]
     listed: Mapping[str, str]
@@ -92,15 +108,19 @@ def read_bundle_files(folder: Path) -> BundleFiles:
     weights = serial.from_json(
         Weights, serial.parse_json(raw["weights.json"], where="weights.json"), where="weights.json"
     )
-    fusion = None
+    fusion = step = None
     if FUSION in listed:
         data = serial.parse_json(_read(folder, FUSION, listed, MAX_JSON_BYTES), where=FUSION)
         fusion = serial.from_json(Fusion, data, where=FUSION)
+    if STEP in listed:
+        data = serial.parse_json(_read(folder, STEP, listed, MAX_JSON_BYTES), where=STEP)
+        step = serial.from_json(StepFacts, data, where=STEP)
     return BundleFiles(
         folder=folder,
         plan=plan,
         weights=_absolute(weights, folder),
         fusion=fusion,
+        step=step,
         positional=tuple(positional),
         versions=_texts(manifest, "versions", folder),
         listed=listed,

@@ -25,12 +25,22 @@ def torch_settings() -> list[tuple[str, str]]:
         "mkldnn": torch._C._get_mkldnn_enabled(),
         "nnpack": torch._C._get_nnpack_enabled(),
         "fastpath": torch.backends.mha.get_fastpath_enabled(),
+        "einsum": (torch.backends.opt_einsum.enabled, torch.backends.opt_einsum.strategy),
         "flush denormal": torch.tensor([1e-310], dtype=torch.float64).mul(1.0).item() == 0.0,
     }
     for device in ("cpu", "cuda"):
         flags[f"autocast {device}"] = torch.is_autocast_enabled(device)
         flags[f"autocast dtype {device}"] = torch.get_autocast_dtype(device)
     return [(name, str(value)) for name, value in flags.items()]
+
+
+def modes_now() -> list[str]:
+    """Return what of the user's is active that sees every op of a trace and its backward pass, in words."""
+    modes = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+    found = [f"the mode {type(mode).__name__} is active" for mode in modes]
+    if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
+        found.append("hooks on saved tensors are active")
+    return found
 
 
 def call_settings() -> tuple[torch.dtype, torch.dtype | None, torch.dtype | None]:

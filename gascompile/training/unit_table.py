@@ -39,7 +39,7 @@ class UnitTable:
         """
         late = pending - self._gradients.get(kind, frozenset())
         for unit in self._units.get((kind, updates, late), ()):
-            if unit.record.changed() is None:
+            if unit.basis.changed() is None:
                 return unit
         return None
 
@@ -81,7 +81,7 @@ class UnitTable:
         if len(found) >= _MOST_VALUES:
             raise CaptureError(
                 f"{len(found)} plans were made for batches of one shape, and a value that the loss reads in Python "
-                f"has changed again: {found[-1].record.changed()}. Keep it in a buffer of the model, or pass it in "
+                f"has changed again: {found[-1].basis.changed()}. Keep it in a buffer of the model, or pass it in "
                 "the batch as a tensor; it then changes without another plan"
             )
 

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from gascompile.capture.record.record import CaptureRecord
+from gascompile.bundles import plan_cache
+from gascompile.bundles.reuse import Basis, CachedPlan
 from gascompile.codegen.allocator_library import allocation_counter, page_memory
 from gascompile.core.config import CompileConfig
 from gascompile.core.errors import BudgetExceededError, InfeasiblePlanError
@@ -30,14 +31,21 @@ from gascompile.training.capture.requirements import require_followed
 from gascompile.training.capture.shapes import Shapes
 from gascompile.training.capture.traced_loss import LossFunction
 from gascompile.training.optimizers.optimizers import Rules
-from gascompile.training.optimizers.unplanned import UnplannedRules, state_bytes
+from gascompile.training.optimizers.unplanned import state_bytes
 from gascompile.training.planning.step_costs import costed_workload, remember
 from gascompile.training.planning.step_plan import step_plan
-from gascompile.training.planning.step_program import StepProgram, step_program
+from gascompile.training.planning.step_program import StepOptions, StepProgram, step_program
 from gascompile.training.settings import Settings, require_known
 from gascompile.training.state.aliasing import Storages
 from gascompile.training.state.file_values import FileValues
 from gascompile.training.state.train_state import States
+from gascompile.training.step_cache import (
+    PlannedStep,
+    bound_step,
+    keep_step,
+    place_of_step,
+    rules_of,
+)
 
 if TYPE_CHECKING:
     from gascompile.runtime.run.recording import Recording
@@ -57,8 +65,11 @@ class Unit:
     iteration: Iteration
     trains: bool
     grader: Grader
-    record: CaptureRecord
+    basis: Basis
     """What the program was made from beside the model's tensors and the batch."""
+    place: CachedPlan
+    is_cached: bool
+    """Whether the program was kept by an earlier capture; it then lacks the values' layouts."""
 
     def run(
         self, inputs: Sequence[Any], recording: Recording | None = None
@@ -119,23 +130,21 @@ class UnitMaker:
         if self._values is not None:
             self._values.enter()
         storages = self._storages = self._storages or Storages(self._model)
-        with Shapes(self.states, storages), task(f"Capturing a {name}"):
-            joint = capture_joint(self._model, self._loss_fn, batch, storages, trains=trains)
-            names = {id(tensor): name for name, tensor in joint.tensors.items()}
-            names.update((id(view.tensor), name) for name, view in storages.views.items())
-            kind = UnplannedRules if self._settings.unplanned else Rules
-            rules = kind(
-                self.optimizer,
-                names,
-                list(joint.gradients) if trains else [],
-                self._settings.states,
-            )
-            tensors, record = dict(joint.tensors), joint.record
-            options = self._settings.program(trains=trains, updates=updates, pending=pending)
-            program = step_program(joint, rules, name=name, options=options)
-        with task("Planning"):
-            plan = self._plan(program)
-        states = self._own(rules, program, tensors, accumulates=options.accumulates)
+        options = self._settings.program(trains=trains, updates=updates, pending=pending)
+        with Shapes(self.states, storages):
+            place = self._place(batch, options, storages)
+        bundle = place.read(lambda _: "")
+        made = None
+        if bundle is not None:
+            with Shapes(self.states, storages):
+                made = bound_step(
+                    place, bundle, self._model, self.optimizer, storages, self._settings
+                )
+        is_cached = made is not None
+        if made is None:
+            made = self._planned(name, batch, options, storages, place)
+        program, plan = made.program, made.plan
+        states = self._own(made.rules, program, made.tensors, accumulates=options.accumulates)
         iteration = Iteration(
             program.program.graph_module.graph,
             plan,
@@ -155,11 +164,48 @@ class UnitMaker:
             iteration=iteration,
             trains=trains,
             grader=Grader(plan, self._profile),
-            record=record,
+            basis=made.basis,
+            place=place,
+            is_cached=is_cached,
         )
+
+    def _place(self, batch: Any, options: StepOptions, storages: Storages) -> CachedPlan:
+        return place_of_step(
+            self._model,
+            self._loss_fn,
+            self.optimizer,
+            batch,
+            options,
+            storages=storages,
+            settings=self._settings,
+            machine=self._machine,
+            budget=self._budget,
+            config=self._config,
+            has_pages=self.pages is not None,
+        )
+
+    def _planned(
+        self, name: str, batch: Any, options: StepOptions, storages: Storages, place: CachedPlan
+    ) -> PlannedStep:
+        """Capture a step and plan it."""
+        model, trains = self._model, options.trains
+        with Shapes(self.states, storages), task(f"Capturing a {name}"):
+            joint = capture_joint(model, self._loss_fn, batch, storages, trains=trains)
+            trained = list(joint.gradients) if trains else []
+            rules = rules_of(self.optimizer, joint.tensors, storages, trained, self._settings)
+            tensors, record = dict(joint.tensors), joint.record
+            program = step_program(joint, rules, name=name, options=options)
+        with task("Planning"):
+            plan = self._plan(program, place.prints)
+        basis = keep_step(place, program, plan, record)
+        return PlannedStep(program=program, plan=plan, rules=rules, tensors=tensors, basis=basis)
 
     def learns(self, unit: Unit, error: BudgetExceededError) -> bool:
         """Keep what a stopped run of ``unit`` has taught for the next plan; False where it taught nothing."""
+        if unit.is_cached:
+            # Its ops are known by name alone: a capture will tell what kind the one is of.
+            plan_cache.remove(self._config.cache_dir, unit.place.folder.name)
+            return True
         if not remember(unit.program.program, error, self._config.cache_dir):
             return False
         log_replan(error)
@@ -168,7 +214,7 @@ class UnitMaker:
     def _profile(self) -> Path | None:
         return profile_of(self._machine, self._config.cache_dir)
 
-    def _plan(self, program: StepProgram) -> Plan:
+    def _plan(self, program: StepProgram, prints: Mapping[str, str]) -> Plan:
         cache, pages = self._config.cache_dir, self.pages
         workload = costed_workload(
             program, self._machine, self._budget, cache_dir=cache, pages=pages
@@ -180,6 +226,7 @@ class UnitMaker:
                 self._machine,
                 self._budget,
                 self._config,
+                fingerprint=prints,
                 reserved_bytes=self.transfer_bytes + reserved_bytes,
             )
 

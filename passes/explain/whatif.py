@@ -138,6 +138,8 @@ class _Search:
         self.base_s = 0.0
         self.base_solution: Solution | None = None
         self._move_all = move_all
+        self._trains = _changes_weights(plan)
+        """What trains keeps all on the heap."""
         self._plan = plan
         self._time_limit_s = time_limit_s
         # What libraries take is reserved by every plan.
@@ -157,6 +159,7 @@ class _Search:
                 fingerprint={},
                 time_limit_s=self._time_limit_s,
                 move_all=self._move_all,
+                has_arena=not self._trains,
                 reserved_bytes=self._own_bytes,
             )
         except InfeasiblePlanError as error:
@@ -241,10 +244,14 @@ def _moves_all(plan: Plan) -> bool:
     return (
         not all(isinstance(step, plain) for step in plan.steps)
         or any(op.site != site for op in plan.ops)
-        or any(
-            plan.tensors[n].kind == TensorKind.WEIGHT for op in plan.workload.ops for n in op.writes
-        )
+        or _changes_weights(plan)
     )
+
+
+def _changes_weights(plan: Plan) -> bool:
+    """Whether ops of the plan write weights, as those of a training step do."""
+    kinds = {tensor.name: tensor.kind for tensor in plan.workload.tensors}
+    return any(kinds[name] == TensorKind.WEIGHT for op in plan.workload.ops for name in op.writes)
 
 
 def _budget(limits: dict[str, int]) -> Budget:

@@ -114,8 +114,8 @@ ALLOWED = {
         "cost_models", "passes", "runtime", "capture", "bundles", "codegen", "api",
     },
     "training": {
-        "formats", "cost_models", "passes", "runtime", "report", "weights", "capture", "codegen",
-        "machines",
+        "formats", "cost_models", "passes", "runtime", "report", "weights", "capture", "bundles",
+        "codegen", "machines",
     },
     "integrations": {"cost_models", "passes", "runtime", "weights", "capture", "codegen", "machines", "api"},
 }  # fmt: skip

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 import pytest
 import torch
@@ -36,6 +37,7 @@ def _planned_once() -> Iterator[None]:
         budget: Budget,
         config: CompileConfig,
         *,
+        fingerprint: Mapping[str, str],
         reserved_bytes: int,
     ) -> Plan:
         asked = (serial.digest(x) for x in (workload, machine, budget.limits_bytes(machine)))
@@ -43,14 +45,19 @@ def _planned_once() -> Iterator[None]:
         if key not in known:
             try:
                 known[key] = step_plan(
-                    workload, machine, budget, config, reserved_bytes=reserved_bytes
+                    workload,
+                    machine,
+                    budget,
+                    config,
+                    fingerprint=fingerprint,
+                    reserved_bytes=reserved_bytes,
                 )
             except InfeasiblePlanError as error:
                 known[key] = copy.copy(error)
         found = known[key]
         if isinstance(found, InfeasiblePlanError):
             raise copy.copy(found)
-        return found
+        return replace(found, fingerprint=dict(fingerprint))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("gascompile.training.units.step_plan", once)

@@ -277,7 +277,7 @@ def test_a_model_without_room_stays_out_and_a_checkpoint_keeps_it(
 
 
 def test_a_file_that_has_become_shorter_is_found(
-    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = saved(new_model(), tmp_path / "model.safetensors")
 
@@ -289,7 +289,7 @@ def test_a_file_that_has_become_shorter_is_found(
     monkeypatch.setattr("gascompile.training.units.step_plan", cut)
     model = outline().train()
     with pytest.raises(CheckpointError, match="has become shorter"):
-        opened(model, path, cache)
+        opened(model, path, tmp_path / "cache")
     assert all(parameter.is_meta for parameter in model.parameters())
 
 

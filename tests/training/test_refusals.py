@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,27 @@ def step_of(tmp_path: Path) -> Compiler:
 def linear() -> nn.Linear:
     torch.manual_seed(1)
     return nn.Linear(8, 8)
+
+
+def test_hooks_on_saved_tensors_are_refused_but_for_torchs_own(step_of: Compiler) -> None:
+    hooks = torch.autograd.graph
+
+    class Halving(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with hooks.saved_tensors_hooks(lambda t: t, lambda t: t / 2):
+                return super().forward(x).sin()
+
+    class OnCpu(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with hooks.save_on_cpu():
+                return super().forward(x).sin()
+
+    for kind in (Halving, OnCpu):
+        model = kind(8, 8)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        refusal = pytest.raises(UnsupportedOpError, match="forward sets hooks on saved tensors")
+        with refusal if kind is Halving else nullcontext():
+            step_of(model, optimizer).close()
 
 
 def test_hooks_are_refused(step_of: Compiler) -> None:

@@ -8,6 +8,7 @@ cannot be hashed by value makes the fingerprint unique, so that it never matches
 from __future__ import annotations
 
 import uuid
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from gascompile.capture.fingerprint.replaced import replaced_functions
 from gascompile.capture.fingerprint.value_digest import ValueDigest
-from gascompile.capture.torch_settings import SETTINGS, settings_now, torch_settings
+from gascompile.capture.torch_settings import SETTINGS, modes_now, settings_now, torch_settings
 from gascompile.core import serial
 from gascompile.core.machine import without_sizes
 from gascompile.core.signature import signature_of
@@ -44,6 +45,8 @@ class ModulePrint:
     """Names of values that cannot be compared: with any, the digest proves nothing."""
     reached: frozenset[str]
     """The program's functions that the digest covers."""
+    tensors: tuple[torch.Tensor, ...] = ()
+    """Of a step, the tensors that the digest met beside the model's, of which it has the layouts alone."""
 
     @property
     def key(self) -> str:
@@ -59,6 +62,44 @@ def module_fingerprint(model: nn.Module) -> str:
 def module_print(model: nn.Module) -> ModulePrint:
     """Return the digest of a module with what is unsure about it."""
     hasher = ValueDigest(id(module) for module in model.modules())
+    _feed_model(hasher, model)
+    _around(hasher)
+    return ModulePrint(hasher.digest(), tuple(hasher.opaque), frozenset(hasher.reached))
+
+
+def step_print(
+    model: nn.Module, loss_fn: Callable[..., Any], left: Collection[int] = ()
+) -> ModulePrint:
+    """Return the digest of a module that is trained and of its loss.
+
+    A step reads tensors anew each time, so none counts by its values, and where the model's lie is not asked: they
+    may be out of memory.
+
+    Args:
+        left: storages, by identity, that tensors of the model have left.
+    """
+    own: dict[int, str] = {}
+    taken = set(left)
+    for name, tensor in (
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ):
+        own.setdefault(id(tensor), name)
+        taken.add(tensor.untyped_storage()._cdata)
+    hasher = ValueDigest((id(module) for module in model.modules()), own)
+    _feed_model(hasher, model)
+    hasher.add("requires gradients", [p.requires_grad for p in model.parameters()])
+    hasher.value(loss_fn, "loss_fn")
+    _around(hasher)
+    hasher.opaque += modes_now()
+    text = hasher.digest()
+    for tensor in hasher.met:
+        if tensor.layout is torch.strided and tensor.untyped_storage()._cdata in taken:
+            hasher.opaque.append(f"a tensor of {list(tensor.shape)} is a view of the model's")
+    return ModulePrint(text, tuple(hasher.opaque), frozenset(hasher.reached), tuple(hasher.met))
+
+
+def _feed_model(hasher: ValueDigest, model: nn.Module) -> None:
     names: dict[int, str] = {}
     storages: dict[int, str] = {}
     for path, module in model.named_modules(remove_duplicate=False):
@@ -73,7 +114,7 @@ def module_print(model: nn.Module) -> ModulePrint:
                         kind,
                         name,
                         names.setdefault(id(tensor), here),
-                        _storage_name(tensor, here, storages),
+                        here if hasher.own is not None else _storage_name(tensor, here, storages),
                         str(tensor.dtype),
                         tuple(tensor.shape),
                         tensor.stride() if tensor.layout is torch.strided else str(tensor.layout),
@@ -85,9 +126,13 @@ def module_print(model: nn.Module) -> ModulePrint:
                 hasher.add("attribute", name)
                 hooks = "_hooks" in name and isinstance(value, dict)
                 where = f"{path}.{name}" if path else name
-                hasher.value(list(value.values()) if hooks else value, where)
-    _around(hasher)
-    return ModulePrint(hasher.digest(), tuple(hasher.opaque), frozenset(hasher.reached))
+                hasher.value(_hooks(value) if hooks else value, where)
+
+
+def _hooks(registered: dict[Any, Any]) -> list[Any]:
+    """Return hooks but for ours: a step that is open has some on its model."""
+    found = registered.values()
+    return [hook for hook in found if not str(hook.__module__).startswith(__package__ + ".")]
 
 
 def _around(hasher: ValueDigest) -> None:

@@ -21,7 +21,7 @@ import types
 import typing
 import weakref
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from typing import Any
 
@@ -59,14 +59,19 @@ _REDUCE_ERRORS = (
 class ValueDigest(CodeDigest):
     """Feeds values to one hash; identity counts for what can be changed, order for what has one."""
 
-    def __init__(self, registered: Iterable[int] = ()) -> None:
+    def __init__(
+        self, registered: Iterable[int] = (), own: Mapping[int, str] | None = None
+    ) -> None:
         """Start an empty digest.
 
         Args:
             registered: ids of modules that are hashed elsewhere.
+            own: for a step, names of the model's tensors by id: none counts by its values then.
         """
         super().__init__()
         self._registered = frozenset(registered)
+        self.own = own
+        self.met: list[torch.Tensor] = []  # beside the model's, in the order of feeding
         self._state = hashlib.blake2b(digest_size=20)
         self._seen: dict[int, tuple[int, object]] = {}
         self._around: tuple[dict[int, tuple[int, object]], ...] = ()
@@ -147,7 +152,7 @@ class ValueDigest(CodeDigest):
             if type(item) in _EXACT:
                 digests.append(f"{type(item).__name__} {item!r}")
                 continue
-            part = ValueDigest(self._registered)
+            part = ValueDigest(self._registered, self.own)
             part._around = (self._seen, *self._around)
             part._num_around = self._num_around + len(self._seen)
             part._path = [*self._path, "an element"]
@@ -201,6 +206,9 @@ class ValueDigest(CodeDigest):
 
     def _tensor(self, value: torch.Tensor) -> None:
         plain = (torch.Tensor, nn.Parameter, nn.Buffer)
+        if self.own is not None and id(value) in self.own:
+            self.add("of the model", self.own[id(value)])
+            return
         stride = value.stride() if value.layout is torch.strided else str(value.layout)
         self.add("tensor", str(value.dtype), tuple(value.shape), stride, str(value.device))
         self.add(str(value.layout), value.requires_grad, type(value).__qualname__)
@@ -212,7 +220,10 @@ class ValueDigest(CodeDigest):
             self.value(type(value), "its class")
         if vars(value):
             self._fields(value)
-        if value.device.type == "meta" or not value.numel():
+        if self.own is not None and type(value) not in plain:
+            self.unknown(f"a {type(value).__qualname__}")
+        self.met.append(value)
+        if self.own is not None or value.device.type == "meta" or not value.numel():
             return
         with torch.no_grad(), torch.utils._python_dispatch._disable_current_modes():
             self._content(value.detach())

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -220,6 +220,11 @@ class Recorder:
         )
 
     @property
+    def packed(self) -> str | None:
+        """What of the program set hooks on saved tensors, if something did."""
+        return next(iter(self._running.packed), None)
+
+    @property
     def asks(self) -> list[str]:
         """What the capture has asked for that may be another at the next call, in words."""
         asked = self._running.asked
@@ -245,9 +250,15 @@ class Recorder:
         ]
 
 
-def watched(model: nn.Module, known: Dependencies) -> Watches:
-    """Return the values that a capture of another process read, as they are now."""
-    found = watch(model, (), _code_of(known), known.reading(), versions=True)
+def watched(
+    model: nn.Module,
+    known: Dependencies,
+    functions: Iterable[Callable[..., Any]] = (),
+    *,
+    versions: bool = True,
+) -> Watches:
+    """Return the values that a capture of another process read, as they are now; see ``Recorder``."""
+    found = watch(model, functions, _code_of(known), known.reading(), versions=versions)
     return found.without(frozenset(known.inert))
 
 
@@ -266,9 +277,12 @@ def _code_of(known: Dependencies) -> list[Code]:
 def _codes(name: str, module: types.ModuleType) -> Iterator[types.CodeType]:
     """Yield the code of a module's functions and methods."""
     todo = [value for value in vars(module).values() if getattr(value, "__module__", None) == name]
+    seen: set[int] = set()
     for value in todo:
         if isinstance(value, type):
-            todo += vars(value).values()
+            # Classes may hold each other.
+            todo += [] if id(value) in seen else vars(value).values()
+            seen.add(id(value))
             continue
         inner: Any = (
             value.fget if isinstance(value, property) else getattr(value, "__func__", value)

@@ -81,6 +81,10 @@ class Running:
         """Imported for the first time."""
         self.asked: dict[str, Ask] = {}
         """Why another run may capture something else, in words."""
+        self.backward: dict[str, None] = {}
+        """Code of the program that is to run in the backward pass, where nothing is recorded, in words."""
+        self.packed: dict[str, None] = {}
+        """Where hooks on saved tensors were set, of which a trace of the backward pass knows nothing."""
 
     @contextmanager
     def around(self) -> Iterator[None]:
@@ -168,6 +172,24 @@ class Running:
         """Note random numbers whose seed nobody gave."""
         if frame.f_locals.get("a") is None:
             self._asks(frame, "seeds random numbers by the clock", "seed")
+
+    def hooks(self, frame: types.FrameType) -> None:
+        """Note a hook on a gradient."""
+        caller = _caller(frame.f_back)
+        if caller is not None:
+            self.backward[f"{caller.f_code.co_qualname} hooks into the backward pass"] = None
+
+    def packs(self, frame: types.FrameType) -> None:
+        """Note hooks on what is saved for the backward pass, but for torch's own, which change no values."""
+        caller = _caller(frame.f_back)
+        if caller is not None:
+            self.packed[caller.f_code.co_qualname] = None
+
+    def applies(self, frame: types.FrameType) -> None:
+        """Note a function with a backward pass of its own."""
+        kind = frame.f_locals.get("cls")
+        if isinstance(kind, type) and origin_of_type(kind) is not Origin.TORCH:
+            self.backward[f"{kind.__qualname__} has a backward pass of its own"] = None
 
     def opens(self, path: object, frame: types.FrameType, *, reads: bool) -> None:
         """Note a file that the model's code opens."""
@@ -339,5 +361,9 @@ _HANDLERS: dict[int, Callable[[Running, types.FrameType], None]] = {
         (type(os.environ).copy, Running.reads_variables),
         (importlib.import_module, Running.imports),
         (random.Random.seed, Running.seeds),
+        (torch.Tensor.register_hook, Running.hooks),
+        (torch.Tensor.register_post_accumulate_grad_hook, Running.hooks),
+        (torch.autograd.graph.saved_tensors_hooks.__init__, Running.packs),
+        (vars(torch.autograd.Function)["apply"].__func__, Running.applies),
     )
 }

@@ -10,13 +10,13 @@ from __future__ import annotations
 import keyword
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Final, NoReturn
 
 from gascompile.capture.saved.call_types import check_call_type
 from gascompile.core.errors import FormatError
 from gascompile.core.strides import span_elements
-from gascompile.core.tiles import parse_tile
+from gascompile.core.tiles import base_name, parse_tile
 from gascompile.formats.layout import FORMS
 
 MAX_NODES: Final = 1 << 20
@@ -81,11 +81,17 @@ def is_name(value: object) -> bool:
     )
 
 
-def check_tensor_name(value: object, where: str) -> None:
-    """Refuse a name of a weight or state that is not printable on one line."""
+def check_tensor_name(value: object, where: str, parts: Collection[str] = ()) -> None:
+    """Refuse a name of a weight or state that is not printable on one line.
+
+    Args:
+        value: the name.
+        where: of it.
+        parts: names of states that are parts of what an optimizer keeps, in itself no tensor of the program.
+    """
     if not isinstance(value, str) or not value or len(value) > 2 * MAX_NAME:
         refuse(where, f"{shown(value)} is no name of a tensor")
-    if value.startswith("%") or parse_tile(value) is not None:
+    if value.startswith("%") or (parse_tile(value) is not None and value not in parts):
         refuse(where, f"{shown(value)} is called like the result of an op or a part of a weight")
     if not value.isprintable():
         refuse(where, f"the tensor name {shown(value)} holds more than printable characters")
@@ -112,8 +118,13 @@ def check_program(data: Any, *, where: str) -> None:
             )
     if not data["name"].isprintable() or len(data["name"]) > MAX_NAME:
         refuse(f"{where}.name", f"{shown(data['name'])} is no name of a model")
+    parts = {
+        name
+        for name in data["states"]
+        if isinstance(name, str) and base_name(name) not in data["bound"]
+    }
     for name in (*data["bound"], *data["states"], *data["bindings"].values()):
-        check_tensor_name(name, f"{where}.bound")
+        check_tensor_name(name, f"{where}.bound", parts)
     placeholders = _check_nodes(data["nodes"], where)
     inputs = [spec.get("name") if isinstance(spec, dict) else None for spec in data["inputs"]]
     num_bound = len(data["bindings"])

@@ -59,6 +59,7 @@ class Joint:
     """Placeholders of the batch's leaves, in their order."""
     outside: Mapping[str, torch.Tensor]
     """Placeholder -> a tensor that is neither the model's nor the batch's; read anew by every step."""
+    num_constants: int  # of those, the last, which were made by the trace
     loss: fx.Node
     gradients: Mapping[str, fx.Node]
     """Parameter -> its gradient; several may have the same."""
@@ -110,8 +111,7 @@ def capture_joint(
         )
         with recorder.around(), numbered_norms(model) as norms:
             graph_module = _captured(wrapped, leaves)
-        found = _Traced(wrapped, norms)
-        return Trace(found=found, graph_module=graph_module, recorder=recorder)
+        return Trace(found=_Traced(wrapped, norms), graph_module=graph_module, recorder=recorder)
 
     num_known, asks, recorders = -1, False, list[Recorder]()
     while len(stand_ins.outside) > num_known or asks:
@@ -129,8 +129,8 @@ def capture_joint(
     if not record.is_reproducible:
         trace = _without_effects(record, traced, recorders, type(model).__name__)
         record = trace.recorder.record()
-    found = trace.found
-    return _read(trace.graph_module, found.wrapped, storages.views, found.norms, record)
+    wrapped, norms = trace.found.wrapped, trace.found.norms
+    return _read(trace.graph_module, wrapped, storages.views, norms, record)
 
 
 def _without_effects(
@@ -250,7 +250,7 @@ def _read(
                 pass
             case other:
                 raise CaptureError(f"the loss takes {other}, which has no place in a plan")
-    _lift_constants(graph_module, outside)
+    num_constants = _lift_constants(graph_module, outside)
     _drop_aliases(graph)
     take_counts(graph, bound, norms)
     exact_dropout(graph)
@@ -273,6 +273,7 @@ def _read(
         bound=bound,
         inputs=tuple(inputs[i] for i in sorted(inputs)),
         outside=outside,
+        num_constants=num_constants,
         loss=loss,
         gradients=gradients,
         mutations=mutations,
@@ -371,8 +372,8 @@ def _outputs(
     return loss, gradients, mutations
 
 
-def _lift_constants(graph_module: fx.GraphModule, outside: dict[str, torch.Tensor]) -> None:
-    """Make tensors in attributes of the graph, which the loss makes of numbers, inputs of it."""
+def _lift_constants(graph_module: fx.GraphModule, outside: dict[str, torch.Tensor]) -> int:
+    """Make tensors in attributes of the graph, which the loss makes of numbers, inputs; return their number."""
     graph = graph_module.graph
     first = next(iter(graph.nodes))
     lifted: dict[str, fx.Node] = {}
@@ -388,6 +389,7 @@ def _lift_constants(graph_module: fx.GraphModule, outside: dict[str, torch.Tenso
             outside[lifted[target].name] = value.detach()
         node.replace_all_uses_with(lifted[target])
         graph.erase_node(node)
+    return len(lifted)
 
 
 def _drop_aliases(graph: fx.Graph) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from gascompile.capture.record.record import Recorder
-from gascompile.core.errors import CaptureError
+from gascompile.core.errors import CaptureError, UnsupportedOpError
 from gascompile.training.capture.trace_substitutes import StandIns
 from gascompile.training.state.aliasing import places
 from gascompile.training.state.open_tensors import outline
@@ -65,6 +65,11 @@ class TracedLoss(nn.Module):
             with self._recorder.running():
                 loss: Any = self._loss_fn(self.model, batch)
             _require_in_place(own)
+        if self._recorder.packed is not None and self._trains:
+            raise UnsupportedOpError(
+                f"{self._recorder.packed} sets hooks on saved tensors, which a planned step does not call; leave them "
+                "out: what has to leave memory does so by plan"
+            )
         scalar = isinstance(loss, torch.Tensor) and not loss.dim()
         if not scalar or (self._trains and not loss.is_floating_point()):
             found = (

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
@@ -45,6 +46,8 @@ _MOST_BYTES = 1 << 30
 """Of made-up values, as far as single ops do not need more."""
 _OWN = ("aten", "prims", "gascompile")
 """Beginnings of the namespaces of ops that may be run on made-up values."""
+_OF_STEP = re.compile(r"\d+ threads ")
+"""Beginning of ``_call``; kinds of forward passes' ops begin with the op."""
 _UPDATES = ("gascompile_updates.adam", "gascompile_updates.sgd")
 _CALL_S = 6e-6
 """What it takes to call an op from a plan, beside the op."""
@@ -102,6 +105,12 @@ def remember(program: Program, error: BudgetExceededError, cache_dir: Path) -> b
             learn(_call(node), error.real_bytes, cache_dir)
             return True
     return False
+
+
+def learnt_digest(cache_dir: Path) -> str:
+    """Return a digest of what stopped steps have taught: plans from before it are of no use."""
+    learnt = learnt_bytes(cache_dir)
+    return serial.digest({call: learnt[call] for call in learnt if _OF_STEP.match(call)})
 
 
 def _with_learnt(workload: Workload, program: Program, cache_dir: Path) -> Workload:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from gascompile.core import serial
+from collections.abc import Mapping
+
 from gascompile.core.config import CompileConfig
 from gascompile.core.machine import Budget, Machine
 from gascompile.core.plan import Plan
 from gascompile.core.workload import Workload
-from gascompile.formats.allocation import packing_fields
 from gascompile.passes.plan.make_plan import make_plan
 
 
@@ -17,27 +17,23 @@ def step_plan(
     budget: Budget,
     config: CompileConfig,
     *,
+    fingerprint: Mapping[str, str],
     reserved_bytes: int,
 ) -> Plan:
     """Return the plan.
 
     Args:
+        fingerprint: digests of what the plan is made from, written into it.
         reserved_bytes: of the budget, for transfers.
 
     Raises:
         InfeasiblePlanError: the budget is too small; names the smallest feasible one.
     """
-    prints = {
-        "graph": serial.digest(workload),
-        "machine": serial.digest(machine),
-        "budget": serial.digest(budget.limits_bytes(machine)),
-        "options": serial.digest({**config.fingerprint_fields(), **packing_fields()}),
-    }
     return make_plan(
         workload,
         machine,
         budget,
-        fingerprint=prints,
+        fingerprint=fingerprint,
         time_limit_s=config.time_limit_s,
         mip_gap=config.mip_gap,
         reserved_bytes=reserved_bytes,

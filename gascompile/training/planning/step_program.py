@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from gascompile.core.errors import PlanMismatchError
 from gascompile.core.program import BoundSpec, InputSpec, Program
@@ -49,6 +50,8 @@ class StepProgram:
     """Moments and totals by their name in the program."""
     outside: tuple[torch.Tensor, ...]
     """Inputs after the batch's leaves."""
+    num_constants: int
+    """How many of those, the last, are the trace's own and never change."""
     num_groups: int
     """Hyperparameters come after those, a tensor per group."""
     gradients: frozenset[str]
@@ -272,6 +275,10 @@ class _Builder:
         changed = {self._owner(slot.name) for slot in updated}
         states = {*self._tiles, *changed, *joint.mutations}
         inputs = (*joint.inputs, *joint.outside, *(node.name for node in self._hyper))
+        # As in every program: what is bound, then inputs in their order.
+        first = next(node for node in nodes.values() if node.op != "placeholder")
+        for placeholder in (*bindings, *inputs):
+            first.prepend(nodes[placeholder])
         program = Program(
             name=name,
             graph_module=joint.graph_module,
@@ -279,13 +286,14 @@ class _Builder:
             bindings=bindings,
             bound=bound,
             states=frozenset(states),
-            in_spec="",
-            out_spec="",
+            in_spec=pytree.treespec_dumps(pytree.tree_structure((inputs, {}))),
+            out_spec=pytree.treespec_dumps(pytree.tree_structure((0,))),
         )
         return StepProgram(
             program=program,
             tiles=self._tiles,
             outside=tuple(joint.outside.values()),
+            num_constants=joint.num_constants,
             num_groups=len(self._hyper),
             gradients=frozenset(self._gradient).intersection(self._rules.slots),
         )

@@ -6,11 +6,12 @@ folder's name and all dependencies are as they were; what cannot be compared is 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from torch import nn
 
@@ -23,12 +24,10 @@ from gascompile.capture.record.watched import Watches
 from gascompile.core import serial
 from gascompile.core.errors import FormatError, StorageError
 
-if TYPE_CHECKING:
-    from gascompile.api.compiled import Unit
-    from gascompile.weights.checkpoint import Checkpoint
-
 _log = logging.getLogger("gascompile")
 _FILE = "dependencies.json"
+_PRINTS = "prints.json"
+"""The key by its parts and, by the empty name, the model's class: for a message alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +58,8 @@ class CachedPlan:
     model: nn.Module
     printed: ModulePrint
     prints: Mapping[str, str]
+    loss_fn: Callable[..., Any] | None = None
+    """Of a step, which reads tensors anew each time."""
     known: Dependencies | None = None
     found: bool = False
 
@@ -77,6 +78,7 @@ class CachedPlan:
             return None
         cached = plan_cache.read(self.folder, self.prints)
         if cached is None:
+            self._say_what_is_new()
             return None
         self.found, self.known = True, _read(self.folder)
         broken = self.known.broken() if self.known else "what it depends on is not known"
@@ -91,20 +93,42 @@ class CachedPlan:
         """Return what the captured code changes, and is proven not to matter."""
         return frozenset(self.known.inert) if self.known is not None else frozenset()
 
+    def _say_what_is_new(self) -> None:
+        """Log which parts of the key differ from those of the plan of such a model that comes closest."""
+        others: list[list[str]] = []
+        for path in plan_cache.plans_dir(self.cache_dir).glob(f"[0-9a-f]*/{_PRINTS}"):
+            with contextlib.suppress(FormatError, StorageError, AttributeError):
+                data = serial.read_json(path)
+                if data.get("") == type(self.model).__name__:
+                    others.append([k for k, v in self.prints.items() if data.get(k) != v])
+        if others:
+            fewest = min(others, key=len)
+            new = ", ".join(fewest)
+            _log.info("%s is captured: the kept plan had other %s", type(self.model).__name__, new)
+
     def basis(self) -> Basis:
         """Return what a plan that was read rests on."""
         assert self.known is not None
-        return Basis(watched(self.model, self.known), self.known)
+        functions = () if self.loss_fn is None else (self.loss_fn,)
+        watches = watched(self.model, self.known, functions, versions=self.loss_fn is None)
+        return Basis(watches, self.known)
 
     def refuse(self, error: Exception) -> None:
         """Say that the plan cannot be used after all."""
         _log.warning("the cached plan %s is refused (%s); planning again", self.folder, error)
 
-    def keep(self, bundle: Bundle, record: CaptureRecord | None) -> Basis | None:
-        """Write a new plan, unless another capture may give another one; return what it rests on."""
+    def keep(
+        self, bundle: Bundle, record: CaptureRecord | None, why_not: str | None = None
+    ) -> Basis | None:
+        """Write a new plan, unless another capture may give another one; return what it rests on.
+
+        Args:
+            why_not: a reason against it beside those of ``record``.
+        """
         if record is None:
             return None
         known, why = record.kept(self.printed.reached)
+        why = why or why_not
         if self.printed.opaque:
             why = f"{self.printed.opaque[0]}, which cannot be compared"
         if why is not None:
@@ -114,16 +138,10 @@ class CachedPlan:
             )
             return Basis(record.watches, None)
         _write(self.folder, bundle, known, damaged=self.found)
+        prints = {"": type(self.model).__name__, **self.prints}
+        with contextlib.suppress(StorageError, OSError):
+            serial.write_atomic(self.folder / _PRINTS, serial.dumps(prints))
         return Basis(record.watches, known)
-
-
-@dataclass(frozen=True, slots=True)
-class LookedUp:
-    """A place in the cache, and the plan in it, ready to run; ``None`` where none holds."""
-
-    entry: CachedPlan
-    checkpoint: Checkpoint | None
-    unit: Unit | None
 
 
 def _write(folder: Path, bundle: Bundle, known: Dependencies, *, damaged: bool) -> None:

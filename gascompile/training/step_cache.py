@@ -1,0 +1,238 @@
+"""Step cache: the plan of a training step in the plan cache, as plans of forward passes are.
+
+The program, the plan and a few facts are a bundle; values are none of it, as they are the model's and the
+optimizer's of the day. A step is found again only where all that a capture and a plan look at is as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from gascompile.bundles.bundle import Bundle
+from gascompile.bundles.files import StepFacts, Weights
+from gascompile.bundles.reuse import Basis, CachedPlan
+from gascompile.capture.fingerprint.fingerprint import ModulePrint, step_print, versions
+from gascompile.capture.record.record import CaptureRecord
+from gascompile.capture.torch_settings import SETTINGS, settings_now
+from gascompile.core import serial
+from gascompile.core.config import CompileConfig
+from gascompile.core.errors import FormatError, PlanVerificationError
+from gascompile.core.machine import Budget, Machine
+from gascompile.core.plan import Plan
+from gascompile.core.signature import same_memory, same_tensors
+from gascompile.formats.allocation import packing_fields
+from gascompile.passes.verify.walk import verify
+from gascompile.training.capture.traced_loss import LossFunction
+from gascompile.training.optimizers.optimizers import Rules
+from gascompile.training.optimizers.unplanned import UnplannedRules, state_bytes
+from gascompile.training.planning.kinds import kind_of
+from gascompile.training.planning.step_costs import learnt_digest
+from gascompile.training.planning.step_program import StepOptions, StepProgram
+from gascompile.training.settings import Settings
+from gascompile.training.state.aliasing import Storages, named_tensors
+
+_OWN = ("aten.", "prims.", "gascompile_")
+"""Beginnings of the names of ops whose gradients are torch's or ours."""
+_CONSTANT = -1
+
+
+def rules_of(
+    optimizer: torch.optim.Optimizer,
+    tensors: Mapping[str, torch.Tensor],
+    storages: Storages,
+    trained: list[str],
+    settings: Settings,
+) -> Rules:
+    """Return how the optimizer updates the parameters among ``tensors``, and those that are views of them."""
+    names = {id(tensor): name for name, tensor in tensors.items()}
+    names.update((id(view.tensor), name) for name, view in storages.views.items())
+    kind = UnplannedRules if settings.unplanned else Rules
+    return kind(optimizer, names, trained, settings.states)
+
+
+def place_of_step(
+    model: nn.Module,
+    loss_fn: LossFunction,
+    optimizer: torch.optim.Optimizer,
+    batch: Any,
+    options: StepOptions,
+    *,
+    storages: Storages,
+    settings: Settings,
+    machine: Machine,
+    budget: Budget,
+    config: CompileConfig,
+    has_pages: bool,
+) -> CachedPlan:
+    """Return where the plan of a step lies in the cache, if there is one."""
+    printed = step_print(model, loss_fn, storages.left)
+    leaves = pytree.tree_leaves(batch)
+    kind = kind_of(model, batch, trains=options.trains)
+    prints = {
+        "graph": printed.key,
+        "inputs": serial.digest([kind, same_tensors(leaves), same_memory(leaves)]),
+        "storages": serial.digest(
+            {name: [view.owner, repr(view.layout)] for name, view in storages.views.items()}
+        ),
+        "optimizer": serial.digest(_updates(model, optimizer, settings)),
+        "step": serial.digest({**asdict(options), "pending": sorted(options.pending)}),
+        SETTINGS: settings_now(),
+        "process": serial.digest([*_process(), has_pages]),
+        "memory": learnt_digest(config.cache_dir),
+        "machine": serial.digest(machine),
+        "budget": serial.digest(budget.limits_bytes(machine)),
+        "options": serial.digest({**config.fingerprint_fields(), **packing_fields()}),
+        "versions": serial.digest(versions()),
+    }
+    return CachedPlan(config.cache_dir, model, printed, prints, loss_fn)
+
+
+def _updates(
+    model: nn.Module, optimizer: torch.optim.Optimizer, settings: Settings
+) -> list[object]:
+    """Return what of an optimizer a program has in it; hyperparameters are inputs."""
+    canonical, tensors = named_tensors(model)
+    names = {id(tensor): name for name, tensor in tensors.items()}
+    kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+    groups = [
+        [
+            [names.get(id(parameter), "") for parameter in group["params"]],
+            bool(group.get("momentum", True)),
+            bool(group.get("decoupled_weight_decay", False)),
+        ]
+        for group in optimizer.param_groups
+    ]
+    kept_bytes = state_bytes(optimizer) if settings.unplanned else 0
+    return [kind, groups, canonical, settings.states, settings.unplanned, kept_bytes]
+
+
+def _process() -> list[object]:
+    return [
+        torch.get_num_threads(),
+        torch.backends.cpu.get_cpu_capability(),
+        torch.is_autocast_cache_enabled(),
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+    ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedStep:
+    """A program with its plan, and what both are of."""
+
+    program: StepProgram
+    plan: Plan
+    rules: Rules
+    tensors: Mapping[str, torch.Tensor]
+    """Of the model, by the names that the program has for them."""
+    basis: Basis
+
+
+def bound_step(
+    place: CachedPlan,
+    bundle: Bundle,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    storages: Storages,
+    settings: Settings,
+) -> PlannedStep | None:
+    """Bind a kept step to the model and the optimizer of today; ``None``, and a warning, where they do not fit."""
+    try:
+        verify(bundle.plan)
+        return _bound(place, bundle, model, optimizer, storages, settings)
+    except (PlanVerificationError, FormatError) as error:
+        place.refuse(error)
+        return None
+
+
+def _bound(
+    place: CachedPlan,
+    bundle: Bundle,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    storages: Storages,
+    settings: Settings,
+) -> PlannedStep:
+    program, facts = bundle.program, bundle.step
+    if facts is None:
+        raise FormatError("it is of no training step")
+    _, known = named_tensors(model)
+    tensors = {
+        name: known[name] for name in dict.fromkeys(program.bindings.values()) if name in known
+    }
+    rules = rules_of(optimizer, tensors, storages, list(facts.gradients), settings)
+    accumulates = settings.accumulate > 1 or settings.unplanned
+    tiles = {tile.name: tile for tile in rules.tiles(accumulates=accumulates)}
+    for name, bound in program.bound.items():
+        tile = tiles.get(name)
+        if tile is None and name not in known:
+            raise FormatError(f"'{name}' is no tensor of the model or the optimizer")
+        shape = (tile.length,) if tile is not None else tuple(known[name].shape)
+        dtype = tile.dtype if tile is not None else known[name].dtype
+        if (bound.shape, bound.dtype) != (shape, str(dtype).removeprefix("torch.")):
+            raise FormatError(f"'{name}' is another tensor in it than in the model")
+    if [node.name for node in program.op_nodes()] != [op.name for op in bundle.plan.ops]:
+        raise FormatError("its plan is of another program")
+    first = len(program.inputs) - facts.num_groups - len(facts.outside)
+    outside = tuple(
+        bundle.held[spec.name] if number == _CONSTANT else place.printed.tensors[number]
+        for spec, number in zip(program.inputs[first:], facts.outside, strict=False)
+    )
+    step = StepProgram(
+        program=program,
+        tiles={name: tiles[name] for name in program.bound if name in tiles},
+        outside=outside,
+        num_constants=facts.outside.count(_CONSTANT),
+        num_groups=facts.num_groups,
+        gradients=frozenset(facts.gradients),
+    )
+    return PlannedStep(
+        program=step, plan=bundle.plan, rules=rules, tensors=tensors, basis=place.basis()
+    )
+
+
+def keep_step(place: CachedPlan, step: StepProgram, plan: Plan, record: CaptureRecord) -> Basis:
+    """Keep a new step, unless another capture may give another one; return what it rests on."""
+    bundle, why = _bundle_of(step, plan, place.printed)
+    # Recorded is what runs in the forward pass.
+    why = why or next(iter(record.running.backward), None)
+    basis = place.keep(bundle, record, why)
+    assert basis is not None, "there is a record"
+    return basis
+
+
+def _bundle_of(step: StepProgram, plan: Plan, printed: ModulePrint) -> tuple[Bundle, str | None]:
+    """Return what is kept of a step, and why it cannot be kept after all."""
+    program = step.program
+    num_read = len(step.outside) - step.num_constants
+    numbers = {id(tensor): number for number, tensor in enumerate(printed.tensors)}
+    outside = [numbers.get(id(tensor)) for tensor in step.outside[:num_read]]
+    first = len(program.inputs) - step.num_groups - step.num_constants
+    constants = zip(program.inputs[first:], step.outside[num_read:], strict=False)
+    why = None
+    if None in outside:
+        why = "the loss uses a tensor to which no name leads from the model and the loss"
+    for node in program.op_nodes():
+        target = node.target
+        if isinstance(target, torch._ops.OpOverload) and not str(target).startswith(_OWN):
+            why = f"the gradient of {target} is code that is not compared"
+    return Bundle(
+        program=program,
+        plan=plan,
+        weights=Weights(sources={}, stamps=()),
+        held={spec.name: tensor for spec, tensor in constants},
+        positional=(),
+        versions=versions(),
+        step=StepFacts(
+            gradients=tuple(sorted(step.gradients)),
+            num_groups=step.num_groups,
+            outside=tuple(_CONSTANT if n is None else n for n in outside)
+            + (_CONSTANT,) * step.num_constants,
+        ),
+    ), why
