@@ -13,12 +13,10 @@ import torch
 from torch import nn
 
 from gascompile.api.compiled import CompiledModel, Unit
-from gascompile.api.device_budget import plan_on_device
 from gascompile.api.looked_up import LookedUp
 from gascompile.bundles.bundle import Bundle
 from gascompile.bundles.reuse import CachedPlan
 from gascompile.capture.calls import ExampleInputs, normalize_call, positional_names, split_inputs
-from gascompile.capture.export import capture
 from gascompile.capture.fingerprint.fingerprint import (
     ModulePrint,
     module_print,
@@ -27,7 +25,6 @@ from gascompile.capture.fingerprint.fingerprint import (
 )
 from gascompile.capture.later.history import History
 from gascompile.capture.plain_tensors import require_plain_inputs
-from gascompile.capture.record.record import CaptureRecord
 from gascompile.capture.torch_settings import require_castable
 from gascompile.codegen.fuse import fused_unit, outdated, with_kernels
 from gascompile.core.checks.machine import source_warnings
@@ -43,9 +40,6 @@ from gascompile.core.workload import Workload
 from gascompile.machines.admission import admit, admit_model
 from gascompile.machines.op_memory import lacks_memory
 from gascompile.machines.resolve import resolve_machine
-from gascompile.precision.calibration import calibrate
-from gascompile.precision.choice import stored_dtypes
-from gascompile.precision.trials import Forming
 from gascompile.runtime.memory.early_memory import EarlyMemory
 from gascompile.runtime.transfer.engine import read_blocks
 from gascompile.weights.checkpoint import Checkpoint, open_checkpoint_of
@@ -76,9 +70,8 @@ class Job:
 
     def open_checkpoint(self) -> Checkpoint | None:
         """Read the checkpoint's headers, under the names that the model uses."""
-        if self.checkpoint_path is None:
-            return None
-        return open_checkpoint_of(self.model, self.checkpoint_path)
+        path = self.checkpoint_path
+        return open_checkpoint_of(self.model, path) if path is not None else None
 
     def without_loss(self) -> Job:
         """Return the job of the same model, inputs and budget whose weights move as they are stored."""
@@ -105,9 +98,8 @@ class Job:
         prints = self.fingerprint(args, kwargs, checkpoint, printed)
         entry = CachedPlan(self.config.cache_dir, self.model, printed, prints)
         unit = self._cached(entry, checkpoint)
-        if unit is not None and not self.history.admit(entry.inert, args, kwargs):
-            unit = None
-        return LookedUp(entry, checkpoint, unit)
+        holds = unit is not None and self.history.admit(entry.inert, args, kwargs)
+        return LookedUp(entry, checkpoint, unit if holds else None)
 
     def plan_anew(
         self, looked_up: LookedUp, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -205,10 +197,9 @@ class Job:
         prints: Mapping[str, str],
     ) -> tuple[Bundle, CaptureRecord | None]:
         captured = self.capture(args, kwargs)
+        parts = (captured.program, captured.canonical, captured.constants)
         with task("Finding weights"):
-            resolved = self._resolve(
-                captured.program, captured.canonical, captured.constants, checkpoint
-            )
+            resolved = self._resolve(*parts, checkpoint)
         bundle = Bundle(
             program=captured.program,
             plan=self.place(captured.program, prints),
@@ -221,6 +212,11 @@ class Job:
 
     def capture(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Capture:
         """Trace the model; see ``gascompile.capture.export``."""
+        from gascompile.capture.export import capture
+        from gascompile.precision.calibration import calibrate
+        from gascompile.precision.choice import stored_dtypes
+        from gascompile.precision.trials import Forming
+
         with task(f"Capturing {type(self.model).__name__}"):
             shapes, past = self.dynamic_shapes, self.history
             if isinstance(shapes, (tuple, list)) and not args:
@@ -243,6 +239,7 @@ class Job:
 
     def place(self, program: Program, prints: Mapping[str, str]) -> Plan:
         """Annotate and plan a captured program."""
+        from gascompile.api.device_budget import plan_on_device
         from gascompile.machines.op_memory import annotate_memory, unknown_ops
         from gascompile.passes.plan.make_plan import make_plan
 
