@@ -11,8 +11,9 @@ import contextlib
 import math
 import random
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from itertools import islice
 from typing import NoReturn
 
 import numpy as np
@@ -54,6 +55,10 @@ _GUIDES = (
     (60, 0.1, 1.0),
     (120, 0.0, 0.05),
     (60, 0.05, 0.35),
+    (60, 0.05, 1.0),
+    (60, 0.2, 0.35),
+    (60, 0.05, 0.15),
+    (60, 0.1, 0.5),
 )
 """Slots, and shares of memory left free and of bandwidth used, in programs whose solutions are rounded.
 
@@ -61,7 +66,7 @@ Whole tensors hold their memory during a transfer and wait for each other, of wh
 [Empirical] Each is the best of a grid for some training step of 8 to 60 layers or of GPT-2, commonest first.
 """
 _FIRST_GUIDES = 4
-"""After which the best schedule is changed where it stalls, before others are rounded."""
+"""Which are rounded before the best schedules are changed where they stall; the others take turns with that."""
 _LEAD = 0.1
 """Lead of copies back in roundings, in units of the time that the slowest link fills memory in."""
 _RESERVE_SHARE = 0.2
@@ -82,7 +87,7 @@ _FRUITLESS, _FEW_FRUITLESS = 60, 10
 """Changes in a row that may be in vain: in a walk, and before programs are rounded."""
 _FEW_SHARE = 0.15
 """Share of the work that is left for changes before programs are rounded."""
-_PATIENCE, _LONG_PATIENCE = 2, 16
+_PATIENCE, _LONG_PATIENCE = 4, 16
 """Walks in a row that may find nothing better, of many tensors and of few."""
 _REMADE = 0.2
 """Share of a recomputation in a relaxed solution from which on it is done."""
@@ -184,17 +189,20 @@ def _refined(search: Search, remakes: Mapping[int, Remake], candidates: Iterator
         if search.finished:
             break
         search.try_once(name, selection, dropped)
-    if solver != "none":
-        # As above: without the solver's answer the best plan stands.
-        with contextlib.suppress(SolverError):
-            _guided(search, remakes)
+    for found in search.leaders():
+        improve(search, found, random.Random(0), patience=_FEW_FRUITLESS, share=_FEW_SHARE)
+    guides = iter(_GUIDES if solver != "none" else ())
     fruitless = 0
     patience = _LONG_PATIENCE if len(search.task.names) <= _FEW_TENSORS else _PATIENCE
-    for seed in range(1, _SEEDS):
+    for seed in range(_SEEDS):
+        before = search.best
+        # As above: without the solver's answer the best plan stands.
+        with contextlib.suppress(SolverError):
+            _guided(search, remakes, islice(guides, 1 if seed else _FIRST_GUIDES))
         if search.finished or fruitless == patience:
             break
-        before = search.best
-        improve(search, search.leaders()[0], random.Random(seed), patience=_FRUITLESS)
+        leaders = search.leaders()
+        improve(search, leaders[seed % len(leaders)], random.Random(seed), patience=_FRUITLESS)
         fruitless = fruitless + 1 if search.best is before else 0
     return solver
 
@@ -297,17 +305,14 @@ def _bounded(search: Search, remakes: Mapping[int, Remake]) -> str:
     return proof.solver
 
 
-def _guided(search: Search, remakes: Mapping[int, Remake]) -> None:
-    """Consider roundings of programs with less memory and bandwidth, and changes to the best schedule."""
-    for found in search.leaders():
-        improve(search, found, random.Random(0), patience=_FEW_FRUITLESS, share=_FEW_SHARE)
+def _guided(
+    search: Search, remakes: Mapping[int, Remake], guides: Iterable[tuple[int, float, float]]
+) -> None:
+    """Consider roundings of programs with less memory and bandwidth."""
     sources = {j: search.task.repeatable[search.base.intervals[j].tensor] for j in remakes}
-    for number, (num_slots, margin, factor) in enumerate(_GUIDES):
-        if number == _FIRST_GUIDES:
-            for found in search.leaders():
-                improve(search, found, random.Random(0), patience=_FRUITLESS)
+    for num_slots, margin, factor in guides:
         if search.finished:
-            break
+            return
         plan = replace(search.base, task=_tightened(search.task, margin, factor))
         _rounded(search, remakes, _relaxed(search, plan, sources, num_slots))
 

@@ -33,11 +33,11 @@ _WORK_PER_S = 60_000
 """
 _ITERATIONS = 100
 """Iterations whose gain a search may take, as time: what is trained or served runs for far more."""
-_LEAST = 120_000
+_LEAST = 150_000
 """Work that a search may do however little there is to gain."""
-_LONGER = 2.0
-"""A search goes on until it has done so many times the work after which it got better the last time."""
-_BETTER = 5e-3
+_LONGER, _LONGEST = 1.5, 400_000
+"""It goes on until so many times the work is done after which it got better the last time, and no longer than this."""
+_BETTER = 2e-3
 """What counts as better: a share of the seconds."""
 _HOPEFUL = 1.02
 """A schedule that takes longer than the best one by more is not made again.
@@ -87,7 +87,8 @@ class Search:
         self.task = task
         self.base = layout(task)
         now_s = time.perf_counter()
-        self.deadline_s = max((begun_s or now_s) + time_limit_s, now_s + time_limit_s / 10)
+        begun_s = now_s if begun_s is None else begun_s
+        self.deadline_s = max(begun_s + time_limit_s, now_s + time_limit_s / 10)
         self.mip_gap = mip_gap
         self.bound_s = 0.0
         self.best: Found | None = None
@@ -112,7 +113,8 @@ class Search:
         """Work that is still worth doing: of what may be gained in some iterations, and never beyond the limit."""
         best = self.best
         gain_s = best.seconds - self.bound_s if best is not None else math.inf
-        worth = max(_LEAST, self._better_at * _LONGER, gain_s * _ITERATIONS * _WORK_PER_S)
+        longer = min(self._better_at * _LONGER, _LONGEST)
+        worth = max(_LEAST, longer, gain_s * _ITERATIONS * _WORK_PER_S)
         return max(0.0, min(self._most, worth) - self.work)
 
     @property
