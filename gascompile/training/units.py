@@ -14,6 +14,7 @@ from torch import nn
 from gascompile.bundles import plan_cache
 from gascompile.bundles.reuse import Basis, CachedPlan
 from gascompile.codegen.allocator_library import allocation_counter, page_memory
+from gascompile.core.collection import no_collection
 from gascompile.core.config import CompileConfig
 from gascompile.core.errors import BudgetExceededError, InfeasiblePlanError
 from gascompile.core.machine import Budget, Machine
@@ -131,15 +132,8 @@ class UnitMaker:
             self._values.enter()
         storages = self._storages = self._storages or Storages(self._model)
         options = self._settings.program(trains=trains, updates=updates, pending=pending)
-        with Shapes(self.states, storages):
-            place = self._place(batch, options, storages)
-        bundle = place.read(lambda _: "")
-        made = None
-        if bundle is not None:
-            with Shapes(self.states, storages):
-                made = bound_step(
-                    place, bundle, self._model, self.optimizer, storages, self._settings
-                )
+        with no_collection():
+            place, made = self._looked_up(batch, options, storages)
         is_cached = made is not None
         if made is None:
             made = self._planned(name, batch, options, storages, place)
@@ -169,20 +163,32 @@ class UnitMaker:
             is_cached=is_cached,
         )
 
-    def _place(self, batch: Any, options: StepOptions, storages: Storages) -> CachedPlan:
-        return place_of_step(
-            self._model,
-            self._loss_fn,
-            self.optimizer,
-            batch,
-            options,
-            storages=storages,
-            settings=self._settings,
-            machine=self._machine,
-            budget=self._budget,
-            config=self._config,
-            has_pages=self.pages is not None,
-        )
+    def _looked_up(
+        self, batch: Any, options: StepOptions, storages: Storages
+    ) -> tuple[CachedPlan, PlannedStep | None]:
+        """Return the place of a step in the cache, and what is kept there."""
+        model, optimizer = self._model, self.optimizer
+        with Shapes(self.states, storages):
+            place = place_of_step(
+                model,
+                self._loss_fn,
+                optimizer,
+                batch,
+                options,
+                storages=storages,
+                settings=self._settings,
+                machine=self._machine,
+                budget=self._budget,
+                config=self._config,
+                has_pages=self.pages is not None,
+            )
+        # Outside, as what is compared may lead to values that are not in memory.
+        bundle = place.read(lambda _: "")
+        if bundle is None:
+            return place, None
+        with Shapes(self.states, storages), task("Reading the plan"):
+            found = bound_step(place, bundle, model, optimizer, storages, self._settings)
+        return place, found
 
     def _planned(
         self, name: str, batch: Any, options: StepOptions, storages: Storages, place: CachedPlan

@@ -8,6 +8,7 @@ import logging
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -77,6 +78,46 @@ def test_second_compile_neither_captures_nor_plans(tmp_path: Path, options: dict
         warm = run.planned()
     warm.assert_equals(cold)
     assert warm.plan == cold.plan
+
+
+def test_evaluations_are_kept_too(tmp_path: Path) -> None:
+    run = trial(tmp_path)
+    found = []
+    for again in (False, True):
+        model = copy.deepcopy(run.model)
+        with (
+            neither_captured_nor_planned() if again else nullcontext(),
+            run.compiled(model, run.optimizer(model), None) as step,
+        ):
+            torch.manual_seed(4)
+            step(run.batches[0])
+            found.append(step.eval(run.batches[1]))
+    assert torch.equal(*found)
+
+
+def test_a_value_that_changes_after_a_kept_step_counts(tmp_path: Path) -> None:
+    run = trial(tmp_path)
+    run.planned()
+    model = MLP()
+    model.load_state_dict(run.model.state_dict())
+    eager = copy.deepcopy(model)
+    optimizer = run.optimizer(eager)
+    torch.manual_seed(4)
+    expected = []
+    for rate in (0.1, 0.5):
+        eager.dropout.p = rate
+        loss = loss_fn(eager, run.batches[0])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(loss.detach())
+    with run.compiled(model, run.optimizer(model), None) as step:
+        torch.manual_seed(4)
+        with neither_captured_nor_planned():
+            found = [step(run.batches[0])]
+        model.dropout.p = 0.5
+        found.append(step(run.batches[0]))
+    assert all(map(torch.equal, found, expected))
 
 
 class Adapted(nn.Module):
