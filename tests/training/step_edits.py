@@ -150,6 +150,7 @@ EDITS = (
     _line("hook on a gradient", _BODY, "y.register_hook(lambda g: g * #)", "2", "3"),
     _line("variable read in a hook", _AT_CLASS, "os.environ['STALE_STEP'] = '#'\ndef hooked(y):\n    y.register_hook(lambda g: g * float(os.environ['STALE_STEP']))\n    return y\n" + _AT_CLASS, "2", "3", used="hooked(y)"),
     _line("hook on a module's gradient", _SETUP, "model.mid.register_full_backward_hook(lambda m, i, o: (i[0] * #,))", "2", "3"),
+    _line("hook before a module", _SETUP, "model.mid.register_forward_pre_hook(lambda m, a, k: ((a[0] * #,), k), with_kwargs=True)", "2", "3"),
     _line("hook of a module", _SETUP, "model.mid.register_forward_hook(lambda m, a, o: o * #)", "2", "3"),
     _line("gradient of an op", _AT_CLASS, _OP + _AT_CLASS, "2", "3", used="torch.ops.stale_step.k(y)"),
     _edit("detached", "x = self.mid(x)", "x = self.mid(x.detach())"),

@@ -132,7 +132,9 @@ def _feed_model(hasher: ValueDigest, model: nn.Module) -> None:
 def _hooks(registered: dict[Any, Any]) -> list[Any]:
     """Return hooks but for ours: a step that is open has some on its model."""
     found = registered.values()
-    return [hook for hook in found if not str(hook.__module__).startswith(__package__ + ".")]
+    return [
+        hook for hook in found if not str(getattr(hook, "__module__", "")).startswith("gascompile.")
+    ]
 
 
 def _around(hasher: ValueDigest) -> None:
