@@ -179,6 +179,8 @@ def _bound(
             raise FormatError(f"'{name}' is another tensor in it than in the model")
     if [node.name for node in program.op_nodes()] != [op.name for op in bundle.plan.ops]:
         raise FormatError("its plan is of another program")
+    if max(facts.outside, default=_CONSTANT) >= len(place.printed.tensors):
+        raise FormatError("it uses a tensor to which no name leads from the model and the loss")
     first = len(program.inputs) - facts.num_groups - len(facts.outside)
     outside = tuple(
         bundle.held[spec.name] if number == _CONSTANT else place.printed.tensors[number]

@@ -68,9 +68,8 @@ class Unit:
     grader: Grader
     basis: Basis
     """What the program was made from beside the model's tensors and the batch."""
-    place: CachedPlan
-    is_cached: bool
-    """Whether the program was kept by an earlier capture; it then lacks the values' layouts."""
+    entry: str = ""
+    """Key in the cache of a program that was kept by an earlier capture: it lacks the layouts of values."""
 
     def run(
         self, inputs: Sequence[Any], recording: Recording | None = None
@@ -134,7 +133,7 @@ class UnitMaker:
         options = self._settings.program(trains=trains, updates=updates, pending=pending)
         with no_collection():
             place, made = self._looked_up(batch, options, storages)
-        is_cached = made is not None
+        entry = "" if made is None else place.folder.name
         if made is None:
             made = self._planned(name, batch, options, storages, place)
         program, plan = made.program, made.plan
@@ -159,8 +158,7 @@ class UnitMaker:
             trains=trains,
             grader=Grader(plan, self._profile),
             basis=made.basis,
-            place=place,
-            is_cached=is_cached,
+            entry=entry,
         )
 
     def _looked_up(
@@ -208,9 +206,9 @@ class UnitMaker:
 
     def learns(self, unit: Unit, error: BudgetExceededError) -> bool:
         """Keep what a stopped run of ``unit`` has taught for the next plan; False where it taught nothing."""
-        if unit.is_cached:
+        if unit.entry:
             # Its ops are known by name alone: a capture will tell what kind the one is of.
-            plan_cache.remove(self._config.cache_dir, unit.place.folder.name)
+            plan_cache.remove(self._config.cache_dir, unit.entry)
             return True
         if not remember(unit.program.program, error, self._config.cache_dir):
             return False

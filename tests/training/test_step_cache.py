@@ -215,7 +215,7 @@ def test_a_kept_step_that_an_op_takes_beyond_its_budget_is_captured_again(tmp_pa
     model = copy.deepcopy(run.model)
     with run.compiled(model, run.optimizer(model), None) as step:
         (unit,) = step._units
-        assert unit.is_cached
+        assert unit.entry
         error = BudgetExceededError(
             op="addmm", planned_bytes=1, real_bytes=2, budget_bytes=3, tier="cpu"
         )
@@ -223,7 +223,7 @@ def test_a_kept_step_that_an_op_takes_beyond_its_budget_is_captured_again(tmp_pa
         assert not plan_cache.entries(tmp_path)
         step(run.batches[0])
         (unit,) = step._units
-        assert not unit.is_cached
+        assert not unit.entry
 
 
 def test_two_processes_keep_one_step(tmp_path: Path) -> None:
