@@ -139,7 +139,15 @@ def interval_problem(
         ValueError: an op names a tensor that the workload does not list.
     """
     site = machine.compute_tier
-    tensors = [tensor for tensor in workload.tensors if tensor.kind != TensorKind.INPUT]
+    # Numbers break ties, so they follow the ops: the order in which tensors are listed says nothing.
+    first: dict[str, int] = {}
+    for op in workload.ops:
+        for name in (*op.reads, *op.writes):
+            first.setdefault(name, len(first))
+    tensors = sorted(
+        (tensor for tensor in workload.tensors if tensor.kind != TensorKind.INPUT),
+        key=lambda tensor: (first.get(tensor.name, len(first)), tensor.name),
+    )
     number = {tensor.name: i for i, tensor in enumerate(tensors)}
     known = {tensor.name for tensor in workload.tensors}
     reads: list[tuple[int, ...]] = []
