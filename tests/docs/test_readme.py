@@ -81,7 +81,7 @@ def test_the_code_and_the_commands_run(
         "README.md", "docs/how-it-works.md", "docs/explaining-a-plan.md", "docs/weight-forms.md"
     )
     printed = capsys.readouterr().out
-    assert "gascompile_moves_prefetch" in printed
+    assert "gascompile_core_moves_prefetch" in printed
     assert "equals eager" in printed
     plan = namespace["compiled"].plan
     assert plan.peak_bytes["cpu"] <= 24 << 20 < plan.peak_bytes["cpu"] + plan.peak_bytes["nvme"]

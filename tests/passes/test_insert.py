@@ -121,7 +121,7 @@ def test_the_code_reads_as_a_schedule(tmp_path: Path) -> None:
     toy = mlp(tmp_path, layers=2)
     code = insert(toy.program, make_plan(toy.workload)).code
     for move in ("prefetch", "wait", "release"):
-        assert f"gascompile_moves_{move}(mover, 'layers.1.weight'" in code
+        assert f"gascompile_core_moves_{move}(mover, 'layers.1.weight'" in code
 
 
 def without(plan: Plan, kind: type[Step], tensor: str) -> Plan:
