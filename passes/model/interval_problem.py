@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from gascompile.core.errors import UnsupportedOpError
 from gascompile.core.machine import Link, Machine
-from gascompile.core.workload import PERSISTENT, TensorKind, Workload
+from gascompile.core.workload import PERSISTENT, TensorKind, TensorSpec, Workload
 
 _SMALL_PART = 128
 """Of the limit: what may be kept in its place because it is small."""
@@ -139,15 +139,7 @@ def interval_problem(
         ValueError: an op names a tensor that the workload does not list.
     """
     site = machine.compute_tier
-    # Numbers break ties, so they follow the ops: the order in which tensors are listed says nothing.
-    first: dict[str, int] = {}
-    for op in workload.ops:
-        for name in (*op.reads, *op.writes):
-            first.setdefault(name, len(first))
-    tensors = sorted(
-        (tensor for tensor in workload.tensors if tensor.kind != TensorKind.INPUT),
-        key=lambda tensor: (first.get(tensor.name, len(first)), tensor.name),
-    )
+    tensors = _by_first_use(workload)
     number = {tensor.name: i for i, tensor in enumerate(tensors)}
     known = {tensor.name for tensor in workload.tensors}
     reads: list[tuple[int, ...]] = []
@@ -203,6 +195,18 @@ def _routes(machine: Machine, limits_bytes: Mapping[str, int]) -> tuple[Route, .
             out = position.get(f"{site}->{tier}")
             found[tier] = Route(tier, room, position[link.name], out)
     return tuple(found.values())
+
+
+def _by_first_use(workload: Workload) -> list[TensorSpec]:
+    """Return all that may move; numbers break ties, so the order in which tensors are listed must say nothing."""
+    first: dict[str, int] = {}
+    for op in workload.ops:
+        for name in (*op.reads, *op.writes):
+            first.setdefault(name, len(first))
+    return sorted(
+        (tensor for tensor in workload.tensors if tensor.kind != TensorKind.INPUT),
+        key=lambda tensor: (first.get(tensor.name, len(first)), tensor.name),
+    )
 
 
 def _repeatable(

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from gascompile.core.collection import no_collection
+
 if TYPE_CHECKING:
-    from gascompile.core.collection import no_collection
-from gascompile.runtime.devices.cuda import CudaApi
+    from gascompile.runtime.devices.cuda import CudaApi
 
 _TURN = threading.Lock()
 """Torch captures one graph at a time in a process."""

@@ -116,7 +116,7 @@ def test_a_capture_under_a_profiler_gives_it_back(tmp_path: Path) -> None:
     profiler, x = cProfile.Profile(), torch.ones(2, 8)
     profiler.enable()
     with gascompile.compile(Scaled().eval(), None, (x,), cache_dir=tmp_path, fuse="off") as model:
-        before = sum(entry.callcount for entry in profiler.getstats())
+        profiler.clear()
         model(x)
         profiler.disable()
-    assert sum(entry.callcount for entry in profiler.getstats()) > before
+    assert profiler.getstats(), "calls are counted again"

@@ -36,7 +36,7 @@ from tests.training.runs import PLANNING_S
 from tests.training.step_edits import EDITS, StepEdit
 from tests.training.trials import MACHINE, Trial
 
-STEP = int(os.environ.get("GASCOMPILE_EDITS_STEP", "9"))
+STEP = int(os.environ.get("GASCOMPILE_EDITS_STEP", "13"))
 """Every how manyth edit is tried."""
 
 
