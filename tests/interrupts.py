@@ -119,7 +119,10 @@ class Shared(Streamed):
     def act(self) -> None:
         """Call it beside a thread that does."""
         other = threading.Thread(target=self.same, args=(self.model,), daemon=True)
+        # Python's own start() waits on a lock that an interrupt breaks.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM})
         other.start()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
         super().act()
 
 

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 from gascompile import CheckpointError, StorageError, TrainingStep
 from gascompile.runtime.run.iteration import Iteration
+from gascompile.training.state.train_state import States
 from tests.training.runs import (
     BUDGET_BYTES,
     adamw,
@@ -328,6 +329,20 @@ def test_an_interrupt_before_anything_has_changed_does_not_end_the_run(
         with pytest.raises(KeyboardInterrupt):
             losses(step, 1, 2)
     torch.set_rng_state(random)
+    assert losses(step, 1, 3) == reference[1:]
+
+
+def test_an_interrupt_between_an_update_and_its_count_is_mended_by_load(
+    step: TrainingStep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reference = plain_losses(3)
+    assert losses(step, 0, 1) == reference[:1]
+    step.save(tmp_path / "run")
+    with monkeypatch.context() as patch:
+        patch.setattr(States, "stepped", lambda _: signal.raise_signal(signal.SIGINT))
+        with pytest.raises(KeyboardInterrupt):
+            losses(step, 1, 2)
+    step.load(tmp_path / "run")
     assert losses(step, 1, 3) == reference[1:]
 
 

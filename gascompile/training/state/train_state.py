@@ -305,10 +305,11 @@ class States:
         self.counts, self.pending = dict(counts), pending
 
     def clear(self, parameters: Iterable[str], *keys: str) -> None:
-        """Let what is kept of parameters be zeros again."""
+        """Let what is kept of parameters be zeros again; without accumulation no totals are."""
         for parameter in parameters:
             for key in keys:
-                self.keep(parameter, key, torch.zeros(self.like(parameter).shape))
+                if (parameter, key) in self.tiles:
+                    self.keep(parameter, key, torch.zeros(self.like(parameter).shape))
 
     def load_groups(self, groups: list[dict[str, Any]], **state: dict[int, Any]) -> None:
         """Replace the optimizer's hyperparameters by checked ones, and what else is its own by ``state``."""
