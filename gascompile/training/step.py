@@ -253,6 +253,7 @@ class TrainingStep:
         try:
             with self._settings.watch(number):
                 (loss,), self.last_run = unit.run(inputs, self.recording)
+            states.persistent.require_read()
         except BaseException as error:
             if isinstance(error, StorageError) or not unfinished.tidied(states.persistent):
                 self._holdings.failure = traceback.format_exception_only(error)[-1].strip()

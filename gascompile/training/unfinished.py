@@ -23,7 +23,12 @@ class Unfinished:
         self._begun: int | None = None
 
     def begin(self, persistent: Persistent) -> None:
-        """Take note of a step, or of an evaluation."""
+        """Take note of a step, or of an evaluation; files of values that it reads are those that they were.
+
+        Raises:
+            StorageError: one was changed, replaced or removed.
+        """
+        persistent.require_sources()
         self._begun = persistent.num_changes
 
     def changes(self) -> None:

@@ -251,7 +251,8 @@ class UnitMaker:
         *,
         accumulates: bool,
     ) -> States:
-        """Take parameters, buffers and moments over at the first plan."""
+        """Take parameters, buffers and moments over at the first plan; what changes later gets a slot by then."""
+        changing = program.program.states | program.gradients
         if self.states is None:
             assert self._storages is not None, "a capture has looked at them"
             self.states = States(
@@ -264,11 +265,13 @@ class UnitMaker:
                 buffers=memoryview(self._buffers)[: 2 * SPILL_BUFFER_BYTES],
                 pages=self.pages,
                 values=self._values,
+                changing=changing | rules.trained,
                 before_access=self.before_access,
             )
             OPEN.add(self._model)
             return self.states
         require_known({*tensors, *program.tiles}, self.states.persistent.sizes)
+        self.states.persistent.take_slots(changing)
         return self.states
 
     def leave(self) -> None:

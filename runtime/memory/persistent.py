@@ -1,11 +1,13 @@
 """Tensors that outlive iterations, each in memory, in a slot of a file, or both.
 
-A tensor's storage gives its memory back while it is away, so that views of it stay valid and follow.
+A tensor's storage gives its memory back while it is away, so that views of it stay valid and follow. A value that
+nobody has changed yet may lie in a file of somebody else, which is read alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -13,7 +15,8 @@ import torch
 from gascompile.core.errors import StorageError
 from gascompile.core.sizes import PAGE_BYTES, align_up
 from gascompile.runtime.memory.pages import Pages
-from gascompile.runtime.memory.spill import Spill
+from gascompile.runtime.memory.source_slots import SourceSlots
+from gascompile.runtime.memory.spill import Spill, bytes_of
 from gascompile.runtime.protocols import Ticket
 
 
@@ -29,13 +32,15 @@ class Persistent:
         pages: Pages | None = None,
         *,
         unread: Collection[str] = (),
+        sources: SourceSlots | None = None,
     ) -> None:
-        """Take ``tensors`` over, as they are in memory, and room for all in a file.
+        """Take ``tensors`` over, as they are in memory, and room in a file for all but those of ``sources``.
 
         Args:
             zeros: elements and dtype of vectors that begin as zeros and away: they take no memory yet.
             pages: where their memory comes from once they have been away; else the heap.
             unread: those of ``tensors`` that have no values yet and begin away; ``put`` gives them some.
+            sources: values of some of ``unread``, which are read where they lie; closed with this.
 
         Raises:
             StorageError: the folder cannot be written to, or has too little space.
@@ -48,19 +53,25 @@ class Persistent:
             self.tensors[name].untyped_storage().resize_(0)
         for name in unread:
             self.tensors[name].untyped_storage().resize_(0)
+        self._sources = SourceSlots({}, ()) if sources is None else sources
         slots, offset = {}, 0
         for name, size_bytes in self.sizes.items():
-            slots[name] = (offset, size_bytes)
-            offset += align_up(size_bytes, PAGE_BYTES)
+            if name not in self._sources:
+                slots[name] = (offset, size_bytes)
+                offset += align_up(size_bytes, PAGE_BYTES)
         self._pages = pages
         if pages is not None:
             for tensor in self.tensors.values():
                 pages.adopt(tensor.untyped_storage())
-        self._spill = Spill(folder, slots, buffers, pages=pages)
+        try:
+            self._spill = Spill(folder, slots, buffers, pages=pages, sources=self._sources)
+        except BaseException:
+            self._sources.close()
+            raise
         self.path = self._spill.path
         # A file's space that was never written reads as zeros.
         self._away: set[str] = {*zeros, *unread}
-        self._valid: set[str] = set(zeros)
+        self._valid: set[str] = {*zeros, *(name for name in unread if name in self._sources)}
         """Whose slot holds the value of now."""
         self._coming: set[str] = set()
         """Read for somebody else, and not there yet."""
@@ -72,19 +83,66 @@ class Persistent:
         """Return whether the tensor has no memory."""
         return name in self._away
 
+    def is_in_place(self, name: str) -> bool:
+        """Return whether the tensor's value lies in a file of somebody else."""
+        return name in self._sources
+
     @property
     def resident_bytes(self) -> int:
         """What is in memory."""
         return sum(size for name, size in self.sizes.items() if name not in self._away)
 
+    def take_slots(self, names: Iterable[str]) -> None:
+        """Take room for new values of those among ``names`` that are read where others keep them.
+
+        Raises:
+            StorageError: the drive has too little space.
+        """
+        for name in sorted(names):
+            if name in self._sources:
+                self._spill.take_slot(name, self.sizes[name])
+
+    def require_sources(self) -> None:
+        """Refuse files of values that were changed, replaced or removed; before a run.
+
+        Raises:
+            StorageError: names the file.
+        """
+        self._sources.require_there()
+
+    def has_sources(self) -> bool:
+        """Return whether no file of values was written to."""
+        return self._sources.is_unchanged
+
+    def require_read(self) -> None:
+        """Refuse files of values that were written to while they were read; after a run.
+
+        Raises:
+            StorageError: names the file.
+        """
+        self._sources.require_unchanged()
+
     def changed(self, names: Iterable[str]) -> None:
-        """Take note that the values in memory are newer than the slots'."""
+        """Take note that the values in memory are, or will be, newer than the slots'.
+
+        Raises:
+            StorageError: the drive has too little space for one that was never written.
+        """
         names = tuple(names)
+        for name in names:
+            if name in self._sources:
+                self._spill.take_slot(name, self.sizes[name])
         self.num_changes += len(names)
         self._valid.difference_update(names)
+        for name in names:
+            if name in self._sources:
+                # Last: an interrupt before leaves a value in memory that is not taken for the file's.
+                self._sources.leave(name)
 
     def write(self, name: str) -> Ticket:
         """Start copying a tensor to its slot; it must not change before the ticket is done."""
+        if name in self._sources:
+            self.changed((name,))
         ticket = self._spill.write(name, self.tensors[name].untyped_storage())
         self._writes[name] = ticket
         # Last: whatever interrupts this, a slot that was not written is not taken for the value.
@@ -130,14 +188,28 @@ class Persistent:
             self.read(name).wait()
 
     def value(self, name: str) -> torch.Tensor:
-        """Return a copy of a tensor, wherever it is, and leave it there."""
-        if name not in self._away:
-            return self.tensors[name].detach().clone()
+        """Return a copy of a tensor, wherever it is, and leave it there.
+
+        Raises:
+            StorageError: it cannot be read, or its file was written to.
+        """
         tensor = self.tensors[name]
-        storage = torch.UntypedStorage(self.sizes[name])
-        self._spill.read(name, storage).wait()
+        with self._reading(name):
+            if name not in self._away:
+                return tensor.detach().clone()
+            storage = torch.UntypedStorage(self.sizes[name])
+            self._spill.read(name, storage).wait()
         found = torch.empty(0, dtype=tensor.dtype)
         return found.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+    @contextmanager
+    def _reading(self, name: str) -> Iterator[None]:
+        """Refuse what was read from a file that was written to; that is also why a read of it may fail."""
+        try:
+            yield
+        finally:
+            if name in self._sources:
+                self._sources.require_unchanged()
 
     def taken(self, name: str) -> torch.Tensor:
         """Return a tensor in memory, for somebody else to own once this is closed.
@@ -145,10 +217,11 @@ class Persistent:
         Raises:
             StorageError: it cannot be read; to be asked for again.
         """
-        if name in self._away or name in self._coming:
-            self._coming.add(name)
-            self.read(name).wait()
-            self._coming.discard(name)
+        with self._reading(name):
+            if name in self._away or name in self._coming:
+                self._coming.add(name)
+                self.read(name).wait()
+                self._coming.discard(name)
         return self.tensors[name]
 
     def assign(self, name: str, value: torch.Tensor) -> None:
@@ -156,16 +229,29 @@ class Persistent:
         self.fill(name, lambda tensor: tensor.copy_(value))
 
     def fill(self, name: str, writer: Callable[[torch.Tensor], object]) -> None:
-        """Let ``writer`` write all of a tensor, which is in memory for that time; blocks."""
+        """Let ``writer`` write all of a tensor, which is in memory for that time; blocks.
+
+        What a file of others holds already is not written again.
+
+        Raises:
+            StorageError: the slot cannot be written, or the drive has too little space for one.
+        """
         away = name in self._away
         tensor = self.tensors[name]
         if away:
             tensor.untyped_storage().resize_(self.sizes[name])
             self._away.discard(name)
-        self.changed((name,))
+        self.num_changes += 1
+        self._valid.discard(name)
         writer(tensor)
+        if name in self._sources:
+            if self._sources.holds(name, bytes_of(tensor.untyped_storage())):
+                self._valid.add(name)
+            else:
+                self.changed((name,))
         if away:
-            self.write(name).wait()
+            if name not in self._valid:
+                self.write(name).wait()
             self.drop(name)
 
     def put(self, name: str, fill: Callable[[memoryview, int], None]) -> None:
@@ -182,21 +268,33 @@ class Persistent:
 
     def places(self) -> dict[str, tuple[int, int]]:
         """Return the file and the offset of each tensor's slot."""
-        return {name: self._spill.place(name) for name in self.sizes}
+        return {
+            name: self._sources.pieces(name)[0][:2]
+            if name in self._sources
+            else self._spill.place(name)
+            for name in self.sizes
+        }
 
     def copy_to(self, name: str, target: int, offset: int) -> bool:
         """Copy a tensor's bytes from its slot to an open file; False where only memory has its value.
 
         Raises:
             OSError: a file cannot be read or written.
+            StorageError: the file of somebody else that has the value was written to.
         """
         if name not in self._valid:
             return False
-        self._spill.copy_to(name, target, offset, self.sizes[name])
+        with self._reading(name):
+            if name in self._sources:
+                self._sources.copy_to(name, target, offset)
+            else:
+                self._spill.copy_to(name, target, offset, self.sizes[name])
         return True
 
     def recover(self) -> None:
         """After a failed transfer: let the others end, and fetch again what a slot has and memory may not.
+
+        Values in files that were written to stay lost, which who asks for one learns, until they get others.
 
         Raises:
             StorageError: the drive still fails.
@@ -204,11 +302,13 @@ class Persistent:
         self._spill.drain()
         self._valid.difference_update(n for n, ticket in self._writes.items() if ticket.failed)
         for name in sorted(self._valid - self._away):
-            self.read(name).wait()
+            if name not in self._sources or self._sources.is_unchanged:
+                self.read(name).wait()
 
     def close(self) -> None:
         """Give the file back, and the memory of all that nobody has taken."""
         self._spill.close()
+        self._sources.close()
         self.tensors.clear()
         if self._pages is not None:
             self._pages.trim()

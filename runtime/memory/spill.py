@@ -1,5 +1,7 @@
 """Where activations go that leave memory for a while: an unnamed file with a slot per tensor.
 
+A slot may also lie in files of others, anywhere in them, from which it is read alone.
+
 One thread writes and one reads. Memory that consists of whole pages goes straight to the drive and comes
 straight from it, by threads of the native library where there is one; what an allocator has put elsewhere is
 not aligned for that and goes through a buffer. The file has no name: whatever ends the process gives its
@@ -26,13 +28,15 @@ from gascompile.core.errors import StorageError
 from gascompile.core.sizes import PAGE_BYTES, align_up, format_size
 from gascompile.core.waiting import Gate, OwnThread, life, require_life
 from gascompile.runtime.memory.pages import Pages
+from gascompile.runtime.memory.source_slots import Pieces, SourceSlots
 from gascompile.runtime.protocols import Event, Reader, Ticket, read_at
 from gascompile.runtime.transfer.copying import copy_range
-from gascompile.runtime.transfer.page_ring import Lane
+from gascompile.runtime.transfer.page_ring import Lane, LaneMoves
 
 Writer = Callable[[int, memoryview, int], int]
 """A positional write; raises ``OSError`` and may take fewer bytes than it is given."""
 
+_NOTHING: Pieces = ((-1, 0, 0),)
 _UNNAMED = os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC
 
 
@@ -40,7 +44,7 @@ _UNNAMED = os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC
 class _Move:
     """A transfer under way; a ``Ticket``."""
 
-    slot: int
+    pieces: Pieces
     storage: torch.UntypedStorage | None
     """Let go of before the move ends, so that the last reader of the tensor frees its memory."""
     name: str
@@ -76,6 +80,7 @@ class Spill:
         buffers: memoryview,
         *,
         pages: Pages | None = None,
+        sources: SourceSlots | None = None,
         reader: Reader = read_at,
         writer: Writer | None = None,
     ) -> None:
@@ -87,6 +92,7 @@ class Spill:
                 tensors are never out at the same time.
             buffers: page-aligned memory, half of it for each direction.
             pages: know which storages may be used to the end of their last page.
+            sources: where tensors lie that have no slot in the file until ``take_slot``.
             reader: the low-level read of what goes through a buffer.
             writer: the low-level write of it.
 
@@ -95,9 +101,10 @@ class Spill:
         """
         self._slots = dict(slots)
         ends = (offset + align_up(size_bytes, PAGE_BYTES) for offset, size_bytes in slots.values())
-        total = max(ends, default=0)
-        self._pages = pages
-        self._file, self.path = _open(folder, total)
+        self._end = max(ends, default=0)
+        self._pages, self._sources = pages, sources
+        self._folder = folder
+        self._file, self.path = _open(folder, self._end)
         self._buffered = _Buffered(self._file, reader, writer or os.pwrite)
         self._plain = -1
         self._buffers = buffers
@@ -128,11 +135,34 @@ class Spill:
 
     def write(self, name: str, storage: torch.UntypedStorage) -> Ticket:
         """Start copying a storage to its slot; it must not change or go before the ticket is done."""
-        return self._submit(0, name, storage)
+        return self._submit(0, name, storage, self._own(name, storage))
 
     def read(self, name: str, storage: torch.UntypedStorage) -> Ticket:
         """Start filling a storage from its slot; it must have the size that was written."""
-        return self._submit(1, name, storage)
+        if self._sources is not None and name in self._sources:
+            return self._submit(1, name, storage, self._sources.pieces(name))
+        return self._submit(1, name, storage, self._own(name, storage))
+
+    def _own(self, name: str, storage: torch.UntypedStorage) -> Pieces:
+        slot, size_bytes = self._slots[name]
+        if storage.nbytes() > size_bytes:
+            raise StorageError(
+                f"'{name}' has {storage.nbytes()} bytes, its slot {size_bytes}; plan for the larger input"
+            )
+        return ((self._file, slot, storage.nbytes()),)
+
+    def take_slot(self, name: str, size_bytes: int) -> None:
+        """Let a tensor have a slot in the file, unless it has one: it is still read from where it lies.
+
+        Raises:
+            StorageError: the drive has too little space.
+        """
+        if name in self._slots:
+            return
+        offset = self._end
+        _take_space(self._file, self._folder, offset, align_up(size_bytes, PAGE_BYTES))
+        self._end += align_up(size_bytes, PAGE_BYTES)
+        self._slots[name] = (offset, size_bytes)
 
     def put(self, name: str, fill: Callable[[memoryview, int], None], size_bytes: int) -> None:
         """Fill a slot from elsewhere, a buffer at a time; blocks, and nothing else may be under way.
@@ -166,7 +196,7 @@ class Spill:
             self.close()
             return
         empty = torch.UntypedStorage(0)
-        moves = [_Move(0, empty, "") for _ in self._queues]
+        moves = [_Move(_NOTHING, empty, "") for _ in self._queues]
         for jobs, move in zip(self._queues, moves, strict=True):
             jobs.put(move)
         for move in moves:
@@ -206,23 +236,32 @@ class Spill:
             if file >= 0:
                 os.close(file)
 
-    def _submit(self, direction: int, name: str, storage: torch.UntypedStorage) -> Ticket:
-        slot, size_bytes = self._slots[name]
-        if storage.nbytes() > size_bytes:
-            raise StorageError(
-                f"'{name}' has {storage.nbytes()} bytes, its slot {size_bytes}; plan for the larger input"
-            )
+    def _submit(
+        self, direction: int, name: str, storage: torch.UntypedStorage, pieces: Pieces
+    ) -> Ticket:
         require_life(self._life, "the spill file")
         if self._closed:
             raise StorageError("the session is closed; compile or load the model again")
         pages_bytes = align_up(storage.nbytes(), PAGE_BYTES)
-        if self._pages is not None and self._pages.capacity(storage.data_ptr()) >= pages_bytes:
-            return self._lanes[direction].submit(
-                name, storage, self._file, slot, writes=direction == 0, size_bytes=pages_bytes
+        if self._pages is None or self._pages.capacity(storage.data_ptr()) < pages_bytes:
+            move = _Move(pieces, storage, name)
+            self._queues[direction].put(move)
+            return move
+        lane = self._lanes[direction]
+        ((file, offset, _), *more) = pieces
+        if file == self._file:
+            return lane.submit(
+                name, storage, file, offset, writes=direction == 0, size_bytes=pages_bytes
             )
-        move = _Move(slot, storage, name)
-        self._queues[direction].put(move)
-        return move
+        moves, begin = [], 0
+        for file, offset, size_bytes in pieces:
+            moves.append(
+                lane.submit(
+                    name, storage, file, offset, writes=False, size_bytes=size_bytes, begin=begin
+                )
+            )
+            begin += size_bytes
+        return LaneMoves(moves) if more else moves[0]
 
 
 class _Buffered:
@@ -233,20 +272,25 @@ class _Buffered:
 
     def write(self, move: _Move, buffer: memoryview) -> None:
         """Copy a storage to its slot."""
-        source = _bytes_of(move.storage)
+        ((_, slot, _),) = move.pieces
+        source = bytes_of(move.storage)
         for begin in range(0, len(source), len(buffer)):
             part = source[begin : begin + len(buffer)]
             buffer[: len(part)] = part
-            self.write_all(buffer[: align_up(len(part), PAGE_BYTES)], move.slot + begin)
+            self.write_all(buffer[: align_up(len(part), PAGE_BYTES)], slot + begin)
 
     def read(self, move: _Move, buffer: memoryview) -> None:
         """Fill a storage from its slot."""
-        target = _bytes_of(move.storage)
-        for begin in range(0, len(target), len(buffer)):
-            part = target[begin : begin + len(buffer)]
-            whole = buffer[: align_up(len(part), PAGE_BYTES)]
-            self._read_all(whole, len(part), move.slot + begin)
-            part[:] = buffer[: len(part)]
+        target = bytes_of(move.storage)
+        for file, begin, size_bytes in move.pieces:
+            at, end = begin, begin + size_bytes
+            while at < end:
+                head = at % PAGE_BYTES
+                count = min(end - at, len(buffer) - head)
+                whole = buffer[: align_up(head + count, PAGE_BYTES)]
+                self._read_all(file, whole, head + count, at - head)
+                target[:count] = buffer[head : head + count]
+                target, at = target[count:], at + count
 
     def write_all(self, pages: memoryview, offset: int) -> None:
         """Write whole pages to the file."""
@@ -257,11 +301,11 @@ class _Buffered:
                 raise OSError(errno.EIO, "a write took no bytes")
             done += taken
 
-    def _read_all(self, pages: memoryview, size_bytes: int, offset: int) -> None:
+    def _read_all(self, file: int, pages: memoryview, size_bytes: int, offset: int) -> None:
         """Read at least the first ``size_bytes`` of ``pages``."""
         done = 0
         while done < size_bytes:
-            got = self._reader(self._file, pages[done:], offset + done)
+            got = self._reader(file, pages[done:], offset + done)
             if got <= 0:
                 raise OSError(errno.EIO, "the file ends before the tensor does")
             done += got
@@ -280,7 +324,7 @@ def _serve(
         except Exception as error:  # noqa: BLE001
             why = error.strerror if isinstance(error, OSError) else repr(error)
             move.error = StorageError(
-                f"moving '{move.name}' failed: {why}; check the disk of the cache folder"
+                f"moving '{move.name}' failed: {why}; check the drives of the cache folder and of the weights"
             )
             move.error.__cause__ = error
         move.storage = None
@@ -288,7 +332,8 @@ def _serve(
         move.gate.open()
 
 
-def _bytes_of(storage: torch.UntypedStorage | None) -> memoryview:
+def bytes_of(storage: torch.UntypedStorage | None) -> memoryview:
+    """Return a storage's memory, which it does not keep alive."""
     assert storage is not None, "a move is served once"
     memory = (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())
     return memoryview(memory).cast("B")
@@ -303,18 +348,29 @@ def _open(folder: Path, size_bytes: int) -> tuple[int, str]:
         except OSError:
             # Some file systems (tmpfs, some overlays) have no direct I/O; the page cache serves.
             file, path = _open_as(folder, _UNNAMED), "page cache"
-        try:
-            if size_bytes:
-                os.posix_fallocate(file, 0, size_bytes)
-        except BaseException:
-            os.close(file)
-            raise
-        return file, path
     except OSError as error:
-        raise StorageError(
-            f"cannot take {format_size(size_bytes)} in {folder} for activations: {error.strerror}; "
-            "free some space, or choose another cache_dir"
-        ) from error
+        raise _no_space(size_bytes, folder, error) from error
+    try:
+        _take_space(file, folder, 0, size_bytes)
+    except BaseException:
+        os.close(file)
+        raise
+    return file, path
+
+
+def _take_space(file: int, folder: Path, offset: int, size_bytes: int) -> None:
+    try:
+        if size_bytes:
+            os.posix_fallocate(file, offset, size_bytes)
+    except OSError as error:
+        raise _no_space(size_bytes, folder, error) from error
+
+
+def _no_space(size_bytes: int, folder: Path, error: OSError) -> StorageError:
+    return StorageError(
+        f"cannot take {format_size(size_bytes)} in {folder} for activations: {error.strerror}; "
+        "free some space, or choose another cache_dir"
+    )
 
 
 def _open_as(folder: Path, flags: int) -> int:

@@ -200,6 +200,12 @@ class SourceFiles:
         for file in self._files.values():
             file.require_unchanged(os.fstat(file.buffered))
 
+    def drop(self, path: str) -> None:
+        """Close a file that nobody reads any more, if it is open; it may change from now on."""
+        self._stamps.pop(path, None)
+        if path in self._files:
+            self._files.pop(path).close()
+
     def close(self) -> None:
         """Close every file; idempotent, and to be repeated if interrupted."""
         self._say()

@@ -11,6 +11,7 @@ import ctypes
 import os
 import weakref
 from collections import deque
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from gascompile.core.errors import StorageError
@@ -131,8 +132,41 @@ class LaneMove:
         if code:
             error = OSError(code, os.strerror(code))
             raise StorageError(
-                f"moving '{self.name}' failed: {error.strerror}; check the disk of the cache folder"
+                f"moving '{self.name}' failed: {error.strerror}; check the drives of the cache folder and of the "
+                "weights"
             ) from error
+
+
+class LaneMoves:
+    """Moves that follow each other in a lane, as one ``Ticket``."""
+
+    event: Event | None = None
+
+    def __init__(self, moves: Sequence[LaneMove]) -> None:
+        """Take at least one, in the order in which they were submitted."""
+        self._moves = moves
+
+    @property
+    def begun_s(self) -> float:
+        """When the first began."""
+        return self._moves[0].begun_s
+
+    @property
+    def done_s(self) -> float:
+        """When the last ended."""
+        return self._moves[-1].done_s
+
+    @property
+    def done(self) -> bool:
+        return self._moves[-1].done
+
+    @property
+    def failed(self) -> bool:
+        return any(move.failed for move in self._moves)
+
+    def wait(self) -> None:
+        for move in self._moves:
+            move.wait()
 
 
 class Lane:
@@ -158,8 +192,11 @@ class Lane:
         *,
         writes: bool,
         size_bytes: int,
+        begin: int = 0,
     ) -> LaneMove:
-        """Start moving ``size_bytes`` from the beginning of a storage on, of which it may fill fewer.
+        """Start moving ``size_bytes`` from byte ``begin`` of a storage on, of which it may fill fewer.
+
+        What is read may lie anywhere in its file; what is written begins at a page of both.
 
         Raises:
             StorageError: the lane is closed.
@@ -169,8 +206,8 @@ class Lane:
         move = LaneMove(self._thread, storage, name)
         # Before it is under way: an interrupt in between leaves one that never was.
         self._flying.append(move)
-        needed = size_bytes if writes else storage.nbytes()
-        address = storage.data_ptr()
+        needed = size_bytes if writes else min(size_bytes, storage.nbytes() - begin)
+        address = storage.data_ptr() + begin
         self._thread.submit(
             move.outcome, file, address, (size_bytes, needed), offset, writes=writes
         )

@@ -217,7 +217,7 @@ def test_moments_that_memory_has_no_room_for_stay_out_with_a_warning(
     optimizer = adamw(model)
     step = compiled(model, optimizer, tmp_path, budget="64MiB")
     step(batches(1)[0])
-    monkeypatch.setattr("gascompile.training.state.train_state._available_bytes", lambda: 1000)
+    monkeypatch.setattr("gascompile.training.state.giving_back.available_bytes", lambda: 1000)
     with pytest.warns(UserWarning, match="use save before close"):
         step.close()
     assert not optimizer.state

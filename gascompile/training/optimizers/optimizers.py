@@ -181,6 +181,11 @@ class Rules:
         for slot in self.slots.values():
             self.rows[slot.group].append(slot.name)
 
+    @property
+    def trained(self) -> frozenset[str]:
+        """Return the parameters that updates may change, as long as none is unfrozen."""
+        return frozenset(slot.name for slot in self.slots.values() if not slot.is_frozen)
+
     def require(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuse what has no rule; see ``require_rule``."""
         require_rule(optimizer)

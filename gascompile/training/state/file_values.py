@@ -1,26 +1,29 @@
 """Values in files: what a model on the meta device is trained from, without ever standing whole in memory.
 
 Its tensors get memory that nothing touches, so that traces see a model as any other, and the first plan of a
-step takes even that away. Values go from the checkpoint's files through a small buffer to where the step
-keeps what is out of memory, and come into memory as the plan says.
+step takes even that away. Values come into memory as the plan says: those that steps do not change from the
+checkpoint's files; others go once, through a small buffer, to where the step keeps what is out of memory.
 """
 
 from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from gascompile.core.errors import CheckpointError, UnsupportedOpError
+from gascompile.core.errors import CheckpointError, StorageError, UnsupportedOpError
 from gascompile.core.model_libraries import ignorable_weights, rebuild_buffers
 from gascompile.core.sizes import format_size
 from gascompile.core.sources import WeightSource
 from gascompile.formats.dtypes import is_lossless
 from gascompile.runtime.memory.persistent import Persistent
+from gascompile.runtime.memory.source_slots import SourceSlots
+from gascompile.runtime.transfer.files import SourceFile, SourceFiles
 from gascompile.training.capture.unbacked_tensors import Outlines, become
 from gascompile.training.state.aliasing import named_tensors
 from gascompile.weights.checkpoint import Checkpoint, match_weights, open_checkpoint_of
@@ -29,6 +32,8 @@ Reader = Callable[[memoryview, int], None]
 """Fills memory with a tensor's bytes from an offset on; both are whole elements."""
 _PART_ELEMENTS = 1 << 20
 """Elements of another dtype that are read at a time."""
+_PIECE_BYTES = 1 << 18
+"""What is in smaller pieces, as merged rows are, is copied once in the place of many small reads per step."""
 
 
 class FileValues:
@@ -48,7 +53,9 @@ class FileValues:
         self.where = str(path)
         canonical, self._tensors = named_tensors(model)
         _require_apart(self._tensors)
-        self.sources = self._found(model, canonical, open_checkpoint_of(model, Path(path)))
+        checkpoint = open_checkpoint_of(model, Path(path))
+        self._stamps = checkpoint.stamps
+        self.sources = self._found(model, canonical, checkpoint)
         rest = [name for name in self._tensors if name not in self.sources]
         lost = [name for name in rest if self._tensors[name].is_meta]
         rebuilt = rebuild_buffers(model) if lost else {}
@@ -81,22 +88,63 @@ class FileValues:
         """
         self._outlines.leave(layouts)
 
-    def fill(self, persistent: Persistent) -> None:
-        """Let all values be in their slots; closes ``persistent`` where that fails.
+    def in_place(
+        self, tensors: Mapping[str, torch.Tensor], changing: Collection[str]
+    ) -> SourceSlots:
+        """Return the values that steps read where they lie.
+
+        Args:
+            tensors: have the layouts in which steps keep the values.
+            changing: names of those that steps change.
 
         Raises:
-            CheckpointError: a file cannot be read.
+            CheckpointError: a file is missing, or has changed since its header was read.
+        """
+        found = {
+            name: source
+            for name, source in self.sources.items()
+            if name not in changing and _lies_as_kept(source, tensors[name])
+        }
+        try:
+            return SourceSlots(found, self._stamps)
+        except StorageError as error:
+            raise CheckpointError(str(error)) from error
+
+    def fill(self, persistent: Persistent) -> None:
+        """Let the values that cannot be read in place be in slots; closes ``persistent`` where that fails.
+
+        Raises:
+            CheckpointError: a file cannot be read, or has changed since its header was read.
             StorageError: the slots' file cannot be written.
         """
+        rest = [name for name in self.sources if not persistent.is_in_place(name)]
         try:
-            for name in self.sources:
-                if persistent.tensors[name].is_contiguous():
-                    persistent.put(name, self.reader(name))
-                else:
-                    persistent.assign(name, self._whole(name))
+            with self._opened(rest) as files:
+                for name in rest:
+                    if persistent.tensors[name].is_contiguous():
+                        persistent.put(name, self._reader(name, files))
+                    else:
+                        persistent.assign(name, self._whole(name, files))
         except BaseException:
             persistent.close()
             raise
+
+    @contextmanager
+    def _opened(self, names: Iterable[str]) -> Iterator[SourceFiles]:
+        """Open the files of some values, which are the same at the end as when their headers were read."""
+        paths = {extent.path for name in names for extent in self.sources[name].extents}
+        stamps = [stamp for stamp in self._stamps if stamp.path in paths]
+        with ExitStack() as stack:
+            try:
+                files = SourceFiles(paths, stamps)
+                stack.callback(files.close)
+            except StorageError as error:
+                raise CheckpointError(str(error)) from error
+            yield files
+            try:
+                files.recheck()
+            except StorageError as error:
+                raise CheckpointError(str(error)) from error
 
     def stays_out(
         self, tensors: Mapping[str, torch.Tensor], persistent: Persistent, available_bytes: int
@@ -119,17 +167,13 @@ class FileValues:
         self.leave(persistent.tensors)
         return True
 
-    def reader(self, name: str) -> Reader:
-        """Return what reads the values of a tensor, in its own dtype, row by row.
-
-        Raises:
-            CheckpointError: at a call: the file cannot be read, or has become shorter.
-        """
+    def _reader(self, name: str, files: SourceFiles) -> Reader:
+        """Return what reads the values of a tensor, in its own dtype, row by row."""
         source = self.sources[name]
         wanted, stored = self._tensors[name].dtype, getattr(torch, source.dtype)
 
         def plain(target: memoryview, offset: int) -> None:
-            _read(source, target, offset, self.where)
+            _read(source, files, target, offset)
 
         def converted(target: memoryview, offset: int) -> None:
             part = torch.empty(_PART_ELEMENTS, dtype=stored)
@@ -138,7 +182,7 @@ class FileValues:
             for begin in range(0, len(whole), _PART_ELEMENTS):
                 piece = whole[begin : begin + _PART_ELEMENTS]
                 raw = part[: len(piece)].view(torch.uint8).numpy().data
-                _read(source, raw, (first + begin) * stored.itemsize, self.where)
+                _read(source, files, raw, (first + begin) * stored.itemsize)
                 piece.copy_(part[: len(piece)])
 
         return plain if wanted == stored else converted
@@ -164,11 +208,22 @@ class FileValues:
             accepts=is_lossless,
         )
 
-    def _whole(self, name: str) -> torch.Tensor:
+    def _whole(self, name: str, files: SourceFiles) -> torch.Tensor:
         found = torch.empty(self.sources[name].shape, dtype=self._tensors[name].dtype)
         if found.numel():
-            self.reader(name)(found.view(-1).view(torch.uint8).numpy().data, 0)
+            self._reader(name, files)(found.view(-1).view(torch.uint8).numpy().data, 0)
         return found
+
+
+def _lies_as_kept(source: WeightSource, tensor: torch.Tensor) -> bool:
+    """Return whether the bytes in files are those of the tensor's memory, in pieces that are worth a read."""
+    pieces_bytes = _PIECE_BYTES * (len(source.extents) - 1)
+    return (
+        str(tensor.dtype) == f"torch.{source.dtype}"
+        and tensor.is_contiguous()
+        and 0 < source.size_bytes == tensor.untyped_storage().nbytes()
+        and pieces_bytes < source.size_bytes
+    )
 
 
 def _require_apart(tensors: Mapping[str, torch.Tensor]) -> None:
@@ -182,35 +237,30 @@ def _require_apart(tensors: Mapping[str, torch.Tensor]) -> None:
             )
 
 
-def _read(source: WeightSource, target: memoryview, offset: int, where: str) -> None:
+def _read(source: WeightSource, files: SourceFiles, target: memoryview, offset: int) -> None:
     """Fill ``target`` with a tensor's bytes in its files from ``offset`` on."""
     begin = 0
     for extent in source.extents:
         low, high = max(offset, begin), min(offset + len(target), begin + extent.size_bytes)
         if low < high:
             part = target[low - offset : high - offset]
-            _read_file(extent.path, part, extent.offset + low - begin, source.name, where)
+            _read_file(files[extent.path], part, extent.offset + low - begin, source.name)
         begin += extent.size_bytes
 
 
-def _read_file(path: str, target: memoryview, offset: int, name: str, where: str) -> None:
+def _read_file(file: SourceFile, target: memoryview, offset: int, name: str) -> None:
+    done = 0
     try:
-        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            done = 0
-            while done < len(target):
-                got = os.preadv(file, [target[done:]], offset + done)
-                if not got:
-                    raise CheckpointError(
-                        f"{path} has become shorter: '{name}' ends after {offset + done} bytes; put the file of "
-                        f"{where} back"
-                    )
-                done += got
-            # It is read once: its pages would only push others out.
-            os.posix_fadvise(file, offset, len(target), os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(file)
+        while done < len(target):
+            got = os.preadv(file.buffered, [target[done:]], offset + done)
+            if not got:
+                raise CheckpointError(
+                    f"{file.path} has become shorter: '{name}' ends after {offset + done} bytes; put the file back"
+                )
+            done += got
+        # It is read once: its pages would only push others out.
+        os.posix_fadvise(file.buffered, offset, len(target), os.POSIX_FADV_DONTNEED)
     except OSError as error:
         raise CheckpointError(
-            f"cannot read '{name}' from {where}: {error.strerror or error}"
+            f"cannot read '{name}' from {file.path}: {error.strerror or error}"
         ) from error

@@ -14,6 +14,7 @@ from gascompile.core.errors import GASCompileError, StorageError
 from gascompile.core.waiting import life, require_life
 from gascompile.training.attempt import Attempt, begin
 from gascompile.training.state.checkpoints import CheckpointFolder
+from gascompile.training.state.giving_back import give_back
 from gascompile.training.state.train_state import States
 from gascompile.training.unfinished import Unfinished
 from gascompile.training.unit_table import UnitTable
@@ -86,7 +87,8 @@ class Holdings:
         is back; after another, a second call waits for the end.
 
         Raises:
-            StorageError: a value cannot be read; it stays where it is, and another call tries again.
+            StorageError: a value cannot be read; it stays where it is, and another call tries again. Or a file has
+                changed of which values were read in place: these are on the meta device, and all others back.
         """
         self.is_closed = True
         attempt = self._attempt
@@ -131,7 +133,7 @@ class Holdings:
             unit.iteration.close()
         if self.failure:
             states.persistent.recover()
-        warned = states.give_back(moments=not self.failure)
+        warned, lost = give_back(states, moments=not self.failure)
         self._said += [partial(warnings.warn, text, stacklevel=4) for text in warned]
         states.storages.restore()
         # All is in the model again.
@@ -139,6 +141,8 @@ class Holdings:
         self._units.clear()
         self._maker.states = None
         OPEN.discard(self._model)
+        if lost is not None:
+            raise lost
 
     def dropped(self) -> None:
         """Close in the place of a step that nobody has closed, and say so."""

@@ -1,13 +1,13 @@
 """States of a training run: where torch's formats and the tensors that persist meet.
 
 While a run is open it owns what torch keeps in the model and in ``optimizer.state``: parameters are empty
-tensors there and moments have no entry. ``give_back`` returns both.
+tensors there and moments have no entry. ``giving_back`` returns both.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,6 @@ import torch
 from torch import nn
 
 from gascompile.core.errors import CheckpointError
-from gascompile.core.sizes import format_size
-from gascompile.cost_models.measure.host import memory_limit
-from gascompile.runtime.memory.heap_memory import own_bytes
 from gascompile.runtime.memory.pages import Pages
 from gascompile.runtime.memory.persistent import Persistent
 from gascompile.training.optimizers.optimizers import TOTAL, Rules, Slot, Tile
@@ -26,9 +23,6 @@ from gascompile.training.state.covers import Covers
 from gascompile.training.state.file_values import FileValues
 from gascompile.training.state.open_optimizer import OpenOptimizer, listed, restore
 from gascompile.training.state.same_model import require_same, shapes_of
-
-_BESIDE_BYTES = 128 << 20
-"""What copies take while they are made, and what a control group counts beside a process's own memory."""
 
 
 class States:
@@ -46,6 +40,7 @@ class States:
         buffers: memoryview,
         pages: Pages | None,
         values: FileValues | None = None,
+        changing: Collection[str] = (),
         before_access: Callable[[], None] = lambda: None,
     ) -> None:
         """Take over what is in the model and in the optimizer.
@@ -59,6 +54,7 @@ class States:
             buffers: memory for transfers.
             pages: what values lie in; the heap, if ``None``.
             values: of tensors that have theirs in files.
+            changing: names of tensors that steps change; values of others stay in their files.
             before_access: called before somebody who holds a tensor of the model reads or writes it.
 
         Raises:
@@ -88,7 +84,10 @@ class States:
             self.tiles.setdefault((tile.parameter, tile.key), []).append(tile)
         zeros = {t.name: (t.length, t.dtype) for tiles in self.tiles.values() for t in tiles}
         unread = values.sources if values else ()
-        self.persistent = Persistent(own, zeros, folder, buffers, pages, unread=unread)
+        sources = values.in_place(own, changing) if values else None
+        self.persistent = Persistent(
+            own, zeros, folder, buffers, pages, unread=unread, sources=sources
+        )
         if values is not None:
             values.fill(self.persistent)
         self._take_moments()
@@ -116,7 +115,7 @@ class States:
                     del state[parameter]
                     taken.add(slot.name)
         except BaseException:
-            for slot, _, entry in self._entries():
+            for slot, _, entry in self.entries():
                 if slot.name in taken:
                     state[self.tensor(slot.name)] = entry
             self.persistent.close()
@@ -199,7 +198,7 @@ class States:
     def _with_moments(self, found: dict[str, Any]) -> dict[str, Any]:
         """Return an optimizer's state with copies of what is kept here."""
         kept = copy.deepcopy(found["state"])
-        state = {**kept, **{i: entry for _, i, entry in self._entries()}}
+        state = {**kept, **{i: entry for _, i, entry in self.entries()}}
         return {**found, "state": dict(sorted(state.items()))}
 
     def _saved(self, found: dict[str, Any]) -> dict[str, Any]:
@@ -212,7 +211,7 @@ class States:
         self._take_over(*self._checked(found))
         return self._rest(found)
 
-    def _entries(self) -> Iterable[tuple[Slot, int, dict[str, Any]]]:
+    def entries(self) -> Iterable[tuple[Slot, int, dict[str, Any]]]:
         """Yield what torch's optimizer would hold per trained parameter, after the first update."""
         for slot in self.rules.slots.values():
             entry: dict[str, Any] = {}
@@ -353,36 +352,16 @@ class States:
                 counts[slot.name] = int(entry.get("momentum_buffer") is not None)
         return counts, max(steps, default=0)
 
-    def give_back(self, *, moments: bool) -> list[str]:
-        """Fill the model again, and the optimizer where memory allows it; return what to warn of.
-
-        Called again after a ``StorageError``, it goes on with what is not back yet.
-        """
+    def shut(self) -> None:
+        """Let nobody read or write values through the model and the optimizer any more; idempotent."""
         self.covers.close()
         self._open.close()
-        if self.values is not None and self.values.stays_out(
-            self.tensors, self.persistent, _available_bytes()
-        ):
-            return []
-        for name, tensor in self.tensors.items():
-            if name not in self._given:
-                tensor.data = self.persistent.taken(name)
-                self._given.add(name)
-        for view in self.storages.views.values():
-            view.tensor.data = view.layout.within(self.tensors[view.owner].detach())
-        tiles = (tile for tiles in self.tiles.values() for tile in tiles)
-        size_bytes = torch.float32.itemsize * sum(tile.num_elements for tile in tiles)
-        available = _available_bytes()
-        if moments and size_bytes + size_bytes // 16 + _BESIDE_BYTES > available:
-            said = (
-                f"the optimizer's state of {format_size(size_bytes)} does not fit the {format_size(available)} of "
-                "memory that is free, and stays out of the optimizer; use save before close to keep it"
-            )
-            return [said]
-        if moments:
-            for slot, _, entry in list(self._entries()):
-                self.optimizer.state[self.tensor(slot.name)] = entry
-        return []
+
+    def give(self, name: str) -> None:
+        """Let the model have a value again, unless it has; raises ``StorageError`` where it cannot be read."""
+        if name not in self._given:
+            self.tensors[name].data = self.persistent.taken(name)
+            self._given.add(name)
 
 
 def _in_order_of(like: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -391,10 +370,3 @@ def _in_order_of(like: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     if laid.stride() != like.stride():
         laid = torch.empty_strided(like.shape, like.stride()).copy_(laid)
     return laid.as_strided((like.numel(),), (1,))
-
-
-def _available_bytes() -> int:
-    """Return what this process may still take, control groups included."""
-    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    (found,) = (int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
-    return min(found << 10, memory_limit().size_bytes - own_bytes())
