@@ -8,11 +8,13 @@ found by iterating until the state recurs, and by Karp's theorem where that take
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+
+from gascompile.cost_models.simulate.clock import Clock, Pipes, crossing
 
 COMPUTE, PREFETCH, WAIT = 0, 1, 2
 _MAX_ITERATIONS = 12
@@ -29,39 +31,17 @@ class EventProgram:
     events: Sequence[Event]
     link_of: Sequence[int]
     """Link index of each copy."""
-    pipes_of: Sequence[tuple[tuple[int, float], ...]]
-    """``(pipe index, seconds)`` of each copy: it keeps the pipe from the next transfer for so long."""
-    up_front: Sequence[int]
-    """Copies that are issued before the first iteration, in the order of their first use."""
+    pipes_of: Sequence[Pipes]
+    """What each copy takes of pipes."""
     repeats: bool
     num_links: int
     num_pipes: int
 
-
-@dataclass(slots=True)
-class _State:
-    """Times relative to the start of an iteration; what lies in the past is 0."""
-
-    link_free: list[float]
-    pipe_free: list[float]
-    arrival: list[float]
-
-    def shifted(self, seconds: float) -> _State:
-        """Return the state as seen from ``seconds`` later."""
-        return _State(
-            [max(0.0, t - seconds) for t in self.link_free],
-            [max(0.0, t - seconds) for t in self.pipe_free],
-            [max(0.0, t - seconds) for t in self.arrival],
+    def crossing(self) -> list[int]:
+        """Return the copies that are issued before the first iteration, in the order of their first use."""
+        return crossing(
+            (copy, kind == PREFETCH) for kind, copy, _ in self.events if kind != COMPUTE
         )
-
-    def recurs(self, other: _State) -> bool:
-        """Whether the two states are the same but for rounding."""
-        pairs = zip(
-            (*self.link_free, *self.pipe_free, *self.arrival),
-            (*other.link_free, *other.pipe_free, *other.arrival),
-            strict=True,
-        )
-        return all(abs(a - b) <= _TOLERANCE_S for a, b in pairs)
 
 
 def steady_seconds(program: EventProgram) -> float:
@@ -71,18 +51,22 @@ def steady_seconds(program: EventProgram) -> float:
 
 def steady_iteration(program: EventProgram) -> tuple[float, list[tuple[int, float]]]:
     """Return the seconds of the steady iteration and its stalls as ``(number of the wait, seconds)``."""
-    state = _initial_state(program)
+    clock = Clock(program.num_links, program.num_pipes)
+    arrival = [0.0] * len(program.link_of)
     stalls: list[tuple[int, float]] = []
     if not program.repeats:
-        return _iterate(program, state, stalls), stalls
+        return _iterate(program, clock, arrival, stalls), stalls
+    early = program.crossing()
+    _issue_early(program, early, clock, arrival)
     for _ in range(_MAX_ITERATIONS):
-        before = _State(state.link_free[:], state.pipe_free[:], state.arrival[:])
+        before = [*clock.times(), *arrival]
         stalls = []
-        seconds = _iterate(program, state, stalls)
-        state = state.shifted(seconds)
-        if state.recurs(before):
+        seconds = _iterate(program, clock, arrival, stalls)
+        clock.shift(seconds)
+        arrival = [max(0.0, time_s - seconds) for time_s in arrival]
+        if _recurs(before, [*clock.times(), *arrival]):
             return seconds, stalls
-    return _max_cycle_mean(_iteration_matrix(program)), stalls
+    return _max_cycle_mean(_iteration_matrix(program, early)), stalls
 
 
 def running_sums(seconds: Sequence[float]) -> list[float]:
@@ -93,32 +77,31 @@ def running_sums(seconds: Sequence[float]) -> list[float]:
     return sums
 
 
-def _initial_state(program: EventProgram) -> _State:
-    state = _State(
-        [0.0] * program.num_links, [0.0] * program.num_pipes, [0.0] * len(program.link_of)
-    )
+def _recurs(before: Iterable[float], after: Iterable[float]) -> bool:
+    """Whether two states are the same but for rounding."""
+    return all(abs(a - b) <= _TOLERANCE_S for a, b in zip(before, after, strict=True))
+
+
+def _issue_early(
+    program: EventProgram, early: Iterable[int], clock: Clock, arrival: list[float]
+) -> None:
+    """Issue what the first iteration waits for before it issues it."""
     durations = {copy: seconds for kind, copy, seconds in program.events if kind == PREFETCH}
-    for copy in program.up_front:
-        _enqueue(program, state, copy, durations[copy], 0.0)
-    return state
+    for copy in early:
+        begun = clock.issue(program.link_of[copy], durations[copy], program.pipes_of[copy], 0.0)
+        arrival[copy] = begun + durations[copy]
 
 
-def _enqueue(program: EventProgram, state: _State, copy: int, seconds: float, now: float) -> None:
-    link = program.link_of[copy]
-    start = max(now, state.link_free[link])
-    for pipe, _ in program.pipes_of[copy]:
-        start = max(start, state.pipe_free[pipe])
-    for pipe, pipe_s in program.pipes_of[copy]:
-        state.pipe_free[pipe] = start + pipe_s
-    state.arrival[copy] = state.link_free[link] = start + seconds
-
-
-def _iterate(program: EventProgram, state: _State, stalls: list[tuple[int, float]]) -> float:
-    """Run one iteration from time 0, changing ``state`` and ``stalls``; return its seconds."""
-    now = 0.0
+def _iterate(
+    program: EventProgram,
+    clock: Clock,
+    arrival: list[float],
+    stalls: list[tuple[int, float]],
+    now: float = 0.0,
+) -> float:
+    """Run one iteration from ``now``, changing ``clock``, ``arrival`` and ``stalls``; return when it ends."""
     waits = 0
-    link_free, arrival = state.link_free, state.arrival
-    link_of, pipes_of = program.link_of, program.pipes_of
+    issue, link_of, pipes_of = clock.issue, program.link_of, program.pipes_of
     for kind, index, seconds in program.events:
         if kind == COMPUTE:
             now += seconds
@@ -127,45 +110,32 @@ def _iterate(program: EventProgram, state: _State, stalls: list[tuple[int, float
                 stalls.append((waits, arrival[index] - now))
                 now = arrival[index]
             waits += 1
-        elif pipes_of[index]:
-            _enqueue(program, state, index, seconds, now)
         else:
-            link = link_of[index]
-            start = link_free[link]
-            arrival[index] = link_free[link] = (start if start > now else now) + seconds
+            arrival[index] = issue(link_of[index], seconds, pipes_of[index], now) + seconds
     return now
 
 
-def _iteration_matrix(program: EventProgram) -> npt.NDArray[np.float64]:
+def _iteration_matrix(program: EventProgram, early: Sequence[int]) -> npt.NDArray[np.float64]:
     """Return the max-plus matrix that takes the state before an iteration to the one after it.
 
     The state is the thread's time, the links' and the pipes' free times, and the arrivals of the
-    copies that cross the end of the iteration.
+    copies that cross the end of the iteration. A column is what an iteration makes of one of them alone.
     """
-    crossing = list(program.up_front)
-    first_pipe = 1 + program.num_links
-    first_copy = first_pipe + program.num_pipes
-    size = first_copy + len(crossing)
-    unit = np.full((size, size), -math.inf)
-    np.fill_diagonal(unit, 0.0)
-    now = unit[0]
-    link_free = [unit[1 + i] for i in range(program.num_links)]
-    pipe_free = [unit[first_pipe + i] for i in range(program.num_pipes)]
-    arrival = {copy: unit[first_copy + i] for i, copy in enumerate(crossing)}
-    for kind, index, seconds in program.events:
-        if kind == COMPUTE:
-            now = now + seconds
-        elif kind == WAIT:
-            now = np.maximum(now, arrival[index])
-        else:
-            link = program.link_of[index]
-            start = np.maximum(now, link_free[link])
-            for pipe, _ in program.pipes_of[index]:
-                start = np.maximum(start, pipe_free[pipe])
-            for pipe, pipe_s in program.pipes_of[index]:
-                pipe_free[pipe] = start + pipe_s
-            arrival[index] = link_free[link] = start + seconds
-    return np.stack([now, *link_free, *pipe_free, *(arrival[copy] for copy in crossing)])
+    size = 1 + program.num_links + program.num_pipes + len(early)
+    columns: list[list[float]] = []
+    for number in range(size):
+        state = [-math.inf] * size
+        state[number] = 0.0
+        clock = Clock(0, 0)
+        first_pipe = 1 + program.num_links
+        clock.link_free = state[1:first_pipe]
+        clock.pipe_free = state[first_pipe : first_pipe + program.num_pipes]
+        arrival = [-math.inf] * len(program.link_of)
+        for copy, time_s in zip(early, state[first_pipe + program.num_pipes :], strict=True):
+            arrival[copy] = time_s
+        now = _iterate(program, clock, arrival, [], state[0])
+        columns.append([now, *clock.times(), *(arrival[copy] for copy in early)])
+    return np.array(columns).T
 
 
 def _max_cycle_mean(matrix: npt.NDArray[np.float64]) -> float:

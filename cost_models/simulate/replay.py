@@ -19,6 +19,7 @@ from gascompile.core.steps import Compute, Offload, Prefetch, Recompute, Release
 from gascompile.core.workload import OpSpec, TensorKind
 from gascompile.cost_models.formulas.gathers import gather_link_bytes
 from gascompile.cost_models.formulas.interference import lost_share, with_moving
+from gascompile.cost_models.simulate.clock import Pipes, crossing, pipe_times
 from gascompile.cost_models.simulate.events import (
     COMPUTE,
     PREFETCH,
@@ -31,6 +32,7 @@ from gascompile.cost_models.simulate.events import (
 )
 
 _TRANSFERS = (Prefetch, Offload, Reload)
+_Move = Prefetch | Wait | Release | Offload | Reload
 _Key = tuple[str, int | None]
 """A tensor and its place: an address of the arena, or ``None`` for the heap."""
 
@@ -155,20 +157,18 @@ def up_front_transfers(steps: Sequence[Step]) -> list[int]:
 
     They are those that are waited for, in the arena also released, earlier in the list than they start.
     """
-    first: dict[_Key, int] = {}
-    newest: dict[_Key, int] = {}
-    for i, step in enumerate(steps):
-        if not isinstance(step, (Compute, Recompute)):
-            key = (step.tensor, step.address)
-            first.setdefault(key, i)
-            if isinstance(step, _TRANSFERS):
-                newest[key] = i
-    return [
-        newest[key]
-        for key, i in sorted(first.items(), key=lambda item: item[1])
-        if key in newest
-        and (isinstance(steps[i], Wait) or (key[1] is not None and isinstance(steps[i], Release)))
-    ]
+    newest = {_key(step): i for i, step in enumerate(steps) if isinstance(step, _TRANSFERS)}
+    touches = (
+        # On the heap a release ends another stay, whose bytes are there.
+        (_key(step), not isinstance(step, Wait if step.address is None else (Wait, Release)))
+        for step in steps
+        if not isinstance(step, (Compute, Recompute))
+    )
+    return [newest[key] for key in crossing(touches) if key in newest]
+
+
+def _key(step: _Move) -> _Key:
+    return step.tensor, step.address
 
 
 def compile_events(
@@ -178,7 +178,7 @@ def compile_events(
     links = {link.name: i for i, link in enumerate(machine.links)}
     number: dict[int, int] = {}
     link_of: list[int] = []
-    pipes_of: list[tuple[tuple[int, float], ...]] = []
+    pipes_of: list[Pipes] = []
     for i, step in enumerate(steps):
         if isinstance(step, _TRANSFERS):
             number[i] = len(number)
@@ -188,19 +188,9 @@ def compile_events(
         events=_events(steps, number, op_times_s, machine, repeats=repeats),
         link_of=link_of,
         pipes_of=pipes_of,
-        up_front=[number[i] for i in (up_front_transfers(steps) if repeats else ())],
         repeats=repeats,
         num_links=len(machine.links),
         num_pipes=len(machine.pipes),
-    )
-
-
-def pipe_times(machine: Machine, link: Link, size_bytes: int) -> tuple[tuple[int, float], ...]:
-    """Return ``(pipe index, seconds)`` of a transfer of ``size_bytes`` over ``link``."""
-    return tuple(
-        (i, size_bytes / pipe.bandwidth_bytes_per_s)
-        for i, pipe in enumerate(machine.pipes)
-        if pipe.name in link.shared
     )
 
 
@@ -215,7 +205,10 @@ def _events(
     """Return the events; ``number`` has the number of the transfer that each step starts."""
     sums = running_sums(op_times_s)
     events: list[Event] = []
-    newest = _newest_transfers(steps, number) if repeats else {}
+    newest: dict[_Key, int] = {}
+    if repeats:
+        # What a wait before it means is the last transfer of the iteration before.
+        newest = {_key(steps[i]): transfer for i, transfer in number.items()}
     begun, reached = 0, 0
     for i, step in enumerate(steps):
         if isinstance(step, Compute):
@@ -229,27 +222,17 @@ def _events(
         if isinstance(step, Recompute):
             events.append((COMPUTE, step.source, op_times_s[step.source]))
         elif isinstance(step, Wait):
-            key = (step.tensor, step.address)
+            key = _key(step)
             if key not in newest:
                 raise ValueError(f"the wait for '{step.tensor}' at {step.address} has no transfer")
             events.append((WAIT, newest[key], 0.0))
         else:
-            newest[step.tensor, step.address] = number[i]
+            newest[_key(step)] = number[i]
             time_s = machine.link(step.link).transfer_time_s(step.size_bytes)
             events.append((PREFETCH, number[i], time_s))
     if reached > begun:
         events.append((COMPUTE, begun, sums[reached] - sums[begun]))
     return events
-
-
-def _newest_transfers(steps: Sequence[Step], number: Mapping[int, int]) -> dict[_Key, int]:
-    """Return the number of each tensor's last transfer: what a wait of the next iteration means."""
-    newest: dict[_Key, int] = {}
-    for i, transfer in number.items():
-        step = steps[i]
-        assert isinstance(step, _TRANSFERS)
-        newest[step.tensor, step.address] = transfer
-    return newest
 
 
 def _first_iteration(

@@ -18,8 +18,9 @@ from gascompile.core.plan import Plan
 from gascompile.core.reports import Stall, Timeline
 from gascompile.core.sizes import reserve_bytes
 from gascompile.core.steps import Compute, Offload, Prefetch, Recompute, Release, Reload, Wait
+from gascompile.cost_models.simulate.clock import Clock, pipe_times
 from gascompile.cost_models.simulate.memory_curve import MemoryCurve, MemoryRecorder
-from gascompile.cost_models.simulate.replay import pipe_times, replay_plan, undisturbed
+from gascompile.cost_models.simulate.replay import replay_plan, undisturbed
 
 LINK_BUSY, MEMORY, BANDWIDTH = "link busy", "memory", "bandwidth"
 _MAX_ITERATIONS = 24
@@ -189,8 +190,11 @@ class _Walk:
     def __init__(self, plan: Plan, machine: Machine) -> None:
         self._plan = plan
         self._machine = machine
-        self._link_free: dict[str, tuple[float, str]] = {}
-        self._pipe_free: dict[int, tuple[float, str]] = {}
+        self._clock = Clock(len(machine.links), len(machine.pipes))
+        self._links = {link.name: i for i, link in enumerate(machine.links)}
+        self._on_link: dict[int, str] = {}
+        self._on_pipe: dict[int, str] = {}
+        """The tensor that was the last to take it."""
         self._flying: dict[tuple[str, int | None], Transfer] = {}
         self._freed_by = _freed_by(plan)
         # In the time of links, which ops do not slow down; see ``undisturbed``.
@@ -253,16 +257,15 @@ class _Walk:
         )
 
     def _issue(self, i: int, step: Prefetch | Offload | Reload) -> None:
-        link = self._machine.link(step.link)
-        pipes = pipe_times(self._machine, link, step.size_bytes)
-        blocks = [self._link_free.get(link.name, (0.0, ""))]
-        blocks += (self._pipe_free.get(pipe, (0.0, "")) for pipe, _ in pipes)
-        free_s, after = max(blocks)
-        begun_s = max(self._now, free_s)
-        for pipe, time_s in pipes:
-            self._pipe_free[pipe] = (begun_s + time_s, step.tensor)
-        arrived_s = begun_s + link.transfer_time_s(step.size_bytes)
-        self._link_free[link.name] = (arrived_s, step.tensor)
+        link, clock = self._machine.link(step.link), self._clock
+        number, pipes = self._links[link.name], pipe_times(self._machine, link, step.size_bytes)
+        blocks = [(clock.link_free[number], self._on_link.get(number, ""))]
+        blocks += ((clock.pipe_free[pipe], self._on_pipe.get(pipe, "")) for pipe, _ in pipes)
+        seconds = link.transfer_time_s(step.size_bytes)
+        begun_s = clock.issue(number, seconds, pipes, self._now)
+        self._on_link[number] = step.tensor
+        self._on_pipe.update(dict.fromkeys((pipe for pipe, _ in pipes), step.tensor))
+        arrived_s = begun_s + seconds
         found = Transfer(
             kind=type(step).__name__.lower(),
             tensor=step.tensor,
@@ -272,7 +275,7 @@ class _Walk:
             issued_s=self._now,
             begun_s=begun_s,
             arrived_s=arrived_s,
-            after=after if begun_s > self._now else "",
+            after=max(blocks)[1] if begun_s > self._now else "",
             freed_by=self._freed_by.get(i, ""),
         )
         self._flying[step.tensor, step.address] = found
@@ -293,8 +296,7 @@ class _Walk:
 
     def _state(self) -> list[float]:
         """Return what the next iteration depends on, as seconds from now."""
-        times = [free_s for free_s, _ in (*self._link_free.values(), *self._pipe_free.values())]
-        times += (t.arrived_s for t in self._flying.values())
+        times = [*self._clock.times(), *(t.arrived_s for t in self._flying.values())]
         return [self.seconds, *(max(0.0, time_s - self._now) for time_s in times)]
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from gascompile.core.steps import Compute, Offload, Recompute, Release, Reload, Step, Wait
+from gascompile.cost_models.simulate.clock import Pipes
 from gascompile.cost_models.simulate.events import COMPUTE, PREFETCH, WAIT, Event, EventProgram
 from gascompile.passes.intervals.decisions import ISSUED, Kind, Schedule
 
@@ -15,11 +14,12 @@ _OUTWARD = (int(Kind.STORE), int(Kind.RELEASE), int(Kind.SETTLE))
 def event_program(found: Schedule) -> tuple[EventProgram, list[int]]:
     """Return the events of one iteration, and the interval of each wait in its order."""
     plan, task = found.layout, found.layout.task
-    machine = task.machine
     events: list[Event] = []
     waits: list[int] = []
     copies: dict[tuple[int, bool], int] = {}
-    first_wait: dict[int, int] = {}
+    link_of: list[int] = []
+    pipes_of: list[Pipes] = []
+    seconds: list[float] = []
     clock: list[float] = plan.clock.tolist()
     reached_s, begun = 0.0, 0
     for boundary, moves in enumerate(found.boundaries):
@@ -31,53 +31,30 @@ def event_program(found: Schedule) -> tuple[EventProgram, list[int]]:
                 begun, reached_s = begun + 1, clock[boundary]
             outward = kind in _OUTWARD
             copy = copies.setdefault((number, outward), len(copies))
+            if copy == len(link_of):
+                route = found.choices.route[number]
+                assert route is not None, "what moves has a route"
+                tensor = plan.intervals[number].tensor
+                link, time_s, pipes = task.transfer(tensor, route, out=outward)
+                link_of.append(link)
+                seconds.append(time_s)
+                pipes_of.append(pipes)
             if kind in ISSUED:
-                size = task.sizes[plan.intervals[number].tensor]
-                chosen = found.choices.route[number]
-                assert chosen is not None, "what moves has a route"
-                route = task.routes[chosen]
-                link = machine.links[route.link_out or 0 if outward else route.link_in]
-                events.append((PREFETCH, copy, link.transfer_time_s(size)))
+                events.append((PREFETCH, copy, seconds[copy]))
             else:
-                first_wait.setdefault(copy, len(events))
                 events.append((WAIT, copy, 0.0))
                 waits.append(number)
     if clock[-1] > reached_s:
         events.append((COMPUTE, begun, clock[-1] - reached_s))
-    link_of, pipes_of = _links(found, copies)
-    issued = {index: at for at, (kind, index, _) in enumerate(events) if kind == PREFETCH}
-    crossing = [copy for copy, at in first_wait.items() if issued[copy] > at]
     program = EventProgram(
         events=events,
         link_of=link_of,
         pipes_of=pipes_of,
-        up_front=sorted(crossing, key=lambda copy: first_wait[copy]),
         repeats=task.workload.repeats,
-        num_links=len(machine.links),
-        num_pipes=len(machine.pipes),
+        num_links=len(task.machine.links),
+        num_pipes=len(task.machine.pipes),
     )
     return program, waits
-
-
-def _links(
-    found: Schedule, copies: Iterable[tuple[int, bool]]
-) -> tuple[list[int], list[tuple[tuple[int, float], ...]]]:
-    """Return the link of each copy, and its pipes with the seconds that it keeps them."""
-    plan, task = found.layout, found.layout.task
-    machine = task.machine
-    pipes = {pipe.name: (i, pipe.bandwidth_bytes_per_s) for i, pipe in enumerate(machine.pipes)}
-    link_of: list[int] = []
-    pipes_of: list[tuple[tuple[int, float], ...]] = []
-    for number, outward in copies:
-        chosen = found.choices.route[number]
-        assert chosen is not None, "what moves has a route"
-        route = task.routes[chosen]
-        link_number = route.link_out or 0 if outward else route.link_in
-        size = task.sizes[plan.intervals[number].tensor]
-        link_of.append(link_number)
-        shared = machine.links[link_number].shared
-        pipes_of.append(tuple((pipes[name][0], size / pipes[name][1]) for name in shared))
-    return link_of, pipes_of
 
 
 def interval_steps(found: Schedule) -> tuple[Step, ...]:

@@ -147,7 +147,7 @@ class _Reserving(Scheduler):
         first: tuple[float, int] | None = None
         for route, queue in enumerate(self.ready):
             if queue and (link := self.task.routes[route].link_out) is not None:
-                free_s = self.link_free[link]
+                free_s = self.links.link_free[link]
                 if first is None or free_s < first[0]:
                     first = free_s, route
         return first
@@ -212,7 +212,7 @@ class _Reserving(Scheduler):
             link = self.task.routes[route].link_in
             next_s = self._next_s(boundary)
             ahead_s = self.starts[boundary] + (next_s - self.now if next_s < math.inf else 0.0)
-            if self.link_free[link] > next_s or latest_s > ahead_s + self.lead_s:
+            if self.links.link_free[link] > next_s or latest_s > ahead_s + self.lead_s:
                 return False
         return self._fetch(route, boundary)
 

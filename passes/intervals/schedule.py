@@ -14,6 +14,7 @@ from bisect import bisect_left
 import numpy as np
 import numpy.typing as npt
 
+from gascompile.cost_models.simulate.clock import Clock
 from gascompile.passes.intervals.decisions import Choices, Kind, Move, Schedule, base_memory
 from gascompile.passes.model.interval_layout import Interval, Layout
 from gascompile.passes.model.interval_problem import IntervalProblem
@@ -57,9 +58,7 @@ class Scheduler:
         self.clock = np.zeros(self.count + 1)
         self.now = 0.0
         machine = plan.task.machine
-        self.link_free = [0.0] * len(machine.links)
-        self.pipe_free = {pipe.name: 0.0 for pipe in machine.pipes}
-        self.pipe_rate = {pipe.name: pipe.bandwidth_bytes_per_s for pipe in machine.pipes}
+        self.links = Clock(len(machine.links), len(machine.pipes))
         self.boundaries: list[list[Move]] = [[] for _ in range(self.count + 1)]
         self.arrival: dict[int, float] = {}
         self.lag_end: dict[int, int] = {}
@@ -218,12 +217,10 @@ class Scheduler:
         return True
 
     def _store(self, number: int, boundary: int) -> None:
-        interval, route = self.plan.intervals[number], self.chosen.route[number]
+        route = self.chosen.route[number]
         assert route is not None, "only what leaves is written out"
-        link = self.task.routes[route].link_out
-        assert link is not None, "what is written out has a link"
         self.boundaries[boundary].append((Kind.STORE, number))
-        self.arrival[number] = self._enqueue(link, self.task.sizes[interval.tensor])
+        self.arrival[number] = self._enqueue(number, route, out=True)
 
     def _begin(self, number: int, boundary: int) -> None:
         """Let the tensor go: at once if it has a copy, else when its copy is through."""
@@ -294,7 +291,7 @@ class Scheduler:
         heapq.heappop(queue)
         self.loaded[number] = boundary
         self.boundaries[boundary].append((Kind.LOAD, number))
-        self.arrival[number] = self._enqueue(self.task.routes[route].link_in, size)
+        self.arrival[number] = self._enqueue(number, route, out=False)
         return True
 
     def _land_before(self, number: int, boundary: int) -> None:
@@ -319,15 +316,10 @@ class Scheduler:
         if not interval.wraps and self.loaded[number] <= self.released[number]:
             self.idle.add(number)
 
-    def _enqueue(self, link_number: int, size: int) -> float:
-        link = self.task.machine.links[link_number]
-        start = max(self.now, self.link_free[link_number])
-        for pipe in link.shared:
-            start = max(start, self.pipe_free[pipe])
-        for pipe in link.shared:
-            self.pipe_free[pipe] = start + size / self.pipe_rate[pipe]
-        self.link_free[link_number] = start + link.transfer_time_s(size)
-        return self.link_free[link_number]
+    def _enqueue(self, number: int, route: int, *, out: bool) -> float:
+        tensor = self.plan.intervals[number].tensor
+        link, seconds, pipes = self.task.transfer(tensor, route, out=out)
+        return self.links.issue(link, seconds, pipes, self.now) + seconds
 
     def _close(self) -> None:
         """End the list: what still leaves may cross the end."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from gascompile.core.errors import UnsupportedOpError
 from gascompile.core.machine import Link, Machine
 from gascompile.core.workload import PERSISTENT, TensorKind, TensorSpec, Workload
+from gascompile.cost_models.simulate.clock import Pipes, pipe_times
 
 _SMALL_PART = 128
 """Of the limit: what may be kept in its place because it is small."""
@@ -73,6 +74,14 @@ class IntervalProblem:
         """Seconds that the slowest link takes to fill the memory; 0 without links."""
         rates = [self.machine.links[route.link_in].bandwidth_bytes_per_s for route in self.routes]
         return self.limit_bytes / min(rates) if rates else 0.0
+
+    def transfer(self, tensor: int, route: int, *, out: bool) -> tuple[int, float, Pipes]:
+        """Return the link that ``tensor`` takes, for how many seconds, and what that takes of pipes."""
+        way = self.routes[route]
+        number = way.link_out if out else way.link_in
+        assert number is not None, "dirty tensors only take routes with a way out"
+        link, size = self.machine.links[number], self.sizes[tensor]
+        return number, link.transfer_time_s(size), pipe_times(self.machine, link, size)
 
     def load_s(self, tensor: int, route: int) -> float:
         """Seconds that the link into the compute tier is busy with ``tensor``."""

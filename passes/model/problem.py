@@ -16,8 +16,8 @@ from gascompile.core.machine import Budget, Link, Machine
 from gascompile.core.sizes import reserve_bytes
 from gascompile.core.workload import Workload
 from gascompile.cost_models.formulas.gathers import gathered
+from gascompile.cost_models.simulate.clock import pipe_times
 from gascompile.cost_models.simulate.events import running_sums
-from gascompile.cost_models.simulate.replay import pipe_times
 from gascompile.passes.model.liveness import Liveness, liveness
 
 

@@ -15,6 +15,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from gascompile.cost_models.simulate.clock import Pipes
 from gascompile.cost_models.simulate.events import (
     COMPUTE,
     PREFETCH,
@@ -287,8 +288,8 @@ def _links(problem: Problem, visits: Sequence[Visit]) -> EventProgram:
     """Return a program without events: what the loads of the visits take of links and pipes."""
     order = {link.name: i for i, link in enumerate(problem.machine.links)}
     numbers = [order[link.name] for link in problem.links]
-    known: dict[tuple[int, int], tuple[tuple[int, float], ...]] = {}
-    pipes_of: list[tuple[tuple[int, float], ...]] = []
+    known: dict[tuple[int, int], Pipes] = {}
+    pipes_of: list[Pipes] = []
     for visit in visits:
         key = (problem.weights[visit.weight].size_bytes, visit.link)
         if key not in known:
@@ -298,7 +299,6 @@ def _links(problem: Problem, visits: Sequence[Visit]) -> EventProgram:
         events=(),
         link_of=[numbers[visit.link] for visit in visits],
         pipes_of=pipes_of,
-        up_front=(),
         repeats=problem.repeats,
         num_links=len(problem.machine.links),
         num_pipes=len(problem.machine.pipes),
@@ -311,8 +311,6 @@ def _events(
     """Return the events of one iteration, as ``cost_models.replay`` would make them from the steps."""
     moves = program_points(visits, points, len(problem.op_times_s))
     events: list[Event] = []
-    up_front: dict[int, None] = {}
-    issued: set[int] = set()
     seconds = [problem.transfer_s(visit.weight, visit.link) for visit in visits]
     sums = problem.sums_s
     begun = 0
@@ -321,16 +319,11 @@ def _events(
             events.append((COMPUTE, begun, sums[point] - sums[begun]))
             begun = point
         prefetches, waits = moves[point]
-        for i in prefetches:
-            events.append((PREFETCH, i, seconds[i]))
-            issued.add(i)
-        for i in waits:
-            events.append((WAIT, i, 0.0))
-            if i not in issued:
-                up_front[i] = None
+        events += [(PREFETCH, i, seconds[i]) for i in prefetches]
+        events += [(WAIT, i, 0.0) for i in waits]
     if len(sums) - 1 > begun:
         events.append((COMPUTE, begun, sums[-1] - sums[begun]))
-    return replace(links, events=events, up_front=list(up_front))
+    return replace(links, events=events)
 
 
 def program_points(

@@ -155,7 +155,6 @@ def test_the_steady_state_is_the_mean_of_a_long_run(seed: int) -> None:
         pipes_of=[
             ((0, chance.random() / 2),) if chance.random() < 0.5 else () for _ in range(count)
         ],
-        up_front=list(range(count)),
         repeats=True,
         num_links=2,
         num_pipes=1,
@@ -165,7 +164,6 @@ def test_the_steady_state_is_the_mean_of_a_long_run(seed: int) -> None:
         events=[*((PREFETCH, c, s) for k, c, s in events if k == PREFETCH), *events * rounds],
         link_of=program.link_of,
         pipes_of=program.pipes_of,
-        up_front=(),
         repeats=False,
         num_links=2,
         num_pipes=1,
