@@ -208,7 +208,9 @@ def _events(
     newest: dict[_Key, int] = {}
     if repeats:
         # What a wait before it means is the last transfer of the iteration before.
-        newest = {_key(steps[i]): transfer for i, transfer in number.items()}
+        newest = {
+            _key(step): number[i] for i, step in enumerate(steps) if isinstance(step, _TRANSFERS)
+        }
     begun, reached = 0, 0
     for i, step in enumerate(steps):
         if isinstance(step, Compute):
