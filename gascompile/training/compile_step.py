@@ -10,9 +10,12 @@ import torch
 from torch import nn
 
 from gascompile.core.config import CompileConfig
-from gascompile.core.errors import UnsupportedOpError
+from gascompile.core.errors import DeviceError, UnsupportedOpError
 from gascompile.core.machine import Budget, Machine
+from gascompile.machines.admission import admit
 from gascompile.machines.resolve import resolve_machine
+from gascompile.runtime.memory.host_slots import FILE
+from gascompile.runtime.memory.pinned import HOST
 from gascompile.runtime.transfer.engine import read_blocks
 from gascompile.training.capture.requirements import require_followed
 from gascompile.training.capture.traced_loss import LossFunction
@@ -98,17 +101,14 @@ def compile_step(
     options: dict[str, Any] = {"cache_dir": Path(cache_dir)} if cache_dir is not None else {}
     config = CompileConfig(time_limit_s=time_limit_s, mip_gap=mip_gap, **options)
     resolved = resolve_machine(machine, cache_dir=config.cache_dir, read=read_blocks)
-    if resolved.compute_backend != "cpu":
-        raise UnsupportedOpError(
-            f"training runs on the CPU today, and '{resolved.name}' computes on {resolved.compute_tier}; "
-            "pass a machine whose tiers are cpu and nvme"
-        )
+    limits = Budget.of(budget, resolved)
+    _require_runnable(resolved, limits, settings)
     step = TrainingStep(
         model,
         loss_fn,
         optimizer,
-        budget=Budget.of(budget, resolved),
-        machine=resolved,
+        budget=limits,
+        machine=admit(resolved),
         config=config,
         settings=settings,
         values=FileValues(model, checkpoint) if checkpoint is not None else None,
@@ -120,3 +120,31 @@ def compile_step(
             step.close()
             raise
     return step
+
+
+def _require_runnable(machine: Machine, budget: Budget, settings: Settings) -> None:
+    """Refuse what steps do not do on a device with memory of its own.
+
+    Raises:
+        DeviceError: the budget is more than an emulated device has.
+        UnsupportedOpError: says what to do.
+    """
+    site = machine.compute_tier
+    if site == HOST:
+        return
+    if missing := {HOST, FILE} - machine.tiers.keys():
+        raise UnsupportedOpError(
+            f"'{machine.name}' has no tier '{min(missing)}', where values of a step go that leave '{site}'; pass a "
+            "machine that has one"
+        )
+    if settings.unplanned:
+        raise UnsupportedOpError(
+            f"unplanned_optimizer updates in the host's memory, and '{machine.name}' computes on '{site}'; use AdamW, "
+            "Adam or SGD, or a machine that computes on the processor"
+        )
+    limit_bytes, size_bytes = budget.limits_bytes(machine)[site], machine.tiers[site].size_bytes
+    if machine.compute_backend == "emulated" and limit_bytes > size_bytes:
+        raise DeviceError(
+            f"the emulated accelerator of '{machine.name}' has {size_bytes} bytes, the budget for '{site}' is "
+            f"{limit_bytes}; pass a smaller budget, or a machine file with a larger tier"
+        )

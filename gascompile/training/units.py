@@ -16,16 +16,21 @@ from gascompile.bundles.reuse import Basis, CachedPlan
 from gascompile.codegen.allocator_library import allocation_counter, page_memory
 from gascompile.core.collection import no_collection
 from gascompile.core.config import CompileConfig
-from gascompile.core.errors import BudgetExceededError, InfeasiblePlanError
+from gascompile.core.errors import BudgetExceededError, InfeasiblePlanError, UnsupportedOpError
 from gascompile.core.machine import Budget, Machine
 from gascompile.core.plan import Plan
+from gascompile.core.program import Program
 from gascompile.core.progress import task
 from gascompile.core.reports import RunReport
 from gascompile.core.sizes import SPILL_BUFFER_BYTES
 from gascompile.machines.resolve import profile_of
 from gascompile.machines.run_within_budget import log_replan
 from gascompile.machines.stale_profile import Grader
+from gascompile.passes.graph.to_device import to_device
+from gascompile.runtime.devices import device_for
+from gascompile.runtime.memory.device_moves import DeviceMoves
 from gascompile.runtime.memory.early_memory import map_anonymous
+from gascompile.runtime.memory.pinned import HOST
 from gascompile.runtime.run.iteration import Iteration
 from gascompile.training.capture.joint import capture_joint
 from gascompile.training.capture.requirements import require_followed
@@ -35,7 +40,12 @@ from gascompile.training.optimizers.optimizers import Rules
 from gascompile.training.optimizers.unplanned import state_bytes
 from gascompile.training.planning.step_costs import costed_workload, remember
 from gascompile.training.planning.step_plan import step_plan
-from gascompile.training.planning.step_program import StepOptions, StepProgram, step_program
+from gascompile.training.planning.step_program import (
+    StepOptions,
+    StepProgram,
+    is_random,
+    step_program,
+)
 from gascompile.training.settings import Settings, require_known
 from gascompile.training.state.aliasing import Storages
 from gascompile.training.state.file_values import FileValues
@@ -108,8 +118,13 @@ class UnitMaker:
         """Values that were taken over, from the first unit on."""
         self._storages: Storages | None = None
         self._buffers = map_anonymous(self.transfer_bytes)
-        limits = budget.limits_bytes(machine)
-        self.pages = page_memory(config.cache_dir, limits[machine.compute_tier])
+        self._moves: DeviceMoves | None = None
+        """Of the device, from the first unit on; the host has none."""
+        self._reserved_bytes = self.transfer_bytes if machine.compute_tier == HOST else 0
+        # What stands for the memory of an emulated device is the host's, too.
+        self._in_ram = machine.compute_backend != "cuda"
+        limit_bytes = budget.limits_bytes(machine)[machine.compute_tier]
+        self.pages = page_memory(config.cache_dir, limit_bytes) if self._in_ram else None
 
     def make(
         self, batch: Any, *, trains: bool, updates: bool, pending: frozenset[str] = frozenset()
@@ -138,8 +153,9 @@ class UnitMaker:
             made = self._planned(name, batch, options, storages, place)
         program, plan = made.program, made.plan
         states = self._own(made.rules, program, made.tensors, accumulates=options.accumulates)
+        on_device = self._on_device(program)
         iteration = Iteration(
-            program.program.graph_module.graph,
+            on_device.graph_module.graph,
             plan,
             states.persistent,
             program.program.bindings,
@@ -147,9 +163,11 @@ class UnitMaker:
             folder=self._config.cache_dir / "training",
             buffers=memoryview(self._buffers)[2 * SPILL_BUFFER_BYTES :],
             pages=self.pages,
-            counter=allocation_counter(self._config.cache_dir),
-            reserved_bytes=self.transfer_bytes,
+            counter=allocation_counter(self._config.cache_dir) if self._in_ram else None,
+            reserved_bytes=self._reserved_bytes,
             stops=self._settings.on_exceed == "error",
+            moves=self._moves,
+            on_host=[spec.name for spec in program.program.inputs[-program.num_groups :]],
         )
         return Unit(
             program=program,
@@ -231,7 +249,7 @@ class UnitMaker:
                 self._budget,
                 self._config,
                 fingerprint=prints,
-                reserved_bytes=self.transfer_bytes + reserved_bytes,
+                reserved_bytes=self._reserved_bytes + reserved_bytes,
             )
 
         state = state_bytes(self.optimizer) if self._settings.unplanned else 0
@@ -255,6 +273,7 @@ class UnitMaker:
         changing = program.program.states | program.gradients
         if self.states is None:
             assert self._storages is not None, "a capture has looked at them"
+            self._open_device()
             self.states = States(
                 self._model,
                 rules,
@@ -264,6 +283,7 @@ class UnitMaker:
                 folder=self._config.cache_dir / "training",
                 buffers=memoryview(self._buffers)[: 2 * SPILL_BUFFER_BYTES],
                 pages=self.pages,
+                moves=self._moves,
                 values=self._values,
                 changing=changing | rules.trained,
                 before_access=self.before_access,
@@ -274,10 +294,39 @@ class UnitMaker:
         self.states.persistent.take_slots(changing)
         return self.states
 
+    def _open_device(self) -> None:
+        """Let there be what moves values of the device, where that is not the host; once."""
+        if self._machine.compute_tier == HOST or self._moves is not None:
+            return
+        device = device_for(self._machine)
+        try:
+            self._moves = DeviceMoves(device)
+        except BaseException:
+            device.close()
+            raise
+
+    def _on_device(self, program: StepProgram) -> Program:
+        """Return what runs where the machine computes.
+
+        Raises:
+            UnsupportedOpError: an op runs on the processor alone, or draws numbers that no checkpoint would have.
+        """
+        device = torch.device("cpu") if self._moves is None else self._moves.device.torch_device
+        drawing = [node.name for node in program.program.op_nodes() if is_random(node)]
+        if drawing and device.type != "cpu":
+            raise UnsupportedOpError(
+                f"op '{drawing[0]}' draws random numbers, and those of '{device}' are kept in no checkpoint: train "
+                "without dropout, or on a machine that computes on the processor"
+            )
+        return to_device(program.program, device)
+
     def leave(self) -> None:
         """Let the model be as it was, unless it has been taken over."""
         if self.states is not None:
             return
+        if self._moves is not None:
+            self._moves.close()
+            self._moves = None
         if self._storages is not None:
             self._storages.restore()
             self._storages = None

@@ -335,8 +335,8 @@ def _check_accounts(plan: Plan) -> None:
     site = plan.machine.compute_tier
     if set(plan.arena_bytes) != {site}:
         _refuse(f"the plan has arenas in {sorted(plan.arena_bytes)} instead of '{site}' alone")
-    if plan.reserved_bytes < 0:
-        _refuse(f"the plan reserves {plan.reserved_bytes} bytes")
+    if min(plan.reserved_bytes, plan.host_bytes) < 0:
+        _refuse(f"the plan reserves {plan.reserved_bytes} bytes, and {plan.host_bytes} of the host")
     held, moved = account(plan)
     if dict(plan.peak_bytes) != held:
         _refuse(f"the plan claims peaks of {dict(plan.peak_bytes)} bytes, its steps need {held}")

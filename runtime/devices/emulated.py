@@ -90,6 +90,10 @@ class EmulatedBooking:
                 self._pacing.give_back(self._link, unused_s)
         self._size_bytes = self._given_bytes
 
+    def seconds_of(self, copy: _Copy) -> float:
+        """Return how long the bytes of a copy take to pass."""
+        return self._pacing.seconds(self._link, copy.target.nbytes if copy.target is not None else 0)
+
     def pass_next(self, size_bytes: int) -> float:
         """Return when the next ``size_bytes`` have passed; for the thread of the link, after what was asked."""
         self._passed_s += self._pacing.seconds(self._link, size_bytes)
@@ -104,6 +108,7 @@ class _Copy:
     source: torch.Tensor | None
     after: Event | None
     booking: EmulatedBooking
+    begun_s: float = 0.0
     end_s: float = 0.0
     """When it ends, on the clock of ``time.perf_counter``; known once its bytes are there."""
     _moved: Gate = field(default_factory=Gate)
@@ -117,11 +122,11 @@ class _Copy:
         # By the clock, not by a thread of the link: it would wake up late, and so would who waits for it.
         sleep_until(self.end_s)
 
-    def moved(self, end_s: float) -> None:
-        """Note that the bytes are there, though nobody may know of it before ``end_s``."""
+    def moved(self, end_s: float, time_s: float) -> None:
+        """Note that the bytes are there, though nobody may know of it before ``end_s``; they passed for ``time_s``."""
         # Whoever keeps the event keeps no memory.
         self.target = self.source = self.after = None
-        self.end_s = end_s
+        self.begun_s, self.end_s = end_s - time_s, end_s
         self._moved.open()
 
 
@@ -197,8 +202,9 @@ class _Copies:
         if not copy.booking.is_asked:
             copy.booking.ask(time.perf_counter())
         self._pacing.enter_asked()
+        time_s = copy.booking.seconds_of(copy)
         self.end_s = self._carry_out(copy)
-        copy.moved(self.end_s)
+        copy.moved(self.end_s, time_s)
 
     def _carry_out(self, copy: _Copy) -> float:
         """Move the bytes and return when the link would have; late ones are moved no earlier."""

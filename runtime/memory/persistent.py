@@ -14,10 +14,12 @@ import torch
 
 from gascompile.core.errors import StorageError
 from gascompile.core.sizes import PAGE_BYTES, align_up
+from gascompile.runtime.memory.device_moves import DeviceMoves
+from gascompile.runtime.memory.host_slots import Outside
 from gascompile.runtime.memory.pages import Pages
 from gascompile.runtime.memory.source_slots import SourceSlots
 from gascompile.runtime.memory.spill import Spill, bytes_of
-from gascompile.runtime.protocols import Ticket
+from gascompile.runtime.protocols import Event, Ticket
 
 
 class Persistent:
@@ -33,6 +35,8 @@ class Persistent:
         *,
         unread: Collection[str] = (),
         sources: SourceSlots | None = None,
+        sizes: Mapping[str, int] | None = None,
+        moves: DeviceMoves | None = None,
     ) -> None:
         """Take ``tensors`` over, as they are in memory, and room in a file for all but those of ``sources``.
 
@@ -41,15 +45,18 @@ class Persistent:
             pages: where their memory comes from once they have been away; else the heap.
             unread: those of ``tensors`` that have no values yet and begin away; ``put`` gives them some.
             sources: values of some of ``unread``, which are read where they lie; closed with this.
+            sizes: bytes of the storages of ``tensors``, where these have no memory.
+            moves: of the device whose memory they have; the host's, if ``None``.
 
         Raises:
             StorageError: the folder cannot be written to, or has too little space.
         """
         self.tensors = dict(tensors)
-        self.sizes = {name: tensor.untyped_storage().nbytes() for name, tensor in tensors.items()}
+        self.sizes = dict(sizes or {name: t.untyped_storage().nbytes() for name, t in tensors.items()})
         for name, (count, dtype) in zeros.items():
             self.sizes[name] = count * dtype.itemsize
-            self.tensors[name] = torch.empty(count, dtype=dtype)
+            device = moves.device.torch_device if moves is not None else None
+            self.tensors[name] = torch.empty(count, dtype=dtype, device=device)
             self.tensors[name].untyped_storage().resize_(0)
         for name in unread:
             self.tensors[name].untyped_storage().resize_(0)
@@ -64,7 +71,7 @@ class Persistent:
             for tensor in self.tensors.values():
                 pages.adopt(tensor.untyped_storage())
         try:
-            self._spill = Spill(folder, slots, buffers, pages=pages, sources=self._sources)
+            self._spill = Spill(folder, slots, buffers, pages=pages, sources=self._sources, moves=moves)
         except BaseException:
             self._sources.close()
             raise
@@ -139,11 +146,18 @@ class Persistent:
                 # Last: an interrupt before leaves a value in memory that is not taken for the file's.
                 self._sources.leave(name)
 
-    def write(self, name: str) -> Ticket:
-        """Start copying a tensor to its slot; it must not change before the ticket is done."""
+    def write(self, name: str, *, link: str | None = None, after: Event | None = None) -> Ticket:
+        """Start copying a tensor to its slot; it must not change before the ticket is done.
+
+        Args:
+            name: of the tensor.
+            link: what it goes over, and thereby which slot is meant, where there are several.
+            after: the copy starts no earlier.
+        """
         if name in self._sources:
             self.changed((name,))
-        ticket = self._spill.write(name, self.tensors[name].untyped_storage())
+        storage = self.tensors[name].untyped_storage()
+        ticket = self._spill.write(name, storage, link=link, after=after)
         self._writes[name] = ticket
         # Last: whatever interrupts this, a slot that was not written is not taken for the value.
         self._valid.add(name)
@@ -161,11 +175,11 @@ class Persistent:
         self._away.add(name)
         self.tensors[name].untyped_storage().resize_(0)
 
-    def read(self, name: str) -> Ticket:
-        """Take memory for a tensor and start reading it."""
+    def read(self, name: str, *, link: str | None = None, after: Event | None = None) -> Ticket:
+        """Take memory for a tensor and start reading it; see ``write``."""
         storage = self.tensors[name].untyped_storage()
         storage.resize_(self.sizes[name])
-        ticket = self._spill.read(name, storage)
+        ticket = self._spill.read(name, storage, link=link, after=after)
         # Last: who is interrupted before reads it again.
         self._away.discard(name)
         return ticket
@@ -176,8 +190,13 @@ class Persistent:
             if name not in self._away and name not in self._valid:
                 self.write(name).wait()
 
-    def rest(self, away: Iterable[str]) -> None:
-        """Bring about that exactly ``away`` are out of memory; blocks."""
+    def rest(self, away: Iterable[str], outside: Outside | None = None) -> None:  # noqa: ARG002
+        """Bring about that exactly ``away`` are out of memory; blocks.
+
+        Args:
+            away: names.
+            outside: where a device's values are then; of no meaning where the host computes.
+        """
         wanted = set(away)
         for name in self.sizes:
             if name in wanted and name not in self._away:
@@ -210,6 +229,10 @@ class Persistent:
         finally:
             if name in self._sources:
                 self._sources.require_unchanged()
+
+    def outline(self, name: str) -> torch.Tensor:
+        """Return a tensor of the host with a tensor's layout, whose memory may be away."""
+        return self.tensors[name]
 
     def taken(self, name: str) -> torch.Tensor:
         """Return a tensor in memory, for somebody else to own once this is closed.

@@ -27,7 +27,9 @@ import torch
 from gascompile.core.errors import StorageError
 from gascompile.core.sizes import PAGE_BYTES, align_up, format_size
 from gascompile.core.waiting import Gate, OwnThread, life, require_life
+from gascompile.runtime.memory.device_moves import DeviceMoves
 from gascompile.runtime.memory.pages import Pages
+from gascompile.runtime.memory.pinned import HOST
 from gascompile.runtime.memory.source_slots import Pieces, SourceSlots
 from gascompile.runtime.protocols import Event, Reader, Ticket, read_at
 from gascompile.runtime.transfer.copying import copy_range
@@ -81,6 +83,7 @@ class Spill:
         *,
         pages: Pages | None = None,
         sources: SourceSlots | None = None,
+        moves: DeviceMoves | None = None,
         reader: Reader = read_at,
         writer: Writer | None = None,
     ) -> None:
@@ -93,6 +96,7 @@ class Spill:
             buffers: page-aligned memory, half of it for each direction.
             pages: know which storages may be used to the end of their last page.
             sources: where tensors lie that have no slot in the file until ``take_slot``.
+            moves: carry out what is asked for with a link: storages are a device's then, and slots may be the host's.
             reader: the low-level read of what goes through a buffer.
             writer: the low-level write of it.
 
@@ -102,7 +106,7 @@ class Spill:
         self._slots = dict(slots)
         ends = (offset + align_up(size_bytes, PAGE_BYTES) for offset, size_bytes in slots.values())
         self._end = max(ends, default=0)
-        self._pages, self._sources = pages, sources
+        self._pages, self._sources, self._moves = pages, sources, moves
         self._folder = folder
         self._file, self.path = _open(folder, self._end)
         self._buffered = _Buffered(self._file, reader, writer or os.pwrite)
@@ -133,17 +137,38 @@ class Spill:
             work = partial(_serve, jobs, serve, buffer)
             self._threads.append(OwnThread(work, f"gascompile-spill-{name}"))
 
-    def write(self, name: str, storage: torch.UntypedStorage) -> Ticket:
-        """Start copying a storage to its slot; it must not change or go before the ticket is done."""
-        return self._submit(0, name, storage, self._own(name, storage))
+    def write(
+        self,
+        name: str,
+        storage: torch.UntypedStorage,
+        *,
+        link: str | None = None,
+        after: Event | None = None,
+    ) -> Ticket:
+        """Start copying a storage to its slot; it must not change or go before the ticket is done.
 
-    def read(self, name: str, storage: torch.UntypedStorage) -> Ticket:
-        """Start filling a storage from its slot; it must have the size that was written."""
-        if self._sources is not None and name in self._sources:
-            return self._submit(1, name, storage, self._sources.pieces(name))
-        return self._submit(1, name, storage, self._own(name, storage))
+        Args:
+            name: of the tensor.
+            storage: of the host; of the device, where there is a link.
+            link: what it goes over, and thereby which slot is meant.
+            after: the copy starts no earlier.
+        """
+        return self._submit(0, name, storage, link, after)
 
-    def _own(self, name: str, storage: torch.UntypedStorage) -> Pieces:
+    def read(
+        self,
+        name: str,
+        storage: torch.UntypedStorage,
+        *,
+        link: str | None = None,
+        after: Event | None = None,
+    ) -> Ticket:
+        """Start filling a storage from its slot; it must have the size that was written. See ``write``."""
+        return self._submit(1, name, storage, link, after)
+
+    def _pieces(self, name: str, storage: torch.UntypedStorage, *, writes: bool) -> Pieces:
+        if not writes and self._sources is not None and name in self._sources:
+            return self._sources.pieces(name)
         slot, size_bytes = self._slots[name]
         if storage.nbytes() > size_bytes:
             raise StorageError(
@@ -195,11 +220,13 @@ class Spill:
             # Its threads may have ended: then nobody opens the gate of a move.
             self.close()
             return
+        if self._moves is not None:
+            self._moves.drain()
         empty = torch.UntypedStorage(0)
-        moves = [_Move(_NOTHING, empty, "") for _ in self._queues]
-        for jobs, move in zip(self._queues, moves, strict=True):
+        ends = [_Move(_NOTHING, empty, "") for _ in self._queues]
+        for jobs, move in zip(self._queues, ends, strict=True):
             jobs.put(move)
-        for move in moves:
+        for move in ends:
             move.gate.wait()
         for lane in self._lanes:
             lane.drain()
@@ -225,6 +252,9 @@ class Spill:
         Idempotent; an interrupted call is to be repeated.
         """
         self._closed = True
+        if self._moves is not None and self._life is life() and self._file >= 0:
+            # Other spills go on with them; none of this one's transfers may find its file closed.
+            self._moves.drain()
         for jobs in self._queues:
             jobs.put(None)
         for thread in self._threads:
@@ -237,11 +267,22 @@ class Spill:
                 os.close(file)
 
     def _submit(
-        self, direction: int, name: str, storage: torch.UntypedStorage, pieces: Pieces
+        self,
+        direction: int,
+        name: str,
+        storage: torch.UntypedStorage,
+        link: str | None,
+        after: Event | None,
     ) -> Ticket:
         require_life(self._life, "the spill file")
         if self._closed:
             raise StorageError("the session is closed; compile or load the model again")
+        moves, writes = self._moves if link is not None else None, direction == 0
+        if moves is not None and link is not None and moves.place(link, writes=writes) == HOST:
+            return moves.submit(name, storage, link, after, (), writes=writes)
+        pieces = self._pieces(name, storage, writes=writes)
+        if moves is not None and link is not None:
+            return moves.submit(name, storage, link, after, pieces, writes=writes)
         pages_bytes = align_up(storage.nbytes(), PAGE_BYTES)
         if self._pages is None or self._pages.capacity(storage.data_ptr()) < pages_bytes:
             move = _Move(pieces, storage, name)

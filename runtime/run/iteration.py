@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,13 +19,16 @@ from gascompile.core.errors import PlanMismatchError, StorageError
 from gascompile.core.plan import Plan
 from gascompile.core.reports import RunReport
 from gascompile.core.steps import Offload, Release, Reload, Wait
+from gascompile.runtime.devices.cpu import CpuDevice
 from gascompile.runtime.memory.counting import NO_LIMIT, Count, Counter
+from gascompile.runtime.memory.device_moves import HOST_BYTES, DeviceMoves
 from gascompile.runtime.memory.heap_memory import HeapMemory, own_bytes
+from gascompile.runtime.memory.host_slots import Outside, in_files
 from gascompile.runtime.memory.pages import Pages
 from gascompile.runtime.memory.persistent import Persistent
 from gascompile.runtime.memory.spill import Spill
 from gascompile.runtime.memory.spill_slots import spill_slots
-from gascompile.runtime.protocols import Ticket
+from gascompile.runtime.protocols import Device, Ticket
 from gascompile.runtime.run.liveness import Lives, at_rest, changes, new_bytes, owners
 from gascompile.runtime.run.step_run import Run
 
@@ -50,6 +53,8 @@ class Iteration:
         counter: Counter | None = None,
         reserved_bytes: int = 0,
         stops: bool = True,
+        moves: DeviceMoves | None = None,
+        on_host: Collection[str] = (),
     ) -> None:
         """Turn the steps into calls and take room for the activations that leave.
 
@@ -61,6 +66,8 @@ class Iteration:
             counter: what counts the memory that runs take; without one, planned workspace is believed.
             reserved_bytes: of the budget, for others than the ops.
             stops: whether a run ends before it passes the budget; else it says so afterwards.
+            moves: of the device that computes; the host does, if ``None``.
+            on_host: inputs that a device's ops take as they are.
 
         Raises:
             StorageError: the folder cannot be written to, or has too little space.
@@ -80,6 +87,7 @@ class Iteration:
         }
         named = {node.name: node for node in graph.nodes if node.op == "placeholder"}
         self._inputs = [named[name] for name in inputs]
+        self._placed = {named[name] for name in inputs if name not in on_host}
         (self._outputs,) = graph.output_node().args
         self._owner = owners(self._nodes, plan)
         self._entries = Lives(self._nodes, plan, self._outputs, self._owner).entries()
@@ -89,7 +97,13 @@ class Iteration:
             if isinstance(step, (Offload, Reload, Wait)) and step.tensor not in persistent.sizes
         ]
         self._pages = pages
-        self._spill = Spill(folder, spill_slots(moved), buffers, pages=pages)
+        self.moves = moves
+        self.device: Device = CpuDevice() if moves is None else moves.device
+        self._outside: Outside | None = None
+        if moves is not None:
+            self._outside = Outside.of(plan, persistent.sizes, taken_bytes=HOST_BYTES)
+            moved = in_files(moved)
+        self._spill = Spill(folder, spill_slots(moved), buffers, pages=pages, moves=moves)
         self._activate: Callable[[int], object] = bool if pages is None else pages.activate
         self.away, self._up_front = at_rest(plan, persistent.sizes)
         self._changes = changes(plan, persistent.sizes)
@@ -122,6 +136,7 @@ class Iteration:
         """
         start_s = time.perf_counter()
         pending, self._pending = self._pending, None
+        self.device.begin()
         if pending is None:
             self._begin()
         make = Run if recording is None else recording.run
@@ -144,6 +159,7 @@ class Iteration:
                         limit = bool if run.count is None else run.count.limit
                         try:
                             limit(self.limit_bytes if self._stops else NO_LIMIT)
+                            run.place(self._placed)
                             if pending is None:
                                 run.start(self._up_front)
                             run.steps(self._entries)
@@ -156,7 +172,8 @@ class Iteration:
         finally:
             set_grad(grad)
         self._pending = run.tickets
-        return run.outputs(self._outputs), run.report(time.perf_counter() - start_s)
+        outputs = run.outputs(self._outputs)
+        return outputs, run.report(time.perf_counter() - start_s)
 
     def _counting(self, run: Run) -> contextlib.AbstractContextManager[Count | None]:
         if self._counter is None:
@@ -170,7 +187,7 @@ class Iteration:
         activate = self._activate
         try:
             activate(1)
-            self._persistent.rest(self.away)
+            self._persistent.rest(self.away, self._outside)
         finally:
             activate(0)
         self.heap.give_back()
@@ -197,6 +214,8 @@ class Iteration:
         try:
             for ticket in (self._pending or {}).values():
                 ticket.wait()
+                if ticket.event is not None:
+                    ticket.event.wait()
         except StorageError:
             self._pending = None
             raise

@@ -86,6 +86,8 @@ class _RecordedRun(Run):
             if moment.ticket is not None:
                 # Those for the next iteration, too: when they end belongs to the picture.
                 moment.ticket.wait()
+                if moment.ticket.event is not None:
+                    moment.ticket.event.wait()
 
     def op(self, step: Compute | Recompute, nodes: Sequence[fx.Node]) -> None:
         before, begun_s = self.live_bytes, time.perf_counter()

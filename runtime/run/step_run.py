@@ -5,9 +5,8 @@ What it takes is counted twice: by its own account, which knows names, and by th
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +16,8 @@ from gascompile.core.errors import BudgetExceededError, PlanMismatchError
 from gascompile.core.reports import RunReport, Stall
 from gascompile.core.steps import Compute, Offload, Recompute, Release, Reload, Step, Wait
 from gascompile.runtime.memory.counting import Count
-from gascompile.runtime.protocols import Ticket
+from gascompile.runtime.memory.pinned import HOST
+from gascompile.runtime.protocols import Instant, Ticket
 from gascompile.runtime.run.counted_runs import budget_exceeded, log_excess
 from gascompile.runtime.run.liveness import Entry
 from gascompile.runtime.run.meter import process_peak_bytes
@@ -42,7 +42,6 @@ class Run:
         self._values.update(zip(of._inputs, inputs, strict=True))
         self.tickets = tickets
         self._sizes: dict[str, int] = {}
-        self._stalls: list[Stall] = []
         self._link_bytes: dict[str, int] = defaultdict(int)
         self._live: dict[str, int] = {
             name: size
@@ -53,11 +52,22 @@ class Run:
         """What persists and activations, as far as they are in memory; no workspace."""
         self.peak_bytes = self.live_bytes
         self.count: Count | None = None
+        self._device = of.device
+        self._spans: list[tuple[int, str, Instant, Instant]] = []
 
     def resident(self) -> frozenset[str]:
         """Return what persists and has memory."""
         persistent = self._persistent
         return frozenset(name for name in persistent.sizes if not persistent.is_away(name))
+
+    def place(self, nodes: Collection[fx.Node]) -> None:
+        """Bring inputs to where ops compute."""
+        for node in nodes:
+            value = self._values[node]
+            if isinstance(value, torch.Tensor):
+                self._values[node] = placed = self._device.place(value)
+                self.live_bytes += placed.nbytes if placed is not value else 0
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
     def start(self, steps: Sequence[Offload | Reload]) -> None:
         """Take the moves that an iteration before this one would have started."""
@@ -162,11 +172,11 @@ class Run:
         """Take a step that is no op."""
         match step:
             case Offload(tensor=name, link=link):
-                self.tickets[name] = self._write(name)
+                self.tickets[name] = self._write(name, link)
                 self._link_bytes[link] += step.size_bytes
             case Reload(tensor=name, link=link):
                 self._of.make_room(step.size_bytes)
-                self.tickets[name] = self._read(name)
+                self.tickets[name] = self._read(name, link)
                 self._link_bytes[link] += step.size_bytes
             case Wait(tensor=name):
                 self._wait(name, step.op)
@@ -175,20 +185,22 @@ class Run:
             case _:
                 raise PlanMismatchError(f"a training plan holds {type(step).__name__}; plan again")
 
-    def _write(self, name: str) -> Ticket:
+    def _write(self, name: str, link: str) -> Ticket:
+        after = self._device.mark()
         if name in self._persistent.sizes:
-            return self._persistent.write(name)
-        return self._of._spill.write(name, self._storage(name))
+            return self._persistent.write(name, link=link, after=after)
+        return self._of._spill.write(name, self._storage(name), link=link, after=after)
 
-    def _read(self, name: str) -> Ticket:
+    def _read(self, name: str, link: str) -> Ticket:
+        after = self._device.mark()
         if name in self._persistent.sizes:
-            ticket = self._persistent.read(name)
+            ticket = self._persistent.read(name, link=link, after=after)
             size_bytes = self._persistent.sizes[name]
             self._adjust(name, size_bytes)
         else:
             storage, size_bytes = self._storage(name), self._sizes.pop(name)
             storage.resize_(size_bytes)
-            ticket = self._of._spill.read(name, storage)
+            ticket = self._of._spill.read(name, storage, link=link, after=after)
         self._live[name] = size_bytes
         self.live_bytes += size_bytes
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
@@ -198,11 +210,11 @@ class Run:
         ticket = self.tickets.pop(name, None)
         if ticket is None:
             return
-        start_s = time.perf_counter()
+        begun = self._device.clock()
         ticket.wait()
-        time_s = time.perf_counter() - start_s
-        if time_s > _STALL_S:
-            self._stalls.append(Stall(op=op, tensor=name, time_s=time_s))
+        if ticket.event is not None:
+            self._device.hold(ticket.event)
+        self._spans.append((op, name, begun, self._device.clock()))
 
     def _drop(self, name: str) -> None:
         if name in self._persistent.sizes:
@@ -222,19 +234,36 @@ class Run:
 
     def outputs(self, nodes: Any) -> tuple[Any, ...]:
         """Return the values of the output."""
-        return tuple(self._values[node] for node in nodes)
+        found = tuple(self._values[node] for node in nodes)
+        if self._device.is_host:
+            return found
+        return tuple(x.to("cpu", copy=True) if isinstance(x, torch.Tensor) else x for x in found)
 
     def report(self, time_s: float) -> RunReport:
-        """Return what was measured."""
+        """Return what was measured; what compute was given is done by now."""
         plan, tier = self._of._plan, self._of._plan.machine.compute_tier
+        waits = [(o, n, self._device.elapsed_s(begun, end)) for o, n, begun, end in self._spans]
+        stalls = tuple(Stall(op=o, tensor=n, time_s=s) for o, n, s in waits if s > _STALL_S)
+        counted = self._device.peak_bytes()
+        peak_bytes = {tier: self.count.peak_bytes if self.count else counted or self.peak_bytes}
+        moves = self._of.moves
+        if moves is not None:
+            peak_bytes[HOST] = moves.host_bytes
         return RunReport(
             seconds=time_s,
-            peak_bytes={tier: self.count.peak_bytes if self.count else self.peak_bytes},
-            peak_source="allocator" if self.count else "planned workspace",
+            peak_bytes=peak_bytes,
+            peak_source="allocator" if self.count else "device" if counted else "planned workspace",
             link_bytes=dict(self._link_bytes),
-            stall_s=sum(stall.time_s for stall in self._stalls),
+            stall_s=sum(stall.time_s for stall in stalls),
             share_of_limit=plan.certificate.limit_s / time_s,
-            paths=dict.fromkeys(self._link_bytes, self._persistent.path),
-            stalls=tuple(self._stalls),
+            paths={link: self._path(link) for link in self._link_bytes},
+            stalls=stalls,
             process_peak_bytes=process_peak_bytes(),
         )
+
+    def _path(self, link: str) -> str:
+        moves = self._of.moves
+        if moves is None:
+            return self._persistent.path
+        over_host = HOST in link.split("->")
+        return "pinned memory" if over_host else f"{self._persistent.path} through pinned memory"

@@ -20,7 +20,7 @@ class Shapes:
         if self._states is not None:
             self._states.covers.lift()
             for name, tensor in self._states.tensors.items():
-                tensor.data = self._states.persistent.tensors[name]
+                tensor.data = self._states.persistent.outline(name)
         self._apart.__enter__()
 
     def __exit__(

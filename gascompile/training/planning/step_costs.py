@@ -29,8 +29,8 @@ from gascompile.core.workload import Workload
 from gascompile.cost_models.measure.rehearse import made_up
 from gascompile.machines.busy import warned_if_busy
 from gascompile.machines.op_memory import learn, learnt_bytes
-from gascompile.machines.op_times import keep_times
-from gascompile.machines.resolve import step_times_path, this_machine_name
+from gascompile.machines.op_times import computes_here, keep_times
+from gascompile.machines.resolve import step_times_path
 from gascompile.runtime.memory.pages import Pages
 from gascompile.training.planning.step_program import StepProgram
 from gascompile.training.planning.step_workload import step_workload
@@ -164,7 +164,7 @@ def step_costs(
         StorageError: ``cache_dir`` cannot be made.
     """
     total_s = sum(op.time_s[machine.compute_tier] for op in workload.ops)
-    if machine.name != this_machine_name() or total_s < _WORTH_S:
+    if not computes_here(machine) or total_s < _WORTH_S:
         return {}
     kinds = {node: _kind(node) for node in program.op_nodes()}
     path = step_times_path(cache_dir)

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
 
 from gascompile.core.config import CompileConfig
+from gascompile.core.errors import Demand, InfeasiblePlanError
 from gascompile.core.machine import Budget, Machine
 from gascompile.core.plan import Plan
-from gascompile.core.workload import Workload
+from gascompile.core.workload import PERSISTENT, TensorKind, Workload
 from gascompile.passes.plan.make_plan import make_plan
+from gascompile.passes.verify.walk import verify
+from gascompile.runtime.memory.device_moves import HOST_BYTES
+from gascompile.runtime.memory.host_slots import Outside
+from gascompile.runtime.memory.pinned import HOST
+
+
+_TRIES = 4
+"""Each leaves the host less: how slots lie beside each other is known only once there is a plan."""
 
 
 def step_plan(
@@ -29,14 +40,52 @@ def step_plan(
     Raises:
         InfeasiblePlanError: the budget is too small; names the smallest feasible one.
     """
-    return make_plan(
-        workload,
-        machine,
-        budget,
-        fingerprint=fingerprint,
-        time_limit_s=config.time_limit_s,
-        mip_gap=config.mip_gap,
-        reserved_bytes=reserved_bytes,
-        move_all=True,
-        has_arena=False,
+
+    def made(budget: Budget, placed_bytes: int = 0) -> Plan:
+        return make_plan(
+            workload,
+            machine,
+            budget,
+            fingerprint=fingerprint,
+            time_limit_s=config.time_limit_s,
+            mip_gap=config.mip_gap,
+            reserved_bytes=reserved_bytes + placed_bytes,
+            move_all=True,
+            has_arena=False,
+        )
+
+    if machine.compute_tier == HOST:
+        return made(budget)
+    inputs = (t.size_bytes for t in workload.tensors if t.kind is TensorKind.INPUT)
+    return _with_host(partial(made, placed_bytes=sum(inputs)), workload, machine, budget)
+
+
+def _with_host(
+    made: Callable[[Budget], Plan], workload: Workload, machine: Machine, budget: Budget
+) -> Plan:
+    """Return a plan for a device whose slots on the host, and what transfers pass through, are within its budget."""
+    limits_bytes = budget.limits_bytes(machine)
+    limit_bytes = limits_bytes[HOST]
+    lasting = [t.name for t in workload.tensors if t.kind in PERSISTENT]
+    left_bytes = limit_bytes - HOST_BYTES
+    for _ in range(_TRIES):
+        if left_bytes < 0:
+            break
+        plan = made(replace(budget, cpu=left_bytes))
+        plan = replace(plan, budget_bytes=limits_bytes)
+        taken_bytes = HOST_BYTES + Outside.of(plan, lasting, taken_bytes=HOST_BYTES).size_bytes
+        if taken_bytes <= limit_bytes:
+            beside_bytes = max(taken_bytes - plan.peak_bytes[HOST], 0)
+            peak_bytes = {**plan.peak_bytes, HOST: plan.peak_bytes[HOST] + beside_bytes}
+            plan = replace(plan, host_bytes=beside_bytes, peak_bytes=peak_bytes)
+            verify(plan)
+            return plan
+        left_bytes -= taken_bytes - limit_bytes
+    staging = Demand(kind="reserved", name="what transfers pass through", size_bytes=HOST_BYTES)
+    raise InfeasiblePlanError(
+        required_bytes=max(HOST_BYTES, limit_bytes + 1),
+        limit_bytes=limit_bytes,
+        tier=HOST,
+        op=workload.ops[0].name,
+        demands=(staging,),
     )

@@ -15,6 +15,8 @@ import torch
 from torch import nn
 
 from gascompile.core.errors import CheckpointError
+from gascompile.runtime.memory.device_moves import DeviceMoves
+from gascompile.runtime.memory.device_values import DeviceValues
 from gascompile.runtime.memory.pages import Pages
 from gascompile.runtime.memory.persistent import Persistent
 from gascompile.training.optimizers.optimizers import TOTAL, Rules, Slot, Tile
@@ -39,6 +41,7 @@ class States:
         folder: Path,
         buffers: memoryview,
         pages: Pages | None,
+        moves: DeviceMoves | None = None,
         values: FileValues | None = None,
         changing: Collection[str] = (),
         before_access: Callable[[], None] = lambda: None,
@@ -53,6 +56,7 @@ class States:
             folder: where what leaves memory goes.
             buffers: memory for transfers.
             pages: what values lie in; the heap, if ``None``.
+            moves: of the device that computes; the host does, if ``None``.
             values: of tensors that have theirs in files.
             changing: names of tensors that steps change; values of others stay in their files.
             before_access: called before somebody who holds a tensor of the model reads or writes it.
@@ -85,8 +89,10 @@ class States:
         zeros = {t.name: (t.length, t.dtype) for tiles in self.tiles.values() for t in tiles}
         unread = values.sources if values else ()
         sources = values.in_place(own, changing) if values else None
-        self.persistent = Persistent(
-            own, zeros, folder, buffers, pages, unread=unread, sources=sources
+        self.persistent = (
+            Persistent(own, zeros, folder, buffers, pages, unread=unread, sources=sources)
+            if moves is None
+            else DeviceValues(own, zeros, folder, moves, pages, unread=unread, sources=sources)
         )
         if values is not None:
             values.fill(self.persistent)
