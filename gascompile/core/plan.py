@@ -100,7 +100,9 @@ class Plan:
     machine: Machine
     warnings: tuple[str, ...] = ()
     reserved_bytes: int = 0  # what is left of the tier that computes for libraries and buffers
-    host_bytes: int = 0  # of a device's host, beside tensors: what transfers pass through, what slots take more
+    host_bytes: int = (
+        0  # of a device's host, beside tensors: what transfers pass through, what slots take more
+    )
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write the plan as JSON, whole or not at all; raises ``StorageError``."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,8 +29,11 @@ from gascompile.machines.stale_profile import Grader
 from gascompile.passes.graph.to_device import to_device
 from gascompile.runtime.devices import device_for
 from gascompile.runtime.memory.device_moves import DeviceMoves
+from gascompile.runtime.memory.device_values import DeviceValues
 from gascompile.runtime.memory.early_memory import map_anonymous
+from gascompile.runtime.memory.persistent import Persistent
 from gascompile.runtime.memory.pinned import HOST
+from gascompile.runtime.memory.source_slots import SourceSlots
 from gascompile.runtime.run.iteration import Iteration
 from gascompile.training.capture.joint import capture_joint
 from gascompile.training.capture.requirements import require_followed
@@ -280,10 +283,7 @@ class UnitMaker:
                 tensors,
                 storages=self._storages,
                 tiles=rules.tiles(accumulates=accumulates),
-                folder=self._config.cache_dir / "training",
-                buffers=memoryview(self._buffers)[: 2 * SPILL_BUFFER_BYTES],
-                pages=self.pages,
-                moves=self._moves,
+                keep=self._kept,
                 values=self._values,
                 changing=changing | rules.trained,
                 before_access=self.before_access,
@@ -293,6 +293,22 @@ class UnitMaker:
         require_known({*tensors, *program.tiles}, self.states.persistent.sizes)
         self.states.persistent.take_slots(changing)
         return self.states
+
+    def _kept(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        zeros: Mapping[str, tuple[int, torch.dtype]],
+        unread: Collection[str],
+        sources: SourceSlots | None,
+    ) -> Persistent:
+        """Take values over, into the memory of what computes and slots outside of it."""
+        folder, pages, moves = self._config.cache_dir / "training", self.pages, self._moves
+        if moves is not None:
+            return DeviceValues(
+                tensors, zeros, folder, moves, pages, unread=unread, sources=sources
+            )
+        buffers = memoryview(self._buffers)[: 2 * SPILL_BUFFER_BYTES]
+        return Persistent(tensors, zeros, folder, buffers, pages, unread=unread, sources=sources)
 
     def _open_device(self) -> None:
         """Let there be what moves values of the device, where that is not the host; once."""

@@ -92,7 +92,9 @@ class EmulatedBooking:
 
     def seconds_of(self, copy: _Copy) -> float:
         """Return how long the bytes of a copy take to pass."""
-        return self._pacing.seconds(self._link, copy.target.nbytes if copy.target is not None else 0)
+        return self._pacing.seconds(
+            self._link, copy.target.nbytes if copy.target is not None else 0
+        )
 
     def pass_next(self, size_bytes: int) -> float:
         """Return when the next ``size_bytes`` have passed; for the thread of the link, after what was asked."""

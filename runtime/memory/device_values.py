@@ -109,7 +109,9 @@ class DeviceValues(Persistent):
         assert link is not None, "a device's values come over a link"
         from_host = self._moves.place(link, writes=False) == HOST
         if not (self._is_on_host(name) if from_host else name in self._valid):
-            raise StorageError(f"'{name}' is not where the plan reads it from: '{link}'; plan again")
+            raise StorageError(
+                f"'{name}' is not where the plan reads it from: '{link}'; plan again"
+            )
         return super().read(name, link=link, after=after)
 
     def write_out(self, names: Iterable[str]) -> None:
@@ -220,9 +222,7 @@ class DeviceValues(Persistent):
         with self._reading(name):
             self._fetch_from(name, storage, target)
 
-    def _fetch_from(
-        self, name: str, storage: torch.UntypedStorage, target: torch.Tensor
-    ) -> None:
+    def _fetch_from(self, name: str, storage: torch.UntypedStorage, target: torch.Tensor) -> None:
         if name not in self._away:
             target.copy_(self._content(name))
         elif self._is_on_host(name):

@@ -1,4 +1,4 @@
-"""Slots in pinned memory of the host, for what leaves a device's memory: blocks that stay, and an area shared over time.
+"""Slots in pinned memory of the host, for what leaves a device's memory: blocks, and an area shared over time.
 
 What rests on the host between iterations has a block of its own. What is there for a part of an iteration has a
 place in the area, which something else takes over once it is back for good.
@@ -18,7 +18,6 @@ from gascompile.core.steps import Offload, Reload, Wait
 from gascompile.runtime.memory.pinned import HOST
 from gascompile.runtime.memory.spill_slots import Slots, spill_slots
 from gascompile.runtime.protocols import Device, HostMemory
-
 
 FILE = "nvme"
 """The place that has a slot for everything that lasts."""

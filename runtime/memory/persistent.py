@@ -52,7 +52,9 @@ class Persistent:
             StorageError: the folder cannot be written to, or has too little space.
         """
         self.tensors = dict(tensors)
-        self.sizes = dict(sizes or {name: t.untyped_storage().nbytes() for name, t in tensors.items()})
+        self.sizes = dict(
+            sizes or {name: t.untyped_storage().nbytes() for name, t in tensors.items()}
+        )
         for name, (count, dtype) in zeros.items():
             self.sizes[name] = count * dtype.itemsize
             device = moves.device.torch_device if moves is not None else None
@@ -71,7 +73,9 @@ class Persistent:
             for tensor in self.tensors.values():
                 pages.adopt(tensor.untyped_storage())
         try:
-            self._spill = Spill(folder, slots, buffers, pages=pages, sources=self._sources, moves=moves)
+            self._spill = Spill(
+                folder, slots, buffers, pages=pages, sources=self._sources, moves=moves
+            )
         except BaseException:
             self._sources.close()
             raise

@@ -14,7 +14,6 @@ import ctypes
 import errno
 import os
 import queue
-import tempfile
 import time
 import weakref
 from collections.abc import Callable, Mapping
@@ -25,12 +24,13 @@ from pathlib import Path
 import torch
 
 from gascompile.core.errors import StorageError
-from gascompile.core.sizes import PAGE_BYTES, align_up, format_size
+from gascompile.core.sizes import PAGE_BYTES, align_up
 from gascompile.core.waiting import Gate, OwnThread, life, require_life
 from gascompile.runtime.memory.device_moves import DeviceMoves
 from gascompile.runtime.memory.pages import Pages
 from gascompile.runtime.memory.pinned import HOST
 from gascompile.runtime.memory.source_slots import Pieces, SourceSlots
+from gascompile.runtime.memory.unnamed_file import open_unnamed, take_space
 from gascompile.runtime.protocols import Event, Reader, Ticket, read_at
 from gascompile.runtime.transfer.copying import copy_range
 from gascompile.runtime.transfer.page_ring import Lane, LaneMoves
@@ -39,7 +39,6 @@ Writer = Callable[[int, memoryview, int], int]
 """A positional write; raises ``OSError`` and may take fewer bytes than it is given."""
 
 _NOTHING: Pieces = ((-1, 0, 0),)
-_UNNAMED = os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC
 
 
 @dataclass(slots=True)
@@ -108,7 +107,7 @@ class Spill:
         self._end = max(ends, default=0)
         self._pages, self._sources, self._moves = pages, sources, moves
         self._folder = folder
-        self._file, self.path = _open(folder, self._end)
+        self._file, self.path = open_unnamed(folder, self._end)
         self._buffered = _Buffered(self._file, reader, writer or os.pwrite)
         self._plain = -1
         self._buffers = buffers
@@ -185,7 +184,7 @@ class Spill:
         if name in self._slots:
             return
         offset = self._end
-        _take_space(self._file, self._folder, offset, align_up(size_bytes, PAGE_BYTES))
+        take_space(self._file, self._folder, offset, align_up(size_bytes, PAGE_BYTES))
         self._end += align_up(size_bytes, PAGE_BYTES)
         self._slots[name] = (offset, size_bytes)
 
@@ -294,15 +293,15 @@ class Spill:
             return lane.submit(
                 name, storage, file, offset, writes=direction == 0, size_bytes=pages_bytes
             )
-        moves, begin = [], 0
+        parts, begin = [], 0
         for file, offset, size_bytes in pieces:
-            moves.append(
+            parts.append(
                 lane.submit(
                     name, storage, file, offset, writes=False, size_bytes=size_bytes, begin=begin
                 )
             )
             begin += size_bytes
-        return LaneMoves(moves) if more else moves[0]
+        return LaneMoves(parts) if more else parts[0]
 
 
 class _Buffered:
@@ -378,52 +377,3 @@ def bytes_of(storage: torch.UntypedStorage | None) -> memoryview:
     assert storage is not None, "a move is served once"
     memory = (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())
     return memoryview(memory).cast("B")
-
-
-def _open(folder: Path, size_bytes: int) -> tuple[int, str]:
-    """Return a new unnamed file of ``size_bytes``, and the path that its bytes take."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        try:
-            file, path = _open_as(folder, _UNNAMED | os.O_DIRECT), "O_DIRECT"
-        except OSError:
-            # Some file systems (tmpfs, some overlays) have no direct I/O; the page cache serves.
-            file, path = _open_as(folder, _UNNAMED), "page cache"
-    except OSError as error:
-        raise _no_space(size_bytes, folder, error) from error
-    try:
-        _take_space(file, folder, 0, size_bytes)
-    except BaseException:
-        os.close(file)
-        raise
-    return file, path
-
-
-def _take_space(file: int, folder: Path, offset: int, size_bytes: int) -> None:
-    try:
-        if size_bytes:
-            os.posix_fallocate(file, offset, size_bytes)
-    except OSError as error:
-        raise _no_space(size_bytes, folder, error) from error
-
-
-def _no_space(size_bytes: int, folder: Path, error: OSError) -> StorageError:
-    return StorageError(
-        f"cannot take {format_size(size_bytes)} in {folder} for activations: {error.strerror}; "
-        "free some space, or choose another cache_dir"
-    )
-
-
-def _open_as(folder: Path, flags: int) -> int:
-    """Return a new file without a name; where the file system needs one, it has it for a moment."""
-    try:
-        return os.open(folder, flags, 0o600)
-    except OSError as error:
-        if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT):
-            raise
-    made, name = tempfile.mkstemp(dir=folder, prefix=".spill-")
-    try:
-        return os.open(name, flags & ~_UNNAMED | os.O_RDWR | os.O_CLOEXEC)
-    finally:
-        os.unlink(name)
-        os.close(made)

@@ -136,13 +136,13 @@ class StagedMoves:
         ]
         self._closed = False
         self._jobs: tuple[_Jobs, _Jobs] = (queue.SimpleQueue(), queue.SimpleQueue())
-        out = _Outward(self._jobs[0], buffers[:_NUM_PIECES], writer or os.pwrite)
-        back = _Inward(self._jobs[1], buffers[_NUM_PIECES:], reader)
+        self._outward = _Outward(self._jobs[0], buffers[:_NUM_PIECES], writer or os.pwrite)
+        self._inward = _Inward(self._jobs[1], buffers[_NUM_PIECES:], reader)
         for jobs in self._jobs:
             weakref.finalize(self, jobs.put, None).atexit = False
         self._threads = (
-            OwnThread(out.serve, "gascompile-staged-write"),
-            OwnThread(back.serve, "gascompile-staged-read"),
+            OwnThread(self._outward.serve, "gascompile-staged-write"),
+            OwnThread(self._inward.serve, "gascompile-staged-read"),
         )
 
     @property
@@ -221,7 +221,7 @@ class _Outward:
     """Writes: as many pieces leave the device as there is memory for; the oldest goes to the file meanwhile."""
 
     def __init__(self, jobs: _Jobs, buffers: list[_Buffer], writer: Writer) -> None:
-        self._jobs, self._free, self._writer = jobs, deque(buffers), writer
+        self._jobs, self._free, self.move_bytes = jobs, deque(buffers), writer
         self._flying: deque[_Piece] = deque()
         self._move: StagedMove | None = None
         self._begin = 0
@@ -284,7 +284,8 @@ class _Outward:
                     move.begun_s = move.begun_s or getattr(buffer.event, "begun_s", 0.0)
                 if not move.failed:
                     pages = buffer.memory[: align_up(piece.size_bytes, PAGE_BYTES)]
-                    _write_all(self._writer, move.file, pages, move.offset + piece.begin)
+                    ((file, offset, _),) = move.pieces
+                    _write_all(self.move_bytes, file, pages, offset + piece.begin)
             except Exception as error:  # noqa: BLE001
                 move.fail(error)
             buffer.event = None
@@ -297,7 +298,7 @@ class _Inward:
     """Reads: each piece is given to the device once it is there, and the next one read meanwhile."""
 
     def __init__(self, jobs: _Jobs, buffers: list[_Buffer], reader: Reader) -> None:
-        self._jobs, self._buffers, self._reader = jobs, buffers, reader
+        self._jobs, self._buffers, self.move_bytes = jobs, buffers, reader
         self._turn = 0
 
     def serve(self) -> None:

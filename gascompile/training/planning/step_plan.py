@@ -17,7 +17,6 @@ from gascompile.runtime.memory.device_moves import HOST_BYTES
 from gascompile.runtime.memory.host_slots import Outside
 from gascompile.runtime.memory.pinned import HOST
 
-
 _TRIES = 4
 """Each leaves the host less: how slots lie beside each other is known only once there is a plan."""
 
@@ -68,7 +67,7 @@ def _with_host(
     limit_bytes = limits_bytes[HOST]
     lasting = [t.name for t in workload.tensors if t.kind in PERSISTENT]
     left_bytes = limit_bytes - HOST_BYTES
-    for _ in range(_TRIES):
+    for tries_left in reversed(range(_TRIES)):
         if left_bytes < 0:
             break
         plan = made(replace(budget, cpu=left_bytes))
@@ -80,7 +79,8 @@ def _with_host(
             plan = replace(plan, host_bytes=beside_bytes, peak_bytes=peak_bytes)
             verify(plan)
             return plan
-        left_bytes -= taken_bytes - limit_bytes
+        # The last try brings nothing there.
+        left_bytes = max(left_bytes - (taken_bytes - limit_bytes), 0) if tries_left > 1 else 0
     staging = Demand(kind="reserved", name="what transfers pass through", size_bytes=HOST_BYTES)
     raise InfeasiblePlanError(
         required_bytes=max(HOST_BYTES, limit_bytes + 1),

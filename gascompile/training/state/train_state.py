@@ -8,23 +8,31 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from gascompile.core.errors import CheckpointError
-from gascompile.runtime.memory.device_moves import DeviceMoves
-from gascompile.runtime.memory.device_values import DeviceValues
-from gascompile.runtime.memory.pages import Pages
 from gascompile.runtime.memory.persistent import Persistent
+from gascompile.runtime.memory.source_slots import SourceSlots
 from gascompile.training.optimizers.optimizers import TOTAL, Rules, Slot, Tile
 from gascompile.training.state.aliasing import Storages
 from gascompile.training.state.covers import Covers
 from gascompile.training.state.file_values import FileValues
 from gascompile.training.state.open_optimizer import OpenOptimizer, listed, restore
 from gascompile.training.state.same_model import require_same, shapes_of
+
+Keep = Callable[
+    [
+        Mapping[str, torch.Tensor],
+        Mapping[str, tuple[int, torch.dtype]],
+        Collection[str],
+        SourceSlots | None,
+    ],
+    Persistent,
+]
+"""Makes what keeps the tensors of a run."""
 
 
 class States:
@@ -38,10 +46,7 @@ class States:
         *,
         storages: Storages,
         tiles: Iterable[Tile],
-        folder: Path,
-        buffers: memoryview,
-        pages: Pages | None,
-        moves: DeviceMoves | None = None,
+        keep: Keep,
         values: FileValues | None = None,
         changing: Collection[str] = (),
         before_access: Callable[[], None] = lambda: None,
@@ -53,10 +58,7 @@ class States:
             tensors: the model's own tensors by name, without those that are views of others.
             storages: know the views.
             tiles: all that is kept per parameter.
-            folder: where what leaves memory goes.
-            buffers: memory for transfers.
-            pages: what values lie in; the heap, if ``None``.
-            moves: of the device that computes; the host does, if ``None``.
+            keep: takes tensors over, vectors that begin as zeros, names without values yet, where some of these lie.
             values: of tensors that have theirs in files.
             changing: names of tensors that steps change; values of others stay in their files.
             before_access: called before somebody who holds a tensor of the model reads or writes it.
@@ -89,11 +91,7 @@ class States:
         zeros = {t.name: (t.length, t.dtype) for tiles in self.tiles.values() for t in tiles}
         unread = values.sources if values else ()
         sources = values.in_place(own, changing) if values else None
-        self.persistent = (
-            Persistent(own, zeros, folder, buffers, pages, unread=unread, sources=sources)
-            if moves is None
-            else DeviceValues(own, zeros, folder, moves, pages, unread=unread, sources=sources)
-        )
+        self.persistent = keep(own, zeros, unread, sources)
         if values is not None:
             values.fill(self.persistent)
         self._take_moments()
