@@ -57,7 +57,8 @@ def compile_step(
         example_batch: any pytree; planned for now. Without it, at the first call.
         checkpoint: .safetensors file, sharded or Hugging Face directory that holds the model's weights; the model
             may be on the meta device, and never stands whole in memory.
-        machine: ``None`` for this machine, measured once and remembered; or a preset's name or a file.
+        machine: ``None`` for this machine, measured once and remembered; or a preset's name or a file. ``emulated``
+            is an accelerator of bounded memory behind links of set bandwidths.
         cache_dir: where the machine profile is kept and what leaves memory goes.
         max_grad_norm: clip gradients by their global norm, as ``torch.nn.utils.clip_grad_norm_`` does.
         accumulate: batches per update. Gradients are summed as by repeated ``loss.backward()``, and every
@@ -81,6 +82,7 @@ def compile_step(
             values.
         CheckpointError: ``checkpoint`` cannot be read or is of another model; a buffer on the meta device is not
             in it.
+        DeviceError: the machine's device is not here, or has less memory than the budget.
         InfeasiblePlanError: the budget is too small; names the smallest feasible one.
         UnsupportedOpError: an optimizer or an option without a rule; names those that have one. Parameters
             that are not in float32 or not on the CPU. Models of several processes, or with hooks on gradients.
