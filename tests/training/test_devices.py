@@ -26,6 +26,7 @@ from gascompile.core.errors import (
     UnsupportedOpError,
 )
 from gascompile.core.machine import Budget
+from gascompile.core.sizes import PAGE_BYTES
 from gascompile.core.steps import Offload, Reload
 from gascompile.machines.emulated import emulated_machine
 from gascompile.passes.verify.walk import verify
@@ -103,9 +104,13 @@ def test_blocks_of_the_emulated_memory_are_within_the_budget(cache: Path) -> Non
         losses(step, 0, 1)
         assert step.pages is not None
         assert SMALL.gpu is not None
-        step.pages.mark()
+        assert step._states is not None
+        begun_bytes = step.pages.mark()
+        held_bytes = step._states.persistent.resident_bytes
         losses(step, 1, 2)
-        assert int(SMALL.gpu) / 2 < step.pages.peak_bytes <= int(SMALL.gpu)
+        # Of other steps in this process something may be in use, too; blocks are whole pages.
+        peak_bytes = held_bytes + step.pages.peak_bytes - begun_bytes
+        assert int(SMALL.gpu) / 2 < peak_bytes <= int(SMALL.gpu) + 8 * PAGE_BYTES
 
 
 @pytest.mark.parametrize(
