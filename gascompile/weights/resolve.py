@@ -17,6 +17,7 @@ from gascompile.core.sizes import reserve_bytes
 from gascompile.core.sources import FileStamp, WeightSource
 from gascompile.formats.dtypes import FLOATING, as_computed, is_lossless
 from gascompile.weights.checkpoint import Checkpoint, match_weights
+from gascompile.weights.mapped import mapped_weights
 from gascompile.weights.memory_layout import as_span, with_strides
 from gascompile.weights.store import spill
 
@@ -76,8 +77,8 @@ def resolve_weights(
 ) -> Resolved:
     """Return the source of every weight and the value of every held tensor of ``program``.
 
-    Weights that stand in no file are spilled into ``store``, and those that move in another form than they
-    are stored in are converted into it. A mutated buffer of a model in memory is shared with it, so that the
+    Weights of a model in memory that are maps of safetensors files are read from those. What stands in no file is
+    spilled into ``store``, and what moves in another form than it is stored in is converted into it. A mutated buffer of a model in memory is shared with it, so that the
     model sees the updates as it would in eager mode.
 
     Args:
@@ -120,6 +121,12 @@ def resolve_weights(
         value = with_strides(_read(source, where).to(getattr(torch, bound.dtype)), bound)
         (held if name in program.states else to_spill)[name] = value
     stamps = checkpoint.stamps if checkpoint else ()
+    mapped = mapped_weights(
+        {n: t for n, t in to_spill.items() if t is tensors[n] and program.bound[n].stride is None}
+    )
+    sources |= mapped.sources
+    stamps += mapped.stamps
+    to_spill = {name: value for name, value in to_spill.items() if name not in mapped.sources}
     if to_spill:
         spilled = spill({n: as_span(t, program.bound[n]) for n, t in to_spill.items()}, store)
         sources |= {n: _laid_out(s, program.bound[n]) for n, s in spilled.sources.items()}

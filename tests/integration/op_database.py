@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,7 +77,11 @@ def modules(limit: int = 1, scale: int = 1) -> Iterator[tuple[str, OpModule]]:
         name = f"{info.name}.{info.variant_test_name}".rstrip(".")
         torch.manual_seed(0)
         samples = info.sample_inputs("cpu", dtype)
-        for i, sample in enumerate(itertools.islice(samples, limit)):
+        taken = list(itertools.islice(samples, limit))
+        if isinstance(samples, Generator):
+            # It stands in no_grad, and would leave that in the middle of a trace.
+            samples.close()
+        for i, sample in enumerate(taken):
             call = ((sample.input, *sample.args), sample.kwargs)
             if scale > 1:
                 call = pytree.tree_map_only(torch.Tensor, lambda x: _larger(x, scale), call)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -70,6 +71,25 @@ def _save(folder: Path, **rope: Any) -> Any:
     config.save_pretrained(folder)
     save_file({n: t.clone() for n, t in model.state_dict().items()}, folder / "model.safetensors")
     return model
+
+
+def test_what_other_modules_bind_anew_is_no_part_of_a_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    # As in a script that says ``model = gascompile.compile(model, ...)``, beside code that has a ``self.model``.
+    script = ModuleType("a_script")
+    script.__file__ = str(tmp_path / "script.py")
+    script.model = model = _save(tmp_path)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "a_script", script)
+    inputs: dict[str, Any] = {"input_ids": _IDS, "use_cache": False}
+    for _ in range(2):
+        script.model = model  # type: ignore[attr-defined]
+        with gascompile.compile(
+            model, _BUDGET, example_inputs=inputs, machine="cpu-nvme", cache_dir=tmp_path / "cache"
+        ) as compiled:
+            script.model = compiled  # type: ignore[attr-defined]
+            assert torch.equal(compiled(**inputs).logits, _eager(model))
+    assert "captured again" not in caplog.text
 
 
 def _eager(model: Any) -> torch.Tensor:

@@ -48,6 +48,9 @@ _MANY_ENTRIES = 4096
 _INERT = (logging.Logger, logging.Handler, logging.Manager)
 """What they say is no part of what a model computes; the first capture of a process changes torch's own."""
 _BOUND = (types.BuiltinMethodType, types.MethodWrapperType)
+_LOADERS = {Origin.PYTHON, Origin.TORCH, Origin.OWN}
+"""Whose code looks into ``sys.modules`` for what it is about to import, which is recorded by itself, or for what wrote a
+type. To watch all modules would take each global of the program's main module for a part of its models."""
 _CHANGED_BY_METHODS = (list, dict, set, deque, bytearray)
 _PLAIN_LOOKUPS = (dict.__getitem__, OrderedDict.__getitem__)
 
@@ -241,6 +244,8 @@ class _Walk:
                         self.watches.absent.append((owner, key, f"{label}.{key}"))
                     break
                 value = owner[key]
+                if value is sys.modules and origin_of_name(space.get("__name__")) in _LOADERS:
+                    break
                 self.item(owner, key, f"{label}.{key}")
                 if not isinstance(value, types.ModuleType):
                     break

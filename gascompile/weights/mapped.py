@@ -1,0 +1,134 @@
+"""Mapped: which tensors in memory are files that the process has mapped, so that they need no copy of their own.
+
+Libraries map safetensors files privately, page by page as they are read: a model that was just loaded is its files. A
+page that somebody has written to is a copy in memory, which the kernel tells from one of the file.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from gascompile.core.errors import CheckpointError
+from gascompile.core.sources import Extent, FileStamp, WeightSource
+from gascompile.weights.checkpoint import Checkpoint, read_safetensors_header
+
+_MAPS, _PAGE_FLAGS = "/proc/self/maps", "/proc/self/pagemap"
+_PAGE_BYTES = mmap.PAGESIZE
+_PRESENT, _SWAPPED, _OF_FILE = (np.uint64(1 << bit) for bit in (63, 62, 61))
+"""Flags of a page in ``/proc/self/pagemap``, which a process may read of itself; a page never touched has none."""
+_MOST_PAGES = 1 << 20
+"""Whose flags are looked at in one go."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Map:
+    """A part of a file that is mapped privately."""
+
+    begin: int
+    end: int
+    offset: int
+    device: int
+    inode: int
+    path: Path
+
+
+def mapped_weights(tensors: Mapping[str, torch.Tensor]) -> Checkpoint:
+    """Return where in safetensors files those of ``tensors`` lie that are nothing but such files, mapped.
+
+    What is not proven is left out: other systems, tensors with gaps, pages that were written to, files that were
+    replaced since.
+    """
+    maps = [found for found in _maps() if found.path.suffix == ".safetensors"]
+    begins = [found.begin for found in maps]
+    sources: dict[str, WeightSource] = {}
+    stamps: dict[Path, FileStamp | None] = {}
+    for name, tensor in tensors.items() if maps else ():
+        size_bytes = tensor.nbytes
+        if tensor.device.type != "cpu" or not tensor.is_contiguous() or not size_bytes:
+            continue
+        address = tensor.data_ptr()
+        found = maps[max(bisect_right(begins, address) - 1, 0)]
+        if not found.begin <= address <= address + size_bytes <= found.end:
+            continue
+        if found.path not in stamps:
+            stamps[found.path] = _stamp(found)
+        stamp = stamps[found.path]
+        if stamp is None or not _is_unwritten(address, size_bytes):
+            continue
+        offset = found.offset + address - found.begin
+        if offset + size_bytes > stamp.size_bytes:
+            continue
+        sources[name] = WeightSource(
+            name=name,
+            dtype=str(tensor.dtype).removeprefix("torch."),
+            shape=tuple(tensor.shape),
+            extents=(Extent(path=stamp.path, offset=offset, size_bytes=size_bytes),),
+        )
+    used = {source.extents[0].path for source in sources.values()}
+    kept = {stamp.path: stamp for stamp in stamps.values() if stamp and stamp.path in used}
+    return Checkpoint(sources=sources, stamps=tuple(kept.values()))
+
+
+def _maps() -> Iterator[_Map]:
+    """Yield the private maps of files, by address; none where the system does not tell."""
+    try:
+        lines = Path(_MAPS).read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+    except OSError:
+        return
+    for line in lines:
+        fields = line.split(maxsplit=5)
+        if len(fields) < 6 or not fields[1].endswith("p") or not fields[5].startswith("/"):
+            continue
+        begin, _, end = fields[0].partition("-")
+        major, _, minor = fields[3].partition(":")
+        yield _Map(
+            begin=int(begin, 16),
+            end=int(end, 16),
+            offset=int(fields[2], 16),
+            device=os.makedev(int(major, 16), int(minor, 16)),
+            inode=int(fields[4]),
+            path=Path(fields[5]),
+        )
+
+
+def _stamp(found: _Map) -> FileStamp | None:
+    """Return the stamp of a mapped file; ``None`` where its path leads to another one, or to no safetensors file."""
+    try:
+        stat = found.path.stat()
+        if (stat.st_dev, stat.st_ino) != (found.device, found.inode):
+            return None
+        return read_safetensors_header(found.path)[1]
+    except (OSError, CheckpointError):
+        return None
+
+
+def _is_unwritten(address: int, size_bytes: int) -> bool:
+    """Return whether no page of a private map has become a copy in memory."""
+    first, last = address // _PAGE_BYTES, (address + size_bytes - 1) // _PAGE_BYTES
+    try:
+        file = os.open(_PAGE_FLAGS, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        for begin in range(first, last + 1, _MOST_PAGES):
+            count = min(last + 1 - begin, _MOST_PAGES)
+            raw = os.pread(file, 8 * count, 8 * begin)
+            flags = np.frombuffer(raw, dtype=np.uint64)
+            if len(flags) < count:
+                return False
+            in_memory = (flags & _PRESENT) != 0
+            if ((flags & _SWAPPED) != 0).any() or (in_memory & ((flags & _OF_FILE) == 0)).any():
+                return False
+    except OSError:
+        return False
+    finally:
+        os.close(file)
+    return True
