@@ -78,8 +78,8 @@ def resolve_weights(
     """Return the source of every weight and the value of every held tensor of ``program``.
 
     Weights of a model in memory that are maps of safetensors files are read from those. What stands in no file is
-    spilled into ``store``, and what moves in another form than it is stored in is converted into it. A mutated buffer of a model in memory is shared with it, so that the
-    model sees the updates as it would in eager mode.
+    spilled into ``store``, and what moves in another form than it is stored in is converted into it. A mutated
+    buffer of a model in memory is shared with it, so that the model sees the updates as it would in eager mode.
 
     Args:
         model: where names, and what no checkpoint holds, come from.

@@ -124,8 +124,9 @@ class Trial:
     def _put_opaque(self, before: Watches) -> None:
         missing = set(self.suspects)
         made: dict[int, Any] = {}
+        growing = {id(found) for found, _, name in before.sized() if name in self.suspects}
         for owner, key, value, name in before.places():
-            is_list = any(value is found and n in self.suspects for found, _, n in before.sized())
+            is_list = id(value) in growing
             if name not in self.suspects and not is_list:
                 continue
             stand_in = made.get(id(value)) if is_list else None

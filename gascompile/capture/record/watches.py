@@ -49,8 +49,8 @@ _INERT = (logging.Logger, logging.Handler, logging.Manager)
 """What they say is no part of what a model computes; the first capture of a process changes torch's own."""
 _BOUND = (types.BuiltinMethodType, types.MethodWrapperType)
 _LOADERS = {Origin.PYTHON, Origin.TORCH, Origin.OWN}
-"""Whose code looks into ``sys.modules`` for what it is about to import, which is recorded by itself, or for what wrote a
-type. To watch all modules would take each global of the program's main module for a part of its models."""
+"""Whose code looks into ``sys.modules`` for what it is about to import, which is recorded by itself, or for a type's
+module. To watch all modules would take each global of the program's main module for a part of its models."""
 _CHANGED_BY_METHODS = (list, dict, set, deque, bytearray)
 _PLAIN_LOOKUPS = (dict.__getitem__, OrderedDict.__getitem__)
 
