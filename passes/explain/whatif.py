@@ -151,11 +151,13 @@ class _Search:
     def plan(self, label: str, machine: Machine, limits: dict[str, int]) -> Plan | None:
         """Return the plan for a machine and a budget; ``None`` where none keeps the budget."""
         self._progress(label)
+        # What else a step takes of a device's host is as it was.
+        left = {**limits, "cpu": limits["cpu"] - self._plan.host_bytes} if "cpu" in limits else limits
         try:
             return make_plan(
                 self._plan.workload,
                 machine,
-                _budget(limits),
+                _budget(left),
                 fingerprint={},
                 time_limit_s=self._time_limit_s,
                 move_all=self._move_all,

@@ -194,6 +194,8 @@ class DeviceValues(Persistent):
         for name, ticket in self._writes.items():
             if ticket.failed:
                 (self._on_host if self._targets[name] else self._valid).discard(name)
+        # What is written from here on has nothing to do with them.
+        self._writes.clear()
         for name in sorted(self.sizes.keys() - self._away):
             there = name not in self._sources or self._sources.is_unchanged
             if self._is_on_host(name) or (name in self._valid and there):

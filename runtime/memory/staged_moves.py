@@ -74,6 +74,9 @@ class StagedMove:
 
     def wait(self) -> None:
         self.gate.wait()
+        if self.error is not None and self.event is not None:
+            # A part is still on its way to memory that who learns of the error may let go.
+            self.event.wait()
         self.bytes = None
         if self.error is not None:
             raise StorageError(str(self.error)) from self.error.__cause__

@@ -143,7 +143,8 @@ class Iteration:
         run = make(self, inputs, pending or {})
         self._limit_pages()
         grad, set_grad = torch.is_grad_enabled(), torch._C._set_grad_enabled
-        autocast, set_autocast = torch.is_autocast_enabled("cpu"), torch.set_autocast_enabled
+        kind, set_autocast = self.device.torch_device.type, torch.set_autocast_enabled
+        autocast = torch.is_autocast_enabled(kind)
         activate = self._activate
         # A recorded run keeps to the account that its picture is drawn from.
         counting = self._counting(run) if recording is None else contextlib.nullcontext()
@@ -153,7 +154,7 @@ class Iteration:
                 try:
                     set_grad(False)
                     # The graph has the casts of an autocast in it; updates are to have none.
-                    set_autocast("cpu", False)
+                    set_autocast(kind, False)
                     activate(1)
                     with counting as run.count:
                         limit = bool if run.count is None else run.count.limit
@@ -167,8 +168,13 @@ class Iteration:
                             limit(NO_LIMIT)
                 finally:
                     activate(0)
+            except BaseException:
+                if self.moves is not None:
+                    # Copies may not end in memory that the values give back now.
+                    self.moves.drain()
+                raise
             finally:
-                set_autocast("cpu", autocast)
+                set_autocast(kind, autocast)
         finally:
             set_grad(grad)
         self._pending = run.tickets
