@@ -143,8 +143,7 @@ class Iteration:
         run = make(self, inputs, pending or {})
         self._limit_pages()
         grad, set_grad = torch.is_grad_enabled(), torch._C._set_grad_enabled
-        kind, set_autocast = self.device.torch_device.type, torch.set_autocast_enabled
-        autocast = torch.is_autocast_enabled(kind)
+        autocast, set_autocast = torch.is_autocast_enabled("cpu"), torch.set_autocast_enabled
         activate = self._activate
         # A recorded run keeps to the account that its picture is drawn from.
         counting = self._counting(run) if recording is None else contextlib.nullcontext()
@@ -154,7 +153,7 @@ class Iteration:
                 try:
                     set_grad(False)
                     # The graph has the casts of an autocast in it; updates are to have none.
-                    set_autocast(kind, False)
+                    set_autocast("cpu", False)
                     activate(1)
                     with counting as run.count:
                         limit = bool if run.count is None else run.count.limit
@@ -168,13 +167,8 @@ class Iteration:
                             limit(NO_LIMIT)
                 finally:
                     activate(0)
-            except BaseException:
-                if self.moves is not None:
-                    # Copies may not end in memory that the values give back now.
-                    self.moves.drain()
-                raise
             finally:
-                set_autocast(kind, autocast)
+                set_autocast("cpu", autocast)
         finally:
             set_grad(grad)
         self._pending = run.tickets

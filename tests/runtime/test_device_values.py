@@ -153,7 +153,7 @@ def test_another_plans_slots_take_values_over(
     values.rest(["a", "b", "c"], outside({"a": "nvme", "b": "cpu", "c": "nvme"}))
     assert moves.host.blocks == {"b"}
     found = {name: values.value(name) for name in SIZES}
-    values.rest([], outside({}))
+    values.rest([], replace(outside({}), most_bytes=0))
     assert moves.host_bytes == HOST_BYTES
     for name, value in wanted.items():
         new = value + (name != "b")
@@ -172,10 +172,10 @@ def test_values_from_outside_are_kept_wherever_they_are(
     values.fill("b", lambda tensor: tensor[:3].zero_())
     assert torch.equal(values.value("b")[3:], wanted["b"][3:] + 1)
     with (tmp_path / "copy").open("wb+") as file:
-        for name in SIZES:
+        for name, size in SIZES.items():
             assert values.copy_to(name, file.fileno(), 0)
             file.seek(0)
-            raw = bytearray(file.read(4 * SIZES[name]))
+            raw = bytearray(file.read(4 * size))
             assert torch.equal(torch.frombuffer(raw, dtype=torch.float32), values.value(name))
     assert torch.equal(back(values, device, "a", "cpu->gpu"), wanted["a"] + 1)
     assert torch.equal(values.taken("c"), wanted["c"] + 1)
@@ -197,7 +197,7 @@ def test_a_failed_transfer_leaves_the_values_before(
             raise OSError(errno.EIO, "the drive has failed")
         return int(real(*args))
 
-    server.move_bytes = fault  # type: ignore[assignment]
+    server.move_bytes = fault
     if direction == "out":
         values.changed(["b"])
         values.tensors["b"].add_(1)
