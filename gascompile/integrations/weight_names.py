@@ -15,6 +15,7 @@ from typing import Any
 
 from gascompile.core.errors import CheckpointError
 from gascompile.core.sources import Extent, WeightSource
+from gascompile.integrations.adapter_names import base_name, with_base_names
 from gascompile.integrations.huggingface import strip_prefix, transformers_models
 from gascompile.weights.checkpoint import Checkpoint
 
@@ -31,11 +32,16 @@ class _Pieces:
 def with_model_names(model: Any, checkpoint: Checkpoint) -> Checkpoint:
     """Return ``checkpoint`` with the names and shapes that ``model`` uses, if transformers has any for it.
 
-    A module around one transformers model may be given that model's own checkpoint.
+    A module around one transformers model may be given that model's own checkpoint, as may one with adapters.
 
     Raises:
-        CheckpointError: a conversion needs arithmetic or a transpose, so the bytes cannot be used in place.
+        CheckpointError: a conversion needs arithmetic or a transpose, so the bytes cannot be used in place; or an
+            adapter has no values.
     """
+    return with_base_names(model, _of_library(model, checkpoint))
+
+
+def _of_library(model: Any, checkpoint: Checkpoint) -> Checkpoint:
     inner = transformers_models(model)
     if not inner:
         return checkpoint
@@ -59,6 +65,7 @@ def _apply(model: Any, checkpoint: Checkpoint) -> Checkpoint:
 
     wanted = {n for n, _ in model.named_parameters(remove_duplicate=False)}
     wanted |= {n for n, _ in model.named_buffers(remove_duplicate=False)}
+    wanted |= set(map(base_name, wanted))
     if wanted >= set(checkpoint.sources):
         return checkpoint
     transforms = get_model_conversion_mapping(model)

@@ -231,6 +231,18 @@ def open_checkpoint_of(model: nn.Module, path: Path) -> Checkpoint:
     return found
 
 
+def has_own_values(model: nn.Module) -> set[str]:
+    """Return the parameters that were given to a model on the meta device since, such as adapters.
+
+    No checkpoint has to hold them. A model without any tensor on the meta device has none: what its checkpoint lacks
+    would be taken for the checkpoint's.
+    """
+    named = dict(model.named_parameters(remove_duplicate=False))
+    if not any(parameter.is_meta for parameter in named.values()):
+        return set()
+    return {name for name, parameter in named.items() if not parameter.is_meta}
+
+
 def match_weights(
     expected: Mapping[str, tuple[str, tuple[int, ...]]],
     checkpoint: Checkpoint,

@@ -16,7 +16,7 @@ from gascompile.core.program import BoundSpec, Program
 from gascompile.core.sizes import reserve_bytes
 from gascompile.core.sources import FileStamp, WeightSource
 from gascompile.formats.dtypes import FLOATING, as_computed, is_lossless
-from gascompile.weights.checkpoint import Checkpoint, match_weights
+from gascompile.weights.checkpoint import Checkpoint, has_own_values, match_weights
 from gascompile.weights.mapped import mapped_weights
 from gascompile.weights.memory_layout import as_span, with_strides
 from gascompile.weights.store import spill
@@ -184,7 +184,7 @@ def _from_checkpoint(
     aliases: dict[str, tuple[str, ...]] = {}
     for name, first in canonical.items():
         aliases[first] = (*aliases.get(first, ()), name)
-    persistent = model.state_dict(keep_vars=True).keys()
+    persistent = model.state_dict(keep_vars=True).keys() - has_own_values(model)
     in_file = {
         name for name, names in aliases.items() if any(n in checkpoint.sources for n in names)
     }

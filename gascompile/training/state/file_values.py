@@ -26,7 +26,12 @@ from gascompile.runtime.memory.source_slots import SourceSlots
 from gascompile.runtime.transfer.files import SourceFile, SourceFiles
 from gascompile.training.capture.unbacked_tensors import Outlines, become
 from gascompile.training.state.aliasing import named_tensors
-from gascompile.weights.checkpoint import Checkpoint, match_weights, open_checkpoint_of
+from gascompile.weights.checkpoint import (
+    Checkpoint,
+    has_own_values,
+    match_weights,
+    open_checkpoint_of,
+)
 
 Reader = Callable[[memoryview, int], None]
 """Fills memory with a tensor's bytes from an offset on; both are whole elements."""
@@ -193,7 +198,8 @@ class FileValues:
         aliases: dict[str, tuple[str, ...]] = {}
         for name, first in canonical.items():
             aliases[first] = (*aliases.get(first, ()), name)
-        listed = model.state_dict(keep_vars=True).keys() | checkpoint.sources.keys()
+        needed = model.state_dict(keep_vars=True).keys() - has_own_values(model)
+        listed = needed | checkpoint.sources.keys()
         expected = {
             name: (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
             for name, tensor in self._tensors.items()
