@@ -80,7 +80,7 @@ class CachedPlan:
         if cached is None:
             self._say_what_is_new()
             return None
-        self.found, self.known = True, _read(self.folder)
+        self.found, self.known = True, read_known(self.folder)
         broken = self.known.broken() if self.known else "what it depends on is not known"
         reason = broken or outdated(cached)
         if reason:
@@ -148,12 +148,18 @@ def _write(folder: Path, bundle: Bundle, known: Dependencies, *, damaged: bool) 
     """Write a plan and what it depends on; half of that is as good as nothing."""
     plan_cache.write(folder, bundle, damaged=damaged)
     try:
-        serial.write_atomic(folder / _FILE, serial.dumps(known))
+        write_known(folder, known)
     except (StorageError, OSError) as error:
         _log.warning("what the plan depends on is not kept: %s", error)
 
 
-def _read(folder: Path) -> Dependencies | None:
+def write_known(folder: Path, known: Dependencies) -> None:
+    """Write what a plan depends on beside it; raises ``StorageError`` or ``OSError``."""
+    serial.write_atomic(folder / _FILE, serial.dumps(known))
+
+
+def read_known(folder: Path) -> Dependencies | None:
+    """Return what a plan depends on, if that is there."""
     try:
         return serial.load(Dependencies, folder / _FILE)
     except (FormatError, StorageError):

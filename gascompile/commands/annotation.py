@@ -9,12 +9,13 @@ from pathlib import Path
 
 from gascompile.commands import options as opt
 from gascompile.commands.output import emit, note, reserved_stdout, warnings_block
-from gascompile.commands.plans import Source
+from gascompile.commands.plans import Source, read_plan
 from gascompile.commands.summary import totals_by_kind, workload_parts, workload_summary
 from gascompile.core import serial
 from gascompile.core.checks.workload_files import is_workload_file, load_workload
 from gascompile.core.errors import CaptureError
 from gascompile.core.machine import Budget, Machine
+from gascompile.core.plan import Plan
 from gascompile.core.workload import Workload
 
 _COUNTER = re.compile(r"_\d+$")
@@ -36,7 +37,7 @@ def annotate(
     cache_dir: opt.CacheDir = None,
     json: opt.JsonFlag = False,
 ) -> None:
-    """Capture a model and cost its ops: FLOPs, bytes and seconds; needs no weights.
+    """Capture a model and cost its ops: FLOPs, bytes and seconds; needs no weights. Of a plan or a bundle: its own.
 
     Example: [bold]gascompile annotate Qwen3-8B/ --tokens 1024 -o qwen.workload.json[/bold]
     """
@@ -63,8 +64,10 @@ def annotate(
 def _annotated(
     source: str, machine: Machine, batch: int, tokens: int, cache_dir: Path
 ) -> _Annotated:
-    if is_workload_file(source):
-        workload = load_workload(source, machine)
+    path = Path(source)
+    finished = opt.is_bundle(path) or opt.format_of(path) == Plan.FORMAT
+    if finished or is_workload_file(source):
+        workload = read_plan(path).workload if finished else load_workload(source, machine)
         kinds = [_COUNTER.sub("", op.name) for op in workload.ops]
         return _Annotated(workload=workload, kinds=kinds, unknown_ops=())
     from gascompile.api.compile import Job

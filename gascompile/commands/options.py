@@ -159,12 +159,16 @@ def format_of(path: Path) -> str:
 
 
 def require_plan_or_bundle(path: Path) -> None:
-    """Refuse a folder that is no bundle, such as the model's own.
+    """Refuse a folder that is no bundle, such as the model's own, or one of several.
 
     Raises:
         FormatError: ``path`` is such a folder.
     """
     if is_folder(path) and not is_bundle(path):
+        if inside := sorted(child.name for child in path.iterdir() if is_bundle(child)):
+            raise FormatError(
+                f"{path} holds several plans; name one of them: {', '.join(inside)[:1000]}"
+            )
         raise FormatError(
             f"{path} holds no manifest.json, so it is no bundle; name a plan file or a bundle"
         )

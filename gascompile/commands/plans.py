@@ -17,7 +17,8 @@ Source = Annotated[
     str,
     typer.Argument(
         metavar="SOURCE",
-        help="Hugging Face directory (weights optional), .pt2 file, *.workload.json or package.module:callable.",
+        help="Hugging Face directory (weights optional), .pt2 file, *.workload.json, package.module:callable, or "
+        "what a plan or a bundle was made for.",
         show_default=False,
     ),
 ]
@@ -126,9 +127,11 @@ def make_plan_of(
 
     resolved = opt.machine_of(machine, cache_dir)
     allowed = opt.budget_of(*limits, resolved)
+    path = Path(source)
+    finished = opt.is_bundle(path) or opt.format_of(path) == Plan.FORMAT
     with opt.usage_errors():
         return plan_source(
-            source,
+            read_plan(path).workload if finished else source,
             allowed,
             resolved,
             cache_dir=cache_dir,

@@ -21,6 +21,7 @@ from gascompile.training.capture.requirements import require_followed
 from gascompile.training.capture.traced_loss import LossFunction
 from gascompile.training.optimizers.optimizers import StateForm, require_rule
 from gascompile.training.optimizers.unplanned import require_step
+from gascompile.training.saved_plans import SavedPlans
 from gascompile.training.settings import OnNan, Settings
 from gascompile.training.state.file_values import FileValues
 from gascompile.training.step import TrainingStep
@@ -34,6 +35,7 @@ def compile_step(
     example_batch: Any = None,
     *,
     checkpoint: str | os.PathLike[str] | None = None,
+    plan: str | os.PathLike[str] | None = None,
     machine: Machine | str | os.PathLike[str] | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
     max_grad_norm: float | None = None,
@@ -57,6 +59,8 @@ def compile_step(
         example_batch: any pytree; planned for now. Without it, at the first call.
         checkpoint: .safetensors file, sharded or Hugging Face directory that holds the model's weights; the model
             may be on the meta device, and never stands whole in memory.
+        plan: a folder that ``TrainingStep.save_plan`` has written: nothing is captured or planned, and what it has no
+            plan for is refused. Its machine has to be this one, or ``machine``; its budget is taken, or is ``budget``.
         machine: ``None`` for this machine, measured once and remembered; or a preset's name or a file. ``emulated``
             is an accelerator of bounded memory behind links of set bandwidths.
         cache_dir: where the machine profile is kept and what leaves memory goes.
@@ -87,6 +91,8 @@ def compile_step(
         UnsupportedOpError: an optimizer or an option without a rule; names those that have one. Parameters
             that are not in float32 or not on the CPU. Models of several processes, or with hooks on gradients.
         NanLossError: at a call; see ``on_nan``.
+        FormatError: ``plan`` holds none, or a damaged one.
+        PlanMismatchError: ``plan`` has none for this model, optimizer, batch, machine or budget; says what differs.
         StorageError: a file cannot be written.
     """
     settings = Settings(
@@ -102,8 +108,8 @@ def compile_step(
     require_followed(model, optimizer)
     options: dict[str, Any] = {"cache_dir": Path(cache_dir)} if cache_dir is not None else {}
     config = CompileConfig(time_limit_s=time_limit_s, mip_gap=mip_gap, **options)
-    resolved = resolve_machine(machine, cache_dir=config.cache_dir, read=read_blocks)
-    limits = Budget.of(budget, resolved)
+    saved = SavedPlans(Path(plan)) if plan is not None else None
+    resolved, limits = _planned_for(saved, machine, budget, config.cache_dir)
     _require_runnable(resolved, limits, settings)
     step = TrainingStep(
         model,
@@ -114,6 +120,7 @@ def compile_step(
         config=config,
         settings=settings,
         values=FileValues(model, checkpoint) if checkpoint is not None else None,
+        saved=saved,
     )
     if example_batch is not None:
         try:
@@ -122,6 +129,27 @@ def compile_step(
             step.close()
             raise
     return step
+
+
+def _planned_for(
+    saved: SavedPlans | None,
+    machine: Machine | str | os.PathLike[str] | None,
+    budget: Budget | int | str | None,
+    cache_dir: Path,
+) -> tuple[Machine, Budget]:
+    """Return the machine and the budget of a step."""
+    if saved is None or machine is not None:
+        resolved = resolve_machine(machine, cache_dir=cache_dir, read=read_blocks)
+        if saved is None:
+            return resolved, Budget.of(budget, resolved)
+        resolved = saved.machine(resolved)
+    else:
+        resolved = saved.machine(None)
+    if budget is None:
+        return resolved, saved.budget
+    limits = Budget.of(budget, resolved)
+    saved.require_budget(limits.limits_bytes(resolved))
+    return resolved, limits
 
 
 def _require_runnable(machine: Machine, budget: Budget, settings: Settings) -> None:

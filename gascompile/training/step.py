@@ -8,7 +8,6 @@ import traceback
 import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -35,6 +34,7 @@ from gascompile.training.capture.traced_loss import LossFunction
 from gascompile.training.optimizers.optimizers import require_rule, structure
 from gascompile.training.optimizers.unplanned import BudgetWatch, changed_by, update
 from gascompile.training.planning.kinds import kind_of
+from gascompile.training.saved_plans import SavedPlans, save_plans
 from gascompile.training.settings import Settings
 from gascompile.training.state.checkpoints import CheckpointFolder
 from gascompile.training.state.file_values import FileValues
@@ -63,6 +63,7 @@ class TrainingStep:
         config: CompileConfig,
         settings: Settings,
         values: FileValues | None = None,
+        saved: SavedPlans | None = None,
     ) -> None:
         """Take the model over; see ``compile_step``."""
         self._model, self.optimizer = model, optimizer
@@ -76,6 +77,7 @@ class TrainingStep:
             config=config,
             settings=settings,
             values=values,
+            saved=saved,
         )
         self._units = UnitTable(self._maker, settings)
         self._holdings = Holdings(model, self._maker, self._units)
@@ -169,8 +171,8 @@ class TrainingStep:
         self._require_unchanged()
         # One program for all of them, where torch's own optimizer updates.
         updates = updates and not self._settings.unplanned
-        kind = kind_of(self._model, batch, trains=trains)
         pending = self._states.pending if self._states and updates else frozenset()
+        kind = kind_of(self._model, batch, trains=trains)
         unit = self._units.find(kind, updates=updates, pending=pending)
         if unit is not None:
             return unit
@@ -229,9 +231,7 @@ class TrainingStep:
 
     def _learns(self, unit: Unit, error: BudgetExceededError) -> bool:
         """Return whether a plan that knows what was found may be tried: nothing has changed yet."""
-        if self._holdings.failure:
-            return False
-        if not self._maker.learns(unit, error):
+        if self._holdings.failure or not self._maker.learns(unit, error):
             return False
         self._holdings.settle(unit)
         self._units.drop(unit)
@@ -263,14 +263,13 @@ class TrainingStep:
     def _open_states(self, *, whole: bool = True) -> States:
         self._require_open()
         if self._states is None:
-            raise ValueError(
-                "nothing has been planned yet; pass example_batch, or call prepare(batch) first"
-            )
-        holdings = self._holdings
-        if not holdings.failure and not holdings.unfinished.tidied(self._states.persistent):
-            holdings.failure = "it was interrupted"
+            said = "nothing has been planned yet; pass example_batch, or call prepare(batch) first"
+            raise ValueError(said)
+        held = self._holdings
+        if not held.failure and not held.unfinished.tidied(self._states.persistent):
+            held.failure = "it was interrupted"
         if whole:
-            holdings.require_whole()
+            held.require_whole()
         return self._states
 
     def settle(self) -> None:
@@ -283,10 +282,7 @@ class TrainingStep:
         self._holdings.settle_all()
 
     def state_places(self) -> dict[str, tuple[int, int]]:
-        """Return where the copies of parameters, moments and buffers lie: a file's descriptor and an offset.
-
-        Good for measurements between ``settle`` and the next step. The values there may be old.
-        """
+        """Return the file and offset of each value's copy, which may be old; for measurements after ``settle``."""
         return self._open_states().persistent.places()
 
     def state_dict(self) -> dict[str, Any]:
@@ -343,6 +339,15 @@ class TrainingStep:
         with self._restoring() as states:
             return self._checkpoints(folder).load(states, self._changing(states))
 
+    def save_plan(self, folder: str | os.PathLike[str]) -> None:
+        """Write the plans made so far as ``folder``, for ``compile_step(..., plan=folder)`` in any process.
+
+        Raises:
+            PlanMismatchError: a plan rests on what another process cannot compare, or nothing has been planned yet.
+            StorageError: the folder cannot be written, or holds something else.
+        """
+        save_plans(self._units, Path(folder))
+
     @contextlib.contextmanager
     def _restoring(self) -> Iterator[States]:
         """Make values whole again that a failed step has left half updated."""
@@ -370,12 +375,11 @@ class TrainingStep:
         self._holdings.failure = ""
 
     def _checkpoints(self, folder: str | os.PathLike[str]) -> CheckpointFolder:
-        path = Path(folder).resolve()
-        return self._holdings.folders.setdefault(path, CheckpointFolder(path))
+        found = CheckpointFolder(Path(folder).resolve())
+        return self._holdings.folders.setdefault(found.folder, found)
 
     def _changing(self, states: States) -> frozenset[str]:
-        planned = (unit.program.program.states for unit in self._units)
-        return changed_by(states).union(*planned)
+        return changed_by(states).union(*(unit.program.program.states for unit in self._units))
 
     def close(self) -> None:
         """Put parameters back into the model and its state into the optimizer; give memory and files back.
@@ -391,10 +395,5 @@ class TrainingStep:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

@@ -22,7 +22,7 @@ from gascompile.capture.record.record import CaptureRecord
 from gascompile.capture.torch_settings import SETTINGS, settings_now
 from gascompile.core import serial
 from gascompile.core.config import CompileConfig
-from gascompile.core.errors import FormatError, PlanVerificationError
+from gascompile.core.errors import FormatError
 from gascompile.core.machine import Budget, Machine
 from gascompile.core.plan import Plan
 from gascompile.core.signature import same_memory, same_tensors
@@ -141,24 +141,14 @@ def bound_step(
     optimizer: torch.optim.Optimizer,
     storages: Storages,
     settings: Settings,
-) -> PlannedStep | None:
-    """Bind a kept step to the model and the optimizer of today; ``None``, and a warning, where they do not fit."""
-    try:
-        verify(bundle.plan)
-        return _bound(place, bundle, model, optimizer, storages, settings)
-    except (PlanVerificationError, FormatError) as error:
-        place.refuse(error)
-        return None
-
-
-def _bound(
-    place: CachedPlan,
-    bundle: Bundle,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    storages: Storages,
-    settings: Settings,
 ) -> PlannedStep:
+    """Bind a kept step to the model and the optimizer of today.
+
+    Raises:
+        FormatError: they do not fit.
+        PlanVerificationError: its plan breaks a budget or a dependency.
+    """
+    verify(bundle.plan)
     program, facts = bundle.program, bundle.step
     if facts is None:
         raise FormatError("it is of no training step")
@@ -201,7 +191,7 @@ def _bound(
 
 def keep_step(place: CachedPlan, step: StepProgram, plan: Plan, record: CaptureRecord) -> Basis:
     """Keep a new step, unless another capture may give another one; return what it rests on."""
-    bundle, why = _bundle_of(step, plan, place.printed)
+    bundle, why = bundle_of(step, plan, place.printed)
     # Recorded is what runs in the forward pass.
     why = why or next(iter(record.running.backward), None)
     basis = place.keep(bundle, record, why)
@@ -209,7 +199,7 @@ def keep_step(place: CachedPlan, step: StepProgram, plan: Plan, record: CaptureR
     return basis
 
 
-def _bundle_of(step: StepProgram, plan: Plan, printed: ModulePrint) -> tuple[Bundle, str | None]:
+def bundle_of(step: StepProgram, plan: Plan, printed: ModulePrint) -> tuple[Bundle, str | None]:
     """Return what is kept of a step, and why it cannot be kept after all."""
     program = step.program
     num_read = len(step.outside) - step.num_constants

@@ -6,17 +6,24 @@ import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
 
 from gascompile.bundles import plan_cache
+from gascompile.bundles.bundle import Bundle
 from gascompile.bundles.reuse import Basis, CachedPlan
 from gascompile.codegen.allocator_library import allocation_counter, page_memory
 from gascompile.core.collection import no_collection
 from gascompile.core.config import CompileConfig
-from gascompile.core.errors import BudgetExceededError, InfeasiblePlanError, UnsupportedOpError
+from gascompile.core.errors import (
+    BudgetExceededError,
+    FormatError,
+    InfeasiblePlanError,
+    PlanVerificationError,
+    UnsupportedOpError,
+)
 from gascompile.core.machine import Budget, Machine
 from gascompile.core.plan import Plan
 from gascompile.core.program import Program
@@ -81,6 +88,8 @@ class Unit:
     grader: Grader
     basis: Basis
     """What the program was made from beside the model's tensors and the batch."""
+    place: CachedPlan
+    """Where it is kept, or would be."""
     entry: str = ""
     """Key in the cache of a program that was kept by an earlier capture: it lacks the layouts of values."""
 
@@ -91,6 +100,18 @@ class Unit:
         found, report = self.iteration.run(inputs, recording)
         self.grader.grade(report)
         return found, report
+
+
+class Saved(Protocol):
+    """Plans that take the place of captures and planning; see ``SavedPlans``."""
+
+    def find(self, place: CachedPlan) -> Bundle:
+        """Return the plan for a kind of batch, and let ``place`` know what it depends on."""
+        ...
+
+    def check(self, made: PlannedStep) -> None:
+        """Return if a plan was made for its program."""
+        ...
 
 
 class UnitMaker:
@@ -110,11 +131,12 @@ class UnitMaker:
         config: CompileConfig,
         settings: Settings,
         values: FileValues | None,
+        saved: Saved | None = None,
     ) -> None:
         """Change nothing yet."""
         self._model, self._loss_fn, self.optimizer = model, loss_fn, optimizer
         self._budget, self._machine, self._config = budget, machine, config
-        self._settings, self._values = settings, values
+        self._settings, self._values, self._saved = settings, values, saved
         self.before_access: Callable[[], None] = lambda: None
         """Called before a value is read or written from outside."""
         self.states: States | None = None
@@ -151,7 +173,7 @@ class UnitMaker:
         options = self._settings.program(trains=trains, updates=updates, pending=pending)
         with no_collection():
             place, made = self._looked_up(batch, options, storages)
-        entry = "" if made is None else place.folder.name
+        entry = "" if made is None or self._saved is not None else place.folder.name
         if made is None:
             made = self._planned(name, batch, options, storages, place)
         program, plan = made.program, made.plan
@@ -179,6 +201,7 @@ class UnitMaker:
             trains=trains,
             grader=Grader(plan, self._profile),
             basis=made.basis,
+            place=place,
             entry=entry,
         )
 
@@ -202,11 +225,20 @@ class UnitMaker:
                 has_pages=self.pages is not None,
             )
         # Outside, as what is compared may lead to values that are not in memory.
-        bundle = place.read(lambda _: "")
+        saved = self._saved
+        bundle = place.read(lambda _: "") if saved is None else saved.find(place)
         if bundle is None:
             return place, None
         with Shapes(self.states, storages), task("Reading the plan"):
-            found = bound_step(place, bundle, model, optimizer, storages, self._settings)
+            try:
+                found = bound_step(place, bundle, model, optimizer, storages, self._settings)
+            except (PlanVerificationError, FormatError) as error:
+                if self._saved is not None:
+                    raise
+                place.refuse(error)
+                return place, None
+            if self._saved is not None:
+                self._saved.check(found)
         return place, found
 
     def _planned(
@@ -227,6 +259,8 @@ class UnitMaker:
 
     def learns(self, unit: Unit, error: BudgetExceededError) -> bool:
         """Keep what a stopped run of ``unit`` has taught for the next plan; False where it taught nothing."""
+        if self._saved is not None:
+            return False
         if unit.entry:
             # Its ops are known by name alone: a capture will tell what kind the one is of.
             plan_cache.remove(self._config.cache_dir, unit.entry)

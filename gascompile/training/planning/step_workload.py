@@ -18,8 +18,14 @@ _SCALARS_BYTES = 512
 """Results of one element, as the allocator rounds them up."""
 
 
-def step_workload(program: StepProgram, machine: Machine) -> Workload:
-    """Return the planning problem of a step: parameters that change, moments, and a source of random numbers."""
+def step_workload(program: StepProgram, machine: Machine, *, traced: bool = True) -> Workload:
+    """Return the planning problem of a step: parameters that change, moments, and a source of random numbers.
+
+    Args:
+        program: of the step.
+        machine: where it runs.
+        traced: False for a program from a file, of whose updates the workspace is not known.
+    """
     with true_strides():
         found = annotate(program.program, machine).workload
     nodes = {node.name: node for node in program.program.op_nodes()}
@@ -28,7 +34,7 @@ def step_workload(program: StepProgram, machine: Machine) -> Workload:
         replace(
             op,
             writes=(*op.writes, RANDOM) if op.name in drawing else op.writes,
-            workspace_bytes=op.workspace_bytes + _own_bytes(nodes[op.name]),
+            workspace_bytes=op.workspace_bytes + (_own_bytes(nodes[op.name]) if traced else 0),
         )
         for op in found.ops
     )
