@@ -14,6 +14,7 @@ from torch import nn
 
 from gascompile.api.compiled import CompiledModel, Unit
 from gascompile.api.looked_up import LookedUp
+from gascompile.api.sources import model_of
 from gascompile.bundles.bundle import Bundle
 from gascompile.bundles.reuse import CachedPlan
 from gascompile.capture.calls import ExampleInputs, normalize_call, positional_names, split_inputs
@@ -275,7 +276,7 @@ class Job:
 
 
 def make_job(
-    model: nn.Module,
+    model: nn.Module | str | os.PathLike[str],
     budget: Budget | int | str | None,
     *,
     checkpoint: str | os.PathLike[str] | None,
@@ -284,8 +285,7 @@ def make_job(
     config: CompileConfig,
 ) -> Job:
     """Check the arguments of a compile and resolve the machine and the budget."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model is a torch.nn.Module, not {type(model).__name__}")
+    model, checkpoint = model_of(model, checkpoint)
     with task("Measuring this machine" if machine is None else "Reading the machine"):
         resolved = admit(resolve_machine(machine, cache_dir=config.cache_dir, read=read_blocks))
     admit_model(model, resolved)
@@ -301,7 +301,7 @@ def make_job(
 
 
 def compile(  # noqa: A001 - the public name, as in torch.compile
-    model: nn.Module,
+    model: nn.Module | str | os.PathLike[str],
     budget: Budget | int | str | None = None,
     example_inputs: ExampleInputs | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
@@ -321,7 +321,7 @@ def compile(  # noqa: A001 - the public name, as in torch.compile
     """Plan ``model`` for ``budget`` and return it ready to run.
 
     Args:
-        model: any module that ``torch.export`` can trace; on the meta device when ``checkpoint`` is given.
+        model: a module that ``torch.export`` can trace, on the meta device with ``checkpoint``; or a model's directory.
         budget: memory the runtime may allocate in the tier that computes (``"8GiB"``, bytes), or a ``Budget``.
             ``None`` allows what the machine holds.
         example_inputs: tuple or dict of inputs to plan for now. Without it, a plan is made at the first call
@@ -370,8 +370,8 @@ def compile(  # noqa: A001 - the public name, as in torch.compile
     )
     if example_inputs is None:
         return _compiled(job, [])
-    args, kwargs = normalize_call(model, *split_inputs(example_inputs))
-    early = EarlyMemory(min(reserved_bytes(model), job.limit_bytes))
+    args, kwargs = normalize_call(job.model, *split_inputs(example_inputs))
+    early = EarlyMemory(min(reserved_bytes(job.model), job.limit_bytes))
     with ExitStack() as stack:
         stack.callback(early.discard)
         # Graphs and plans are many objects that stay: passes over them would take as long as making them.

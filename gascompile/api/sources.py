@@ -57,17 +57,45 @@ def open_source(source: str | os.PathLike[str], *, batch: int = 1, tokens: int =
     )
 
 
-def _open_directory(path: Path, batch: int, tokens: int) -> Source:
+def model_of(
+    source: nn.Module | str | os.PathLike[str], checkpoint: str | os.PathLike[str] | None
+) -> tuple[nn.Module, str | os.PathLike[str] | None]:
+    """Return the model to compile and where its weights lie: ``source`` itself, or what its directory holds.
+
+    Raises:
+        TypeError: ``source`` is neither.
+        CheckpointError: the directory holds no usable model.
+    """
+    if isinstance(source, nn.Module):
+        return source, checkpoint
+    if not isinstance(source, (str, os.PathLike)):
+        raise TypeError(
+            f"model is a torch.nn.Module or a Hugging Face directory, not {type(source).__name__}"
+        )
+    model, has_weights = _skeleton(Path(source))
+    if checkpoint is None and not has_weights:
+        raise CheckpointError(
+            f"{Path(source)} holds no .safetensors file; pass checkpoint= with the model's weights"
+        )
+    return model, checkpoint or source
+
+
+def _skeleton(path: Path) -> tuple[nn.Module, bool]:
+    """Return the model of a directory on the meta device, and whether its weights are there."""
     library = next((found for found in model_libraries() if found.is_directory(path)), None)
     if library is None:
         raise CheckpointError(
-            f"{path} holds no config.json, so it is no Hugging Face model directory"
+            f"{str(path)[:1000]!r} holds no config.json, so it is no Hugging Face model directory"
         )
     has_weights = any(path.glob("*.safetensors"))
     dtype = None
     if has_weights:
         dtype = _checkpoint_dtype([s.dtype for s in open_checkpoint(path).sources.values()])
-    model = library.build_skeleton(path, dtype=dtype)
+    return library.build_skeleton(path, dtype=dtype), has_weights
+
+
+def _open_directory(path: Path, batch: int, tokens: int) -> Source:
+    model, has_weights = _skeleton(path)
     try:
         inputs = default_inputs(model, batch=batch, tokens=tokens)
     except (RuntimeError, TypeError, ValueError, AttributeError) as error:

@@ -1,0 +1,50 @@
+"""A Hugging Face directory in the place of a model: what ``from_pretrained`` would give, read in place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+import gascompile
+from gascompile.core.errors import CheckpointError
+
+_IDS = torch.arange(12).reshape(1, 12)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, max_position_embeddings=64,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def test_a_directory_is_compiled_as_its_model(folder: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    inputs: dict[str, Any] = {"input_ids": _IDS, "use_cache": False}
+    with torch.no_grad():
+        wanted = AutoModelForCausalLM.from_pretrained(folder).eval()(**inputs).logits
+    for given in (folder, str(folder)):
+        with gascompile.compile(
+            given, "1MiB", example_inputs=inputs, machine="cpu-nvme", cache_dir=cache
+        ) as compiled:
+            assert torch.equal(compiled(**inputs).logits, wanted)
+    assert not list(cache.glob("store/*.safetensors"))
+
+
+def test_what_is_no_directory_of_a_model_is_refused(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="or a Hugging Face directory"):
+        gascompile.compile(7, "1MiB")  # type: ignore[arg-type]
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        gascompile.compile(tmp_path / "nowhere", "1MiB")
+    for file in folder.glob("*.safetensors"):
+        file.unlink()
+    with pytest.raises(CheckpointError, match="checkpoint="):
+        gascompile.compile(folder, "1MiB")
