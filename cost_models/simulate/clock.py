@@ -22,9 +22,9 @@ class Clock:
 
     __slots__ = ("link_free", "pipe_free")
 
-    def __init__(self, num_links: int, num_pipes: int, free_s: float = 0.0) -> None:
-        self.link_free = [free_s] * num_links
-        self.pipe_free = [free_s] * num_pipes
+    def __init__(self, link_free: list[float], pipe_free: list[float]) -> None:
+        self.link_free = link_free
+        self.pipe_free = pipe_free
 
     def issue(self, link: int, seconds: float, pipes: Pipes, now: float) -> float:
         """Take a link for ``seconds``; return when the transfer begins.
@@ -47,6 +47,11 @@ class Clock:
                 pipe_free[pipe] = begun + pipe_s
         self.link_free[link] = begun + seconds
         return begun
+
+    @classmethod
+    def of(cls, num_links: int, num_pipes: int) -> Clock:
+        """Return the clock of a beginning, at which everything is free."""
+        return cls([0.0] * num_links, [0.0] * num_pipes)
 
     def times(self) -> list[float]:
         """Return when all links and pipes are free."""

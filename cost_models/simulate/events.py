@@ -51,7 +51,7 @@ def steady_seconds(program: EventProgram) -> float:
 
 def steady_iteration(program: EventProgram) -> tuple[float, list[tuple[int, float]]]:
     """Return the seconds of the steady iteration and its stalls as ``(number of the wait, seconds)``."""
-    clock = Clock(program.num_links, program.num_pipes)
+    clock = Clock.of(program.num_links, program.num_pipes)
     arrival = [0.0] * len(program.link_of)
     stalls: list[tuple[int, float]] = []
     if not program.repeats:
@@ -121,17 +121,16 @@ def _iteration_matrix(program: EventProgram, early: Sequence[int]) -> npt.NDArra
     The state is the thread's time, the links' and the pipes' free times, and the arrivals of the
     copies that cross the end of the iteration. A column is what an iteration makes of one of them alone.
     """
-    size = 1 + program.num_links + program.num_pipes + len(early)
+    first_pipe = 1 + program.num_links
+    first_copy = first_pipe + program.num_pipes
+    size = first_copy + len(early)
     columns: list[list[float]] = []
     for number in range(size):
         state = [-math.inf] * size
         state[number] = 0.0
-        clock = Clock(0, 0)
-        first_pipe = 1 + program.num_links
-        clock.link_free = state[1:first_pipe]
-        clock.pipe_free = state[first_pipe : first_pipe + program.num_pipes]
+        clock = Clock(state[1:first_pipe], state[first_pipe:first_copy])
         arrival = [-math.inf] * len(program.link_of)
-        for copy, time_s in zip(early, state[first_pipe + program.num_pipes :], strict=True):
+        for copy, time_s in zip(early, state[first_copy:], strict=True):
             arrival[copy] = time_s
         now = _iterate(program, clock, arrival, [], state[0])
         columns.append([now, *clock.times(), *(arrival[copy] for copy in early)])

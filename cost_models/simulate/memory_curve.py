@@ -13,6 +13,7 @@ from gascompile.core.plan import Plan
 from gascompile.core.sizes import reserve_bytes
 from gascompile.core.steps import Compute, Offload, Prefetch, Recompute, Release, Reload, Step, Wait
 from gascompile.core.workload import PERSISTENT, TensorKind, TensorSpec
+from gascompile.cost_models.simulate.touches import copy_ends, last_touches
 
 WEIGHTS, STREAMED, ACTIVATIONS = "weights", "streamed weights", "activations"
 STATES, WORKSPACE = "states", "workspace"
@@ -47,8 +48,15 @@ class MemoryRecorder:
         self._specs = {tensor.name: tensor for tensor in plan.workload.tensors}
         self._targets = {link.name: link.target_tier for link in plan.machine.links}
         self._site = plan.machine.compute_tier
-        self._last = _last_uses(plan)
-        self._copy_ends = _copy_ends(plan)
+        lasting = (*PERSISTENT, TensorKind.OUTPUT)
+        self._last = {
+            name: i
+            for name, i in last_touches(plan).items()
+            if name in self._specs and self._specs[name].kind not in lasting
+        }
+        self._copy_ends: dict[int, list[tuple[str, str]]] = {}
+        for i, name, tier in copy_ends(plan):
+            self._copy_ends.setdefault(i, []).append((name, tier))
         self._held = {tier: dict.fromkeys(USES, 0) for tier in plan.machine.tiers}
         self._copies: dict[tuple[str, str], tuple[str, int]] = {}
         """Use and bytes of each tensor's copy on each tier."""
@@ -157,59 +165,3 @@ def _use_of(spec: TensorSpec) -> str:
     if spec.kind == TensorKind.WEIGHT:
         return STREAMED
     return STATES if spec.kind == TensorKind.STATE else ACTIVATIONS
-
-
-def _last_uses(plan: Plan) -> dict[str, int]:
-    """Return the last step that touches each tensor that neither persists nor is handed over."""
-    kinds = {tensor.name: tensor.kind for tensor in plan.workload.tensors}
-    last: dict[str, int] = {}
-    for i, step in enumerate(plan.steps):
-        if isinstance(step, (Compute, Recompute)):
-            op = plan.workload.ops[step.op if isinstance(step, Compute) else step.source]
-            last.update(dict.fromkeys((*op.reads, *op.writes), i))
-        else:
-            last[step.tensor] = i
-    lasting = (*PERSISTENT, TensorKind.OUTPUT)
-    return {name: i for name, i in last.items() if kinds.get(name) not in lasting}
-
-
-def _copy_ends(plan: Plan) -> dict[int, list[tuple[str, str]]]:
-    """Return per step the slow copies that nothing uses after it before they are made anew.
-
-    A reload uses its copy until the wait for it, an op that runs beside it uses it too. What persists is
-    used again in the next iteration.
-    """
-    kinds = {tensor.name: tensor.kind for tensor in plan.workload.tensors}
-    ends: dict[int, list[tuple[str, str]]] = {}
-    for (name, tier), events in _copy_events(plan).items():
-        following = events[1:] + (events[:1] if kinds.get(name) in PERSISTENT else [])
-        for k, (i, is_use) in enumerate(events):
-            if is_use and not (k < len(following) and following[k][1]):
-                ends.setdefault(i, []).append((name, tier))
-    return ends
-
-
-def _copy_events(plan: Plan) -> dict[tuple[str, str], list[tuple[int, bool]]]:
-    """Return per tensor and slow tier the steps that use its copy (true) or make a new one (false)."""
-    links = {link.name: link for link in plan.machine.links}
-    site = plan.machine.compute_tier
-    found: dict[tuple[str, str], list[tuple[int, bool]]] = {}
-    coming: dict[str, str] = {}
-    for i, step in enumerate(plan.steps):
-        match step:
-            case Offload():
-                found.setdefault((step.tensor, links[step.link].target_tier), []).append((i, False))
-            case Reload():
-                coming[step.tensor] = links[step.link].source_tier
-            case Wait() if step.tensor in coming:
-                found.setdefault((step.tensor, coming.pop(step.tensor)), []).append((i, True))
-            case Compute(op=op) | Recompute(source=op) if plan.ops[op].site != site:
-                spec, here = plan.workload.ops[op], plan.ops[op].site
-                for name in dict.fromkeys(spec.reads):
-                    if name not in spec.writes:
-                        found.setdefault((name, here), []).append((i, True))
-                for name in dict.fromkeys(spec.writes):
-                    found.setdefault((name, here), []).append((i, False))
-            case _:
-                pass
-    return found

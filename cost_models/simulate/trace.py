@@ -190,7 +190,7 @@ class _Walk:
     def __init__(self, plan: Plan, machine: Machine) -> None:
         self._plan = plan
         self._machine = machine
-        self._clock = Clock(len(machine.links), len(machine.pipes))
+        self._clock = Clock.of(len(machine.links), len(machine.pipes))
         self._links = {link.name: i for i, link in enumerate(machine.links)}
         self._on_link: dict[int, str] = {}
         self._on_pipe: dict[int, str] = {}

@@ -1,19 +1,23 @@
-"""Linear program: columns and rows by number, solved through PuLP by HiGHS or, where that is missing, CBC.
+"""Linear program: columns and rows by number, solved by HiGHS or, where that is missing, by CBC through PuLP.
 
-The program is kept as plain lists until it is solved, so that building one costs little. What the solver
-says is matched as a pair of status and solution status, and told in our own words. A search that the
-clock ended is not optimal, whatever PuLP calls it.
+The program is kept as plain lists until it is solved and then handed over in one piece: PuLP takes longer to
+build most of our programs than HiGHS to solve them. How a solver ended is told in our own words; whatever is
+not understood is an error. A search that a limit ended is not optimal.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from itertools import chain
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pulp
 
 from gascompile.core.errors import SolverError
@@ -21,8 +25,10 @@ from gascompile.core.errors import SolverError
 INFINITY = math.inf
 _FEASIBLE_POINT = 2
 """HiGHS's ``kSolutionStatusFeasible``."""
-# PuLP carries no types; its expressions and variables pass through as they are.
-Expression = Any
+Terms = Iterable[tuple[int, float]]
+"""``(column, factor)``."""
+# Neither solver's package carries types; their objects pass through as they are.
+Untyped = Any
 
 
 class Ending(Enum):
@@ -30,6 +36,8 @@ class Ending(Enum):
 
     OPTIMAL = auto()
     STOPPED = auto()
+    """Its work was done: it had as many pivots or nodes as it was granted."""
+    OUT_OF_TIME = auto()
     """The clock ended the search."""
     INFEASIBLE = auto()
     NO_SOLVER = auto()
@@ -76,7 +84,7 @@ class LinearProgram:
         self.integers.append(integer)
         return len(self.lows) - 1
 
-    def add_row(self, low: float, high: float, terms: Iterable[tuple[int, float]]) -> int:
+    def add_row(self, low: float, high: float, terms: Terms) -> int:
         """Add ``low <= sum of factor * column <= high`` and return the row's number.
 
         Terms of the same column are added up.
@@ -92,16 +100,20 @@ class LinearProgram:
         *,
         time_limit_s: float,
         gap: float = 0.0,
+        gap_abs: float = 0.0,
         relaxed: bool = False,
         max_pivots: int | None = None,
+        max_nodes: int | None = None,
     ) -> Outcome:
         """Return the best point found.
 
         Args:
             time_limit_s: wall seconds for building and solving.
             gap: relative gap at which an integer search may stop.
+            gap_abs: the same in units of the objective.
             relaxed: let integer columns be fractional.
             max_pivots: iterations of the simplex method, where the solver counts them.
+            max_nodes: nodes of an integer search, where the solver counts them.
 
         Raises:
             SolverError: the solver ended in a state that is not understood.
@@ -110,84 +122,109 @@ class LinearProgram:
         name = solver_name()
         if name == "none":
             return Outcome(Ending.NO_SOLVER, name, (), (), INFINITY, -INFINITY)
-        program, columns, rows = self._build(relaxed=relaxed)
+        if name == "cbc":
+            return _by_cbc(self, time_limit_s, gap, relaxed=relaxed)
+        loaded = Loaded(self, relaxed=relaxed)
         left_s = max(0.05, time_limit_s - (time.perf_counter() - begun_s))
-        continuous = relaxed or not any(self.integers)
-        program.solve(_solver(name, left_s, gap, continuous, max_pivots))
-        ending = _ending(program, self.name, name)
+        options: dict[str, float] = {"time_limit": left_s, "mip_rel_gap": gap}
+        options |= {"mip_abs_gap": gap_abs} if gap_abs else {}
+        options |= {"simplex_iteration_limit": max_pivots} if max_pivots is not None else {}
+        options |= {"mip_max_nodes": max_nodes} if max_nodes is not None else {}
+        return loaded.solve(options)
+
+
+class Loaded:
+    """A program that HiGHS holds, whose bounds may change between solutions."""
+
+    def __init__(self, program: LinearProgram, *, relaxed: bool = False) -> None:
+        import highspy  # Not at the top: without HiGHS this module still loads.
+
+        untyped: Untyped = highspy
+        self._statuses = untyped.HighsModelStatus
+        self._name = program.name
+        self._num_rows = len(program.rows)
+        self._continuous = relaxed or not any(program.integers)
+        self._highs = untyped.Highs()
+        self._highs.setOptionValue("output_flag", False)
+        self._highs.setOptionValue("threads", 1)
+        model = untyped.HighsLp()
+        model.num_col_, model.num_row_ = len(program.lows), len(program.rows)
+        model.col_cost_ = np.array(program.costs, dtype=np.float64)
+        model.col_lower_ = np.array(program.lows, dtype=np.float64)
+        model.col_upper_ = np.array(program.highs, dtype=np.float64)
+        model.row_lower_ = np.array([low for low, _, _ in program.rows], dtype=np.float64)
+        model.row_upper_ = np.array([high for _, high, _ in program.rows], dtype=np.float64)
+        if not self._continuous:
+            kinds = untyped.HighsVarType
+            model.integrality_ = [
+                kinds.kInteger if integer else kinds.kContinuous for integer in program.integers
+            ]
+        terms = [row for _, _, row in program.rows]
+        count = sum(map(len, terms))
+        model.a_matrix_.format_ = untyped.MatrixFormat.kRowwise
+        model.a_matrix_.start_ = np.cumsum([0, *map(len, terms)], dtype=np.int32)
+        model.a_matrix_.index_ = np.fromiter(chain.from_iterable(terms), np.int32, count)
+        factors = chain.from_iterable(row.values() for row in terms)
+        model.a_matrix_.value_ = np.fromiter(factors, np.float64, count)
+        self._highs.passModel(model)
+
+    def bound_row(self, row: int, low: float, high: float) -> None:
+        """Change what a row may be."""
+        self._highs.changeRowBounds(row, low, high)
+
+    def bound_columns(self, highs: Sequence[float] | npt.NDArray[np.float64]) -> None:
+        """Change what the first columns may be: from 0 to ``highs``."""
+        count = len(highs)
+        columns = np.arange(count, dtype=np.int32)
+        self._highs.changeColsBounds(count, columns, np.zeros(count), np.array(highs))
+
+    def solve(self, options: dict[str, float] | None = None) -> Outcome:
+        """Return the best point found, with HiGHS's own names of options."""
+        for name, value in (options or {}).items():
+            self._highs.setOptionValue(name, value)
+        self._highs.run()
+        ending = self._ending()
         if ending is Ending.INFEASIBLE:
-            return Outcome(ending, name, (), (), INFINITY, INFINITY)
-        return self._extract(program, columns, rows, ending, name, relaxed=relaxed)
-
-    def _build(self, *, relaxed: bool) -> tuple[Expression, list[Expression], list[Expression]]:
-        program = pulp.LpProblem(self.name, pulp.LpMinimize)
-        columns = [
-            program.add_variable(
-                f"x{i}",
-                None if low == -INFINITY else low,
-                None if high == INFINITY else high,
-                pulp.LpInteger if integer and not relaxed else pulp.LpContinuous,
-            )
-            for i, (low, high, integer) in enumerate(
-                zip(self.lows, self.highs, self.integers, strict=True)
-            )
-        ]
-        costs = {columns[i]: cost for i, cost in enumerate(self.costs) if cost}
-        program.setObjective(pulp.LpAffineExpression(costs))
-        rows: list[Expression] = []
-        for i, (low, high, terms) in enumerate(self.rows):
-            factors = {columns[column]: factor for column, factor in terms.items()}
-            sides = [(pulp.LpConstraintEQ, low)] if low == high else []
-            if not sides:
-                sides += [(pulp.LpConstraintGE, low)] if low > -INFINITY else []
-                sides += [(pulp.LpConstraintLE, high)] if high < INFINITY else []
-            for sense, side in sides:
-                expression = pulp.LpAffineExpression(factors)
-                row = pulp.LpConstraint(expression, sense, f"r{i}_{sense + 1}", side)
-                program.addConstraint(row)
-                rows.append((i, row))
-        return program, columns, rows
-
-    def _extract(
-        self,
-        program: Expression,
-        columns: list[Expression],
-        rows: list[Expression],
-        ending: Ending,
-        name: str,
-        *,
-        relaxed: bool,
-    ) -> Outcome:
-        continuous = relaxed or not any(self.integers)
-        values = tuple(column.varValue for column in columns)
-        objective = pulp.value(program.objective)
-        feasible = None not in values and objective is not None
-        bound = -INFINITY
-        pivots = len(self.rows)
-        if name == "highs":
-            info = program.solverModel.getInfo()
-            pivots = max(0, info.simplex_iteration_count)
-            feasible = feasible and info.primal_solution_status == _FEASIBLE_POINT
-            # A relaxation that was stopped has a value, but no bound.
-            bound = info.objective_function_value if continuous else info.mip_dual_bound
-        elif feasible and ending is Ending.OPTIMAL and continuous:
-            bound = objective
-        if (continuous and ending is Ending.STOPPED) or not math.isfinite(bound):
+            return Outcome(ending, "highs", (), (), INFINITY, INFINITY)
+        info = self._highs.getInfo()
+        pivots = max(0, info.simplex_iteration_count)
+        bound = info.objective_function_value if self._continuous else info.mip_dual_bound
+        # A relaxation that was stopped has a value, but no bound.
+        if (self._continuous and ending is not Ending.OPTIMAL) or not math.isfinite(bound):
             bound = -INFINITY
-        duals: tuple[float, ...] = ()
-        if continuous and ending is Ending.OPTIMAL:
-            found = [0.0] * len(self.rows)
-            for i, row in rows:
-                found[i] += row.pi or 0.0
-            duals = tuple(found)
-        if not feasible:
-            return Outcome(ending, name, (), (), INFINITY, bound, pivots)
-        return Outcome(ending, name, values, duals, float(objective or 0.0), bound, pivots)
+        if info.primal_solution_status != _FEASIBLE_POINT and ending is not Ending.OPTIMAL:
+            return Outcome(ending, "highs", (), (), INFINITY, bound, pivots)
+        found = self._highs.getSolution()
+        has_duals = self._continuous and ending is Ending.OPTIMAL
+        return Outcome(
+            ending,
+            "highs",
+            tuple(found.col_value),
+            tuple(found.row_dual) if has_duals else (),
+            info.objective_function_value,
+            bound,
+            pivots,
+        )
+
+    def _ending(self) -> Ending:
+        status, statuses = self._highs.getModelStatus(), self._statuses
+        if status in (statuses.kOptimal, statuses.kModelEmpty):
+            return Ending.OPTIMAL
+        if status in (statuses.kInfeasible, statuses.kUnboundedOrInfeasible):
+            return Ending.INFEASIBLE
+        if status in (statuses.kIterationLimit, statuses.kSolutionLimit):
+            return Ending.STOPPED
+        if status == statuses.kTimeLimit:
+            return Ending.OUT_OF_TIME
+        raise SolverError(
+            f"highs ended with status '{self._highs.modelStatusToString(status)}' on the program "
+            f"'{self._name}' of {self._num_rows} rows"
+        )
 
 
 def solver_name() -> str:
     """Return which solver there is: ``highs``, ``cbc`` or ``none``."""
-    if pulp.HiGHS().available():
+    if importlib.util.find_spec("highspy") is not None:
         return "highs"
     return "cbc" if _cbc_path() else "none"
 
@@ -202,37 +239,88 @@ def _cbc_path() -> str | None:
     return None
 
 
-def _solver(
-    name: str, time_limit_s: float, gap: float, continuous: bool, max_pivots: int | None
-) -> Expression:
-    if name == "highs":
-        counted = {"simplex_iteration_limit": max_pivots} if max_pivots is not None else {}
-        return pulp.HiGHS(
-            msg=False, mip=not continuous, gapRel=gap, timeLimit=time_limit_s, threads=1, **counted
+def _by_cbc(program: LinearProgram, time_limit_s: float, gap: float, *, relaxed: bool) -> Outcome:
+    """Return the best point that CBC finds; it tells of bounds only where it has finished."""
+    continuous = relaxed or not any(program.integers)
+    model, columns, rows = _in_pulp(program, relaxed=relaxed)
+    model.solve(
+        pulp.COIN_CMD(
+            msg=False,
+            path=_cbc_path(),
+            mip=not continuous,
+            gapRel=gap,
+            timeLimit=max(0.05, time_limit_s),
+            threads=1,
         )
-    return pulp.COIN_CMD(
-        msg=False,
-        path=_cbc_path(),
-        mip=not continuous,
-        gapRel=gap,
-        timeLimit=time_limit_s,
-        threads=1,
+    )
+    ending = _ending_of_cbc(model, program.name)
+    count = len(program.rows)
+    if ending is Ending.INFEASIBLE:
+        return Outcome(ending, "cbc", (), (), INFINITY, INFINITY, count)
+    values = tuple(column.varValue for column in columns)
+    objective = pulp.value(model.objective)
+    if None in values or objective is None:
+        return Outcome(ending, "cbc", (), (), INFINITY, -INFINITY, count)
+    proven = continuous and ending is Ending.OPTIMAL
+    duals = [0.0] * count
+    for i, row in rows:
+        duals[i] += row.pi or 0.0
+    return Outcome(
+        ending,
+        "cbc",
+        values,
+        tuple(duals) if proven else (),
+        float(objective),
+        float(objective) if proven else -INFINITY,
+        count,
     )
 
 
-def _ending(program: Expression, name: str, solver: str) -> Ending:
-    match (program.status, program.sol_status):
+def _in_pulp(
+    program: LinearProgram, *, relaxed: bool
+) -> tuple[Untyped, list[Untyped], list[tuple[int, Untyped]]]:
+    model = pulp.LpProblem(program.name, pulp.LpMinimize)
+    columns = [
+        model.add_variable(
+            f"x{i}",
+            None if low == -INFINITY else low,
+            None if high == INFINITY else high,
+            pulp.LpInteger if integer and not relaxed else pulp.LpContinuous,
+        )
+        for i, (low, high, integer) in enumerate(
+            zip(program.lows, program.highs, program.integers, strict=True)
+        )
+    ]
+    costs = {columns[i]: cost for i, cost in enumerate(program.costs) if cost}
+    model.setObjective(pulp.LpAffineExpression(costs))
+    rows: list[tuple[int, Untyped]] = []
+    for i, (low, high, terms) in enumerate(program.rows):
+        factors = {columns[column]: factor for column, factor in terms.items()}
+        sides = [(pulp.LpConstraintEQ, low)] if low == high else []
+        if not sides:
+            sides += [(pulp.LpConstraintGE, low)] if low > -INFINITY else []
+            sides += [(pulp.LpConstraintLE, high)] if high < INFINITY else []
+        for sense, side in sides:
+            expression = pulp.LpAffineExpression(factors)
+            row = pulp.LpConstraint(expression, sense, f"r{i}_{sense + 1}", side)
+            model.addConstraint(row)
+            rows.append((i, row))
+    return model, columns, rows
+
+
+def _ending_of_cbc(model: Untyped, name: str) -> Ending:
+    match (model.status, model.sol_status):
         case (pulp.LpStatusOptimal, pulp.LpSolutionOptimal):
             return Ending.OPTIMAL
         # PuLP calls a search that the clock ended optimal; only the solution's status tells.
         case (pulp.LpStatusOptimal, pulp.LpSolutionIntegerFeasible):
-            return Ending.STOPPED
+            return Ending.OUT_OF_TIME
         case (pulp.LpStatusNotSolved, pulp.LpSolutionNoSolutionFound):
-            return Ending.STOPPED
+            return Ending.OUT_OF_TIME
         case (pulp.LpStatusInfeasible, pulp.LpSolutionInfeasible):
             return Ending.INFEASIBLE
         case (status, solution):
             raise SolverError(
-                f"{solver} ended with status '{pulp.LpStatus.get(status, status)}' and solution "
+                f"cbc ended with status '{pulp.LpStatus.get(status, status)}' and solution "
                 f"'{pulp.LpSolution.get(solution, solution)}' on the program '{name}'"
             )

@@ -24,18 +24,24 @@ the lower bound first: a range has the residents of its smallest and the moments
 from __future__ import annotations
 
 import heapq
-import importlib.util
 import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain, product
-from typing import Any
 
 import numpy as np
 
+from gascompile.core.errors import SolverError
 from gascompile.core.machine import Link
 from gascompile.passes.bounds.certify import pipe_rate
+from gascompile.passes.bounds.linear_program import (
+    INFINITY,
+    Ending,
+    LinearProgram,
+    Loaded,
+    solver_name,
+)
 from gascompile.passes.model.problem import Problem, Weight
 
 _MOST_CLASSES = {1: 16, 2: 8, 3: 4}
@@ -50,6 +56,8 @@ _WHOLE = 1000.0
 """All weights in the program's unit of bytes, and the longest possible iteration in its unit of time."""
 _TOLERANCE = 1e-6
 """The solver keeps rows up to this share."""
+_MOST_SOLVED = 2_000
+"""Programs that are solved for one bound, however long that takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,31 +79,40 @@ class _Class:
     """Seconds for which an op holds a unit."""
 
 
-def occupancy(problem: Problem, arena_bytes: int, *, enough_s: float, time_limit_s: float) -> float:
+def occupancy(
+    problem: Problem,
+    arena_bytes: int,
+    *,
+    enough_s: float,
+    time_limit_s: float,
+    max_solved: int = _MOST_SOLVED,
+) -> float:
     """Return a time that no schedule of whole weights within ``arena_bytes`` beats.
 
     Args:
         enough_s: the search for a better bound ends when the bound is as large.
         time_limit_s: seconds after which the bound found so far is returned.
+        max_solved: programs after whose solution it is, on any machine.
     """
     deadline_s = time.perf_counter() + time_limit_s
     long_op = _long_op(problem)
     classes = _classes(problem)
-    if not classes or arena_bytes < 0 or importlib.util.find_spec("highspy") is None:
+    if not classes or arena_bytes < 0 or solver_name() != "highs":
         return problem.compute_s
     task = _Task(problem, classes, 0.0 if long_op is None else problem.op_times_s[long_op])
     program = _Program(task)
     regions = _regions(task, arena_bytes)
     ranges = [(problem.compute_s, 0, len(regions) - 1)]
-    while True:
+    for _ in range(max_solved // 2):
         bound_s, first, end = ranges[0]
         if bound_s >= enough_s or end - first <= 1 or time.perf_counter() > deadline_s:
-            return bound_s
+            break
         heapq.heappop(ranges)
         middle = (first + end) // 2
         for low, high in ((first, middle), (middle, end)):
             found_s = program.bound_s(arena_bytes - regions[low], regions[high] - 1)
             heapq.heappush(ranges, (max(bound_s, found_s), low, high))
+    return ranges[0][0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,33 +209,32 @@ class _Program:
         )
         rooms = [0, *(each.in_use_bytes for each in classes), 0]
         self._rooms = np.array([sum(rooms[c] for c in kind) for kind in self._kinds])
-        self._rows: list[tuple[float, float, Terms]] = []
+        self._program = LinearProgram("occupancy")
+        for _ in self._kinds:
+            self._program.add_variable(cost=1.0)
+        for _ in range(len(classes) * len(problem.links)):
+            self._program.add_variable()
         self._add_kept()
         self._add_long_op()
         self._add_classes()
         self._add_tiers()
         self._add_whole()
-        self._solver = self._load()
+        self._solver = Loaded(self._program)
 
     def bound_s(self, room_bytes: int, region_bytes: int) -> float:
         """Return the bound for residents of ``room_bytes`` beside moments that take ``region_bytes``."""
-        import highspy
-
-        solver, num = self._solver, len(self._kinds)
         kept = sum(each.count * each.kept_bytes for each in self._task.classes)
-        solver.changeRowBounds(0, (kept - room_bytes) / self._unit, highspy.kHighsInf)
-        solver.changeRowBounds(1, -highspy.kHighsInf, region_bytes / self._unit)
-        most = np.where(self._rooms <= region_bytes, highspy.kHighsInf, 0.0)
-        solver.changeColsBounds(num, np.arange(num, dtype=np.int32), np.zeros(num), most)
-        solver.run()
-        match solver.getModelStatus():
-            case highspy.HighsModelStatus.kOptimal:
-                value: float = solver.getInfo().objective_function_value
-                return max(0.0, value) * self._time_unit_s * (1 - _TOLERANCE)
-            case highspy.HighsModelStatus.kInfeasible:
-                return math.inf
-        # Nothing is proven where the solver stumbles.
-        return 0.0
+        self._solver.bound_row(0, (kept - room_bytes) / self._unit, INFINITY)
+        self._solver.bound_row(1, -INFINITY, region_bytes / self._unit)
+        self._solver.bound_columns(np.where(self._rooms <= region_bytes, INFINITY, 0.0))
+        try:
+            found = self._solver.solve()
+        except SolverError:
+            # Nothing is proven where the solver stumbles.
+            return 0.0
+        if found.ending is Ending.OPTIMAL:
+            return max(0.0, found.bound) * self._time_unit_s * (1 - _TOLERANCE)
+        return math.inf if found.ending is Ending.INFEASIBLE else 0.0
 
     def _streamed(self, number: int, link: int) -> int:
         """Return the column of ``x``; those of ``y`` come first."""
@@ -238,7 +254,7 @@ class _Program:
             (self._streamed(number, position), each.kept_bytes / self._unit)
             for number, each, position, _ in self._each()
         ]
-        self._rows.append((0.0, math.inf, terms))
+        self._program.add_row(0.0, math.inf, terms)
 
     def _add_long_op(self) -> None:
         """Each load beside the long op has its whole room in the region when the op ends."""
@@ -251,21 +267,21 @@ class _Program:
             (i, sum(rates[c, position] for position, c in enumerate(self._kinds[i][1:])))
             for i, _ in long
         ]
-        self._rows.append((-math.inf, math.inf, loaded))
+        self._program.add_row(-math.inf, math.inf, loaded)
         seconds = self._task.long_s / self._time_unit_s
-        self._rows.append((seconds, seconds, long))
+        self._program.add_row(seconds, seconds, long)
 
     def _add_classes(self) -> None:
         for number, each in enumerate(self._task.classes):
             over = [self._streamed(number, link) for link in range(len(self._task.problem.links))]
-            self._rows.append((0.0, each.count, [(column, 1.0) for column in over]))
+            self._program.add_row(0.0, each.count, [(column, 1.0) for column in over])
             held = [(column, -each.op_s / self._time_unit_s) for column in over]
-            self._rows.append((0.0, 0.0, [*self._moments(0, number + 1), *held]))
+            self._program.add_row(0.0, 0.0, [*self._moments(0, number + 1), *held])
         for number, each, position, link in self._each():
             seconds = each.transfers * link.latency_s + each.size_bytes / link.bandwidth_bytes_per_s
             moving = self._moments(position + 1, number + 1)
             column = self._streamed(number, position)
-            self._rows.append((0.0, 0.0, [*moving, (column, -seconds / self._time_unit_s)]))
+            self._program.add_row(0.0, 0.0, [*moving, (column, -seconds / self._time_unit_s)])
 
     def _add_tiers(self) -> None:
         for tier, room_bytes in self._task.problem.room_bytes.items():
@@ -274,11 +290,11 @@ class _Program:
                 for number, each, position, link in self._each()
                 if link.source_tier == tier
             ]
-            self._rows.append((-math.inf, room_bytes / self._unit, terms))
+            self._program.add_row(-math.inf, room_bytes / self._unit, terms)
 
     def _add_whole(self) -> None:
         every = [(i, 1.0) for i in range(len(self._kinds))]
-        self._rows.append((self._task.problem.compute_s / self._time_unit_s, math.inf, every))
+        self._program.add_row(self._task.problem.compute_s / self._time_unit_s, math.inf, every)
         for pipe in self._task.problem.machine.pipes:
             terms = [
                 (
@@ -290,27 +306,4 @@ class _Program:
                 for number, each, position, link in self._each()
                 if pipe.name in link.shared
             ]
-            self._rows.append((0.0, math.inf, [*every, *terms]))
-
-    def _load(self) -> Any:
-        import highspy
-
-        num = self._streamed(len(self._task.classes), 0)
-        lp = highspy.HighsLp()
-        lp.num_col_, lp.num_row_ = num, len(self._rows)
-        lp.col_cost_ = np.array([1.0] * len(self._kinds) + [0.0] * (num - len(self._kinds)))
-        lp.col_lower_, lp.col_upper_ = np.zeros(num), np.full(num, highspy.kHighsInf)
-        lp.row_lower_ = np.array([max(low, -highspy.kHighsInf) for low, _, _ in self._rows])
-        lp.row_upper_ = np.array([min(high, highspy.kHighsInf) for _, high, _ in self._rows])
-        lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
-        lengths = [len(terms) for _, _, terms in self._rows]
-        lp.a_matrix_.start_ = np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
-        entries = [term for _, _, terms in self._rows for term in terms]
-        lp.a_matrix_.index_ = np.array([column for column, _ in entries], dtype=np.int32)
-        lp.a_matrix_.value_ = np.array([factor for _, factor in entries])
-        typeless: Any = highspy
-        solver = typeless.Highs()
-        solver.setOptionValue("output_flag", False)
-        solver.setOptionValue("threads", 1)
-        solver.passModel(lp)
-        return solver
+            self._program.add_row(0.0, math.inf, [*every, *terms])

@@ -11,9 +11,10 @@ from gascompile.passes.model.problem import Problem
 from gascompile.passes.search.place import place
 from gascompile.passes.search.strategies import MANY_WEIGHTS
 
-_BRANCHING_SHARE = 0.03
-"""Branching rarely lifts the bound much above the relaxation's; the time is better spent elsewhere."""
-_QUICK_S = 2.0
+_FEW_NODES = 20
+"""Branching rarely lifts the bound much above the relaxation's: not many nodes are looked at."""
+_QUICK_SOLVED = 200
+"""Programs of ``occupancy`` that are solved before there is a plan."""
 
 
 def prove(problem: Problem, predicted_s: float, *, time_limit_s: float, mip_gap: float) -> Proof:
@@ -46,16 +47,17 @@ def prove(problem: Problem, predicted_s: float, *, time_limit_s: float, mip_gap:
             found = place(
                 problem,
                 problem.arena_limit_bytes,
-                time_limit_s=left_s if method == "relaxed" else time_limit_s * _BRANCHING_SHARE,
+                time_limit_s=left_s,
                 mip_gap=mip_gap,
                 relaxed=method == "relaxed",
+                max_nodes=_FEW_NODES,
             )
             found_s, timed_out = found.bound_s, found.timed_out
         bound_s = max(bound_s, found_s)
     return Proof(limit_s=limit_s, binding=binding, bound_s=bound_s, timed_out=timed_out)
 
 
-def quick_proof(problem: Problem, *, time_limit_s: float = _QUICK_S) -> Proof:
+def quick_proof(problem: Problem, *, time_limit_s: float = math.inf) -> Proof:
     """Return what is proven within moments, before there is a plan."""
     limit_s, binding = _limit(problem)
     bound_s = 0.0
@@ -64,7 +66,8 @@ def quick_proof(problem: Problem, *, time_limit_s: float = _QUICK_S) -> Proof:
             problem,
             problem.arena_limit_bytes,
             enough_s=math.inf,
-            time_limit_s=min(_QUICK_S, time_limit_s),
+            time_limit_s=time_limit_s,
+            max_solved=_QUICK_SOLVED,
         )
     return Proof(limit_s=limit_s, binding=binding, bound_s=bound_s, timed_out=False)
 

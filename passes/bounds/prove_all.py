@@ -24,6 +24,8 @@ from gascompile.passes.model.interval_problem import IntervalProblem, interval_p
 from gascompile.passes.model.problem import Problem, Weight
 from gascompile.passes.search.strategies import MANY_WEIGHTS
 
+_MOST_PIVOTS = 100_000
+"""Iterations of the solver after which the relaxation of all moves proves nothing, on any machine."""
 BOUND_SLOTS = 150
 """Long runs with a slot of their own in the relaxation that bounds all moves."""
 
@@ -82,6 +84,7 @@ def relaxed_bound_s(task: IntervalProblem, time_limit_s: float) -> float:
             away_bytes=away,
             num_slots=BOUND_SLOTS,
             time_limit_s=time_limit_s,
+            max_pivots=_MOST_PIVOTS,
         )
     except SolverError:
         return 0.0

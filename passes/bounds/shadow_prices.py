@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from gascompile.passes.model.problem import Placement, Problem
 
@@ -31,19 +30,11 @@ class Solution:
     """Per link, seconds that bandwidth saves per relative change: of 1 % more, a hundredth of this."""
 
 
-class Solved(Protocol):
-    """A variable or an expression of a solved program."""
-
-    def value(self) -> float:
-        """Return its value in the solution."""
-        ...
-
-
 def prices(
     problem: Problem,
     duals: Mapping[str, float],
-    slots: Sequence[Solved],
-    loads: Mapping[tuple[int, int, int], Solved],
+    slots: Sequence[float],
+    loads: Mapping[tuple[int, int, int], float],
     time_unit_s: float,
     unit_bytes: float,
 ) -> tuple[float, dict[str, float]]:
@@ -61,11 +52,11 @@ def prices(
     for number, link in enumerate(problem.links):
         # More bandwidth widens what each slot delivers and shortens each transfer but its latency.
         delivered = sum(
-            duals.get(f"rate_{number}_{k}", 0.0) * taken.value() * link.bandwidth_bytes_per_s
+            duals.get(f"rate_{number}_{k}", 0.0) * taken * link.bandwidth_bytes_per_s
             for k, taken in enumerate(slots)
         )
         moved_bytes = sum(
-            load.value() * problem.weights[w].size_bytes
+            load * problem.weights[w].size_bytes
             for (w, _, over), load in loads.items()
             if over == number and problem.weights[w].uses
         )

@@ -85,10 +85,11 @@ def choices(plan: Layout, routes: Mapping[int, int]) -> Choices:
     for number in routes:
         interval = plan.intervals[number]
         versions.setdefault(interval.version, []).append(number)
-        if interval.wraps:
+        if interval.wraps or interval.start < 0:
             homes[interval.tensor] = routes[number]
     for (tensor, run), members in versions.items():
-        if task.persistent[tensor] and not task.written[tensor]:
+        clean = task.persistent[tensor] and not task.written[tensor]
+        if clean and (task.workload.repeats or tensor in homes):
             continue
         copies: set[int] = set()
         if run < 0 and tensor in homes and not task.workload.repeats:

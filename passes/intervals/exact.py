@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from itertools import product
 
 from gascompile.core.steps import Compute, Offload, Recompute, Release, Reload, Step, Wait
+from gascompile.cost_models.simulate.clock import Clock
 from gascompile.passes.model.interval_problem import IntervalProblem
 from gascompile.passes.search.max_plus import Row, cycle_mean, later, nowhere_later, shifted
 from gascompile.passes.search.needed_steps import needed_steps
@@ -98,7 +99,6 @@ class _Search:
             [s for s in range(p) if self._may_rerun(s, p)] for p in range(self.count + 1)
         ]
         self.wanted = [self._wanted(p) for p in range(self.count + 1)]
-        self.pipe_number = {pipe.name: i for i, pipe in enumerate(task.machine.pipes)}
         self.starts: list[tuple[Status, ...]] = []
 
     def _may_rerun(self, source: int, place: int) -> bool:
@@ -247,24 +247,21 @@ class _Search:
 
     def _transfer(self, label: _Label, x: int, route: int, *, away: bool) -> Iterator[_Label]:
         task = self.task
-        number = task.routes[route].link_out if away else task.routes[route].link_in
-        assert number is not None, "only what has a way out leaves"
-        link, size = task.machine.links[number], task.sizes[x]
-        core = list(label.core)
-        begin = later(core[0], core[1 + number])
-        first_pipe = 1 + len(task.machine.links)
-        pipes = [self.pipe_number[name] for name in link.shared]
-        for pipe in pipes:
-            begin = later(begin, core[first_pipe + pipe])
-        for pipe in pipes:
-            rate = task.machine.pipes[pipe].bandwidth_bytes_per_s
-            core[first_pipe + pipe] = shifted(begin, size / rate)
-        core[1 + number] = shifted(begin, link.transfer_time_s(size))
+        number, seconds, pipes = task.transfer(x, route, out=away)
+        link, first_pipe = task.machine.links[number], len(task.machine.links)
+        columns: list[Row] = []
+        arrival: list[float] = []
+        for now, *free in zip(*label.core, strict=True):
+            # What one time at the start of the iteration makes of all times here.
+            clock = Clock(free[:first_pipe], free[first_pipe:])
+            arrival.append(clock.issue(number, seconds, pipes, now) + seconds)
+            columns.append((now, *clock.times()))
+        core = list(zip(*columns, strict=True))
         step = (Offload if away else Reload)(
-            op=label.turn, tensor=task.names[x], link=link.name, size_bytes=size
+            op=label.turn, tensor=task.names[x], link=link.name, size_bytes=task.sizes[x]
         )
         status = (LEAVING if away else ARRIVING, route, label.held[x][2])
-        flights = {**label.flights, x: core[1 + number]}
+        flights = {**label.flights, x: tuple(arrival)}
         held = _with(label.held, x, status)
         yield from self._settled(label, label.turn, held, core, flights, [step])
 

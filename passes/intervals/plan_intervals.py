@@ -31,7 +31,7 @@ from gascompile.passes.intervals.exact import Optimum, interval_exact
 from gascompile.passes.intervals.queueing import interval_queues
 from gascompile.passes.intervals.recompute import Remake, interval_recompute, rerunnable
 from gascompile.passes.intervals.recompute_search import interval_sweep
-from gascompile.passes.intervals.search import Found, Search, improve, selection_of
+from gascompile.passes.intervals.search import FEW_TENSORS, Found, Search, improve, selection_of
 from gascompile.passes.intervals.seeds import (
     RECOMPUTE_RATIOS,
     Start,
@@ -65,7 +65,7 @@ _GUIDES = (
 Whole tensors hold their memory during a transfer and wait for each other, of which the program knows nothing.
 [Empirical] Each is the best of a grid for some training step of 8 to 60 layers or of GPT-2, commonest first.
 """
-_FIRST_GUIDES = 4
+_FIRST_GUIDES = 2
 """Which are rounded before the best schedules are changed where they stall; the others take turns with that."""
 _LEAD = 0.1
 """Lead of copies back in roundings, in units of the time that the slowest link fills memory in."""
@@ -75,8 +75,6 @@ _FIRST_SHARE = 0.1
 """Share of the work after which heuristics give way to the program."""
 _SWEEP_SHARE = 0.3
 """Share of the work that is left in which amounts of recomputation are tried."""
-_FEW_TENSORS = 64
-"""Workloads of no more are searched with all their freedom."""
 _MANY_TENSORS = 300
 """Workloads of more are refused a budget, too, when the clock has run out before anything fits."""
 _FEW_LABELS = 30_000
@@ -135,7 +133,7 @@ def plan_intervals(
         op_s_per_byte=op_s_per_byte,
     )
     begun_s = time.perf_counter() if begun_s is None else begun_s
-    small = task.without_small() if len(task.names) > _FEW_TENSORS else task
+    small = task.without_small() if len(task.names) > FEW_TENSORS else task
     if small.fixed and all_moved(layout(small)).fits:
         with contextlib.suppress(InfeasiblePlanError):
             search = Search(small, time_limit_s=time_limit_s, mip_gap=mip_gap, begun_s=begun_s)
@@ -193,7 +191,10 @@ def _refined(search: Search, remakes: Mapping[int, Remake], candidates: Iterator
         improve(search, found, random.Random(0), patience=_FEW_FRUITLESS, share=_FEW_SHARE)
     guides = iter(_GUIDES if solver != "none" else ())
     fruitless = 0
-    patience = _LONG_PATIENCE if len(search.task.names) <= _FEW_TENSORS else _PATIENCE
+    few = len(search.task.names) <= FEW_TENSORS
+    patience = _LONG_PATIENCE if few else _PATIENCE
+    # In a large layout one recomputation more changes little and takes a layout of its own.
+    optional = list(remakes.values()) if few else []
     for seed in range(_SEEDS):
         before = search.best
         # As above: without the solver's answer the best plan stands.
@@ -202,7 +203,8 @@ def _refined(search: Search, remakes: Mapping[int, Remake], candidates: Iterator
         if search.finished or fruitless == patience:
             break
         leaders = search.leaders()
-        improve(search, leaders[seed % len(leaders)], random.Random(seed), patience=_FRUITLESS)
+        leader = leaders[seed % len(leaders)]
+        improve(search, leader, random.Random(seed), optional, patience=_FRUITLESS)
         fruitless = fruitless + 1 if search.best is before else 0
     return solver
 
@@ -387,6 +389,9 @@ def _homes(found: Found) -> dict[str, str]:
     for j, route in found.selection.routes.items():
         interval = plan.intervals[j]
         clean = task.persistent[interval.tensor] and not task.written[interval.tensor]
-        if clean or (task.persistent[interval.tensor] and interval.wraps):
+        idle = interval.start < 0
+        if (clean and (idle or task.workload.repeats)) or (
+            task.persistent[interval.tensor] and interval.wraps
+        ):
             homes[task.names[interval.tensor]] = task.routes[route].tier
     return homes

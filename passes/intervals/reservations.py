@@ -119,11 +119,14 @@ class _Reserving(Scheduler):
 
     def _hold(self, run: int) -> None:
         """Count what has not left yet into the memory of ``run``."""
-        waiting = [number for _, number in self.flights]
+        lag_end = self.lag_end
+        waiting = [number for _, number in self.flights if lag_end[number] <= run]
         if any(self.ready):
-            waiting += [j for queue in self.ready for j in queue if j in self.begun]
+            waiting += [
+                j for queue in self.ready for j in queue if j in self.begun and lag_end[j] <= run
+            ]
         for number in waiting:
-            if number not in self.idle and self.lag_end[number] <= run:
+            if number not in self.idle:
                 self._set_lag(number, run + 1)
 
     def _issue(self, boundary: int) -> None:

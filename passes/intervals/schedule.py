@@ -58,7 +58,7 @@ class Scheduler:
         self.clock = np.zeros(self.count + 1)
         self.now = 0.0
         machine = plan.task.machine
-        self.links = Clock(len(machine.links), len(machine.pipes))
+        self.links = Clock.of(len(machine.links), len(machine.pipes))
         self.boundaries: list[list[Move]] = [[] for _ in range(self.count + 1)]
         self.arrival: dict[int, float] = {}
         self.lag_end: dict[int, int] = {}

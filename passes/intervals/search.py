@@ -11,13 +11,14 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from gascompile.cost_models.simulate.events import steady_iteration
 from gascompile.passes.bounds.interval_program import Relaxation
 from gascompile.passes.intervals.decisions import Schedule, choices
 from gascompile.passes.intervals.events import event_program
+from gascompile.passes.intervals.recompute import Remake
 from gascompile.passes.intervals.reservations import interval_reservations
 from gascompile.passes.intervals.schedule import schedule
 from gascompile.passes.intervals.selection import Selection
@@ -44,6 +45,16 @@ _HOPEFUL = 1.02
 
 [Empirical] of 760 that were slower at first, over training steps and published traces, no later round beat the best.
 """
+_REMADE = 0.3
+"""How often a change takes up or gives up a recomputation, where it may."""
+_RESTED = 0.5
+"""How often a change of a list that runs once also lets clean tensors rest in memory around its ends."""
+FEW_TENSORS = 64
+"""Workloads of no more are searched with all their freedom."""
+_EXTRA = 0.5
+"""How often one that need not leave does."""
+_NEAR = 3
+"""Runs that are near any other in a short list."""
 _PER_SCHEDULE = 50
 """Work of any schedule beside its runs and moves."""
 _PIVOT = 10
@@ -289,18 +300,53 @@ def _route(share: tuple[float, ...], size: int, owed: list[float]) -> int:
 
 
 def improve(
-    search: Search, start: Found, chance: random.Random, *, patience: int, share: float = 1.0
+    search: Search,
+    start: Found,
+    chance: random.Random,
+    remakes: Sequence[Remake] = (),
+    *,
+    patience: int,
+    share: float = 1.0,
 ) -> None:
-    """Change a schedule where it stalls, for a share of the work left, until so many changes in a row were in vain."""
+    """Change a schedule where it stalls, for a share of the work left, until so many changes in a row were in vain.
+
+    Args:
+        search: takes the schedules.
+        start: what to change.
+        chance: what is drawn from.
+        remakes: recomputations that may be taken up or given up.
+        patience: changes in a row that may be in vain.
+        share: of the work that is left, after which to stop.
+    """
     best, fruitless, begun = start, 0, search.work
     while fruitless < patience and not search.over(begun, share):
         fruitless += 1
-        selection = _changed(best, chance)
-        if selection is None:
+        recomputed = best.recomputed
+        if remakes and chance.random() < _REMADE:
+            pairs = chance.choice(remakes).dropped
+            recomputed = recomputed - pairs if pairs <= recomputed else recomputed | pairs
+            selection = _moved_to(layout(search.task, recomputed), best.selection, chance)
+        elif (changed := _changed(best, chance)) is not None:
+            selection = changed
+        else:
             continue
-        found = search.try_once(best.strategy, selection, best.recomputed, best.lead_s)
+        found = search.try_once(best.strategy, selection, recomputed, best.lead_s)
         if found is not None and found.seconds < best.seconds:
             best, fruitless = found, 0
+
+
+def _moved_to(plan: Layout, old: Selection, chance: random.Random) -> Selection:
+    """Return the same for another layout: more leaves where memory is short, less where it is not."""
+    selection, keyed = Selection(plan), old.keyed()
+    selection.settle()
+    order = list(range(len(plan.intervals)))
+    chance.shuffle(order)
+    for j in order:
+        if plan.keys[j] in keyed:
+            selection.add(j, keyed[plan.keys[j]])
+    selection.fill((j, None) for j in order)
+    selection.thin(order)
+    return selection
 
 
 def _changed(found: Found, chance: random.Random) -> Selection | None:
@@ -316,7 +362,8 @@ def _changed(found: Found, chance: random.Random) -> Selection | None:
     near = [
         k
         for k in selection.routes
-        if plan.intervals[k].start >= 0 and abs(plan.intervals[k].end - at) < plan.num_runs // 8
+        if plan.intervals[k].start >= 0
+        and abs(plan.intervals[k].end - at) < max(_NEAR, plan.num_runs // 8)
     ]
     what = chance.randrange(3)
     picked = [j, *chance.sample(near, min(len(near), chance.choice((0, 1, 2, 4))))]
@@ -328,6 +375,11 @@ def _changed(found: Found, chance: random.Random) -> Selection | None:
             continue
         if what == 0 and len(routes) > 1:
             selection.add(k, chance.choice([r for r in range(len(routes)) if r != route]))
+    # Of many intervals one more that leaves in vain is seldom a way to anything.
+    if what == 1 and len(plan.task.names) <= FEW_TENSORS and chance.random() < _EXTRA:
+        staying = [k for k in range(len(plan.intervals)) if k not in selection.routes]
+        if staying:
+            selection.add(chance.choice(staying))
     if not selection.fits:
         rest = [
             k for k in range(len(plan.intervals)) if k not in selection.routes and k not in picked
@@ -336,4 +388,6 @@ def _changed(found: Found, chance: random.Random) -> Selection | None:
         rest.sort(key=lambda k: -plan.idle_s[k] * chance.uniform(0.7, 1.3))
         selection.fill((k, None) for k in rest)
         selection.fill((k, None) for k in picked)
+    if not plan.task.workload.repeats and chance.random() < _RESTED:
+        selection = selection.rested()
     return selection

@@ -18,6 +18,8 @@ Start = tuple[str, Selection, frozenset[tuple[int, int]]]
 """A candidate's name, what leaves, and what is recomputed."""
 RECOMPUTE_RATIOS = (0.02, 0.1, 0.4, 1.0)
 """Recompute what takes at most this share of the time that moving it away and back would take."""
+_FEW_REMAKES = 12
+"""As many recomputations are begun with one by one."""
 _ATTEMPTS = 40
 """Selections that are tried before a budget is refused."""
 
@@ -25,13 +27,20 @@ _ATTEMPTS = 40
 def starts(base: Layout, remakes: Mapping[int, Remake]) -> Iterator[Start]:
     """Yield the heuristics, and two of them with what is cheap to recompute recomputed."""
     for name, strategy in STRATEGIES.items():
-        yield name, strategy(base), frozenset()
+        selection = strategy(base)
+        yield name, selection, frozenset()
+        if not base.task.workload.repeats:
+            yield name, selection.rested(), frozenset()
     for ratio in RECOMPUTE_RATIOS if remakes else ():
         dropped = cheap(base, remakes, ratio)
         if dropped:
             plan = layout(base.task, dropped)
             for name in ("furthest_use", "keep_everything"):
                 yield f"{name}_recompute", STRATEGIES[name](plan), dropped
+    for remake in remakes.values() if len(remakes) <= _FEW_REMAKES else ():
+        plan = layout(base.task, remake.dropped)
+        for name, strategy in STRATEGIES.items():
+            yield f"{name}_recompute", strategy(plan), remake.dropped
 
 
 def cheap(base: Layout, remakes: Mapping[int, Remake], ratio: float) -> frozenset[tuple[int, int]]:

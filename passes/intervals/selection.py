@@ -70,7 +70,8 @@ class Selection:
             if not self._has_room(j, choice):
                 continue
             inner = interval.start >= 0 and not interval.wraps
-            if clean and inner and not self.task.workload.repeats:
+            first = clean and inner and not self._of_tensor.get(tensor)
+            if first and not self.task.workload.repeats:
                 around = next(k for k in self._number[tensor] if self.plan.intervals[k].wraps)
                 if around not in self.routes:
                     self._set(around, choice)
@@ -88,14 +89,20 @@ class Selection:
         return self.take_back(j)
 
     def take_back(self, j: int) -> bool:
-        """Let interval ``j`` stay whatever that does to memory; ``False`` if its tensor's home is away."""
+        """Let interval ``j`` stay whatever that does to memory; ``False`` if its tensor's home has to be away.
+
+        In a list that runs once a clean tensor may rest in memory around its ends; it is then written out when it
+        leaves for the first time, which takes a way out.
+        """
         interval = self.plan.intervals[j]
         tensor = interval.tensor
         alone = len(self._of_tensor[tensor]) == 1
         clean = self.task.persistent[tensor] and not self.task.written[tensor]
-        if clean and interval.wraps and not self.task.workload.repeats and not alone:
+        route = self.routes[j]
+        at_ends = clean and interval.wraps and not self.task.workload.repeats
+        if at_ends and not alone and self.task.routes[route].link_out is None:
             return False
-        route = self.routes.pop(j)
+        del self.routes[j]
         self._of_tensor[tensor].remove(j)
         self._account(j, route, -1)
         return True
@@ -115,6 +122,16 @@ class Selection:
         for j in order:
             if j in self.routes:
                 self.drop(j)
+
+    def rested(self) -> Selection:
+        """Return the same with clean tensors at rest in memory, as far as there is room; for lists that run once."""
+        other = self.copy()
+        for j, interval in enumerate(self.plan.intervals):
+            tensor = interval.tensor
+            clean = self.task.persistent[tensor] and not self.task.written[tensor]
+            if clean and interval.wraps and j in other.routes:
+                other.drop(j)
+        return other
 
     def settle(self) -> None:
         """Send away what no run accesses, where there is room."""

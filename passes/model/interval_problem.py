@@ -8,7 +8,7 @@ recomputed. Everything is numbered: tensors, tiers, runs and intervals are indic
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from gascompile.core.errors import UnsupportedOpError
 from gascompile.core.machine import Link, Machine
@@ -59,6 +59,10 @@ class IntervalProblem:
     """Processors' time that moving a byte takes from ops."""
     fixed: frozenset[int] = frozenset()
     """Tensors that never leave."""
+    _transfers: dict[tuple[int, int, bool], tuple[int, float, Pipes]] = field(
+        init=False, default_factory=dict, repr=False, compare=False
+    )
+    """What was asked for before: a search asks for the same thousands of times."""
 
     def iteration_s(self, seconds: float, *, ops_s: float, moved_bytes: int) -> float:
         """Return the seconds of an iteration whose processors also have to move ``moved_bytes``."""
@@ -77,20 +81,24 @@ class IntervalProblem:
 
     def transfer(self, tensor: int, route: int, *, out: bool) -> tuple[int, float, Pipes]:
         """Return the link that ``tensor`` takes, for how many seconds, and what that takes of pipes."""
+        key = (tensor, route, out)
+        if (known := self._transfers.get(key)) is not None:
+            return known
         way = self.routes[route]
         number = way.link_out if out else way.link_in
         assert number is not None, "dirty tensors only take routes with a way out"
         link, size = self.machine.links[number], self.sizes[tensor]
-        return number, link.transfer_time_s(size), pipe_times(self.machine, link, size)
+        found = number, link.transfer_time_s(size), pipe_times(self.machine, link, size)
+        self._transfers[key] = found
+        return found
 
     def load_s(self, tensor: int, route: int) -> float:
         """Seconds that the link into the compute tier is busy with ``tensor``."""
-        link = self.machine.links[self.routes[route].link_in]
-        return link.transfer_time_s(self.sizes[tensor])
+        return self.transfer(tensor, route, out=False)[1]
 
     def store_s(self, tensor: int, route: int) -> float:
         """Seconds that the link out of the compute tier is busy with ``tensor``."""
-        return self.link_out(route).transfer_time_s(self.sizes[tensor])
+        return self.transfer(tensor, route, out=True)[1]
 
     def link_out(self, route: int) -> Link:
         """Return the link to the route's tier; there must be one."""

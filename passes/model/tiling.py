@@ -35,10 +35,6 @@ _MOST_TILES = 1536
 """Of all tiles of a form: what takes more is planned with fewer weights divided, the largest."""
 _ROW_GROUP = 16
 """Tiles have a multiple of so many rows, as matrix kernels like it."""
-_SCREEN_TIME_S = 5.0
-"""For the bound of a form that is yet to be planned."""
-_QUICK_SHARE = 0.1
-"""Of the time that is left, for the bound of each form before there is a plan."""
 _WAITED = 0.005
 """Share of the compute time that gathering has to take before rows from a nearer tier are planned for, too."""
 _LEAST_GATHER_BYTES = MIB
@@ -130,7 +126,7 @@ def best_form(
     small = min(len(task.weights) for task in tasks) < MANY_WEIGHTS
     # Of one small form alone the bound is proven later, with the plan at hand.
     proofs = {
-        i: quick_proof(task, time_limit_s=0.0 if small and len(tasks) == 1 else _share_s(left_s()))
+        i: quick_proof(task, time_limit_s=0.0 if small and len(tasks) == 1 else left_s())
         for i, task in enumerate(tasks)
     }
     refusals: list[InfeasiblePlanError] = []
@@ -146,7 +142,7 @@ def best_form(
                 continue
         try:
             if best is not None and small:
-                proofs[i] = _screen(tasks[i], proofs[i], min(_SCREEN_TIME_S, left_s()))
+                proofs[i] = _screen(tasks[i], proofs[i], left_s())
                 if _bound_s(proofs[i]) >= best.schedule.seconds:
                     continue
             found = solve(tasks[i])
@@ -165,11 +161,6 @@ def best_form(
         timed_out=any(proof.timed_out for proof in proofs.values()),
     )
     return replace(best, proof=proof)
-
-
-def _share_s(left_s: float) -> float:
-    """Return the seconds for one of the quick proofs: there are several of them before any plan."""
-    return max(0.0, left_s * _QUICK_SHARE)
 
 
 def _screen(task: Problem, proof: Proof, time_limit_s: float) -> Proof:

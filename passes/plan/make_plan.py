@@ -85,6 +85,7 @@ def make_plan(
             calm,
             budget,
             left_s=left_s,
+            time_limit_s=time_limit_s,
             mip_gap=mip_gap,
             notes=notes,
             strategy=strategy,

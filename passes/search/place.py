@@ -32,16 +32,12 @@ Bytes and times are in units of a thousandth of the whole, so that coefficients 
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum, auto
-from typing import Any
-
-import pulp
 
 from gascompile.core.errors import SolverError
 from gascompile.passes.bounds.certify import pipe_rate
+from gascompile.passes.bounds.linear_program import INFINITY, Ending, LinearProgram, solver_name
 from gascompile.passes.bounds.shadow_prices import Solution, prices
 from gascompile.passes.model.problem import Placement, Problem, slot_seconds
 
@@ -52,11 +48,14 @@ _TINY = 1 / 2000
 _INTEGRAL = 1e-6
 _TOLERANCE = 1e-6
 """The solver keeps rows and bounds up to this share."""
-_BUILD_S = 4e-4
-"""[Empirical] Building and passing the program takes about so long per use of a weight and link."""
-_FEASIBLE_POINT = 2  # HiGHS's kSolutionStatusFeasible
-# PuLP carries no types; its expressions and variables pass through as they are.
-Expression = Any
+_MOST_PIVOTS = 200_000
+_MOST_NODES = 200
+"""Iterations of a relaxation and nodes of an integer search, after which it is stopped on any machine."""
+_MOST_USES = 40_000
+"""Uses of weights by links of a program that is built at all."""
+
+Sum = list[tuple[int, float]]
+"""A sum of columns, each with its factor."""
 
 
 def place(
@@ -67,44 +66,49 @@ def place(
     mip_gap: float,
     buffers: int = 0,
     relaxed: bool = False,
+    max_nodes: int = _MOST_NODES,
 ) -> Solution:
     """Return the placement that the model finds best within an arena of ``arena_bytes``.
 
     Args:
-        time_limit_s: seconds until the best known solution is returned; none where building takes half.
+        time_limit_s: seconds until the best known solution is returned.
         mip_gap: the solver may stop at this share of the bound, or of the time of streaming everything.
         buffers: ops after each one whose loads must have room beside it. Whole tensors need such room,
             yet it is no part of the model: the bound then holds for this placement rule alone.
         relaxed: solve the linear relaxation; its placement is rounded.
+        max_nodes: nodes after which an integer search is stopped.
 
     Raises:
-        SolverError: there is no solver, or it ended in a state that is not understood.
+        SolverError: HiGHS is not installed, or it ended in a state that is not understood.
     """
-    if not pulp.HiGHS().available():
+    if solver_name() != "highs":
         raise SolverError("HiGHS is not installed; pip install highspy")
     uses = sum(len(weight.uses) for weight in problem.weights)
-    if 2 * _BUILD_S * uses * len(problem.links) > time_limit_s:
+    if uses * len(problem.links) > _MOST_USES or time_limit_s <= 0:
         return Solution(None, (), 0.0, timed_out=True)
-    begun_s = time.perf_counter()
     model = _build(problem, arena_bytes, buffers)
-    solver = pulp.HiGHS(
-        msg=False,
-        mip=not relaxed,
-        gapRel=mip_gap,
-        gapAbs=mip_gap * problem.streaming_s / model.time_unit_s,
-        timeLimit=max(0.05, time_limit_s - (time.perf_counter() - begun_s)),
-        threads=1,
+    found = model.program.solve(
+        time_limit_s=time_limit_s,
+        gap=mip_gap,
+        gap_abs=mip_gap * problem.streaming_s / model.time_unit_s,
+        relaxed=relaxed,
+        max_pivots=_MOST_PIVOTS if relaxed else None,
+        max_nodes=None if relaxed else max_nodes,
     )
-    outcome = _solve(model, solver)
-    if outcome is _Outcome.INFEASIBLE:
+    if found.ending is Ending.INFEASIBLE:
         return Solution(None, (), math.inf, timed_out=False)
-    return _extract(model, timed_out=outcome is _Outcome.STOPPED, relaxed=relaxed)
-
-
-class _Outcome(Enum):
-    FINISHED = auto()
-    STOPPED = auto()
-    INFEASIBLE = auto()
+    timed_out = found.ending is Ending.OUT_OF_TIME
+    bound_s = max(0.0, found.bound) * model.time_unit_s * (1 - _TOLERANCE)
+    if not found.values or (relaxed and found.ending is not Ending.OPTIMAL):
+        return Solution(None, (), bound_s, timed_out)
+    placement, order = _extract(model, found.values)
+    if not found.duals:
+        return Solution(placement, order, bound_s, timed_out)
+    duals = {name: abs(found.duals[row]) for name, row in model.rows.items()}
+    loads = {key: _value(terms, found.values) for key, terms in model.load.items()}
+    slots = [found.values[column] for column in model.times]
+    priced = prices(problem, duals, slots, loads, model.time_unit_s, model.unit_bytes)
+    return Solution(placement, order, bound_s, timed_out, *priced)
 
 
 @dataclass(slots=True)
@@ -117,28 +121,29 @@ class _Model:
     size: list[float]
     reserved: list[float]
     buffers: int
-    program: Expression
+    program: LinearProgram
+    one: int
+    """A column that is always 1, so that sums need no constants."""
     readers: list[int]
     """Ops that read weights."""
     ending: list[list[tuple[int, int]]]
     """Per reader the ``(weight, interval)`` that end at it."""
     starting: list[list[tuple[int, int]]]
     """Per reader the ``(weight, interval)`` that start at it."""
-    keep: dict[tuple[int, int], Expression] = field(default_factory=dict)
-    stay: dict[int, Expression] = field(default_factory=dict)
-    load: dict[tuple[int, int, int], Expression] = field(default_factory=dict)
-    home: dict[tuple[int, int], Expression] = field(default_factory=dict)
-    times: list[Expression] = field(default_factory=list)
-    rows: dict[str, Expression] = field(default_factory=dict)
+    keep: dict[tuple[int, int], int] = field(default_factory=dict)
+    stay: dict[int, int] = field(default_factory=dict)
+    load: dict[tuple[int, int, int], Sum] = field(default_factory=dict)
+    home: dict[tuple[int, int], Sum] = field(default_factory=dict)
+    times: list[int] = field(default_factory=list)
+    rows: dict[str, int] = field(default_factory=dict)
 
-    def add(self, row: Expression, name: str) -> None:
-        self.program.addConstraint(row, name)
-        self.rows[name] = row
+    def most(self, name: str, terms: Sum, most: float = 0.0) -> None:
+        """Add a row: the sum is at most ``most``."""
+        self.rows[name] = self.program.add_row(-INFINITY, most, terms)
 
-    def variable(self, name: str, low: float = 0.0, *, binary: bool = False) -> Expression:
-        """Return a new variable; a binary one is at most 1."""
-        kind = pulp.LpInteger if binary else pulp.LpContinuous
-        return self.program.add_variable(name, low, 1 if binary else None, kind)
+    def equal(self, name: str, terms: Sum, value: float = 0.0) -> None:
+        """Add a row: the sum is ``value``."""
+        self.rows[name] = self.program.add_row(value, value, terms)
 
 
 def _build(problem: Problem, arena_bytes: int, buffers: int) -> _Model:
@@ -150,7 +155,7 @@ def _build(problem: Problem, arena_bytes: int, buffers: int) -> _Model:
         for j, op in enumerate(weight.uses):
             ending[rank[op]].append((w, (j - 1) % len(weight.uses)))
             starting[rank[op]].append((w, j))
-    program = pulp.LpProblem("place", pulp.LpMinimize)
+    program = LinearProgram("place")
     unit_bytes = max(1, sum(weight.size_bytes for weight in problem.weights)) / _WHOLE
     model = _Model(
         problem=problem,
@@ -161,6 +166,7 @@ def _build(problem: Problem, arena_bytes: int, buffers: int) -> _Model:
         reserved=[weight.reserved_bytes / unit_bytes for weight in problem.weights],
         buffers=buffers,
         program=program,
+        one=program.add_variable(1.0, 1.0),
         readers=readers,
         ending=ending,
         starting=starting,
@@ -172,89 +178,92 @@ def _build(problem: Problem, arena_bytes: int, buffers: int) -> _Model:
     return model
 
 
-def _sum(terms: Sequence[tuple[Expression, float]]) -> Expression:
-    total = pulp.LpAffineExpression()
-    for term, factor in terms:
-        total.addInPlace(term, factor)
-    return total
+def _times(terms: Sum, factor: float) -> Sum:
+    return [(column, each * factor) for column, each in terms]
+
+
+def _value(terms: Sum, values: Sequence[float]) -> float:
+    return sum(values[column] * factor for column, factor in terms)
 
 
 def _add_choices(model: _Model) -> None:
-    problem, links = model.problem, range(len(model.problem.links))
+    problem, program = model.problem, model.program
+    links = range(len(problem.links))
     total = sum(weight.size_bytes for weight in problem.weights)
     for w, weight in enumerate(problem.weights):
         binary = weight.size_bytes > total * _TINY
         last = max(len(weight.uses) - 1, 0)
         for j in range(last + 1):
-            model.keep[w, j] = model.variable(f"keep_{w}_{j}", binary=binary)
-            if not binary:
-                model.keep[w, j].upBound = 1
-        model.stay[w] = model.keep[w, last]
+            model.keep[w, j] = program.add_variable(0.0, 1.0, integer=binary)
+        model.stay[w] = stay = model.keep[w, last]
         for j in range(last):
-            model.add(model.stay[w] <= model.keep[w, j], f"stay_{w}_{j}")
+            model.most(f"stay_{w}_{j}", [(stay, 1.0), (model.keep[w, j], -1.0)])
+        if len(links) == 1:
+            model.home[w, 0] = [(model.one, 1.0), (stay, -1.0)]
+            for j in range(last + 1):
+                model.load[w, j, 0] = [(model.one, 1.0), (model.keep[w, j], -1.0)]
+            continue
         for link in links:
-            alone = len(links) == 1
-            model.home[w, link] = (
-                1 - model.stay[w] if alone else model.variable(f"home_{w}_{link}", binary=binary)
-            )
+            high = 1.0 if binary else INFINITY
+            model.home[w, link] = [(program.add_variable(0.0, high, integer=binary), 1.0)]
             for j in range(last + 1):
-                if alone:
-                    model.load[w, j, link] = 1 - model.keep[w, j]
-                    continue
-                model.load[w, j, link] = model.variable(f"load_{w}_{j}_{link}")
-                model.add(model.load[w, j, link] <= model.home[w, link], f"home_{w}_{j}_{link}")
-        if len(links) != 1:
-            streamed = _sum([(model.home[w, link], 1) for link in links])
-            model.add(model.stay[w] + streamed == 1, f"home_{w}")
-            for j in range(last + 1):
-                one = _sum([(model.load[w, j, link], 1) for link in links])
-                model.add(model.keep[w, j] + one == 1, f"choose_{w}_{j}")
+                model.load[w, j, link] = load = [(program.add_variable(), 1.0)]
+                model.most(f"home_{w}_{j}_{link}", [*load, *_times(model.home[w, link], -1.0)])
+        streamed = [term for link in links for term in model.home[w, link]]
+        model.equal(f"home_{w}", [(stay, 1.0), *streamed], 1.0)
+        for j in range(last + 1):
+            one = [term for link in links for term in model.load[w, j, link]]
+            model.equal(f"choose_{w}_{j}", [(model.keep[w, j], 1.0), *one], 1.0)
     for tier, room in problem.room_bytes.items():
         terms = [
-            (home, model.size[w])
+            term
             for (w, link), home in model.home.items()
             if problem.links[link].source_tier == tier
+            for term in _times(home, model.size[w])
         ]
         if total > room:
-            model.add(_sum(terms) <= room / model.unit_bytes, f"tier_{tier}")
+            model.most(f"tier_{tier}", terms, room / model.unit_bytes)
 
 
-def _loads(model: _Model, link: int, pairs: Sequence[tuple[int, int]]) -> Expression:
-    return _sum([(model.load[w, j, link], model.size[w]) for w, j in pairs])
+def _loads(model: _Model, link: int, pairs: Sequence[tuple[int, int]], factor: float = 1.0) -> Sum:
+    return [
+        term for w, j in pairs for term in _times(model.load[w, j, link], factor * model.size[w])
+    ]
 
 
-def _add_flow(
-    model: _Model, link: int
-) -> tuple[list[Expression], list[Expression], list[Expression]]:
+def _add_flow(model: _Model, link: int) -> tuple[list[int], list[int], list[int]]:
     """Add the rows of one link; return its ``b`` of gaps, its ``b`` of ops and its ``y`` by slot."""
-    count = len(model.readers)
-    gap = [model.variable(f"b_{link}_g{s}") for s in range(count + 1)]
-    after = [model.variable(f"b_{link}_c{s}") for s in range(count)]
-    in_gap = [model.variable(f"y_{link}_g{s}") for s in range(count + 1)]
-    in_op = [model.variable(f"y_{link}_c{s}") for s in range(count)]
-    before = gap[count] if model.problem.repeats else 0
-    model.add(gap[0] == before + in_gap[0], f"ahead_g_{link}_0")
+    count, program = len(model.readers), model.program
+    gap = [program.add_variable() for _ in range(count + 1)]
+    after = [program.add_variable() for _ in range(count)]
+    in_gap = [program.add_variable() for _ in range(count + 1)]
+    in_op = [program.add_variable() for _ in range(count)]
+    before = [(gap[count], -1.0)] if model.problem.repeats else []
+    model.equal(f"ahead_g_{link}_0", [(gap[0], 1.0), *before, (in_gap[0], -1.0)])
     opened = _open_loads(model, link)
     for s in range(count):
         due = _loads(model, link, model.ending[s])
-        model.add(gap[s] >= due, f"due_{link}_{s}")
-        model.add(after[s] == gap[s] + in_op[s] - due, f"ahead_c_{link}_{s}")
-        model.add(gap[s + 1] == after[s] + in_gap[s + 1], f"ahead_g_{link}_{s + 1}")
-        model.add(gap[s] <= opened[s], f"open_g_{link}_{s}")
-        model.add(after[s] <= opened[s] - due, f"open_c_{link}_{s}")
-    model.add(gap[count] <= opened[count], f"open_g_{link}_{count}")
+        model.most(f"due_{link}_{s}", [*due, (gap[s], -1.0)])
+        model.equal(
+            f"ahead_c_{link}_{s}", [(after[s], 1.0), (gap[s], -1.0), (in_op[s], -1.0), *due]
+        )
+        step = [(gap[s + 1], 1.0), (after[s], -1.0), (in_gap[s + 1], -1.0)]
+        model.equal(f"ahead_g_{link}_{s + 1}", step)
+        model.most(f"open_g_{link}_{s}", [(gap[s], 1.0), (opened[s], -1.0)])
+        model.most(f"open_c_{link}_{s}", [(after[s], 1.0), (opened[s], -1.0), *due])
+    model.most(f"open_g_{link}_{count}", [(gap[count], 1.0), (opened[count], -1.0)])
     delivered = [y for pair in zip(in_gap, in_op, strict=False) for y in pair]
     return gap, after, [*delivered, in_gap[count]]
 
 
-def _open_loads(model: _Model, link: int) -> list[Expression]:
+def _open_loads(model: _Model, link: int) -> list[int]:
     """Return ``V``: the bytes of the loads whose interval is open at each gap."""
     problem = model.problem
     wrapping = [
         (w, len(weight.uses) - 1) for w, weight in enumerate(problem.weights) if weight.uses
     ]
-    current = model.variable(f"V_{link}_0")
-    model.add(current == _loads(model, link, wrapping), f"open_{link}_0")
+    current = model.program.add_variable()
+    model.equal(f"open_{link}_0", [(current, 1.0), *_loads(model, link, wrapping, -1.0)])
     opened = [current]
     for s in range(len(model.readers)):
         begun = [
@@ -263,138 +272,103 @@ def _open_loads(model: _Model, link: int) -> list[Expression]:
             if problem.repeats or j + 1 < len(problem.weights[w].uses)
         ]
         if set(begun) != set(model.ending[s]):
-            following = model.variable(f"V_{link}_{s + 1}")
-            change = _loads(model, link, begun) - _loads(model, link, model.ending[s])
-            model.add(following == current + change, f"open_{link}_{s + 1}")
+            following = model.program.add_variable()
+            change = _loads(model, link, begun, -1.0) + _loads(model, link, model.ending[s])
+            model.equal(f"open_{link}_{s + 1}", [(following, 1.0), (current, -1.0), *change])
             current = following
         opened.append(current)
     return opened
 
 
-def _kept(model: _Model, pairs: Sequence[tuple[int, int]]) -> Expression:
-    return _sum([(model.keep[w, j], model.reserved[w]) for w, j in pairs])
+def _kept(model: _Model, pairs: Sequence[tuple[int, int]], factor: float = 1.0) -> Sum:
+    return [(model.keep[w, j], factor * model.reserved[w]) for w, j in pairs]
 
 
-def _add_memory(
-    model: _Model, gaps: Sequence[Sequence[Expression]], ops: Sequence[Sequence[Expression]]
-) -> None:
+def _add_memory(model: _Model, gaps: Sequence[Sequence[int]], ops: Sequence[Sequence[int]]) -> None:
     problem = model.problem
-    current = model.variable("M_0")
+    current = model.program.add_variable()
     wrapping = [(w, max(len(weight.uses) - 1, 0)) for w, weight in enumerate(problem.weights)]
-    model.add(current == _kept(model, wrapping), "held_0")
+    model.equal("held_0", [(current, 1.0), *_kept(model, wrapping, -1.0)])
     for s in range(len(model.readers) + 1):
-        ahead = _sum([(gap[s], 1) for gap in gaps])
-        model.add(current + ahead <= model.arena, f"memory_g_{s}")
+        ahead = [(gap[s], 1.0) for gap in gaps]
+        model.most(f"memory_g_{s}", [(current, 1.0), *ahead], model.arena)
         if s == len(model.readers):
             return
         own = sum(model.reserved[w] for w, _ in model.ending[s])
-        ahead = _sum([(op[s], 1) for op in ops])
-        held = current - _kept(model, model.ending[s]) + own
+        ahead = [(op[s], 1.0) for op in ops]
+        held = [(current, 1.0), *_kept(model, model.ending[s], -1.0)]
         if model.buffers:
             pairs = [
                 pair
                 for k in range(s + 1, s + 1 + model.buffers)
                 for pair in model.ending[k % len(model.readers)]
             ]
-            room = sum(_loads(model, link, pairs) for link in range(len(problem.links)))
-            model.add(held + room <= model.arena, f"buffer_{s}")
-        model.add(held + ahead <= model.arena, f"memory_c_{s}")
+            room = [
+                term for link in range(len(problem.links)) for term in _loads(model, link, pairs)
+            ]
+            model.most(f"buffer_{s}", [*held, *room], model.arena - own)
+        model.most(f"memory_c_{s}", [*held, *ahead], model.arena - own)
         if set(model.starting[s]) != set(model.ending[s]):
-            following = model.variable(f"M_{s + 1}")
-            change = _kept(model, model.starting[s]) - _kept(model, model.ending[s])
-            model.add(following == current + change, f"held_{s + 1}")
+            following = model.program.add_variable()
+            change = _kept(model, model.starting[s], -1.0) + _kept(model, model.ending[s])
+            model.equal(f"held_{s + 1}", [(following, 1.0), (current, -1.0), *change])
             current = following
 
 
-def _add_times(model: _Model, delivered: Sequence[Sequence[Expression]]) -> None:
-    problem = model.problem
-    compute = slot_seconds(problem, model.readers)
+def _add_times(model: _Model, delivered: Sequence[Sequence[int]]) -> None:
+    problem, program = model.problem, model.program
+    compute = [time_s / model.time_unit_s for time_s in slot_seconds(problem, model.readers)]
+    # An op that has begun waits for nothing: what is slow lengthens the gap before it.
     model.times = times = [
-        model.variable(f"T_{k}", time_s / model.time_unit_s) for k, time_s in enumerate(compute)
+        program.add_variable(time_s, time_s if k % 2 else INFINITY)
+        for k, time_s in enumerate(compute)
     ]
-    for k in range(1, len(times), 2):
-        times[k].upBound = times[k].lowBound
-    whole = model.variable("Z")
-    model.program.setObjective(pulp.LpAffineExpression([(whole, 1)]))
-    model.add(whole >= _sum([(slot, 1) for slot in times]), "total")
+    whole = program.add_variable(cost=1.0)
+    model.most("total", [(whole, -1.0), *((slot, 1.0) for slot in times)])
     for number, link in enumerate(problem.links):
         rate = link.bandwidth_bytes_per_s * model.time_unit_s / model.unit_bytes
         for k, slot in enumerate(times):
-            # An op that has begun waits for nothing: what is slow lengthens the gap before it.
-            taken = compute[k] / model.time_unit_s if k % 2 else slot
-            model.add(taken * rate >= delivered[number][k], f"rate_{number}_{k}")
-        terms = [
-            (load, problem.transfer_s(w, number) / model.time_unit_s)
-            for (w, _, over), load in model.load.items()
-            if over == number and problem.weights[w].uses
-        ]
-        model.add(whole >= _sum(terms), f"occupied_{number}")
+            model.most(f"rate_{number}_{k}", [(delivered[number][k], 1.0), (slot, -rate)])
+        terms = _carried(model, {number: None})
+        model.most(f"occupied_{number}", [(whole, -1.0), *terms])
     for number, pipe in enumerate(problem.machine.pipes):
         rate = pipe_rate(problem.machine, pipe) * model.time_unit_s / model.unit_bytes
-        terms = [
-            (load, model.size[w] / rate)
-            for (w, _, over), load in model.load.items()
-            if pipe.name in problem.links[over].shared and problem.weights[w].uses
-        ]
-        model.add(whole >= _sum(terms), f"pipe_{number}")
+        over = {i: rate for i, link in enumerate(problem.links) if pipe.name in link.shared}
+        model.most(f"pipe_{number}", [(whole, -1.0), *_carried(model, over)])
 
 
-def _solve(model: _Model, solver: Expression) -> _Outcome:
-    model.program.solve(solver)
-    match (model.program.status, model.program.sol_status):
-        case (pulp.LpStatusOptimal, pulp.LpSolutionOptimal):
-            return _Outcome.FINISHED
-        # PuLP calls a search that the clock ended optimal; only the solution's status tells.
-        case (pulp.LpStatusOptimal, pulp.LpSolutionIntegerFeasible):
-            return _Outcome.STOPPED
-        case (pulp.LpStatusNotSolved, pulp.LpSolutionNoSolutionFound) if _out_of_time(model):
-            return _Outcome.STOPPED
-        case (pulp.LpStatusInfeasible, pulp.LpSolutionInfeasible):
-            return _Outcome.INFEASIBLE
-        case (status, solution):
-            raise SolverError(
-                f"HiGHS ended with status '{pulp.LpStatus.get(status, status)}' and solution "
-                f"'{pulp.LpSolution.get(solution, solution)}' on {len(model.problem.weights)} weights"
+def _carried(model: _Model, over: Mapping[int, float | None]) -> Sum:
+    """Return the seconds of all loads over some links: at a rate, or as long as each keeps its link."""
+    problem = model.problem
+    terms: Sum = []
+    for (w, _, link), load in model.load.items():
+        if link in over and problem.weights[w].uses:
+            rate = over[link]
+            seconds = (
+                problem.transfer_s(w, link) / model.time_unit_s
+                if rate is None
+                else model.size[w] / rate
             )
+            terms += _times(load, seconds)
+    return terms
 
 
-def _out_of_time(model: _Model) -> bool:
-    """Whether the clock ended the search; PuLP has no pair of its own for one without a solution."""
-    import highspy  # Not at the top: without HiGHS this module still loads.
-
-    return bool(model.program.solverModel.getModelStatus() == highspy.HighsModelStatus.kTimeLimit)
-
-
-def _extract(model: _Model, *, timed_out: bool, relaxed: bool) -> Solution:
-    info = model.program.solverModel.getInfo()
-    # A relaxation that was stopped has a value, but no bound.
-    bound = info.objective_function_value if relaxed else info.mip_dual_bound
-    if (relaxed and timed_out) or not math.isfinite(bound):
-        bound = 0.0
-    bound_s = max(0.0, bound) * model.time_unit_s * (1 - _TOLERANCE)
-    if info.primal_solution_status != _FEASIBLE_POINT:
-        return Solution(None, (), bound_s, timed_out)
+def _extract(model: _Model, values: Sequence[float]) -> tuple[Placement, tuple[int, ...]]:
+    """Return the placement, and the weights from those that should stay most on."""
     problem = model.problem
     link_of: list[int | None] = []
     kept: set[tuple[int, int]] = set()
-    stay = [pulp.value(model.stay[w]) for w in range(len(problem.weights))]
+    stay = [values[model.stay[w]] for w in range(len(problem.weights))]
     for w, weight in enumerate(problem.weights):
         if stay[w] > 1 - _INTEGRAL:
             link_of.append(None)
             continue
-        shares = [pulp.value(model.home[w, link]) for link in range(len(problem.links))]
+        shares = [_value(model.home[w, link], values) for link in range(len(problem.links))]
         link_of.append(shares.index(max(shares)))
         kept |= {
-            (w, j)
-            for j in range(len(weight.uses) - 1)
-            if pulp.value(model.keep[w, j]) > 1 - _INTEGRAL
+            (w, j) for j in range(len(weight.uses) - 1) if values[model.keep[w, j]] > 1 - _INTEGRAL
         }
-    placement = Placement(strategy="ilp", link_of=tuple(link_of), kept=frozenset(kept))
     # Rounded, so that the order of equal shares is the order of use.
     order = sorted(range(len(stay)), key=lambda w: (-round(stay[w], 6), w))
-    if not relaxed or timed_out:
-        return Solution(placement, tuple(order), bound_s, timed_out)
-    duals = {name: abs(row.pi or 0.0) for name, row in model.rows.items()}
-    units = (model.time_unit_s, model.unit_bytes)
-    priced = prices(problem, duals, model.times, model.load, *units)
-    return Solution(placement, tuple(order), bound_s, timed_out, *priced)
+    placement = Placement(strategy="ilp", link_of=tuple(link_of), kept=frozenset(kept))
+    return placement, tuple(order)

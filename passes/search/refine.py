@@ -51,7 +51,7 @@ def refine(
             continue
         if left_s <= 0 or (best is not None and _cannot_win(problem, above, best, left_s)):
             break
-        candidates = _rung(problem, below, min(left_s, time_limit_s / 4))
+        candidates = _rung(problem, below, left_s)
         best = search(
             problem,
             candidates,
@@ -125,7 +125,7 @@ def _rung(
 ) -> Iterator[ResidentSet | Placement]:
     """Yield placements around the solution for one arena.
 
-    What a stopped search found is not used, as it differs from run to run.
+    What a search found that the clock ended is not used, as it differs from run to run.
     """
     for buffers in (_BUFFERS, 0):
         relaxation, integral = (

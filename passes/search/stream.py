@@ -44,6 +44,7 @@ def stream(
     budget: Budget,
     *,
     left_s: Callable[[], float],
+    time_limit_s: float,
     mip_gap: float,
     notes: list[str],
     strategy: str | None = None,
@@ -54,6 +55,7 @@ def stream(
 
     Args:
         left_s: seconds that the solver may still take.
+        time_limit_s: those of the whole plan; what is searched for may depend on them, never on what is left.
         notes: gets a line when the plan was made without something that could make it better.
 
     The others are those of ``make_plan``.
@@ -83,7 +85,7 @@ def stream(
     except InfeasiblePlanError as refusal:
         if pinned is not None or strategy is not None:
             raise
-        return _with_moved_activations(tasks, solve, refusal, left_s, mip_gap)
+        return _with_moved_activations(tasks, solve, refusal, left_s, time_limit_s, mip_gap)
     draft = draft_schedule(
         chosen.task, chosen.schedule, pinned_residents(pinned) if pinned else None
     )
@@ -125,6 +127,7 @@ def _with_moved_activations(
     solve: Callable[[Problem], Solution],
     refusal: InfeasiblePlanError,
     left_s: Callable[[], float],
+    time_limit_s: float,
     mip_gap: float,
 ) -> tuple[Draft, Proof]:
     """Return the best plan in which activations move, too; raises the smaller of two refusals."""
@@ -132,7 +135,7 @@ def _with_moved_activations(
     refusals = [refusal]
     for task in tasks:
         try:
-            seconds = max(0.1, left_s() / (2 * len(tasks)))
+            seconds = max(0.1, time_limit_s / (2 * len(tasks)))
             moved += move_activations(task, time_limit_s=seconds, mip_gap=mip_gap)
         except InfeasiblePlanError as error:
             refusals.append(error)

@@ -24,7 +24,7 @@ from gascompile.core.plan import Plan
 from gascompile.core.steps import Compute, Offload, Prefetch, Recompute, Release, Reload, Step, Wait
 from gascompile.core.workload import PERSISTENT, TensorKind
 from gascompile.cost_models.simulate.replay import up_front_transfers
-from gascompile.passes.verify.touches import copy_ends, first_touches, last_touches
+from gascompile.cost_models.simulate.touches import copy_ends, first_touches, last_touches
 
 
 def heap(plan: Plan) -> dict[str, int]:

@@ -90,7 +90,7 @@ def test_a_search_makes_no_more_members_than_it_looks_at(
 def test_a_program_that_takes_too_long_to_build_is_not_built(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    task = problem(many(4000, 2), cpu_machine(), Budget(cpu=9 * SLOT))
+    task = problem(many(40_001, 2), cpu_machine(), Budget(cpu=9 * SLOT))
     monkeypatch.setattr(place, "_build", lambda *_: pytest.fail("it was built"))
     found = place.place(task, 2 * SLOT, time_limit_s=1.0, mip_gap=0.01, relaxed=True)
     assert (found.placement, found.bound_s, found.timed_out) == (None, 0.0, True)

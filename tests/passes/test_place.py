@@ -5,11 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import combinations
 
-import pulp
 import pytest
 from hypothesis import given, settings
 
-from gascompile.core.errors import SolverError
 from gascompile.core.machine import Budget, Link, Machine
 from gascompile.core.sizes import reserve_bytes
 from gascompile.core.workload import Workload
@@ -116,50 +114,6 @@ def test_a_large_model_is_bounded_in_seconds() -> None:
     question = asked(task, machine, 6 << 30)
     found = place(question, question.arena_limit_bytes, time_limit_s=20, mip_gap=0.03, relaxed=True)
     assert found.bound_s > 0.9 * (14.6e9 - (6 << 30)) / 3e9
-
-
-@pytest.mark.parametrize(
-    ("status", "solution", "timed_out"),
-    [
-        (pulp.LpStatusOptimal, pulp.LpSolutionOptimal, False),
-        (pulp.LpStatusOptimal, pulp.LpSolutionIntegerFeasible, True),
-    ],
-)
-def test_endings_with_a_solution(
-    monkeypatch: pytest.MonkeyPatch, status: int, solution: int, *, timed_out: bool
-) -> None:
-    end_with(monkeypatch, status, solution)
-    task = asked(workload(["a", "b"]), cpu_machine(), SLOT)
-    assert place(task, SLOT, time_limit_s=5, mip_gap=0.0).timed_out is timed_out
-
-
-@pytest.mark.parametrize(
-    ("status", "solution"),
-    [
-        (pulp.LpStatusUnbounded, pulp.LpSolutionUnbounded),
-        (pulp.LpStatusNotSolved, pulp.LpSolutionNoSolutionFound),
-        (pulp.LpStatusUndefined, pulp.LpSolutionNoSolutionFound),
-        (17, 17),
-    ],
-)
-def test_an_ending_that_is_not_understood_is_an_error(
-    monkeypatch: pytest.MonkeyPatch, status: int, solution: int
-) -> None:
-    end_with(monkeypatch, status, solution)
-    task = asked(workload(["a", "b"]), cpu_machine(), SLOT)
-    with pytest.raises(SolverError, match="HiGHS ended"):
-        place(task, SLOT, time_limit_s=5, mip_gap=0.0)
-
-
-def end_with(monkeypatch: pytest.MonkeyPatch, status: int, solution: int) -> None:
-    """Make the solver claim an ending after it has solved."""
-    solve = pulp.LpProblem.solve
-
-    def claim(program: pulp.LpProblem, solver: pulp.LpSolver) -> None:
-        solve(program, solver)
-        program.status, program.sol_status = status, solution
-
-    monkeypatch.setattr(pulp.LpProblem, "solve", claim)
 
 
 @settings(max_examples=25)
