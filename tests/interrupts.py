@@ -18,15 +18,16 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
+from safetensors.torch import save_model
 from torch import nn
 
 import gascompile
 from gascompile.core.errors import StorageError
 from gascompile.integrations.generation import Generator
-from tests.training.runs import MACHINE, adamw, batches, compiled, new_model
+from tests.training.runs import MACHINE, TinyGPT, adamw, batches, compiled, new_model
 
 WATCHDOG_S = float(os.environ.get("GASCOMPILE_WATCHDOG_S", "5"))
 HOST = dataclasses.replace(MACHINE, name="by hand too", links=MACHINE.links[:1])
@@ -206,9 +207,7 @@ class Trained:
     """Steps whose states leave memory. After an interrupt a step goes on, or says what to do."""
 
     def __init__(self, folder: Path) -> None:
-        model = new_model(width=48).train()
-        budget = (4 << 20) + 500_000
-        self.step = compiled(model, adamw(model), folder, budget=budget)
+        self.step = self.opened(folder)
         self.folder, self.batches = folder / "checkpoints", batches(3)
         torch.manual_seed(5)
         self.step(self.batches[0])
@@ -217,6 +216,11 @@ class Trained:
         self.typed = 0
         self.step.load(self.folder)
         self.random = torch.get_rng_state()
+
+    def opened(self, folder: Path) -> gascompile.TrainingStep:
+        """Return the step."""
+        model = new_model(width=48).train()
+        return compiled(model, adamw(model), folder, budget=(4 << 20) + 500_000)
 
     def act(self) -> None:
         """Take a step."""
@@ -242,6 +246,20 @@ class Trained:
         self.step.load(self.folder)
 
 
+class Frozen(Trained):
+    """Steps that read most of their weights where a checkpoint has them."""
+
+    def opened(self, folder: Path) -> gascompile.TrainingStep:
+        """Return the step, of a model on the meta device."""
+        save_model(new_model(width=48), str(folder / "model.safetensors"))
+        with torch.device("meta"):
+            model = TinyGPT(48).train()
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("qkv" in name or name.endswith("bias"))
+        path, budget = folder / "model.safetensors", (4 << 20) + 500_000
+        return compiled(model, adamw(model), folder, budget=budget, checkpoint=path)
+
+
 class Checkpointed(Trained):
     """Saving checkpoints of it."""
 
@@ -259,6 +277,9 @@ class Checkpointed(Trained):
 class Ended:
     """Closing a training step: its values are with it or back in the model, and a second call ends it."""
 
+    in_files = False
+    """Whether values come from a checkpoint, half of them in place."""
+
     def __init__(self, folder: Path) -> None:
         """Plan once to know what is right."""
         self.folder, self.batch = folder, torch.linspace(-1, 1, 4 * 96).view(4, 96)
@@ -272,6 +293,13 @@ class Ended:
         """Take one step, of a model whose states leave memory."""
         torch.manual_seed(5)
         self.model = nn.Sequential(nn.Linear(96, 96), nn.Linear(96, 96))
+        options: dict[str, Any] = {}
+        if self.in_files:
+            self.model[0].requires_grad_(False)
+            options["checkpoint"] = self.folder / "model.safetensors"
+            if not self.expected:
+                save_model(self.model, str(options["checkpoint"]))
+            self.model.to("meta")
         self.step = gascompile.compile_step(
             self.model,
             lambda model, batch: model(batch).square().mean(),
@@ -279,6 +307,7 @@ class Ended:
             (4 << 20) + 220_000,
             machine=MACHINE,
             cache_dir=self.folder,
+            **options,
         )
         self.step(self.batch)
 
@@ -295,6 +324,12 @@ class Ended:
         self.begin()
 
 
+class EndedInFiles(Ended):
+    """The same where half of the model is read in place."""
+
+    in_files = True
+
+
 def copied(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return copies of a model's values."""
     return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
@@ -308,8 +343,10 @@ CASES: dict[str, Callable[[Path], Case]] = {
     "load": Loaded,
     "generation": Generated,
     "training": Trained,
+    "frozen": Frozen,
     "checkpoints": Checkpointed,
     "close of a step": Ended,
+    "close of frozen": EndedInFiles,
 }
 
 

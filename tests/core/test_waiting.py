@@ -238,8 +238,10 @@ KINDS = (
     "load",
     "generation",
     "training",
+    "frozen",
     "checkpoints",
     "close of a step",
+    "close of frozen",
 )
 
 

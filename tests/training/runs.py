@@ -100,6 +100,7 @@ def compiled(
     folder: Path,
     *,
     budget: int | str = BUDGET_BYTES,
+    checkpoint: Path | None = None,
 ) -> TrainingStep:
     """Return a step that is planned for ``batches``."""
     return compile_step(
@@ -109,6 +110,7 @@ def compiled(
         budget,
         batches(1)[0],
         machine=MACHINE,
+        checkpoint=checkpoint,
         cache_dir=folder / "cache",
         time_limit_s=PLANNING_S,
     )

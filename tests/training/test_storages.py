@@ -246,6 +246,24 @@ def test_views_go_through_checkpoints(tmp_path: Path) -> None:
     assert aliases(model) == before
 
 
+def test_a_write_to_a_view_leaves_the_rest_of_its_owner(tmp_path: Path) -> None:
+    model = made(ParameterOfParameter)
+    expected = made(ParameterOfParameter)
+    with (
+        compile_step(
+            model, mse, sgd(model), "64MiB", BATCH, machine=MACHINE, cache_dir=tmp_path
+        ) as step,
+        torch.no_grad(),
+    ):
+        for is_away in (False, True):
+            persistent = step._open_states().persistent
+            persistent.rest(persistent.sizes if is_away else ())
+            for changed in (model, expected):
+                changed.get_parameter("three.weight").mul_(2)
+            found = step.state_dict()["model"]
+            assert all(torch.equal(v, found[k]) for k, v in expected.state_dict().items())
+
+
 def test_a_model_that_cannot_be_captured_keeps_its_memory(tmp_path: Path) -> None:
     model = Columns()
     before, values = aliases(model), copy.deepcopy(model.state_dict())

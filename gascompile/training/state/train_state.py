@@ -175,11 +175,12 @@ class States:
     def assign(self, name: str, value: torch.Tensor) -> None:
         """Give a parameter or buffer a new value."""
         view = self.storages.views.get(name)
-        if view is None:
-            self.persistent.assign(name, value)
-        else:
-            layout = view.layout
-            self.persistent.fill(view.owner, lambda whole: layout.within(whole).copy_(value))
+        if view is not None:
+            # The rest of its owner keeps the value that it has, wherever that is.
+            whole = self.persistent.value(view.owner)
+            view.layout.within(whole).copy_(value)
+            name, value = view.owner, whole
+        self.persistent.assign(name, value)
 
     def names(self) -> dict[str, str]:
         """Return which tensor each name of ``model.state_dict()`` stands for; untouched ones for none."""
