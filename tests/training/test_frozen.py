@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 
 from gascompile import TrainingStep, compile_step
 from gascompile.core.errors import StorageError
+from tests.training.devices import on_device
 from tests.training.runs import BUDGET_BYTES, MACHINE, PLANNING_S, TinyGPT, batches, loss_fn
 
 Spoil = Callable[[Path], object]
@@ -283,3 +285,26 @@ def test_checkpoints_of_a_run_are_whole_and_going_on_copies_nothing(
         step.load(tmp_path / "run")
         assert own_file(step).st_size == size
         assert [float(step(batch)) for batch in batches(4)[2:]] == losses[2:]
+
+
+def test_an_accelerator_reads_them_in_place_too_and_by_saved_plans(
+    path: Path, cache: Path, tmp_path: Path
+) -> None:
+    losses, _ = in_eager(path)
+    content = path.read_bytes()
+    found = {}
+    saved: dict[str, Any] = {"plan": tmp_path / "plans", "budget": None}
+    for options in ({}, saved):
+        model = outline()
+        with on_device(model, adamw(model), cache, checkpoint=path, **options) as step:
+            assert trained(step) == losses
+            assert step.last_run is not None
+            assert step.last_run.link_bytes["nvme->gpu"]
+            sizes = step._open_states().persistent.sizes
+            frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
+            held = sum(size for name, size in sizes.items() if name not in frozen)
+            assert own_file(step).st_size < held + 4096 * len(sizes)
+            found[len(options)] = step.plan
+            step.save_plan(tmp_path / "plans")
+    assert found[0] == found[2]
+    assert path.read_bytes() == content
