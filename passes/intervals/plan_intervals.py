@@ -78,7 +78,7 @@ _SWEEP_SHARE = 0.3
 _MANY_TENSORS = 300
 """Workloads of more are refused a budget, too, when the clock has run out before anything fits."""
 _FEW_LABELS = 30_000
-_MOST_LABELS = 300_000
+_MOST_LABELS = 100_000
 """How far small problems are gone through: before and after all other searches."""
 _SEEDS = 64
 _FRUITLESS, _FEW_FRUITLESS = 60, 10
@@ -183,15 +183,16 @@ def _refined(search: Search, remakes: Mapping[int, Remake], candidates: Iterator
     except SolverError:
         # The heuristics' plan stands, and so does the bound that needs no solver.
         solver = "none"
+    few = len(search.task.names) <= FEW_TENSORS
     for name, selection, dropped in candidates:
         if search.finished:
             break
-        search.try_once(name, selection, dropped)
+        for lead_s in (None, 0.0) if few else (None,):
+            search.try_once(name, selection, dropped, lead_s)
     for found in search.leaders():
         improve(search, found, random.Random(0), patience=_FEW_FRUITLESS, share=_FEW_SHARE)
     guides = iter(_GUIDES if solver != "none" else ())
     fruitless = 0
-    few = len(search.task.names) <= FEW_TENSORS
     patience = _LONG_PATIENCE if few else _PATIENCE
     # In a large layout one recomputation more changes little and takes a layout of its own.
     optional = list(remakes.values()) if few else []

@@ -51,8 +51,8 @@ _RESTED = 0.5
 """How often a change of a list that runs once also lets clean tensors rest in memory around its ends."""
 FEW_TENSORS = 64
 """Workloads of no more are searched with all their freedom."""
-_EXTRA = 0.5
-"""How often one that need not leave does."""
+_EXTRA = 0.3
+"""How often a change lets one leave that need not."""
 _NEAR = 3
 """Runs that are near any other in a short list."""
 _PER_SCHEDULE = 50
@@ -318,6 +318,7 @@ def improve(
         patience: changes in a row that may be in vain.
         share: of the work that is left, after which to stop.
     """
+    few = len(search.task.names) <= FEW_TENSORS
     best, fruitless, begun = start, 0, search.work
     while fruitless < patience and not search.over(begun, share):
         fruitless += 1
@@ -330,7 +331,9 @@ def improve(
             selection = changed
         else:
             continue
-        found = search.try_once(best.strategy, selection, recomputed, best.lead_s)
+        # Of few tensors it matters most whether moves are made at once or when their time has come.
+        lead_s = chance.choice((best.lead_s, None, 0.0)) if few else best.lead_s
+        found = search.try_once(best.strategy, selection, recomputed, lead_s)
         if found is not None and found.seconds < best.seconds:
             best, fruitless = found, 0
 
@@ -351,10 +354,14 @@ def _moved_to(plan: Layout, old: Selection, chance: random.Random) -> Selection:
 
 def _changed(found: Found, chance: random.Random) -> Selection | None:
     """Return the selection with one thing changed at a place where the schedule stalls."""
-    if not found.stalls:
-        return None
     selection = found.selection.copy()
     plan = selection.plan
+    # Of many intervals one more that leaves in vain is seldom a way to anything.
+    if len(plan.task.names) <= FEW_TENSORS and chance.random() < _EXTRA:
+        staying = [k for k in range(len(plan.intervals)) if k not in selection.routes]
+        return selection if staying and selection.add(chance.choice(staying)) else None
+    if not found.stalls:
+        return None
     stalls = sorted(found.stalls, key=lambda stall: -stall[1])[:40]
     j, _ = chance.choices(stalls, weights=[time_s for _, time_s in stalls])[0]
     at = plan.intervals[j].end
@@ -375,11 +382,6 @@ def _changed(found: Found, chance: random.Random) -> Selection | None:
             continue
         if what == 0 and len(routes) > 1:
             selection.add(k, chance.choice([r for r in range(len(routes)) if r != route]))
-    # Of many intervals one more that leaves in vain is seldom a way to anything.
-    if what == 1 and len(plan.task.names) <= FEW_TENSORS and chance.random() < _EXTRA:
-        staying = [k for k in range(len(plan.intervals)) if k not in selection.routes]
-        if staying:
-            selection.add(chance.choice(staying))
     if not selection.fits:
         rest = [
             k for k in range(len(plan.intervals)) if k not in selection.routes and k not in picked
