@@ -59,7 +59,10 @@ def gather(mover: Mover, tensor: str, indices: torch.Tensor) -> torch.Tensor:
 
 
 def offload(mover: Mover, tensor: str, link: str, value: torch.Tensor) -> None:
-    """Start copying the memory of ``value`` out over ``link``; returns at once."""
+    """Start copying the memory of ``value`` out over ``link``; returns at once.
+
+    What has a name of its own goes where it is kept, a result of an op (``%...``) to wherever there is room meanwhile.
+    """
     mover.offload(tensor, link, value)
 
 

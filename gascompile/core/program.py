@@ -28,6 +28,8 @@ from gascompile.core.workload import Forms
 
 OP_NAME = "op"
 """Key in the ``meta`` of a node that is called otherwise than its op, as a node's name cannot hold it."""
+STEP = "step"
+"""Key in the ``meta`` of a node that carries out a step of a plan: the number of the step."""
 
 
 def add_node(

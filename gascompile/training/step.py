@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from gascompile.capture.batches import admit
@@ -84,6 +84,8 @@ class TrainingStep:
         weakref.finalize(self, self._holdings.dropped)
         self._watch = BudgetWatch(self._maker.transfer_bytes)
         self.plan: Plan | None = None
+        self.graph_module: fx.GraphModule | None = None
+        """The program of ``plan`` with its moves; ``graph_module.code`` shows the schedule as a program."""
         self.last_run: RunReport | None = None
         self.recording: Recording | None = None
         """Where runs are written down while it is set; see ``timeline.record``."""
@@ -118,7 +120,7 @@ class TrainingStep:
         if updates and self._settings.unplanned:
             self._update_unplanned(states, unit)
         states.num_batches += 1
-        self.plan = unit.plan
+        self.plan, self.graph_module = unit.plan, unit.graph_module
         if updates:
             states.stepped()
             if self._settings.unplanned:
@@ -178,7 +180,7 @@ class TrainingStep:
             return unit
         self._holdings.settle_all()
         unit = self._units.make(kind, batch, trains=trains, updates=updates, pending=pending)
-        self.plan = unit.plan
+        self.plan, self.graph_module = unit.plan, unit.graph_module
         if trains and self._settings.unplanned:
             self._watch.look(self._open_states(), self.plan)
         return unit
@@ -213,7 +215,6 @@ class TrainingStep:
         self, batch: Any, *, trains: bool, updates: bool = False
     ) -> tuple[Unit, States, torch.Tensor]:
         """Run what is planned for a batch; plan again where an op takes more than the plan has for it."""
-        random = torch.default_generator.get_state()
         unit: Unit | None = None
 
         def run() -> tuple[Unit, States, torch.Tensor]:
@@ -222,10 +223,7 @@ class TrainingStep:
             return unit, *self._run(unit, batch)
 
         def learn(error: BudgetExceededError) -> bool:
-            if unit is None or not self._learns(unit, error):
-                return False
-            torch.set_rng_state(random)
-            return True
+            return unit is not None and self._learns(unit, error)
 
         return planned_again(run, learn)
 

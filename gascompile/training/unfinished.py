@@ -50,7 +50,7 @@ class Unfinished:
         if self._begun != persistent.num_changes:
             return False
         for unit in self._units:
-            unit.iteration.settle()
+            unit.executor.settle()
         persistent.recover()
         self._begun = None
         return True

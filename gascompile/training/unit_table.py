@@ -90,7 +90,7 @@ class UnitTable:
         for units in self._units.values():
             if any(u is unit for u in units):
                 units[:] = [u for u in units if u is not unit]
-        unit.iteration.close()
+        unit.executor.close()
 
     def clear(self) -> list[Unit]:
         """Forget all units and return them."""

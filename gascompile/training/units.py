@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -22,18 +23,16 @@ from gascompile.core.errors import (
     FormatError,
     InfeasiblePlanError,
     PlanVerificationError,
-    UnsupportedOpError,
 )
 from gascompile.core.machine import Budget, Machine
 from gascompile.core.plan import Plan
-from gascompile.core.program import Program
 from gascompile.core.progress import task
 from gascompile.core.reports import RunReport
 from gascompile.core.sizes import SPILL_BUFFER_BYTES
 from gascompile.machines.resolve import profile_of
 from gascompile.machines.run_within_budget import log_replan
 from gascompile.machines.stale_profile import Grader
-from gascompile.passes.graph.to_device import to_device
+from gascompile.passes.graph.insert import insert
 from gascompile.runtime.devices import device_for
 from gascompile.runtime.memory.device_moves import DeviceMoves
 from gascompile.runtime.memory.device_values import DeviceValues
@@ -41,7 +40,8 @@ from gascompile.runtime.memory.early_memory import map_anonymous
 from gascompile.runtime.memory.persistent import Persistent
 from gascompile.runtime.memory.pinned import HOST
 from gascompile.runtime.memory.source_slots import SourceSlots
-from gascompile.runtime.run.iteration import Iteration
+from gascompile.runtime.run.executor import Executor
+from gascompile.runtime.run.session import Session
 from gascompile.training.capture.joint import capture_joint
 from gascompile.training.capture.requirements import require_followed
 from gascompile.training.capture.shapes import Shapes
@@ -50,12 +50,7 @@ from gascompile.training.optimizers.optimizers import Rules
 from gascompile.training.optimizers.unplanned import state_bytes
 from gascompile.training.planning.step_costs import costed_workload, remember
 from gascompile.training.planning.step_plan import step_plan
-from gascompile.training.planning.step_program import (
-    StepOptions,
-    StepProgram,
-    is_random,
-    step_program,
-)
+from gascompile.training.planning.step_program import StepOptions, StepProgram, step_program
 from gascompile.training.settings import Settings, require_known
 from gascompile.training.state.aliasing import Storages
 from gascompile.training.state.file_values import FileValues
@@ -67,6 +62,7 @@ from gascompile.training.step_cache import (
     place_of_step,
     rules_of,
 )
+from gascompile.training.step_session import on_device, open_session
 
 if TYPE_CHECKING:
     from gascompile.runtime.run.recording import Recording
@@ -83,7 +79,8 @@ class Unit:
 
     program: StepProgram
     plan: Plan
-    iteration: Iteration
+    graph_module: torch.fx.GraphModule
+    executor: Executor
     trains: bool
     grader: Grader
     basis: Basis
@@ -96,10 +93,15 @@ class Unit:
     def run(
         self, inputs: Sequence[Any], recording: Recording | None = None
     ) -> tuple[tuple[Any, ...], RunReport]:
-        """Run one iteration and compare what it took with the plan: see ``Iteration.run``."""
-        found, report = self.iteration.run(inputs, recording)
-        self.grader.grade(report)
-        return found, report
+        """Run it and compare what it took with the plan: see ``Executor.run``."""
+        executor = self.executor
+        run = executor.run if recording is None else partial(executor.run_recorded, recording)
+        found = run(*inputs)
+        assert executor.last_run is not None, "each run is measured"
+        self.grader.grade(executor.last_run)
+        # A device's memory is the budget's: what the user gets lies with the user.
+        on_host = (x if executor.computes_on_host else x.to("cpu", copy=True) for x in found)
+        return tuple(on_host), executor.last_run
 
 
 class Saved(Protocol):
@@ -141,6 +143,8 @@ class UnitMaker:
         """Called before a value is read or written from outside."""
         self.states: States | None = None
         """Values that were taken over, from the first unit on."""
+        self.session: Session | None = None
+        """What all units run in, from the first one on."""
         self._storages: Storages | None = None
         self._buffers = map_anonymous(self.transfer_bytes)
         self._moves: DeviceMoves | None = None
@@ -178,32 +182,41 @@ class UnitMaker:
             made = self._planned(name, batch, options, storages, place)
         program, plan = made.program, made.plan
         states = self._own(made.rules, program, made.tensors, accumulates=options.accumulates)
-        on_device = self._on_device(program)
-        iteration = Iteration(
-            on_device.graph_module.graph,
+        graph_module = insert(on_device(program, self._moves), plan)
+        executor = Executor(
+            self._session_over(states),
+            graph_module,
             plan,
-            states.persistent,
-            program.program.bindings,
-            [spec.name for spec in program.program.inputs],
-            folder=self._config.cache_dir / "training",
-            buffers=memoryview(self._buffers)[2 * SPILL_BUFFER_BYTES :],
-            pages=self.pages,
+            graphs=False,
             counter=allocation_counter(self._config.cache_dir) if self._in_ram else None,
-            reserved_bytes=self._reserved_bytes,
-            stops=self._settings.on_exceed == "error",
-            moves=self._moves,
+            on_exceed=self._settings.on_exceed,
             on_host=[spec.name for spec in program.program.inputs[-program.num_groups :]],
         )
         return Unit(
             program=program,
             plan=plan,
-            iteration=iteration,
+            graph_module=graph_module,
+            executor=executor,
             trains=trains,
             grader=Grader(plan, self._profile),
             basis=made.basis,
             place=place,
             entry=entry,
         )
+
+    def _session_over(self, states: States) -> Session:
+        """Return the session of all units, which is opened with the first one."""
+        if self.session is None:
+            self.session = open_session(
+                states.persistent,
+                folder=self._config.cache_dir / "training",
+                buffers=memoryview(self._buffers)[2 * SPILL_BUFFER_BYTES :],
+                pages=self.pages,
+                moves=self._moves,
+                in_ram=self._in_ram,
+                reserved_bytes=self._reserved_bytes,
+            )
+        return self.session
 
     def _looked_up(
         self, batch: Any, options: StepOptions, storages: Storages
@@ -354,21 +367,6 @@ class UnitMaker:
         except BaseException:
             device.close()
             raise
-
-    def _on_device(self, program: StepProgram) -> Program:
-        """Return what runs where the machine computes.
-
-        Raises:
-            UnsupportedOpError: an op runs on the processor alone, or draws numbers that no checkpoint would have.
-        """
-        device = torch.device("cpu") if self._moves is None else self._moves.device.torch_device
-        drawing = [node.name for node in program.program.op_nodes() if is_random(node)]
-        if drawing and device.type != "cpu":
-            raise UnsupportedOpError(
-                f"op '{drawing[0]}' draws random numbers, and those of '{device}' are kept in no checkpoint: train "
-                "without dropout, or on a machine that computes on the processor"
-            )
-        return to_device(program.program, device)
 
     def leave(self) -> None:
         """Let the model be as it was, unless it has been taken over."""

@@ -1,8 +1,9 @@
 """Insert: a plan's moves become nodes of the graph, so that the graph's code reads as the schedule.
 
 Every bound placeholder gives way to nodes that ask the runtime for the tensor: ``resident`` for what
-stays, one ``wait`` per visit for what is streamed. A use takes the visit it falls into; a view that was
-taken of an earlier visit is taken again of the current one, as the bytes of the old one may be gone.
+stays or moves by the heap, one ``wait`` per visit for what is streamed. A use takes the visit it falls into; a
+view that was taken of an earlier visit is taken again of the current one, as the bytes of the old one may be gone.
+An op that runs again is a second node, which those that follow read, as they do the views that are taken of it.
 """
 
 from __future__ import annotations
@@ -15,10 +16,18 @@ from torch import fx
 from gascompile.core import moves
 from gascompile.core.errors import PlanMismatchError
 from gascompile.core.plan import Plan
-from gascompile.core.program import Program, add_node, copied_graph, graph_module_of, op_name
+from gascompile.core.program import (
+    STEP,
+    Program,
+    add_node,
+    copied_graph,
+    graph_module_of,
+    op_name,
+)
 from gascompile.core.steps import Compute, Offload, Prefetch, Recompute, Release, Reload, Step, Wait
 from gascompile.core.tiles import base_name
 from gascompile.passes.graph.divide_graph import divide_graph
+from gascompile.passes.graph.heap_values import HeapValues, moved_on_heap, taken_again
 
 for _move in (moves.prefetch, moves.wait, moves.release, *moves.HEAP_MOVES):
     fx.node.has_side_effect(_move)
@@ -34,8 +43,8 @@ def insert(program: Program, plan: Plan) -> fx.GraphModule:
     """
     graph = copied_graph(program.graph_module.graph)
     rewrite = _Rewrite(program, plan, graph)
-    for step in plan.steps:
-        rewrite.apply(step)
+    for number, step in enumerate(plan.steps):
+        rewrite.apply(number, step)
     rewrite.finish()
     graph.lint()
     return graph_module_of(program.graph_module, graph)
@@ -99,24 +108,33 @@ class _Rewrite:
         divide_graph(graph, plan.workload.ops, self._bound, self._mover)
         self._ops: list[fx.Node] = [n for n in graph.nodes if n.op == "call_function"]
         _check_ops(self._ops, plan)
+        on_heap = moved_on_heap(plan)
         self._streamed = {
-            node: name for node, name in self._bound.items() if not self._is_resident(name)
+            node: name
+            for node, name in self._bound.items()
+            if name not in on_heap and not self._is_resident(name)
         }
-        self._place_residents()
+        at_hand = self._place_residents(on_heap)
+        self._heap = HeapValues(graph, self._ops, plan, at_hand, self._current)
 
     def _is_resident(self, name: str) -> bool:
         tensor = self._plan.tensors.get(name)
         return tensor is None or tensor.home == self._plan.machine.compute_tier
 
-    def _place_residents(self) -> None:
+    def _place_residents(self, on_heap: frozenset[str]) -> dict[str, fx.Node]:
+        """Ask for what stays, and for what moves by the heap; return the nodes of the tensors."""
+        placed: dict[str, fx.Node] = {}
         top = self._ops[0] if self._ops else self._output
         for node, name in self._bound.items():
-            if node in self._streamed or not node.users:
+            if node in self._streamed or not (node.users or name in on_heap):
                 continue
             if name not in self._plan.tensors:
                 raise PlanMismatchError(f"the plan does not know '{name}'; plan this program again")
             with self._graph.inserting_before(top):
-                node.replace_all_uses_with(self._ask(moves.resident, node, (self._mover, name)))
+                found = self._ask(moves.resident, node, (self._mover, name))
+            node.replace_all_uses_with(found)
+            placed[name] = found
+        return placed
 
     def _ask(
         self,
@@ -129,51 +147,41 @@ class _Rewrite:
         node.meta = dict(placeholder.meta)
         return node
 
-    def apply(self, step: Step) -> None:
+    def apply(self, number: int, step: Step) -> None:
         """Take one step of the plan."""
         if isinstance(step, Compute):
+            self._ops[step.op].meta[STEP] = number
             self._compute(step.op)
             return
         place = self._ops[self._next_op] if self._next_op < len(self._ops) else self._output
         with self._graph.inserting_before(place):
-            match step:
-                case Recompute():
-                    raise PlanMismatchError(
-                        f"the plan computes op {step.source} again, which this runtime does not do; plan for it"
-                    )
-                case Offload() | Reload():
-                    move = moves.offload if isinstance(step, Offload) else moves.reload
-                    value = self._value(step.tensor)
-                    self._graph.call_function(move, (self._mover, step.tensor, step.link, value))
-                case Wait(address=None):
-                    self._graph.call_function(moves.settle, (self._mover, step.tensor))
-                case Release(address=None):
-                    value = self._value(step.tensor)
-                    self._graph.call_function(moves.drop, (self._mover, step.tensor, value))
-                case Prefetch():
-                    args = (self._mover, step.tensor, step.link, step.address)
-                    add_node(self._graph, moves.prefetch, args)
-                case Wait():
-                    self._wait(step)
-                case Release():
-                    self._release(step)
+            made = self._move(step)
+        made.meta[STEP] = number
 
-    def _value(self, tensor: str) -> fx.Node:
-        """Return the node whose result a tensor of the heap is.
+    def _move(self, step: Step) -> fx.Node:
+        match step:
+            case Recompute():
+                return self._heap.recompute(step.source, self._next_op)
+            case Offload() | Reload():
+                move = moves.offload if isinstance(step, Offload) else moves.reload
+                value = self._heap.value(step.tensor, self._next_op)
+                return add_node(self._graph, move, (self._mover, step.tensor, step.link, value))
+            case Wait(address=None):
+                return add_node(self._graph, moves.settle, (self._mover, step.tensor))
+            case Release(address=None):
+                value = self._heap.value(step.tensor, self._next_op)
+                return add_node(self._graph, moves.drop, (self._mover, step.tensor, value))
+            case Prefetch():
+                args = (self._mover, step.tensor, step.link, step.address)
+                return add_node(self._graph, moves.prefetch, args)
+            case Wait():
+                return self._wait(step)
+            case Release():
+                return self._release(step)
+            case Compute():
+                raise AssertionError("an op is no move")
 
-        Raises:
-            PlanMismatchError: no op before this point has it as its whole result.
-        """
-        made = self._ops[: self._next_op]
-        for node, op in zip(made, self._plan.workload.ops, strict=False):
-            if tensor == f"%{base_name(op.name)}":
-                return node
-        raise PlanMismatchError(
-            f"the plan moves '{tensor}', which is not the result of an op before op {self._next_op}; "
-            "this runtime moves nothing else"
-        )
-
-    def _wait(self, step: Wait) -> None:
+    def _wait(self, step: Wait) -> fx.Node:
         owners = [node for node, name in self._streamed.items() if name == step.tensor]
         if not owners:
             raise PlanMismatchError(
@@ -181,12 +189,13 @@ class _Rewrite:
             )
         visit = self._ask(moves.wait, owners[0], (self._mover, step.tensor, step.address))
         self._visits.update(dict.fromkeys(owners, visit))
+        return visit
 
-    def _release(self, step: Release) -> None:
-        add_node(self._graph, moves.release, (self._mover, step.tensor, step.address))
+    def _release(self, step: Release) -> fx.Node:
         for node, visit in list(self._visits.items()):
             if visit.args[1:] == (step.tensor, step.address):
                 del self._visits[node]
+        return add_node(self._graph, moves.release, (self._mover, step.tensor, step.address))
 
     def _compute(self, op: int) -> None:
         node, spec = self._ops[op], self._plan.workload.ops[op]
@@ -198,6 +207,7 @@ class _Rewrite:
         if taken.visits and makes_view:
             self._views[node] = taken
         self._next_op = op + 1
+        self._heap.made(op)
 
     def _bases(self, node: fx.Node) -> dict[fx.Node, fx.Node]:
         """Return the current visits of the streamed weights that the arguments of ``node`` lie in."""
@@ -217,7 +227,7 @@ class _Rewrite:
             if current is not argument:
                 user.replace_input_with(argument, current)
 
-    def _current(self, node: fx.Node, reads: tuple[str, ...]) -> fx.Node:
+    def _current(self, node: fx.Node, reads: tuple[str, ...] = ()) -> fx.Node:
         """Return the node that holds now what ``node`` held in the program."""
         if node in self._streamed:
             if node not in self._visits:
@@ -225,6 +235,8 @@ class _Rewrite:
                     f"'{self._streamed[node]}' is used before op {self._next_op} outside its visits; plan again"
                 )
             return self._visits[node]
+        if (latest := self._heap.latest.get(node)) is not None:
+            return latest
         view = self._views.get(node)
         if view is None or all(
             self._visits.get(base) is visit
@@ -235,14 +247,13 @@ class _Rewrite:
         args, kwargs = fx.node.map_arg(
             (view.args, view.kwargs), lambda argument: self._current(argument, reads)
         )
-        again = self._graph.create_node("call_function", node.target, args, kwargs, name=node.name)
-        again.meta = dict(node.meta)
-        return again
+        return taken_again(self._graph, node, args, kwargs)
 
     def finish(self) -> None:
         """Point the outputs at what is there at the end and drop the bound placeholders."""
         if self._next_op != len(self._ops):
             raise PlanMismatchError("the plan's steps end before the program does; plan again")
         self._point_at_visits(self._output, ())
+        self._heap.finish()
         for node in self._bound:
             self._graph.erase_node(node)

@@ -124,7 +124,7 @@ def interpret(steps: Sequence[Step], values: list[Value]) -> None:
     """Run steps one by one; an error says in which op it arose."""
     name = ""
     try:
-        for function, gather, result, _, frees, _, trait in steps:
+        for function, gather, result, _, frees, _, trait, _ in steps:
             name = trait.name
             values[result] = function(*gather(values))
             for slot in frees:

@@ -81,6 +81,10 @@ class DeviceValues(Persistent):
             super().close()
             raise
 
+    @property
+    def host_bytes(self) -> int:
+        return self._moves.host_bytes
+
     def changed(self, names: Iterable[str]) -> None:
         names = tuple(names)
         super().changed(names)

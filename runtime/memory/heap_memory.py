@@ -13,11 +13,10 @@ import os
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 _MMAPS = 65536
 """glibc's own limit of blocks that are mapped one by one."""
-_LARGE_BYTES = 256 << 10
+LARGE_BYTES = 256 << 10
+"""Less is not looked at."""
 _TRIM_BYTES = 128 << 10
 _SLACK_BYTES = 16 << 20
-_EVERY = 64
-"""Small blocks add up, too."""
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _STATM = "/proc/self/statm"
 
@@ -34,7 +33,6 @@ class HeapMemory:
         """What the process may hold of its own."""
         self._trim_above_bytes = 0
         self.num_trims = 0
-        self._num_calls = 0
 
     def begin(self, limit_bytes: int) -> None:
         """Keep freed memory as long as the process holds no more than ``limit_bytes`` of its own."""
@@ -45,17 +43,15 @@ class HeapMemory:
 
     def make_room(self, size_bytes: int) -> None:
         """Give holes back if ``size_bytes`` more would pass the limit; too little to matter is not looked at."""
-        if self._library is None or size_bytes < _LARGE_BYTES:
+        if self._library is None or size_bytes < LARGE_BYTES:
             return
         if own_bytes() + size_bytes > self.limit_bytes:
             self._library.malloc_trim(ctypes.c_size_t(0))
             self.num_trims += 1
 
-    def keep_within(self, size_bytes: int) -> None:
-        """Give holes back if the process holds more than the limit; small blocks are seen now and then."""
-        self._num_calls += 1
-        often = size_bytes >= _LARGE_BYTES or self._num_calls % _EVERY == 0
-        if self._library is None or not often:
+    def keep_within(self) -> None:
+        """Give holes back if the process holds more than the limit."""
+        if self._library is None:
             return
         if own_bytes() <= self._trim_above_bytes:
             return

@@ -99,6 +99,11 @@ class Persistent:
         return name in self._sources
 
     @property
+    def host_bytes(self) -> int:
+        """Memory of the host that is taken for a device."""
+        return 0
+
+    @property
     def resident_bytes(self) -> int:
         """What is in memory."""
         return sum(size for name, size in self.sizes.items() if name not in self._away)

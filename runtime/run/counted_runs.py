@@ -20,6 +20,7 @@ from gascompile.core.workload import TensorKind
 from gascompile.runtime.memory.counting import NO_LIMIT, Count, Counter
 from gascompile.runtime.run.session import Session
 from gascompile.runtime.run.steps import Schedule
+from gascompile.runtime.stores import Store
 
 _log = logging.getLogger("gascompile")
 
@@ -37,6 +38,8 @@ class CountedRuns:
         self._stops = on_exceed == "error"
         self._draws, self._random = draws, torch.default_generator
         self._count: Count | None = None
+        self._num_changes = 0
+        """Of what the store holds, before the run at hand."""
         self._said = False
         """Whether a run beyond the budget has been reported."""
 
@@ -55,7 +58,11 @@ class CountedRuns:
         if self._draws:
             # No tensor, which would be memory of the budget.
             self._random = torch.default_generator.clone_state()
-        return self._counter.counting()
+        store = self._session.store
+        if store is None:
+            return self._counter.counting()
+        self._num_changes = store.num_changes
+        return self._counter.counting(live_bytes=store.resident_bytes)
 
     def begin(self, count: Count) -> None:
         """Know the run at hand; who runs it sets ``enforced_bytes`` as its limit, and lifts it."""
@@ -72,7 +79,7 @@ class CountedRuns:
         budget_bytes = self._plan.budget_bytes.get(self._plan.machine.compute_tier)
         if budget_bytes is None:
             return NO_LIMIT
-        return budget_bytes - self._session.arena.size_bytes - self._session.kept.size_bytes
+        return budget_bytes - self._session.fixed_bytes
 
     def error(self, op: int, values: list[Any]) -> BudgetExceededError | None:
         """Return why the run at hand was stopped in ``op``; ``None`` where it was not the budget."""
@@ -83,7 +90,22 @@ class CountedRuns:
             torch.set_rng_state(self._random.get_state())
         kept = {x.untyped_storage().data_ptr() for x in pytree.tree_leaves(values) if _is_dense(x)}
         before_bytes = sum(map(count.size_of, kept))
-        return budget_exceeded(self._plan, op, count.wanted_bytes - before_bytes)
+        store, half_updated = self._session.store, None
+        if store is not None:
+            half_updated = store.num_changes != self._num_changes
+            before_bytes += self._uncounted_bytes(store, count)
+        return budget_exceeded(
+            self._plan, op, count.wanted_bytes - before_bytes, half_updated=half_updated
+        )
+
+    def _uncounted_bytes(self, store: Store, count: Count) -> int:
+        """Return what the store has in memory from before the run at hand, or from elsewhere."""
+        return sum(
+            size_bytes
+            for name, size_bytes in store.sizes.items()
+            if not store.is_away(name)
+            and not count.size_of(store.tensors[name].untyped_storage().data_ptr())
+        )
 
     def _looked_at(self, op: int, function: Callable[..., Any], *values: Any) -> Any:
         """Make a step; report the first one that passes the budget."""

@@ -7,7 +7,8 @@ has run, memory is counted where it is allocated, and an error names its op.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,9 +20,10 @@ from gascompile.core.plan import Plan
 from gascompile.core.reports import GraphReport, RunReport
 from gascompile.runtime.devices.graphs import GraphRuns, make_room
 from gascompile.runtime.kernels.fused import FusedSegment
-from gascompile.runtime.memory.counting import NO_LIMIT, Counter
+from gascompile.runtime.memory.counting import NO_LIMIT, Count, Counter
 from gascompile.runtime.run.counted_runs import CountedRuns
 from gascompile.runtime.run.meter import LiveBytes, process_peak_bytes
+from gascompile.runtime.run.recording import Recording
 from gascompile.runtime.run.session import Session
 from gascompile.runtime.run.steps import Schedule, compile_steps
 from gascompile.runtime.transfer.mover import PlanMover
@@ -56,6 +58,7 @@ class Executor:
         counter: Counter | None = None,
         on_exceed: str = "error",
         from_file: bool = False,
+        on_host: Collection[str] = (),
     ) -> None:
         """Prepare ``graph_module``, the program with the moves of ``plan`` inserted.
 
@@ -75,6 +78,7 @@ class Executor:
             counter: what counts the memory that runs take; without one, planned workspace is believed. A device
                 with memory of its own counts by itself.
             on_exceed: ``"error"`` stops a run before it takes more than the budget; ``"warn"`` says so afterwards.
+            on_host: inputs that ops of a device take where they are.
             from_file: the program is data that nobody has run here: what an op refuses is an ``UnsupportedOpError``.
 
         Raises:
@@ -84,9 +88,11 @@ class Executor:
         _check_session(session, plan)
         self._session = session
         self._plan = plan
-        self._measure, self._from_file = measure, from_file
+        self._measure, self._from_file, self._on_host = measure, from_file, frozenset(on_host)
         self.mover = PlanMover(session, plan, overlap=overlap, paranoid=paranoid)
-        self._schedule: Schedule = compile_steps(graph_module, plan, session, self.mover, fused)
+        self._metered = self._schedule = compile_steps(
+            graph_module, plan, session, self.mover, fused
+        )
         is_wanted = graphs and not paranoid and session.device.graphs() is not None
         self._graphs = GraphRuns(session, plan, self._schedule) if is_wanted else None
         self._counted: CountedRuns | None = None
@@ -95,6 +101,11 @@ class Executor:
             self._counted = CountedRuns(counter, session, plan, on_exceed, draws=draws)
             self._schedule = self._counted.prepared(self._schedule)
         self.last_run: RunReport | None = None
+
+    @property
+    def computes_on_host(self) -> bool:
+        """Whether outputs lie in the host's memory."""
+        return self._session.device.is_host
 
     @property
     def graph_report(self) -> GraphReport | None:
@@ -119,34 +130,96 @@ class Executor:
             )
         return self._session.run(self, partial(self._run_here, inputs))
 
-    def _run_here(self, inputs: tuple[Any, ...], warm: bool) -> tuple[Any, ...]:
+    def run_recorded(self, recording: Recording, *inputs: Any) -> tuple[Any, ...]:
+        """Run the program as ``run`` does, and write down when each step of the plan ran.
+
+        Its memory is that of the account that the picture is drawn from, not what the allocator counts.
+        """
+        schedule = recording.schedule(self._metered, self._plan, self.mover)
+        return self._session.run(self, partial(self._run_here, inputs, of=(schedule, recording)))
+
+    def settle(self) -> None:
+        """Let no move be under way, so that something else may use the tensors; the next run starts afresh.
+
+        Raises:
+            StorageError: one failed.
+        """
+        self.mover.settle_all()
+        self._session.leave(self)
+
+    def close(self) -> None:
+        """Give back what this plan alone has taken of its session, which stays open; idempotent."""
+        self._session.leave(self)
+        self.mover.close()
+        if self._session.memory is not None:
+            self._session.memory.end()
+        # Constants of the steps are tensors that others may want to be gone.
+        self._schedule = self._metered = replace(self._schedule, steps=(), slots=())
+
+    def _run_here(
+        self,
+        inputs: tuple[Any, ...],
+        warm: bool,
+        of: tuple[Schedule, Recording] | None = None,
+    ) -> tuple[Any, ...]:
         grad, set_grad = torch.is_grad_enabled(), torch._C._set_grad_enabled
-        # Not by a context, whose exit an interrupt may keep from coming to this.
+        autocast, set_autocast = torch.is_autocast_enabled("cpu"), torch.set_autocast_enabled
+        serve = self._session.memory.serve if self._session.memory is not None else bool
+        # Not by contexts, whose exits an interrupt may keep from coming to this.
         try:
-            set_grad(False)
-            if self._graphs is None:
-                make_room(self._session, self._plan)
-                return self._run(self._schedule, inputs, warm=warm)
             try:
-                outputs = self._run(self._graphs.begin(inputs), inputs, warm=warm)
-                self._graphs.done(self.mover.live.peak_bytes)
-            except BaseException:
-                self._graphs.undone()
-                raise
-            return outputs
+                try:
+                    set_grad(False)
+                    # The graph has the casts of an autocast in it; updates are to have none.
+                    set_autocast("cpu", False)
+                    serve(1)
+                    return self._run_alone(inputs, warm, of)
+                finally:
+                    serve(0)
+            finally:
+                set_autocast("cpu", autocast)
         finally:
             set_grad(grad)
 
-    def _run(self, schedule: Schedule, inputs: tuple[Any, ...], *, warm: bool) -> tuple[Any, ...]:
+    def _run_alone(
+        self, inputs: tuple[Any, ...], warm: bool, of: tuple[Schedule, Recording] | None
+    ) -> tuple[Any, ...]:
+        if of is not None:
+            return self._run(of[0], inputs, warm=warm, recording=of[1])
+        if self._graphs is None:
+            make_room(self._session, self._plan)
+            return self._run(self._schedule, inputs, warm=warm)
+        try:
+            outputs = self._run(self._graphs.begin(inputs), inputs, warm=warm)
+            self._graphs.done(self.mover.live.peak_bytes)
+        except BaseException:
+            self._graphs.undone()
+            raise
+        return outputs
+
+    def _run(
+        self,
+        schedule: Schedule,
+        inputs: tuple[Any, ...],
+        *,
+        warm: bool,
+        recording: Recording | None = None,
+    ) -> tuple[Any, ...]:
         start_s = time.perf_counter()
         self._session.device.begin()
         self.mover.begin(warm=warm)
-        if self._counted is None:
+        count: Count | None = None
+        if recording is not None:
+            recording.begin(self.mover, self._session.store)
+            outputs, live_bytes = self._compute(schedule, inputs)
+            recording.end(self.mover)
+        elif self._counted is None:
             outputs, live_bytes = self._compute(schedule, inputs)
         else:
             enforced_bytes = self._counted.enforced_bytes
             with self._counted.run() as count:
                 self._counted.begin(count)
+                self.mover.counts(count)
                 limit = count.limit
                 # Not by the context, whose exit an interrupt may keep from coming to it.
                 try:
@@ -159,7 +232,9 @@ class Executor:
             # Compute alone: what the next run has asked for ahead stays on its way.
             if (end := self._session.device.mark()) is not None:
                 end.wait()
-            self.last_run = self._report(time.perf_counter() - start_s, live_bytes)
+            time_s = time.perf_counter() - start_s
+            self.last_run = self._report(time_s, live_bytes, is_counted=count is not None)
+        self.mover.end()
         return outputs
 
     def _compute(self, schedule: Schedule, inputs: tuple[Any, ...]) -> tuple[tuple[Any, ...], int]:
@@ -167,7 +242,7 @@ class Executor:
         values, graphs = list(schedule.slots), self._graphs
         inputs_bytes = self._place(values, inputs)
         given = {slot: value for (_, slot), value in zip(schedule.inputs, inputs, strict=True)}
-        live = self.mover.live = LiveBytes(schedule.num_metered)
+        live = self.mover.live
         self._interpret(schedule, values, live)
         outputs = tuple(
             given[slot] if slot in given else self.mover.own(values[slot])
@@ -186,9 +261,9 @@ class Executor:
         if self._graphs is not None and (placed := self._graphs.place(values, inputs)) is not None:
             return placed
         taken_bytes = 0
-        for (_, slot), value in zip(self._schedule.inputs, inputs, strict=True):
+        for (name, slot), value in zip(self._schedule.inputs, inputs, strict=True):
             values[slot] = value
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, torch.Tensor) and name not in self._on_host:
                 values[slot] = there = self._session.device.place(value)
                 taken_bytes += there.nbytes if there is not value else 0
         return taken_bytes
@@ -197,7 +272,7 @@ class Executor:
         op = 0
         record = live.record
         try:
-            for function, gather, result, meter, frees, op, _ in schedule.steps:  # noqa: B007
+            for function, gather, result, meter, frees, op, _, _ in schedule.steps:  # noqa: B007
                 values[result] = function(*gather(values))
                 if meter is not None:
                     record(meter, values[result])
@@ -218,7 +293,7 @@ class Executor:
             error.add_note(f"while running op {op} '{name}' of '{self._plan.workload.name}'")
             raise
 
-    def _report(self, time_s: float, live_bytes: int) -> RunReport:
+    def _report(self, time_s: float, live_bytes: int, *, is_counted: bool) -> RunReport:
         plan, session, mover = self._plan, self._session, self.mover
         limit_s = plan.certificate.limit_s
         tier = plan.machine.compute_tier
@@ -227,7 +302,7 @@ class Executor:
         planned = session.arena.size_bytes + session.kept.size_bytes + live_bytes
         peak_bytes = {tier: planned if counted is None else counted}
         if not session.device.is_host:
-            peak_bytes["cpu"] = session.pinned_bytes
+            peak_bytes["cpu"] = session.host_bytes
         capacity_bytes = session.device.capacity_bytes
         if capacity_bytes is not None and peak_bytes[tier] > capacity_bytes:
             raise DeviceError(
@@ -248,7 +323,7 @@ class Executor:
                 "device"
                 if counted is not None
                 else "allocator"
-                if self._counted is not None
+                if is_counted
                 else "planned workspace"
             ),
         )

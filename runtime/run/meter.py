@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from gascompile.core.plan import Plan
+from gascompile.core.steps import Compute, Recompute, Step
 from gascompile.core.tiles import base_name
 from gascompile.core.workload import TensorKind
 
@@ -21,42 +22,48 @@ from gascompile.core.workload import TensorKind
 class Meter(NamedTuple):
     """What one op does to the live bytes."""
 
-    births: tuple[tuple[int, int], ...]
-    """Tensors the op creates: ``(tensor number, element of the result or -1)``."""
-    deaths: tuple[int, ...]
-    """Numbers of the tensors that the op is the last to read."""
+    births: tuple[tuple[str, int], ...]
+    """Tensors the op creates: ``(tensor, element of the result or -1)``."""
+    deaths: tuple[str, ...]
+    """Tensors that the op is the last to read."""
     workspace_bytes: int
 
 
-def make_meters(plan: Plan) -> tuple[list[Meter | None], int]:
-    """Return the meter of each op, ``None`` where nothing changes, and the number of tensors counted."""
+def make_meters(plan: Plan) -> dict[int, Meter]:
+    """Return the meter of each step that runs an op, without those where nothing changes."""
     workload = plan.workload
     returned = {t.name for t in workload.tensors if t.kind is TensorKind.OUTPUT}
-    number: dict[str, int] = {}
-    births: list[tuple[tuple[int, int], ...]] = []
-    last_op: dict[int, int] = {}
-    for i, op in enumerate(workload.ops):
+    made: set[str] = set()
+    births: dict[int, dict[str, int]] = {}
+    last: dict[str, int] = {}
+    for at, step in enumerate(plan.steps):
+        number = op_of(step)
+        if number is None:
+            continue
+        op = workload.ops[number]
         # What several tiles write together is born with the first.
-        created = {
-            name: _element(name, base_name(op.name)) for name in op.writes if name not in number
-        }
-        born = {name: element for name, element in created.items() if element is not None}
-        for name in born:
-            number[name] = len(number)
-        births.append(tuple((number[name], element) for name, element in born.items()))
-        for name in (*op.reads, *op.writes):
-            if name in number and name not in returned:
-                last_op[number[name]] = i
-    deaths: dict[int, list[int]] = {}
-    for tensor, i in last_op.items():
-        deaths.setdefault(i, []).append(tensor)
-    meters = [
-        Meter(births[i], tuple(deaths.get(i, ())), op.workspace_bytes)
-        if births[i] or i in deaths or op.workspace_bytes
-        else None
-        for i, op in enumerate(workload.ops)
-    ]
-    return meters, len(number)
+        created = op.writes if isinstance(step, Recompute) else set(op.writes) - made
+        elements = {name: _element(name, base_name(op.name)) for name in created}
+        births[at] = {name: i for name, i in elements.items() if i is not None}
+        made.update(births[at])
+        last.update((n, at) for n in (*op.reads, *op.writes) if n in made and n not in returned)
+    deaths: dict[int, list[str]] = {}
+    for name, at in last.items():
+        deaths.setdefault(at, []).append(name)
+    return {
+        at: Meter(tuple(born.items()), tuple(deaths.get(at, ())), workspace_bytes)
+        for at, born in births.items()
+        if (workspace_bytes := workload.ops[op_of(plan.steps[at]) or 0].workspace_bytes)
+        or born
+        or at in deaths
+    }
+
+
+def op_of(step: Step) -> int | None:
+    """Return the op that a step runs, again or not; ``None`` for a move."""
+    if isinstance(step, Recompute):
+        return step.source
+    return step.op if isinstance(step, Compute) else None
 
 
 def _element(tensor: str, op: str) -> int | None:
@@ -78,43 +85,51 @@ def fused_meter(
         ops: meters of all its ops.
         scratch_bytes: what the call allocates beside its results.
     """
-    numbers = [number for m in outputs if m is not None for number, _ in m.births]
+    names = [name for m in outputs if m is not None for name, _ in m.births]
     is_single = len(outputs) == 1
     return Meter(
-        births=tuple((number, -1 if is_single else i) for i, number in enumerate(numbers)),
-        deaths=tuple(number for m in ops if m is not None for number in m.deaths),
+        births=tuple((name, -1 if is_single else i) for i, name in enumerate(names)),
+        deaths=tuple(name for m in ops if m is not None for name in m.deaths),
         workspace_bytes=scratch_bytes,
     )
 
 
 class LiveBytes:
-    """Live activation bytes of one run and their peak, workspace included."""
+    """Live bytes of one run and their peak, workspace included."""
 
-    def __init__(self, num_tensors: int) -> None:
-        self._sizes = [0] * num_tensors
-        self._live_bytes = 0
-        self.peak_bytes = 0
+    def __init__(self, live_bytes: int = 0) -> None:
+        """Begin with what is there before the run."""
+        self._sizes: dict[str, int] = {}
+        self.live_bytes = self.peak_bytes = live_bytes
 
-    def adjust(self, change_bytes: int) -> None:
-        """Take note of memory that a move has taken or given back."""
-        self._live_bytes += change_bytes
-        self.peak_bytes = max(self.peak_bytes, self._live_bytes)
+    def take(self, tensor: str, size_bytes: int) -> None:
+        """Take note of memory that a move has taken."""
+        self._sizes[tensor] = size_bytes
+        self.live_bytes += size_bytes
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
+    def drop(self, tensor: str, size_bytes: int) -> None:
+        """Take note of memory that a move has given back."""
+        self._sizes.pop(tensor, None)
+        self.live_bytes -= size_bytes
+
+    def bear(self, births: tuple[tuple[str, int], ...], result: Any) -> None:
+        """Take note of what an op has just returned; once more makes no difference."""
+        sizes = self._sizes
+        for name, element in births:
+            value = result if element < 0 else result[element]
+            if isinstance(value, torch.Tensor):
+                size_bytes = value.untyped_storage().nbytes()
+                self.live_bytes += size_bytes - sizes.get(name, 0)
+                sizes[name] = size_bytes
 
     def record(self, meter: Meter, result: Any) -> None:
         """Take note of an op that has just returned ``result``; its inputs are still alive."""
         births, deaths, workspace_bytes = meter
-        sizes = self._sizes
-        live_bytes = self._live_bytes
-        for number, element in births:
-            value = result if element < 0 else result[element]
-            if isinstance(value, torch.Tensor):
-                size_bytes = value.untyped_storage().nbytes()
-                sizes[number] = size_bytes
-                live_bytes += size_bytes
-        self.peak_bytes = max(self.peak_bytes, live_bytes + workspace_bytes)
-        for number in deaths:
-            live_bytes -= sizes[number]
-        self._live_bytes = live_bytes
+        self.bear(births, result)
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes + workspace_bytes)
+        for name in deaths:
+            self.live_bytes -= self._sizes.pop(name, 0)
 
 
 def process_peak_bytes() -> int:

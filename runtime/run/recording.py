@@ -1,22 +1,22 @@
-"""When each step of one iteration ran: a twin of its run that writes down times and live bytes.
+"""When each step of one run ran: its calls are wrapped to write down times and live bytes.
 
-An iteration that is not recorded runs the plain class, so recording costs it nothing.
+A run that is not recorded makes the plain calls, so recording costs it nothing.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol, cast
 
-from torch import fx
-
-from gascompile.core.steps import Compute, Offload, Recompute, Reload, Step, Wait
+from gascompile.core.plan import Plan
+from gascompile.core.steps import Offload, Reload, Step, Wait
 from gascompile.runtime.protocols import Ticket
-from gascompile.runtime.run.iteration import Iteration
-from gascompile.runtime.run.liveness import Entry
-from gascompile.runtime.run.step_run import Run
+from gascompile.runtime.run import steps as prepared
+from gascompile.runtime.stores import Store
+from gascompile.runtime.transfer.mover import PlanMover
 
 
 class TimedTicket(Ticket, Protocol):
@@ -28,7 +28,7 @@ class TimedTicket(Ticket, Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moment:
-    """One step as it ran. Times count from the beginning of the iteration."""
+    """One step as it ran. Times count from the beginning of the run."""
 
     step: Step
     begun_s: float
@@ -43,11 +43,11 @@ class Moment:
 
 @dataclass(slots=True)
 class Recording:
-    """Pass it to ``Iteration.run``; afterwards it has what happened."""
+    """Pass it to ``Executor.run_recorded``; afterwards it has what happened."""
 
     moments: list[Moment] = field(default_factory=list)
     resident: frozenset[str] = frozenset()
-    """What persists and was in memory at the beginning."""
+    """What outlives runs and was in memory at the beginning."""
     before: Mapping[str, TimedTicket] = field(default_factory=dict)
     """Transfers that were under way at the beginning, by tensor."""
     begun_s: float = 0.0
@@ -56,62 +56,58 @@ class Recording:
     peak_bytes: int = 0
     """As the report of the run says."""
 
-    def run(self, of: Iteration, inputs: Sequence[Any], tickets: dict[str, Ticket]) -> Run:
-        """Return the state of an iteration that is recorded here."""
-        return _RecordedRun(of, inputs, tickets, self)
+    def begin(self, mover: PlanMover, store: Store | None) -> None:
+        """Take note of what is there."""
+        self.moments.clear()
+        kept = store.sizes if store is not None else ()
+        self.resident = frozenset(n for n in kept if store is not None and not store.is_away(n))
+        # What moves the heap's tensors knows the times of its tickets.
+        self.before = cast("dict[str, TimedTicket]", mover.tickets)
+        self.begun_s = time.perf_counter()
 
-
-class _RecordedRun(Run):
-    def __init__(
-        self,
-        of: Iteration,
-        inputs: Sequence[Any],
-        tickets: dict[str, Ticket],
-        recording: Recording,
-    ) -> None:
-        super().__init__(of, inputs, tickets)
-        self._recording = recording
-
-    def steps(self, entries: Sequence[Entry]) -> None:
-        found = self._recording
-        # Moves that stand for those of an iteration before are none of this one.
-        found.moments.clear()
-        found.resident = self.resident()
-        found.before = {name: cast(TimedTicket, t) for name, t in self.tickets.items()}
-        found.begun_s = time.perf_counter()
-        super().steps(entries)
-        found.seconds = time.perf_counter() - found.begun_s
-        found.peak_bytes = self.peak_bytes
-        for moment in found.moments:
+    def end(self, mover: PlanMover) -> None:
+        """Take note of the end, and wait for what is under way: when it ends belongs to the picture."""
+        self.seconds = time.perf_counter() - self.begun_s
+        self.peak_bytes = mover.live.peak_bytes
+        for moment in self.moments:
             if moment.ticket is not None:
-                # Those for the next iteration, too: when they end belongs to the picture.
                 moment.ticket.wait()
                 if moment.ticket.event is not None:
                     moment.ticket.event.wait()
+                if moment.ticket.event is not None:
+                    moment.ticket.event.wait()
 
-    def op(self, step: Compute | Recompute, nodes: Sequence[fx.Node]) -> None:
-        before, begun_s = self.live_bytes, time.perf_counter()
-        super().op(step, nodes)
-        self._note(step, begun_s, before, None)
+    def schedule(self, of: prepared.Schedule, plan: Plan, mover: PlanMover) -> prepared.Schedule:
+        """Return the calls of a schedule with those that belong to steps of the plan wrapped."""
+        timed = (
+            call._replace(function=partial(self._timed, call, plan.steps[call.planned], mover))
+            if call.planned >= 0
+            else call
+            for call in of.steps
+        )
+        return replace(of, steps=tuple(timed))
 
-    def move(self, step: Step) -> None:
-        ticket = self.tickets.get(step.tensor) if isinstance(step, Wait) else None
-        before, begun_s = self.live_bytes, time.perf_counter()
-        super().move(step)
+    def _timed(self, call: prepared.Step, step: Step, mover: PlanMover, *values: Any) -> Any:
+        live = mover.live
+        ticket = mover.tickets.get(step.tensor) if isinstance(step, Wait) else None
+        bytes_before, begun_s = live.live_bytes, time.perf_counter() - self.begun_s
+        result = call.function(*values)
+        if call.meter is not None:
+            live.bear(call.meter.births, result)
         if isinstance(step, (Offload, Reload)):
-            ticket = self.tickets[step.tensor]
-        self._note(step, begun_s, before, ticket)
-
-    def _note(self, step: Step, begun_s: float, before: int, ticket: Ticket | None) -> None:
-        now_s, start_s = time.perf_counter(), self._recording.begun_s
-        self._recording.moments.append(
+            ticket = mover.tickets[step.tensor]
+        if self.moments and self.moments[-1].step is step:
+            # What had to be done before an op is a part of its step.
+            first = self.moments.pop()
+            bytes_before, begun_s = first.bytes_before, first.begun_s
+        self.moments.append(
             Moment(
                 step=step,
-                begun_s=begun_s - start_s,
-                ended_s=now_s - start_s,
-                bytes_before=before,
-                bytes_after=self.live_bytes,
-                # What persists and activations alike are moved by ``Spill``, whose tickets know their times.
+                begun_s=begun_s,
+                ended_s=time.perf_counter() - self.begun_s,
+                bytes_before=bytes_before,
+                bytes_after=live.live_bytes,
                 ticket=cast("TimedTicket | None", ticket),
             )
         )
+        return result

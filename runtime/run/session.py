@@ -15,20 +15,19 @@ from typing import Self, TypeVar
 
 import torch
 
-from gascompile.core.errors import PlanMismatchError, StorageError, UnsupportedOpError
+from gascompile.core.errors import PlanMismatchError, StorageError
 from gascompile.core.machine import IoSettings
 from gascompile.core.plan import Plan
-from gascompile.core.sizes import SPILL_BUFFER_BYTES
 from gascompile.core.sources import FileStamp, WeightSource
 from gascompile.core.steps import Offload, Prefetch
 from gascompile.core.tiles import parse_tile
 from gascompile.core.waiting import Turn, life, require_life
 from gascompile.runtime.devices import device_for
 from gascompile.runtime.devices.cpu import CpuDevice
-from gascompile.runtime.memory.arena import Arena
 from gascompile.runtime.memory.device_states import DeviceStates
 from gascompile.runtime.memory.early_memory import EarlyMemory
 from gascompile.runtime.memory.pinned import gathered_here, pinned_bytes, require_budget
+from gascompile.runtime.memory.run_memory import RunMemory
 from gascompile.runtime.protocols import (
     Device,
     Event,
@@ -40,8 +39,9 @@ from gascompile.runtime.protocols import (
     read_at,
 )
 from gascompile.runtime.run.parts import Parts
+from gascompile.runtime.stores import Store
 from gascompile.runtime.transfer.files import SourceFiles
-from gascompile.runtime.transfer.heap_moves import HeapMoves
+from gascompile.runtime.transfer.heap_moves import HeapMoves, OpenSpill
 from gascompile.runtime.transfer.host_weights import HostWeights
 from gascompile.runtime.transfer.read_plan import Landing
 from gascompile.runtime.transfer.reading import open_engine
@@ -80,6 +80,10 @@ class Session:
         reader: Reader = read_at,
         early: EarlyMemory | None = None,
         spill_folder: Path | None = None,
+        open_spill: OpenSpill | None = None,
+        store: Store | None = None,
+        memory: RunMemory | None = None,
+        reserved_bytes: int = 0,
         device: Device | None = None,
     ) -> None:
         """Open the files and start to load the resident weights.
@@ -96,7 +100,11 @@ class Session:
             progress: told about the loading of resident weights.
             reader: the low-level read.
             early: memory that was taken ahead for this arena.
-            spill_folder: where activations go that leave memory for a while.
+            spill_folder: where activations go that leave memory for a while, through buffers at the arena's end.
+            open_spill: makes room for them elsewhere.
+            store: holds tensors that outlive runs and move; whoever opened it closes it.
+            memory: where ops take theirs; by default from torch's allocator as it is.
+            reserved_bytes: of every plan's budget, for others than ops.
             device: what computes, by default the CPU; the session closes it.
 
         Raises:
@@ -127,12 +135,13 @@ class Session:
             self._files.close()
             raise
         self.host = HostWeights(self.device, self.engine, "nvme->cpu", self._pinned)
+        self.spill_folder, self.open_spill = spill_folder, open_spill
+        self.store, self.memory, self._reserved_bytes = store, memory, reserved_bytes
         # Bound to the parts, not to the session: a session that is dropped is shut down too.
-        self._spill_folder = spill_folder
         self._parts = Parts(
             self.kept, self.engine, self._files, self.device, [self.arena], self._pinned
         )
-        self._heaps = self._parts.heaps
+        self.heaps = self._parts.heaps
         self._shut_down = weakref.finalize(self, self._parts.close)
         self._turn, self.sharers = Turn(), weakref.WeakSet[Sharer]()
         # Before the first run only resident weights are on their way: there is nothing to drain.
@@ -224,26 +233,21 @@ class Session:
         return self._views[key]
 
     def heap_moves(self, plan: Plan) -> HeapMoves | None:
-        """Return what moves the activations of ``plan``; ``None`` where they all stay.
+        """Return what moves the heap's tensors of ``plan``; ``None`` where they all stay.
 
         Raises:
             StorageError: there is no room for them outside memory.
         """
-        if not any(isinstance(step, Offload) for step in plan.steps):
+        if self.store is None and not any(isinstance(step, Offload) for step in plan.steps):
             return None
-        if self._spill_folder is None:
-            raise PlanMismatchError("the plan moves activations; open the session with a folder")
-        # The plan's arena ends with the buffers of these moves.
-        end = plan.arena_bytes[plan.machine.compute_tier]
-        if not isinstance(self.arena, Arena) or not self.device.is_host:
-            raise UnsupportedOpError(
-                f"the plan moves activations of the device '{self.device.name}', which this runtime does not do; "
-                "plan for a larger budget or smaller example inputs"
-            )
-        buffers = self.arena.memory[end - 2 * SPILL_BUFFER_BYTES : end]
-        found = HeapMoves(plan, self._spill_folder, buffers)
-        self._heaps.append(found)
+        found = HeapMoves(self, plan)
+        self.heaps.append(found)
         return found
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Of a budget, what is not for ops: the arena, states, what others have of it."""
+        return self.arena.size_bytes + self.kept.size_bytes + self._reserved_bytes
 
     def hold(self, plan: Plan) -> None:
         """Read the weights whose home is the host's memory into pinned memory, those of other plans excepted.
@@ -283,8 +287,15 @@ class Session:
         """Host memory that the device copies from."""
         return sum(memory.size_bytes for memory in self._pinned)
 
+    @property
+    def host_bytes(self) -> int:
+        """Host memory that is taken for a device: pinned memory, and what the store has there."""
+        return self.pinned_bytes + (self.store.host_bytes if self.store is not None else 0)
+
     def resident(self, tensor: str) -> torch.Tensor:
         """Return a state or the view of a resident weight, whether or not its bytes are there yet."""
+        if self.store is not None and tensor in self.store.tensors:
+            return self.store.tensors[tensor]
         if tensor in self.kept.tensors:
             return self.kept.tensors[tensor]
         if tensor not in self.addresses:
@@ -358,14 +369,22 @@ class Session:
         self._residents.start()
         self.host.start()
 
+    def leave(self, user: object) -> None:
+        """Let the next run start afresh, where the last one was of ``user`` and nothing of it is under way."""
+        if self._user is user:
+            self._user, self._settled = None, True
+
     def close(self) -> None:
         """Stop the reads, close the files and give the memory back; idempotent, to be repeated if interrupted."""
-        self._turn.take(self._close)
+        self._turn.take(self.end)
 
-    def _close(self) -> None:
+    def end(self) -> None:
+        """Do what ``close`` does, whoever has the turn: it may wait for the caller."""
         self._closed = True
         self._user = None
         self._views.clear()
+        if self.memory is not None:
+            self.memory.end()
         self._parts.close()
         self._shut_down.detach()
 

@@ -12,16 +12,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
-import torch
 from torch import fx
 
 from gascompile.core import moves
 from gascompile.core.errors import PlanMismatchError, UnsupportedOpError
 from gascompile.core.plan import Plan
-from gascompile.core.program import op_name
+from gascompile.core.program import STEP, op_name
 from gascompile.runtime.devices.graph_rules import ARRIVAL, MOVE, RELEASE, Trait, trait_of
 from gascompile.runtime.kernels.fused import FusedSegment, bind, segment_nodes
-from gascompile.runtime.run.meter import Meter, fused_meter, make_meters
+from gascompile.runtime.run.calls import may_return_its_input, owning, trimmed, with_keywords
+from gascompile.runtime.run.meter import Meter, fused_meter, make_meters, op_of
 from gascompile.runtime.run.session import Session
 from gascompile.runtime.transfer.mover import PlanMover, due_ops
 
@@ -43,6 +43,8 @@ class Step(NamedTuple):
     """Index of the op, or of the next one for a move."""
     trait: Trait = Trait()
     """What a graph of the device has to know of it."""
+    planned: int = -1
+    """Number of the plan's step that it belongs to; -1 for a call that no plan knows of."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,8 +57,6 @@ class Schedule:
     inputs: tuple[tuple[str, int], ...]
     """Name and slot of each user input."""
     outputs: tuple[int, ...]
-    num_metered: int
-    """How many tensors the meters count."""
 
 
 def compile_steps(
@@ -92,7 +92,9 @@ class _Builder:
         self._slot_of: dict[fx.Node, int] = {}
         self._steps: list[Step] = []
         self._frees = _last_users(graph_module.graph)
-        self._meters, self._num_metered = make_meters(plan)
+        self._meters = make_meters(plan)
+        self._sizes = {tensor.name: tensor.size_bytes for tensor in plan.workload.tensors}
+        self._store: Mapping[str, int] = session.store.sizes if session.store is not None else {}
         self._dues = [due for _, due in due_ops(plan)]
         self._awaited: set[str] = set()
         self._next_op = 0
@@ -132,7 +134,6 @@ class _Builder:
             slots=tuple(self._slots),
             inputs=tuple(inputs),
             outputs=outputs,
-            num_metered=self._num_metered,
         )
 
     def _slot(self, node: fx.Node | None, value: Value = None) -> int:
@@ -183,30 +184,56 @@ class _Builder:
     ) -> None:
         call = partial(function, *arguments)
         slot = self._slot(node)
-        frees, trait = self._freed(node, slot), Trait((), why)
-        self._steps.append(Step(call, _nothing, slot, None, frees, self._next_op, trait))
+        frees, trait, planned = self._freed(node, slot), Trait((), why), node.meta.get(STEP, -1)
+        self._steps.append(Step(call, _nothing, slot, None, frees, self._next_op, trait, planned))
 
     def _move_value(self, node: fx.Node, name: str, arguments: Value) -> None:
         """Move the memory of a value: the last argument, the others are fixed."""
         call = partial(getattr(self._mover, name), *arguments[:-1])
         gather, slot = self._gather(arguments[-1:]), self._slot(node)
         frees, trait = self._freed(node, slot), Trait(self._reads(node), MOVE)
-        self._steps.append(Step(call, gather, slot, None, frees, self._next_op, trait))
+        planned = node.meta.get(STEP, -1)
+        self._steps.append(Step(call, gather, slot, None, frees, self._next_op, trait, planned))
 
     def _compute(self, node: fx.Node) -> None:
         self._await_residents(node)
-        meter, num_ops = None, 0
-        op = self._next_op
-        if op < len(self._plan.ops) and op_name(node) == self._plan.ops[op].name:
-            meter, num_ops = self._meters[op], 1
+        op, num_ops, planned = self._next_op, 0, node.meta.get(STEP, -1)
+        source = op_of(self._plan.steps[planned]) if planned >= 0 else None
+        if is_again := source is not None and source < op:
+            op, num_ops = source, 1
+        elif op < len(self._plan.ops) and op_name(node) == self._plan.ops[op].name:
+            num_ops = 1
             self._next_op += 1
+        meter = self._meters.get(planned) if num_ops else None
         function, gather = self._prepare(node, op)
-        if meter is not None and meter.births and _may_return_its_input(node.target):
-            function = _owning(function)
+        if meter is not None and meter.births and may_return_its_input(node.target):
+            function = owning(function)
         function = self._mover.watched(function, node.name)
+        if num_ops and self._session.store is not None:
+            function = self._before(op, planned, function, is_first=not is_again)
         slot = self._slot(node)
         frees, trait = self._freed(node, slot), trait_of(node, self._reads(node), num_ops)
-        self._steps.append(Step(function, gather, slot, meter, frees, op, trait))
+        self._steps.append(Step(function, gather, slot, meter, frees, op, trait, planned))
+
+    def _before(
+        self, op: int, planned: int, function: Callable[..., Value], *, is_first: bool
+    ) -> Callable[..., Value]:
+        """Add what has to be done before an op beside what the session's store holds; return what to call for it."""
+        spec, store, memory = self._plan.workload.ops[op], self._session.store, self._session.memory
+        made = [name for name in spec.writes if name not in self._store]
+        size_bytes = sum(self._sizes[name] for name in made) + spec.workspace_bytes
+        calls: list[Callable[[], Value]] = []
+        if memory is not None and memory.is_due(size_bytes):
+            calls.append(partial(memory.make_room, size_bytes))
+        changed = tuple(name for name in spec.writes if name in self._store)
+        if changed and is_first and store is not None:
+            # Before the op: an interrupt in between leaves no new value that is taken for the old one.
+            calls.append(partial(store.changed, changed))
+        for call in calls:
+            trait = Trait((), MOVE)
+            self._steps.append(Step(call, _nothing, self._slot(None), None, (), op, trait, planned))
+        own = f"%{spec.name}"
+        return trimmed(function, self._sizes[own]) if own in made else function
 
     def _reads(self, node: fx.Node) -> tuple[int, ...]:
         return tuple(self._slot_of[n] for n in node.all_input_nodes if n in self._slot_of)
@@ -226,14 +253,14 @@ class _Builder:
         function = self._mover.watched(kernel, segment.ops[-1])
         gather = self._gather(tuple(named[name] for name in segment.inputs))
         outputs = [named[name] for name in segment.outputs]
-        births = tuple(self._meters[first + segment.ops.index(node.name)] for node in outputs)
-        meter = fused_meter(
-            births, self._meters[first : self._next_op], sum(fused.kernel.scratch_bytes)
-        )
+        meters = {node: self._meters.get(node.meta.get(STEP, -1)) for node in ops}
+        births = tuple(meters[node] for node in outputs)
+        meter = fused_meter(births, tuple(meters.values()), sum(fused.kernel.scratch_bytes))
         made = self._slot(outputs[0] if len(outputs) == 1 else None)
         reads = tuple(self._slot_of[named[name]] for name in segment.inputs)
         trait = Trait(reads, "", name=segment.ops[-1], num_ops=len(ops))
-        self._steps.append(Step(function, gather, made, meter, (), first, trait))
+        planned = ops[0].meta.get(STEP, -1)
+        self._steps.append(Step(function, gather, made, meter, (), first, trait, planned))
         freed = {made} if len(outputs) > 1 else set()
         for i, node in enumerate(outputs if len(outputs) > 1 else ()):
             trait, slot = Trait((made,), "", launches=False), self._slot(node)
@@ -259,6 +286,7 @@ class _Builder:
             if (
                 not isinstance(name, str)
                 or name in self._session.kept.tensors
+                or name in self._store
                 or name in self._awaited
             ):
                 continue
@@ -286,7 +314,7 @@ class _Builder:
         constant = {k: v for k, v in node.kwargs.items() if not _has_node(v)}
         varying = {k: v for k, v in node.kwargs.items() if k not in constant}
         if varying:
-            function = _with_keywords(function, len(node.args), tuple(varying), constant)
+            function = with_keywords(function, len(node.args), tuple(varying), constant)
         elif constant:
             function = partial(function, **constant)
         return function, self._gather((*node.args, *varying.values()))
@@ -321,35 +349,6 @@ class _Builder:
         return lambda values: [fetch(values) for fetch in parts]
 
 
-def _may_return_its_input(target: Value) -> bool:
-    """Return whether an op that made a copy at the planned sizes may return a view at others."""
-    if not isinstance(target, torch._ops.OpOverload):
-        return False
-    return any(value.alias_info for value in target._schema.returns) or (
-        torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), "CompositeImplicitAutograd")
-    )
-
-
-def _owning(function: Callable[..., Value]) -> Callable[..., Value]:
-    """Return ``function`` with results that share no memory with its arguments, as the plan has it.
-
-    A view would outlive the visit of the weight that it lies in, or keep more memory than planned.
-    """
-
-    def call(*values: Value) -> Value:
-        result = function(*values)
-        if isinstance(result, torch.Tensor):
-            start = result.untyped_storage().data_ptr()
-            for value in values:
-                if isinstance(value, torch.Tensor) and (
-                    value.untyped_storage().data_ptr() == start and start
-                ):
-                    return result.clone()
-        return result
-
-    return call
-
-
 def _only(slot: int) -> Gather:
     return lambda values: (values[slot],)
 
@@ -366,20 +365,6 @@ def _has_node(argument: Value) -> bool:
     found: list[fx.Node] = []
     fx.node.map_arg(argument, found.append)
     return bool(found)
-
-
-def _with_keywords(
-    function: Callable[..., Value],
-    num_args: int,
-    names: tuple[str, ...],
-    constant: dict[str, Value],
-) -> Callable[..., Value]:
-    def call(*values: Value) -> Value:
-        return function(
-            *values[:num_args], **dict(zip(names, values[num_args:], strict=True)), **constant
-        )
-
-    return call
 
 
 def _last_users(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:

@@ -19,6 +19,7 @@ from gascompile.core.sizes import reserve_bytes
 from gascompile.core.steps import Prefetch, Wait
 from gascompile.runtime.debug.races import COMPUTE, tensors_in
 from gascompile.runtime.memory.arena import POISON
+from gascompile.runtime.memory.counting import Count
 from gascompile.runtime.protocols import Instant, Ticket
 from gascompile.runtime.run.meter import LiveBytes
 from gascompile.runtime.run.session import Session
@@ -83,7 +84,12 @@ class PlanMover:
         session.hold(plan)
         self._rows = RowReader(session, plan)
         self._heap = session.heap_moves(plan)
-        self.live = LiveBytes(0)
+        self._store = session.store
+        self._kept_storages: frozenset[int] = frozenset(
+            tensor.untyped_storage()._cdata
+            for tensor in (self._store.tensors.values() if self._store is not None else ())
+        )
+        self.live = LiveBytes()
         """What the run at hand has allocated."""
         self._stalled: list[tuple[int, str, Instant, Instant]] = []
         self.link_bytes: dict[str, int] = {}
@@ -97,8 +103,10 @@ class PlanMover:
         """Start an iteration; a cold one first issues what the iteration before would have."""
         self._reset_report()
         self._iteration += 1
+        self.live = LiveBytes()
         if self._heap is not None:
-            self._heap.forget()
+            self._heap.begin(warm=warm)
+            self.live = self._heap.live
         if warm:
             return
         self._iteration = 0
@@ -108,6 +116,33 @@ class PlanMover:
             self._poison_streamed()
         for step, op in self._wrapped:
             self.prefetch_at(op, step.tensor, step.link, step.address)
+
+    def counts(self, count: Count) -> None:
+        """Let the moves of the run at hand be part of what ``count`` counts."""
+        if self._heap is not None:
+            self._heap.count = count
+
+    def end(self) -> None:
+        """End an iteration that went well: what it has started for the next one goes on."""
+        if self._heap is not None:
+            self._heap.end()
+
+    def settle_all(self) -> None:
+        """Let nothing be under way that an iteration has started for the next one; see ``HeapMoves``."""
+        if self._heap is not None:
+            self._heap.settle_all()
+
+    @property
+    def tickets(self) -> dict[str, Ticket]:
+        """The moves of the heap's tensors that nobody has waited for yet, by tensor."""
+        return dict(self._heap.tickets) if self._heap is not None else {}
+
+    def close(self) -> None:
+        """Give back what the plan alone has taken; idempotent."""
+        if self._heap is not None:
+            self._heap.close()
+        # Others of the session stay.
+        self._session.heaps[:] = [h for h in self._session.heaps if h is not self._heap]
 
     @property
     def stalls(self) -> list[Stall]:
@@ -126,7 +161,7 @@ class PlanMover:
 
     @property
     def heap_paths(self) -> Mapping[str, str]:
-        """The I/O path of the links that activations move over."""
+        """The I/O path of the links that tensors of the heap move over."""
         return self._heap.paths if self._heap is not None else {}
 
     def prefetch_at(self, due: int, tensor: str, link: str, address: int) -> None:
@@ -185,7 +220,10 @@ class PlanMover:
 
     def own(self, value: object) -> object:
         """Return ``value``, copied where it is a tensor in the arena or in a state."""
-        if isinstance(value, torch.Tensor) and self._session.kept.contains(value):
+        if isinstance(value, torch.Tensor) and (
+            self._session.kept.contains(value)
+            or value.untyped_storage()._cdata in self._kept_storages
+        ):
             return self._copy(value)
         return self.out_of_arena(value)
 
@@ -282,29 +320,30 @@ class PlanMover:
         return self.wait_at(self._due[tensor, address], tensor, address)
 
     def offload(self, tensor: str, link: str, value: torch.Tensor) -> None:
-        """Start copying an activation out; returns at once."""
+        """Start copying out what lies on the heap; returns at once."""
         assert self._heap is not None, "the session knows the plan"
-        self._heap.offload(tensor, link, value)
+        self.link_bytes[link] += self._heap.offload(tensor, link, value)
 
     def reload(self, tensor: str, link: str, value: torch.Tensor) -> None:
-        """Take memory for an activation and start copying it back; returns at once."""
+        """Take memory for it and start copying it back; returns at once."""
         assert self._heap is not None, "the session knows the plan"
-        self._heap.reload(tensor, link, value, self.live)
+        self.link_bytes[link] += self._heap.reload(tensor, link, value)
 
     def settle(self, tensor: str) -> None:
-        """Block until an activation is out or back."""
+        """Block until it is out or back."""
         self.settle_at(0, tensor)
 
     def settle_at(self, op: int, tensor: str) -> None:
-        """Block until an activation is out or back; the time counts as a stall of ``op``."""
+        """Block until it is out or back; the time counts as a stall of ``op``."""
         assert self._heap is not None, "the session knows the plan"
-        link, size_bytes = self._heap.settle(tensor, partial(self._await, op=op, tensor=tensor))
-        self.link_bytes[link] += size_bytes
+        if (ticket := self._heap.tickets.get(tensor)) is not None:
+            self._await(ticket, op, tensor)
+            del self._heap.tickets[tensor]
 
     def drop(self, tensor: str, value: torch.Tensor) -> None:
-        """Give back the memory of an activation that is out."""
+        """Give back the memory of what is out, or will be computed again."""
         assert self._heap is not None, "the session knows the plan"
-        self._heap.drop(tensor, value, self.live)
+        self._heap.drop(tensor, value)
 
     def release(self, tensor: str, address: int) -> None:
         """Note that a visit is over; in a paranoid run its bytes are spoiled, so that a late reader shows."""

@@ -52,6 +52,9 @@ def open_engine(
     drives = {path: drive_of(number) for path, number in files.devices.items()}
     count = max(1, len(set(drives.values())))
     own = share(io, count)
+    if not drives:
+        # No memory is taken for reads that never come.
+        return Engine(files, memoryview(b""), own, reader=reader)
     if device.is_host and isinstance(arena, Arena):
         memory = arena.memory
         return _each(count, drives, lambda: Engine(files, memory, own, reader=reader))

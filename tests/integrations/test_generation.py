@@ -251,7 +251,7 @@ def test_all_that_is_kept_lies_in_the_cache_folder_and_no_kernels_are_made(
     with _open(llama[1], 400_000, tmp_path / "here") as generator:
         assert list(generator.stream(PROMPT, 2)) == _eager(llama[1], PROMPT, 2)
         assert generator._open is not None
-        assert generator._open[0]._spill_folder == tmp_path / "here" / "spill"
+        assert generator._open[0].spill_folder == tmp_path / "here" / "spill"
     assert not (tmp_path / "elsewhere").exists()
     assert not (tmp_path / "here" / "kernels").exists()
 

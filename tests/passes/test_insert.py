@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,9 +13,19 @@ import torch
 from gascompile.core import moves
 from gascompile.core.errors import PlanMismatchError
 from gascompile.core.plan import Plan
-from gascompile.core.steps import Compute, Prefetch, Release, Step, Wait
+from gascompile.core.program import STEP, op_name
+from gascompile.core.steps import (
+    Compute,
+    Offload,
+    Prefetch,
+    Recompute,
+    Release,
+    Reload,
+    Step,
+    Wait,
+)
 from gascompile.passes.graph.insert import insert
-from tests.runtime.toys import LINK, Toy, make_plan, mlp
+from tests.runtime.toys import LINK, Toy, make_plan, make_program, make_workload, mlp
 
 
 class DictMover:
@@ -49,7 +60,7 @@ def nodes_of(module: torch.fx.GraphModule, target: Callable[..., object]) -> lis
 
 def anonymous(step: Step) -> Step:
     assert not isinstance(step, Compute)
-    if isinstance(step, Prefetch):
+    if isinstance(step, (Prefetch, Offload, Reload)):
         return dataclasses.replace(step, op=0, size_bytes=0)
     return dataclasses.replace(step, op=0)
 
@@ -158,3 +169,94 @@ def test_plans_of_another_program_are_refused(tmp_path: Path, case: str) -> None
     plan, message = mismatches(toy)[case]
     with pytest.raises(PlanMismatchError, match=message):
         insert(toy.program, plan)
+
+
+class HeapMover(DictMover):
+    """Moves what lies on the heap: what is dropped has no memory until it is read back."""
+
+    def __init__(self, weights: dict[str, torch.Tensor]) -> None:
+        super().__init__(weights)
+        self.outside: dict[str, list[float]] = {}
+
+    def offload(self, tensor: str, link: str, value: torch.Tensor) -> None:
+        self.calls.append(Offload(op=0, tensor=tensor, link=link, size_bytes=0))
+        self.outside[tensor] = value.untyped_storage().tolist()
+
+    def reload(self, tensor: str, link: str, value: torch.Tensor) -> None:
+        self.calls.append(Reload(op=0, tensor=tensor, link=link, size_bytes=0))
+        kept, storage = self.outside.pop(tensor), value.untyped_storage()
+        storage.resize_(len(kept))
+        torch.empty(0, dtype=torch.uint8).set_(storage).copy_(torch.tensor(kept))
+
+    def settle(self, tensor: str) -> None:
+        self.calls.append(Wait(op=0, tensor=tensor))
+
+    def drop(self, tensor: str, value: torch.Tensor) -> None:
+        self.calls.append(Release(op=0, tensor=tensor))
+        value.untyped_storage().resize_(0)
+
+
+def test_states_elements_and_recomputed_ops_are_nodes() -> None:
+    aten = torch.ops.aten
+    scale = torch.randn(8)
+    x = torch.randn(8, 8)
+
+    def body(w: dict[str, torch.fx.Proxy], x: torch.fx.Proxy) -> list[torch.fx.Proxy]:
+        def call(target: Callable[..., object], *args: object) -> torch.fx.Proxy:
+            return x.tracer.create_proxy("call_function", target, args, {})
+
+        normed = call(aten.native_layer_norm.default, x, [8], None, None, 1e-5)
+        y = call(operator.getitem, normed, 0)
+        product = call(aten.mul.Tensor, y, w["scale"])
+        turned = call(aten.t.default, product)
+        first = call(aten.mm.default, product, turned)
+        second = call(aten.mm.default, first, turned)
+        return [call(aten.add.Tensor, second, y)]
+
+    program = make_program({"scale": scale}, [x], body, states=frozenset({"scale"}))
+    workload = make_workload(program)
+    normed, _, product, _, first, *_ = (op.name for op in workload.ops)
+    element = f"%{normed}.0"
+
+    def out(name: str, op: int) -> list[Step]:
+        return [
+            Offload(op=op, tensor=name, link=LINK, size_bytes=256),
+            Wait(op=op, tensor=name),
+            Release(op=op, tensor=name),
+        ]
+
+    def back(name: str, op: int) -> list[Step]:
+        return [Reload(op=op, tensor=name, link=LINK, size_bytes=256), Wait(op=op, tensor=name)]
+
+    steps: list[Step] = [
+        *(Compute(op=op) for op in range(5)),
+        *out(element, 5),
+        *out("scale", 5),
+        Release(op=5, tensor=f"%{product}"),
+        *back(element, 5),
+        *back("scale", 5),
+        Recompute(op=5, source=2),
+        *(Compute(op=op) for op in range(5, 7)),
+    ]
+    plan = dataclasses.replace(make_plan(workload), steps=tuple(steps))
+    module = insert(program, plan)
+    mover = HeapMover({"scale": scale.clone()})
+    (found,) = module(mover, x)
+    (expected,) = program.graph_module(scale, x)
+    assert torch.equal(found, expected)
+    made = [anonymous(s) for s in steps if not isinstance(s, (Compute, Recompute))]
+    assert [call for call in mover.calls if not isinstance(call, str)] == made
+    lines = [line.strip() for line in module.code.splitlines()]
+    (again,) = (i for i, line in enumerate(lines) if line.startswith(f"{product}_1 = "))
+    assert f"{product}_1" in lines[again + 1] and "aten.t" in lines[again + 1]
+    # The op is there twice, the view is taken twice, and nothing else is.
+    assert module.code.count("aten.mul.Tensor") == module.code.count("aten.t.default") == 2
+    assert [op_name(n) for n in module.graph.nodes if STEP in n.meta].count(first) == 1
+
+
+def test_a_move_of_what_nobody_has_made_is_refused(tmp_path: Path) -> None:
+    toy = mlp(tmp_path)
+    plan = make_plan(toy.workload)
+    early = Offload(op=0, tensor=f"%{toy.workload.ops[3].name}", link=LINK, size_bytes=4)
+    with pytest.raises(PlanMismatchError, match="not a result of an op before op 0"):
+        insert(toy.program, dataclasses.replace(plan, steps=(early, *plan.steps)))

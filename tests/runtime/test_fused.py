@@ -140,14 +140,13 @@ def test_a_segment_of_another_plan_is_refused() -> None:
 
 
 def test_only_outputs_and_scratch_count() -> None:
-    total = Meter(births=((0, -1),), deaths=(), workspace_bytes=1000)
-    double = Meter(births=((1, -1),), deaths=(0,), workspace_bytes=1000)
-    live = LiveBytes(2)
+    total = Meter(births=(("sum", -1),), deaths=(), workspace_bytes=1000)
+    double = Meter(births=(("double", -1),), deaths=("sum",), workspace_bytes=1000)
+    live = LiveBytes()
     live.record(fused_meter((double,), (total, double), 24), torch.empty(8))
     assert live.peak_bytes == ROW_BYTES + 24
-    live = LiveBytes(2)
+    live = LiveBytes()
     both = fused_meter((total, double), (total, None, double), 0)
     live.record(both, (torch.empty(8), torch.empty(16)))
     assert live.peak_bytes == 3 * ROW_BYTES
-    live.adjust(0)
-    assert live._live_bytes == 2 * ROW_BYTES  # the sum has been read for the last time
+    assert live.live_bytes == 2 * ROW_BYTES  # the sum has been read for the last time

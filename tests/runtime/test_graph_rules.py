@@ -76,9 +76,7 @@ def test_what_depends_on_values_stays_outside_with_all_that_reads_it() -> None:
         step(8, (6, 7, 3)),
         step(9, (6, 7)),
     )
-    schedule = Schedule(
-        steps=steps, slots=(None,) * 10, inputs=(("x", 0),), outputs=(6, 9), num_metered=0
-    )
+    schedule = Schedule(steps=steps, slots=(None,) * 10, inputs=(("x", 0),), outputs=(6, 9))
     parts = divide(schedule, {})
     shown = [[s.result for s in p.steps] if isinstance(p, Group) else p.result for p in parts]
     assert shown == [[1], 2, 3, [4, 6], 5, 7, 8, [9]]

@@ -55,12 +55,12 @@ AFTERWARDS = """
     before = own_bytes()
     heap.begin(before + 200 * MIB)
     kept = [torch.ones(MIB) for _ in range(64)][1::2]
-    heap.keep_within(1 << 20)
+    heap.keep_within()
     assert heap.num_trims == 1
     assert own_bytes() - before < 150 * MIB
     kept += [torch.ones(MIB) for _ in range(40)]
     for _ in range(3):
-        heap.keep_within(1 << 20)
+        heap.keep_within()
     assert heap.num_trims == 2, heap.num_trims
     heap.end()
 """

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from gascompile import CheckpointError, StorageError, TrainingStep
-from gascompile.runtime.run.iteration import Iteration
+from gascompile.runtime.run.executor import Executor
 from gascompile.training.state.train_state import States
 from tests.training.runs import (
     BUDGET_BYTES,
@@ -325,7 +325,7 @@ def test_an_interrupt_before_anything_has_changed_does_not_end_the_run(
     assert losses(step, 0, 1) == reference[:1]
     random = torch.get_rng_state()
     with monkeypatch.context() as patch:
-        patch.setattr(Iteration, "make_room", lambda *_: signal.raise_signal(signal.SIGINT))
+        patch.setattr(Executor, "_interpret", lambda *_: signal.raise_signal(signal.SIGINT))
         with pytest.raises(KeyboardInterrupt):
             losses(step, 1, 2)
     torch.set_rng_state(random)
@@ -351,7 +351,9 @@ def test_who_is_interrupted_while_waiting_waits_again(step: TrainingStep) -> Non
     assert losses(step, 0, 1) == reference[:1]
     (unit,) = step._units
     ticket = Mock(**{"wait.side_effect": [KeyboardInterrupt, None]})
-    unit.iteration._pending = {**(unit.iteration._pending or {}), "one more": ticket}
+    moves = unit.executor.mover._heap
+    assert moves is not None
+    moves._pending["one more"] = ticket
     with pytest.raises(KeyboardInterrupt):
         step.settle()
     step.settle()

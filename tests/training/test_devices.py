@@ -33,7 +33,7 @@ from gascompile.passes.verify.walk import verify
 from gascompile.runtime.devices.emulated import EmulatedDevice
 from gascompile.runtime.devices.pacing import Disorder
 from gascompile.runtime.memory.device_moves import HOST_BYTES
-from gascompile.runtime.run.iteration import Iteration
+from gascompile.runtime.run.executor import Executor
 from gascompile.training import units
 from gascompile.training.capture.joint import capture_joint
 from gascompile.training.timeline import record
@@ -270,7 +270,7 @@ def test_an_interrupt_before_anything_has_changed_does_not_end_the_run(
         assert losses(step, 0, 1) == reference[:1]
         random = torch.get_rng_state()
         with monkeypatch.context() as patch:
-            patch.setattr(Iteration, "make_room", lambda *_: signal.raise_signal(signal.SIGINT))
+            patch.setattr(Executor, "_interpret", lambda *_: signal.raise_signal(signal.SIGINT))
             with pytest.raises(KeyboardInterrupt):
                 losses(step, 1, 2)
         torch.set_rng_state(random)
@@ -281,7 +281,7 @@ def test_an_op_beyond_the_budget_is_stopped(cache: Path) -> None:
     step, _ = begun(cache)
     with step:
         (unit,) = step._units
-        unit.iteration.limit_bytes -= 100_000
+        unit.executor._session._reserved_bytes += 100_000
         with pytest.raises(BudgetExceededError, match="gpu"):
             unit.run([batches(1)[0], *unit_hyper(step)])
 

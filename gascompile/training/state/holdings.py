@@ -51,7 +51,7 @@ class Holdings:
             StorageError: one failed.
         """
         try:
-            unit.iteration.settle()
+            unit.executor.settle()
         except StorageError as error:
             self.failure = str(error)
             raise
@@ -128,9 +128,9 @@ class Holdings:
             text = "a step has failed (%s): what goes back into the model may be half updated"
             self._said.append(partial(_log.warning, text, self.failure))
         for unit in units:
-            unit.iteration.settle()
+            unit.executor.settle()
             # What activations took is free again before values come back.
-            unit.iteration.close()
+            unit.executor.close()
         if self.failure:
             states.persistent.recover()
         warned, lost = give_back(states, moments=not self.failure)
@@ -138,8 +138,11 @@ class Holdings:
         states.storages.restore()
         # All is in the model again.
         states.persistent.close()
+        if self._maker.session is not None:
+            # Not by ``close``: who waits for this may have the session's turn.
+            self._maker.session.end()
         self._units.clear()
-        self._maker.states = None
+        self._maker.states = self._maker.session = None
         OPEN.discard(self._model)
         if lost is not None:
             raise lost

@@ -1,0 +1,101 @@
+"""The seams of heap tensors that move: who holds those that outlive runs, and who moves what ops make."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from gascompile.runtime.protocols import Event, Ticket
+
+if TYPE_CHECKING:
+    from gascompile.runtime.memory.host_slots import Outside
+
+
+class Moves(Protocol):
+    """What copies the memory of heap tensors out of the computing tier and back: of activations."""
+
+    @property
+    def path(self) -> str:
+        """The I/O path that the bytes take."""
+        ...
+
+    def write(
+        self,
+        name: str,
+        storage: torch.UntypedStorage,
+        *,
+        link: str | None = None,
+        after: Event | None = None,
+    ) -> Ticket:
+        """Start copying a storage out once compute has reached ``after``; it must not change before that has ended."""
+        ...
+
+    def read(
+        self,
+        name: str,
+        storage: torch.UntypedStorage,
+        *,
+        link: str | None = None,
+        after: Event | None = None,
+    ) -> Ticket:
+        """Start filling a storage that has its memory again, once compute has reached ``after``."""
+        ...
+
+    def drain(self) -> None:
+        """Let what is under way end, whether it fails or not."""
+        ...
+
+    def close(self) -> None:
+        """Finish what is under way and give all back; idempotent."""
+        ...
+
+
+class Store(Protocol):
+    """Holder of heap tensors that outlive runs, each in the computing tier's memory, outside, or both."""
+
+    path: str
+    num_changes: int
+    """Grows whenever a value changes."""
+    tensors: dict[str, torch.Tensor]
+    """They stay the same objects; those that are away have no memory."""
+    sizes: dict[str, int]
+
+    @property
+    def resident_bytes(self) -> int:
+        """What is in memory."""
+        ...
+
+    @property
+    def host_bytes(self) -> int:
+        """Memory of the host that is taken for a device."""
+        ...
+
+    def is_away(self, name: str) -> bool:
+        """Return whether a tensor has no memory."""
+        ...
+
+    def changed(self, names: Iterable[str]) -> None:
+        """Take note that the values in memory are newer than what is outside."""
+        ...
+
+    def write(self, name: str, *, link: str | None = None, after: Event | None = None) -> Ticket:
+        """Start copying a tensor out."""
+        ...
+
+    def read(self, name: str, *, link: str | None = None, after: Event | None = None) -> Ticket:
+        """Take memory for a tensor and start copying it back."""
+        ...
+
+    def drop(self, name: str) -> None:
+        """Give a tensor's memory back."""
+        ...
+
+    def write_out(self, names: Iterable[str]) -> None:
+        """Bring what is outside up to date; blocks."""
+        ...
+
+    def rest(self, away: Iterable[str], outside: Outside | None = None) -> None:
+        """Bring about that exactly ``away`` are out of memory, a device's values where ``outside`` says; blocks."""
+        ...

@@ -1,0 +1,46 @@
+"""At rest: what a plan's iteration finds where, so that a first one can begin like any other."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from gascompile.core.plan import Plan
+from gascompile.core.steps import Compute, Offload, Release, Reload, Step, Wait
+
+
+def at_rest(
+    plan: Plan, persistent: Collection[str]
+) -> tuple[frozenset[str], tuple[Offload | Reload, ...]]:
+    """Return the tensors that are away before the first step, and moves that the last iteration has started.
+
+    A wait that stands before the move it is for belongs to the iteration before.
+    """
+    first: dict[str, Step] = {}
+    last: dict[str, Offload | Reload] = {}
+    used: set[str] = set()
+    for step in plan.steps:
+        if isinstance(step, Compute):
+            op = plan.workload.ops[step.op]
+            used.update((*op.reads, *op.writes))
+        elif isinstance(step, (Offload, Reload, Release, Wait)) and step.tensor in persistent:
+            if step.tensor not in used:
+                first.setdefault(step.tensor, step)
+            if isinstance(step, (Offload, Reload)):
+                last[step.tensor] = step
+    away: set[str] = set()
+    up_front: list[Offload | Reload] = []
+    for name, step in first.items():
+        if isinstance(step, Reload):
+            away.add(name)
+        elif isinstance(step, Wait) and name in last:
+            up_front.append(last[name])
+            if isinstance(last[name], Reload):
+                away.add(name)
+    site = plan.machine.compute_tier
+    idle = {
+        name
+        for name, tensor in plan.tensors.items()
+        if name in persistent and name not in used and tensor.home != site
+    }
+    outside = set(persistent) - set(plan.tensors)
+    return frozenset(away | idle | outside), tuple(up_front)
