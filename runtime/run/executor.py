@@ -170,8 +170,9 @@ class Executor:
             try:
                 try:
                     set_grad(False)
-                    # The graph has the casts of an autocast in it; updates are to have none.
-                    set_autocast("cpu", False)
+                    if self._session.store is not None:
+                        # The graph has the casts of an autocast in it; updates are to have none.
+                        set_autocast("cpu", False)
                     serve(1)
                     return self._run_alone(inputs, warm, of)
                 finally:
