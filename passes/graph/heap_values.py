@@ -89,7 +89,7 @@ class HeapValues:
             for i, source in self._again.items()
             for node in (source, *(ops[view] for view in self._views[i]))
         }
-        self._retaken: list[fx.Node] = []
+        self._taken: list[fx.Node] = []
 
     def _views_of(self, source: fx.Node, plan: Plan) -> list[int]:
         """Return the ops that only look at an op's result, or at what such an op returns, in order."""
@@ -128,7 +128,7 @@ class HeapValues:
         made = self._take_again(self._ops[source])
         for view in self._views[source]:
             if view < next_op:
-                self._retaken.append(self._take_again(self._ops[view]))
+                self._taken.append(self._take_again(self._ops[view]))
         self._take_parts(source, made)
         return made
 
@@ -142,9 +142,10 @@ class HeapValues:
         for name, element in self._elements.get(op, ()):
             with self._graph.inserting_after(result):
                 self._parts[name] = add_node(self._graph, operator.getitem, (result, element))
+            self._taken.append(self._parts[name])
 
     def finish(self) -> None:
-        """Drop the views that nobody has read again."""
-        for node in reversed(self._retaken):
+        """Drop the views and elements that nobody has read."""
+        for node in reversed(self._taken):
             if not node.users:
                 self._graph.erase_node(node)
