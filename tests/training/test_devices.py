@@ -5,8 +5,8 @@ from __future__ import annotations
 import errno
 import logging
 import signal
+from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -25,18 +25,21 @@ from gascompile.core.errors import (
     StorageError,
     UnsupportedOpError,
 )
-from gascompile.core.machine import Budget
+from gascompile.core.machine import Budget, Machine
 from gascompile.core.sizes import PAGE_BYTES
 from gascompile.core.steps import Offload, Reload
 from gascompile.machines.emulated import emulated_machine
 from gascompile.passes.verify.walk import verify
+from gascompile.runtime.devices.cuda import CudaDevice
 from gascompile.runtime.devices.emulated import EmulatedDevice
 from gascompile.runtime.devices.pacing import Disorder
 from gascompile.runtime.memory.device_moves import HOST_BYTES
+from gascompile.runtime.protocols import Device
 from gascompile.runtime.run.executor import Executor
 from gascompile.training import units
 from gascompile.training.capture.joint import capture_joint
 from gascompile.training.timeline import record
+from tests.runtime.devices.fake_cuda import FakeApi
 from tests.training.devices import EMULATED, SMALL, on_device
 from tests.training.runs import adamw, batches, loss_fn, new_model, plain_losses, plain_step
 from tests.training.trials import Trial
@@ -53,11 +56,15 @@ def mean_square(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     return loss
 
 
-@pytest.fixture
-def late(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let copies spoil their target, end late and overtake those of other links."""
+def late_accelerator(machine: Machine) -> Device:
+    """Return a device whose copies spoil their target, end late and overtake those of other links."""
     disorder = Disorder(seed=3, longest_delay_s=2e-3)
-    monkeypatch.setattr(units, "device_for", partial(EmulatedDevice, disorder=disorder, late=True))
+    return EmulatedDevice(machine, disorder=disorder, late=True)
+
+
+def late_cuda(machine: Machine) -> Device:
+    """Return a stand-in for a GPU that copies nothing before somebody waits for it."""
+    return CudaDevice(api=FakeApi())
 
 
 def losses(step: TrainingStep, begin: int, end: int) -> list[float]:
@@ -77,8 +84,11 @@ def begun(cache: Path, **options: Any) -> tuple[TrainingStep, nn.Module]:
     return step, model
 
 
-@pytest.mark.usefixtures("late")
-def test_losses_are_eagers_whatever_order_transfers_end_in(cache: Path) -> None:
+@pytest.mark.parametrize("device", [late_accelerator, late_cuda])
+def test_losses_are_eagers_whatever_order_transfers_end_in(
+    device: Callable[[Machine], Device], cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(units, "device_for", device)
     step, model = begun(cache)
     with step:
         assert losses(step, 0, 4) == plain_losses(4)
