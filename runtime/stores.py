@@ -96,6 +96,10 @@ class Store(Protocol):
         """Bring what is outside up to date; blocks."""
         ...
 
+    def drain(self) -> None:
+        """Let what is under way end, whether it fails or not."""
+        ...
+
     def rest(self, away: Iterable[str], outside: Outside | None = None) -> None:
         """Bring about that exactly ``away`` are out of memory, a device's values where ``outside`` says; blocks."""
         ...

@@ -58,9 +58,15 @@ def on_device(program: StepProgram, moves: DeviceMoves | None) -> Program:
     """Return what runs where the machine computes.
 
     Raises:
-        UnsupportedOpError: an op runs on the processor alone, or draws numbers that no checkpoint would have.
+        UnsupportedOpError: an op runs on the processor alone, or draws numbers that no checkpoint would have; or
+            the device's autocast is on.
     """
     device = torch.device("cpu") if moves is None else moves.device.torch_device
+    if device.type != "cpu" and torch.is_autocast_enabled(device.type):
+        raise UnsupportedOpError(
+            f"torch.autocast('{device.type}') would cast once more what a planned step computes: it is captured on the "
+            "processor; use torch.autocast('cpu'), whose casts are a part of the step"
+        )
     drawing = [node.name for node in program.program.op_nodes() if is_random(node)]
     if drawing and device.type != "cpu":
         raise UnsupportedOpError(

@@ -323,6 +323,10 @@ class Persistent:
                 self._spill.copy_to(name, target, offset, self.sizes[name])
         return True
 
+    def drain(self) -> None:
+        """Let what is under way end, whether it fails or not: no copy may end in memory that goes meanwhile."""
+        self._spill.drain()
+
     def recover(self) -> None:
         """After a failed transfer: let the others end, and fetch again what a slot has and memory may not.
 

@@ -112,10 +112,8 @@ class Session:
             StorageError: a file is missing or has changed.
         """
         io = io or IoSettings()
-        self._life = life()
-        self.device = device or CpuDevice()
-        self.addresses = dict(residents)
-        self.sources = dict(sources)
+        self._life, self.device = life(), device or CpuDevice()
+        self.addresses, self.sources = dict(residents), dict(sources)
         self.link = link
         check_residents(self.addresses, self.sources)
         used = [e.path for source in self.sources.values() for e in source.extents]
@@ -360,6 +358,8 @@ class Session:
     def _drain(self) -> None:
         """Cancel what is queued and block until nothing moves any more."""
         self.engine.drain()
+        if self.store is not None:
+            self.store.drain()
         self.host.forget()
         self.device.synchronize()
 
