@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from benchmarks import training_emulated
 from gascompile import TrainingStep, compile_step
 from gascompile.core.checks.machine_files import preset
 from gascompile.core.errors import (
@@ -342,3 +343,15 @@ def test_a_step_runs_on_the_preset(tmp_path: Path) -> None:
         model, mean_square, optimizer, "1MiB", batch, machine=machine, cache_dir=tmp_path
     ) as step:
         assert torch.equal(step(batch), mean_square(eager, batch).detach())
+
+
+def test_the_benchmark_finds_eagers_losses_and_what_was_planned(tmp_path: Path) -> None:
+    gpu_bytes, (_, cpu_bytes) = training_emulated.CASES["toy"]
+    wanted, _ = training_emulated.eager("toy", 3)
+    budget = Budget(gpu=gpu_bytes, cpu=cpu_bytes)
+    row = training_emulated.planned("toy", EMULATED, budget, tmp_path, wanted)
+    assert row["losses_hold"]
+    assert row["bytes_hold"]
+    assert row["peak_holds"]
+    assert row["link_bytes"]
+    assert len(row["times_s"]) == 3
