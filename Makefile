@@ -10,9 +10,9 @@ SOURCES := gascompile passes cost_models runtime tests examples benchmarks tools
 run: $(STAMP)
 	$(PY) -m examples.sentence_search
 
-# Two tests at a time, each with one thread of torch: threads of two would wait for each other.
+# Each test with one thread of torch: threads of several would wait for each other. Some wait for processes or the drive.
 test: lint typecheck
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n 3 --dist worksteal
 
 lint: $(STAMP)
 	$(PY) -m ruff check $(SOURCES)

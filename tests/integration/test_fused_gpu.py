@@ -32,7 +32,7 @@ def gpu(cache: Path, monkeypatch: pytest.MonkeyPatch) -> FusedGpu:
     return FusedGpu(cache, monkeypatch)
 
 
-@pytest.mark.parametrize("name", ["llama", "mamba2"])
+@pytest.mark.parametrize("name", ["mamba2"])
 def test_results_and_memory_of_fused_models(name: str, gpu: FusedGpu, cache: Path) -> None:
     model, inputs = zoo.make(name)
     expected = eager(model, inputs)
