@@ -64,12 +64,12 @@ class Found:
     wrong: str = ""
 
 
-def modules(limit: int = 1, scale: int = 1) -> Iterator[tuple[str, OpModule]]:
-    """Yield the ops of the database, each with up to ``limit`` of its samples.
+def modules(limit: int = 1, scale: int = 1, every: int = 1) -> Iterator[tuple[str, OpModule]]:
+    """Yield the ops of the database, or each ``every``-th, with up to ``limit`` of its samples.
 
     With a ``scale`` the tensors are repeated so often along each of their dimensions, where that is not too much.
     """
-    for info in op_db:
+    for info in op_db[::every]:
         dtypes = info.supported_dtypes("cpu")
         dtype = next((dtype for dtype in _DTYPES if dtype in dtypes), None)
         if dtype is None or info.name.startswith("jiterator"):
