@@ -102,12 +102,13 @@ def _maps() -> Iterator[_Map]:
 def _stamp(found: _Map) -> FileStamp | None:
     """Return the stamp of a mapped file; ``None`` where its path leads to another one, or to no safetensors file."""
     try:
+        _, stamp = read_safetensors_header(found.path)
+        # Afterwards: a file that takes the place of this one from now on is no longer the one of the stamp.
         stat = found.path.stat()
-        if (stat.st_dev, stat.st_ino) != (found.device, found.inode):
-            return None
-        return read_safetensors_header(found.path)[1]
     except (OSError, CheckpointError):
         return None
+    is_it = (stat.st_dev, stat.st_ino) == (found.device, found.inode)
+    return stamp if is_it and stat.st_mtime_ns == stamp.mtime_ns else None
 
 
 def _is_unwritten(address: int, size_bytes: int) -> bool:
