@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from gascompile.api.plan import simulate as simulate
     from gascompile.core.errors import CaptureError as CaptureError
     from gascompile.core.errors import CheckpointError as CheckpointError
+    from gascompile.core.errors import CompiledModelError as CompiledModelError
     from gascompile.core.errors import DeviceError as DeviceError
     from gascompile.core.errors import DeviceMapError as DeviceMapError
     from gascompile.core.errors import FormatError as FormatError
@@ -47,9 +48,9 @@ _HOMES = {
     "api.load": ("load",),
     "api.plan": ("plan", "simulate"),
     "core.errors": (
-        "CaptureError", "CheckpointError", "DeviceError", "DeviceMapError", "FormatError",
-        "GASCompileError", "InfeasiblePlanError", "PlanMismatchError", "PlanVerificationError",
-        "SolverError", "StorageError", "UnsupportedOpError",
+        "CaptureError", "CheckpointError", "CompiledModelError", "DeviceError", "DeviceMapError",
+        "FormatError", "GASCompileError", "InfeasiblePlanError", "PlanMismatchError",
+        "PlanVerificationError", "SolverError", "StorageError", "UnsupportedOpError",
     ),
     "core.machine": ("Budget", "Machine"),
     "core.plan": ("Plan",),

@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from gascompile.api.compiled import CompiledModel, Unit
+from gascompile.api.compiled import CompiledModel
 from gascompile.api.looked_up import LookedUp
+from gascompile.api.runner import Runner
 from gascompile.api.sources import model_of
+from gascompile.api.unit import Unit
 from gascompile.bundles.bundle import Bundle
 from gascompile.bundles.reuse import CachedPlan
 from gascompile.capture.calls import ExampleInputs, normalize_call, positional_names, split_inputs
@@ -388,13 +390,11 @@ def compile(  # noqa: A001 - the public name, as in torch.compile
 
 
 def _compiled(job: Job, units: list[Unit]) -> CompiledModel:
-    return CompiledModel(
+    runner = Runner(
         positional=positional_names(job.model),
         units=units,
-        prepare=None if units else job.prepare,
-        variant=job.prepare,
-        exact=job.without_loss().prepare,
+        planning=job,
         cache_dir=job.config.cache_dir,
-        replan=job.planned_again,
         on_exceed=job.config.on_exceed,
     )
+    return CompiledModel.of(runner)

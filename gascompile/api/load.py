@@ -7,8 +7,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from gascompile.api.compiled import CompiledModel, Unit
+from gascompile.api.compiled import CompiledModel
 from gascompile.api.matching import advice, settings_misfit
+from gascompile.api.runner import Runner
+from gascompile.api.unit import Unit
 from gascompile.bundles.bundle import Bundle, content_stamp, read_bundle
 from gascompile.bundles.check import check_bundle, check_weights
 from gascompile.bundles.files import Weights, relocate
@@ -92,9 +94,10 @@ def load(
     use_wire_kernels(bundle.program.forms, cache, make=False)
     if bundle.fusion is not None:
         unit.fusion = load_kernels(bundle, cache_dir=cache, trust=allow_code)
-    return CompiledModel(
+    runner = Runner(
         positional=bundle.positional, units=[unit], cache_dir=cache, on_exceed=config.on_exceed
     )
+    return CompiledModel.of(runner)
 
 
 def _check_versions(saved: Mapping[str, str], path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gascompile.api.compiled import Unit
+from gascompile.api.unit import Unit
 from gascompile.bundles.reuse import CachedPlan
 from gascompile.weights.checkpoint import Checkpoint
 

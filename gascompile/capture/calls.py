@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections import UserDict
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import Any
@@ -53,7 +54,13 @@ def positional_names(model: nn.Module) -> tuple[str, ...]:
 def bind_call(
     names: tuple[str, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Name the positional arguments by ``names``; what has no name stays positional."""
+    """Name the positional arguments by ``names``; what has no name stays positional.
+
+    Mappings that tokenizers and feature extractors return become dicts.
+    """
+    if any(isinstance(value, UserDict) for value in (*args, *kwargs.values())):
+        args = tuple(_as_dict(value) for value in args)
+        kwargs = {name: _as_dict(value) for name, value in kwargs.items()}
     if len(args) > len(names):
         return args, dict(kwargs)
     bound = dict(zip(names, args, strict=False))
@@ -67,6 +74,10 @@ def bind_call(
     return (), dict(
         sorted(merged.items(), key=lambda item: (order.get(item[0], len(order)), item[0]))
     )
+
+
+def _as_dict(value: Any) -> Any:
+    return dict(value) if isinstance(value, UserDict) else value
 
 
 def flatten_call(

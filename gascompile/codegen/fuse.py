@@ -30,7 +30,7 @@ from gascompile.cost_models.simulate.replay import replay_plan
 from gascompile.runtime.kernels.fused import FusedSegment
 
 if TYPE_CHECKING:
-    from gascompile.api.compiled import Unit
+    from gascompile.api.unit import Unit
     from gascompile.codegen.backends import KernelBackend
     from gascompile.core.config import CompileConfig
 

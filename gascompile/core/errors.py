@@ -22,6 +22,10 @@ class UnsupportedOpError(GASCompileError):
     """An op of the graph cannot be annotated, saved or executed."""
 
 
+class CompiledModelError(GASCompileError, TypeError):
+    """A compiled model is asked for what its plans rule out: another device or dtype, new weights, a copy of itself."""
+
+
 class CheckpointError(GASCompileError):
     """A weight file is missing, truncated or corrupt, or does not fit the model."""
 

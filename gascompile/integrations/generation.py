@@ -18,9 +18,9 @@ from typing import Any, Self
 import torch
 
 from gascompile.api.compile import make_job
-from gascompile.api.compiled import Unit
 from gascompile.api.matching import advice, settings_misfit
 from gascompile.api.sources import open_source
+from gascompile.api.unit import Unit
 from gascompile.codegen.allocator_library import allocation_counter
 from gascompile.core.config import CompileConfig, default_cache_dir
 from gascompile.core.errors import (

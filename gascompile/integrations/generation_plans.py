@@ -16,8 +16,8 @@ from typing import Any, ClassVar
 import torch
 
 from gascompile.api.compile import Job
-from gascompile.api.compiled import Unit
 from gascompile.api.device_budget import graphs_room_bytes, placed_bytes
+from gascompile.api.unit import Unit
 from gascompile.capture.to_program import Capture
 from gascompile.core import serial
 from gascompile.core.errors import FormatError, InfeasiblePlanError, StorageError

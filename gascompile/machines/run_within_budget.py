@@ -13,7 +13,7 @@ from gascompile.machines.op_memory import remember
 from gascompile.machines.stale_profile import Grader
 
 if TYPE_CHECKING:
-    from gascompile.api.compiled import Unit
+    from gascompile.api.unit import Unit
     from gascompile.core.plan import Plan
     from gascompile.runtime.run.executor import Executor
 

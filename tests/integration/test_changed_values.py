@@ -44,7 +44,7 @@ def test_a_changed_value_gets_its_plan_in_the_place_of_the_old_one(
         for scale in (1.0, 2.0, 2.0, 0.5):
             model.scale = scale
             torch.testing.assert_close(compiled(x), model(x))
-        assert len(compiled._units) == 1
+        assert len(compiled._gascompile.units) == 1
 
 
 class MadeOnDemand(dict[str, Any]):

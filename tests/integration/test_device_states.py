@@ -86,7 +86,7 @@ def test_states_follow_eager(model: Counting, cache: Path, is_small: bool) -> No
             assert report is not None
             if budget is not None:
                 assert report.peak_bytes["gpu"] <= budget
-        session = compiled._session
+        session = compiled._gascompile.session
         assert session is not None
         # They are in the device's memory: the host's copy is older until somebody asks.
         assert session.kept.tensors["calls"] == 3

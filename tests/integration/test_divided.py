@@ -97,7 +97,7 @@ def test_a_model_of_two_tables_runs_in_less_than_one(
             assert torch.equal(found_rows, rows)
             tolerance = 1e-5 if dtype == torch.float32 else 2e-2
             torch.testing.assert_close(found_logits, logits, rtol=0, atol=tolerance)
-        report, executor = compiled.last_run, compiled._executor
+        report, executor = compiled.last_run, compiled._gascompile.executor
         assert report is not None and executor is not None
         assert report.peak_bytes["cpu"] <= budget
         assert report.link_bytes["nvme->cpu"] == plan.link_bytes["nvme->cpu"]

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from gascompile.api.compile import Job, make_job
-from gascompile.api.compiled import Unit
+from gascompile.api.unit import Unit
 from gascompile.capture.calls import bind_call, normalize_call, positional_names
 from gascompile.capture.to_program import Capture
 from gascompile.core.config import CompileConfig

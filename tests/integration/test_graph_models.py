@@ -18,8 +18,8 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from gascompile.api.compile import make_job
-from gascompile.api.compiled import Unit
 from gascompile.api.device_budget import graphs_bytes, placed_bytes
+from gascompile.api.unit import Unit
 from gascompile.capture.calls import bind_call, normalize_call, positional_names
 from gascompile.core.checks.machine_files import preset
 from gascompile.core.config import CompileConfig

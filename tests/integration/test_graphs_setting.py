@@ -24,9 +24,9 @@ def test_a_compiled_model_hands_the_setting_on(cache: Path, tmp_path: Path, grap
     with gascompile.compile(model, None, (x,), cache_dir=cache, graphs=graphs) as compiled:
         torch.testing.assert_close(compiled(x), model(x).detach())
         assert compiled.graphs is None, "the processor has none"
-        assert [unit.graphs for unit in compiled._units] == [graphs]
+        assert [unit.graphs for unit in compiled._gascompile.units] == [graphs]
         compiled.save(tmp_path)
     with gascompile.load(tmp_path, graphs=graphs) as loaded:
-        assert [unit.graphs for unit in loaded._units] == [graphs]
+        assert [unit.graphs for unit in loaded._gascompile.units] == [graphs]
     with pytest.raises(ValueError, match="graphs is one of"):
         gascompile.load(tmp_path, graphs="on")

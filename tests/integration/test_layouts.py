@@ -118,7 +118,7 @@ def test_layouts(name: str, layout: str, place: str, folder: Path) -> None:
         assert_equal(flat(compiled(*given_inputs)), again)
         assert_equal(given_inputs, inputs)
         assert_equal(list(model.state_dict().values()), list(real.state_dict().values()))
-        executor = compiled._executor
+        executor = compiled._gascompile.executor
         assert executor is not None
         growth = peak_growth_bytes(lambda: executor.run(*given_inputs))
         arena = compiled.plan.arena_bytes.get("cpu", 0)

@@ -46,9 +46,9 @@ def assert_same(outputs: Any, expected: list[Any]) -> None:
 
 def flat_run_bytes(compiled: gascompile.CompiledModel, inputs: Mapping[str, Any]) -> int:
     """Return what a run allocated, without the copies that transformers makes to build its cache objects."""
-    executor = compiled._executor
+    executor = compiled._gascompile.executor
     assert executor is not None
-    leaves = pytree.tree_leaves(bind_call(compiled._positional, (), inputs))
+    leaves = pytree.tree_leaves(bind_call(compiled._gascompile.positional, (), inputs))
     return peak_growth_bytes(lambda: executor.run(*leaves))
 
 

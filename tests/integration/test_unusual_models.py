@@ -96,7 +96,7 @@ def test_a_view_of_a_streamed_weight_at_one_batch_size_only(cache: Path) -> None
         for batch in (1, 1, 2, 32, 1):
             x = torch.randn(batch, 64, 64)
             assert_same(compiled(x), eager(model, {"x": x}))
-            executor = compiled._executor
+            executor = compiled._gascompile.executor
             assert executor is not None
             assert peak_growth_bytes(partial(executor.run, x)) <= outside
 

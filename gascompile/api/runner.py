@@ -1,0 +1,319 @@
+"""The runner of a compiled model: its plans, of which the one in use holds memory, and its calls."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from gascompile.api.given_forward import GivenForward
+from gascompile.api.guards import Parameters, refuse, require_no_gradients
+from gascompile.api.matching import Misfit, advice
+from gascompile.api.unit import Unit
+from gascompile.bundles.bundle import content_stamp, require_unchanged, write_bundle
+from gascompile.bundles.files import Weights
+from gascompile.capture.calls import bind_call, copies, flatten_call
+from gascompile.capture.saved.call_types import unflatten
+from gascompile.codegen.allocator_library import allocation_counter
+from gascompile.core.config import default_cache_dir
+from gascompile.core.errors import PlanMismatchError
+from gascompile.core.machine import Machine
+from gascompile.core.progress import LoadingBar, task
+from gascompile.core.waiting import Turn
+from gascompile.machines.admission import device_of
+from gascompile.machines.run_within_budget import run_within_budget
+from gascompile.runtime.run.executor import Executor
+from gascompile.runtime.run.session import Session
+from gascompile.weights.store import is_spilled
+
+if TYPE_CHECKING:
+    from gascompile.precision.report import MeasuredError
+    from gascompile.weights.checkpoint import Checkpoint
+
+_log = logging.getLogger(__name__)
+
+Args = tuple[Any, ...]
+Kwargs = Mapping[str, Any]
+
+
+class Planning(Protocol):
+    """Makes the plans of a model; a ``Job``."""
+
+    @property
+    def model(self) -> nn.Module:
+        """What plans are made of."""
+        ...
+
+    @property
+    def machine(self) -> Machine:
+        """What they are made for."""
+        ...
+
+    def prepare(self, args: Args, kwargs: Kwargs, /) -> Unit:
+        """Return the plan for one input signature."""
+        ...
+
+    def without_loss(self) -> Planning:
+        """Return the same for weights as they are stored."""
+        ...
+
+    def planned_again(self, unit: Unit, /) -> Unit:
+        """Return a plan with what runs have taught about the memory of ops."""
+        ...
+
+    def open_checkpoint(self) -> Checkpoint | None:
+        """Read the checkpoint's headers, under the names that the model uses."""
+        ...
+
+
+class Runner:
+    """Runs calls of a model by plans that fit its budget: one per input signature, or for a range of sizes.
+
+    Only the plan in use holds memory. Calls from several threads take turns.
+    """
+
+    def __init__(
+        self,
+        *,
+        positional: tuple[str, ...],
+        units: list[Unit],
+        planning: Planning | None = None,
+        cache_dir: Path | None = None,
+        on_exceed: str = "error",
+    ) -> None:
+        """Open the first of ``units``.
+
+        Args:
+            positional: names of the leading arguments.
+            units: plans that are there; with any, calls of other shapes are refused.
+            planning: makes plans; ``None`` for a bundle, which knows no model.
+            cache_dir: where kernels are kept and activations that move to a drive are written.
+            on_exceed: as ``compile`` takes it.
+        """
+        self._turn = Turn()
+        self.positional = positional
+        self.units = units
+        self.planning = planning
+        self._is_fixed = bool(units)
+        self._is_planning = False
+        self._given_forward = GivenForward(planning.model) if planning is not None else None
+        self._values = Parameters(planning.model) if planning is not None else None
+        self._cache_dir = cache_dir or default_cache_dir()
+        self._on_exceed = on_exceed
+        self._active: Unit | None = None
+        self.session: Session | None = None
+        self.executor: Executor | None = None
+        self._bar: LoadingBar | None = None
+        self._last: Unit | None = units[0] if units else None
+        if units:
+            self._activate(units[0])
+
+    def call(self, args: Args, kwargs: Kwargs) -> Any:
+        """Run the model; raises as ``CompiledModel.forward`` does."""
+        bound_args, bound_kwargs = bind_call(self.positional, args, kwargs)
+        leaves, spec = flatten_call(bound_args, bound_kwargs)
+
+        def call() -> Any:
+            unit = self._unit_for(leaves, spec, bound_args, bound_kwargs)
+            given, own = unit.given(leaves)
+            outputs = self._run(unit, given)
+            if own:
+                outputs = tuple(own.get(id(value), value) for value in outputs)
+            outputs = require_no_gradients(leaves, outputs)
+            return unflatten(outputs, unit.out_spec)
+
+        return self._turn.take(call)
+
+    def _run(self, unit: Unit, leaves: list[Any]) -> tuple[Any, ...]:
+        i, self._last = self.units.index(unit), unit
+        start, again = self._activate, self.planning.planned_again if self.planning else None
+        unit, outputs = run_within_budget(unit, leaves, start, again, self._cache_dir)
+        self.units[i] = self._last = unit
+        executor = self.executor
+        assert executor is not None, "it has just run"
+        unit.last_run, unit.graph_report = executor.last_run, executor.graph_report
+        return outputs
+
+    @property
+    def device(self) -> torch.device:
+        """Where ops compute."""
+        made_for = self.planning or self.current().bundle.plan
+        return device_of(made_for.machine)
+
+    def measure_error(self, args: Args, kwargs: Kwargs) -> MeasuredError:
+        """See ``CompiledModel.measure_error``."""
+        from gascompile.precision.report import output_error
+
+        if self.planning is None:
+            raise PlanMismatchError(
+                "a bundle holds the weights as they move and no others; measure the error where the model is compiled"
+            )
+        exact = self.planning.without_loss()
+        bound_args, bound_kwargs = bind_call(self.positional, args, kwargs)
+        leaves, spec = flatten_call(bound_args, bound_kwargs)
+
+        def both() -> tuple[Any, ...]:
+            unit = self._unit_for(leaves, spec, bound_args, bound_kwargs)
+            self._last = unit
+            exact_unit = exact.prepare(bound_args, bound_kwargs)
+            return tuple(self._run_unchanged(u, leaves) for u in (unit, exact_unit))
+
+        with torch.random.fork_rng(devices=[]):
+            found, wanted = self._turn.take(both)
+        return output_error(found, wanted)
+
+    def _run_unchanged(self, unit: Unit, leaves: list[Any]) -> Any:
+        """Run a plan once in a session of its own; what this changes is as before."""
+        self._close_session()
+        before = {name: tensor.detach().clone() for name, tensor in unit.bundle.held.items()}
+        on_host = device_of(unit.bundle.plan.machine).type == "cpu"
+        try:
+            with torch.random.fork_rng(devices=[] if on_host else None):
+                outputs = self._activate(unit).run(*unit.given(copies(leaves))[0])
+            found = pytree.tree_map_only(torch.Tensor, torch.Tensor.clone, outputs)
+        finally:
+            self._close_session()
+            for name, tensor in unit.bundle.held.items():
+                tensor.detach().copy_(before[name])
+        return unflatten(found, unit.out_spec)
+
+    def pull_states(self) -> None:
+        """Have the model's own states follow what calls changed on a device."""
+        self._turn.take(self._pull_states)
+
+    def _pull_states(self) -> None:
+        if self.session is not None:
+            self.session.pull_states()
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """See ``CompiledModel.save``."""
+        from gascompile.bundles.check import note_checked
+
+        self.pull_states()
+        bundle = self.current().bundle
+        stamps = bundle.weights.stamps
+        for stamp in stamps:
+            require_unchanged(stamp)
+        total_bytes = sum(stamp.size_bytes for stamp in stamps)
+        with task("Hashing weights", total_bytes) as advance:
+            hashed = tuple(content_stamp(stamp, advance) for stamp in stamps)
+        weights = Weights(sources=bundle.weights.sources, stamps=hashed)
+        spilled = [Path(stamp.path) for stamp in hashed if is_spilled(Path(stamp.path))]
+        whole = replace(bundle, weights=weights)
+        digest = write_bundle(whole, Path(folder), overwrite=True, enclose=spilled)
+        note_checked(digest, self._cache_dir)
+
+    def close(self) -> None:
+        """Free the arena and close the weight files."""
+        self._turn.take(self._close_session)
+
+    def _close_session(self) -> None:
+        self.executor = None
+        if self.session is not None:
+            self.session.close()
+            self.session = None
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+        self._active = None
+
+    def current(self) -> Unit:
+        """Return the plan of the latest call, or of the example inputs before any call."""
+        if self._last is None:
+            raise PlanMismatchError(
+                "nothing is planned yet: call the compiled model once, or pass example_inputs to compile"
+            )
+        return self._last
+
+    def _activate(self, unit: Unit) -> Executor:
+        # A child of a fork opens a session of its own.
+        is_open = self.session is not None and self.session.is_open
+        if self._active is unit and self.executor is not None and is_open:
+            return self.executor
+        self.close()
+        early, unit.early = unit.early, None
+        self._bar = LoadingBar("Loading resident weights")
+        bundle = unit.bundle
+        self.session = Session.for_plan(
+            bundle.plan,
+            sources=bundle.weights.sources,
+            stamps=bundle.weights.stamps,
+            states=bundle.held,
+            progress=self._bar,
+            early=early,
+            spill_folder=self._cache_dir / "spill",
+        )
+        fused = unit.fusion.segments if unit.fusion is not None else ()
+        self.executor = Executor(
+            self.session,
+            unit.graph_module,
+            unit.bundle.plan,
+            fused=fused,
+            graphs=unit.graphs == "auto",
+            counter=allocation_counter(self._cache_dir),
+            on_exceed=self._on_exceed,
+            from_file=self.planning is None,
+        )
+        self._active = unit
+        return self.executor
+
+    def _unit_for(
+        self, leaves: list[Any], spec: pytree.TreeSpec, args: Args, kwargs: Kwargs
+    ) -> Unit:
+        if self._is_planning:
+            refuse(
+                "the model that it was made from calls it while that is captured, by an attribute or a hook set since",
+                "Take that away, or compile a part of the model that does not lead back to it",
+            )
+        if self._given_forward is None:
+            return self._matching(leaves, spec, args, kwargs)
+        with self._given_forward.beside(self):
+            return self._matching(leaves, spec, args, kwargs)
+
+    def _matching(
+        self, leaves: list[Any], spec: pytree.TreeSpec, args: Args, kwargs: Kwargs
+    ) -> Unit:
+        misfits = []
+        for unit in self.units:
+            found = unit.misfit(leaves, spec) or self._other_values()
+            if found is None:
+                return unit
+            misfits.append(found)
+        # Where only that differs a plan is made though shapes are given once and for all.
+        near = min(misfits, key=lambda found: (not found.is_value, not found.is_near), default=None)
+        is_near = near is not None and near.is_near
+        if self.planning is None or (self._is_fixed and not is_near):
+            assert near is not None
+            raise PlanMismatchError(f"{near.reason}. {advice(near)}")
+        if near is not None and near.is_value:
+            _log.warning("%s: the model is planned again, as at each change of it", near.reason)
+            # In the place of the one that is out of date: a value may change at every call.
+            del self.units[misfits.index(near)]
+        elif near is not None and near.is_near:
+            _log.info("%s: this call gets a plan of its own", near.reason)
+        self.units.append(self._planned(self.planning, args, kwargs))
+        return self.units[-1]
+
+    def _planned(self, planning: Planning, args: Args, kwargs: Kwargs) -> Unit:
+        values = Parameters(planning.model)
+        if self._values is not None and self._values.changed():
+            self.units.clear()  # all have files of the values that were
+        self._is_planning = True
+        try:
+            unit = planning.prepare(args, kwargs)
+        finally:
+            self._is_planning = False
+        self._values = values
+        return unit
+
+    def _other_values(self) -> Misfit | None:
+        """Return that weights of a model in memory are others than those that lie in files."""
+        changed = self._values.changed() if self._values is not None else None
+        return Misfit(f"{changed}, which plans read from files", is_value=True) if changed else None

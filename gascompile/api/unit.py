@@ -1,0 +1,97 @@
+"""A unit: one plan that is ready to be executed for one input signature, or for a range of sizes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from gascompile.api.matching import Misfit, as_planned, misfit, require_inputs
+from gascompile.bundles.bundle import Bundle
+from gascompile.bundles.reuse import Basis
+from gascompile.capture.saved.program_io import load_treespec, needs_import
+from gascompile.capture.torch_settings import call_settings
+from gascompile.core.reports import GraphReport, RunReport
+from gascompile.core.signature import quick_key, same_tensors
+from gascompile.machines.admission import admit_plan, device_of
+from gascompile.passes.graph.insert import insert
+from gascompile.passes.graph.to_device import to_device
+from gascompile.passes.verify.walk import verify
+from gascompile.runtime.memory.early_memory import EarlyMemory
+
+if TYPE_CHECKING:
+    from gascompile.codegen.fuse import LoadedFusion
+
+
+@dataclass(eq=False)
+class Unit:
+    """One plan ready to be executed for one input signature."""
+
+    bundle: Bundle
+    graph_module: torch.fx.GraphModule
+    last_run: RunReport | None = None
+    early: EarlyMemory | None = None
+    """Memory taken ahead for the first session."""
+    fusion: LoadedFusion | None = None
+    """The ops that run as compiled kernels; ``None`` where all run one by one."""
+    graphs: str = "auto"
+    """``off`` gives a device its ops one by one."""
+    graph_report: GraphReport | None = None
+    basis: Basis | None = None
+    """The Python values that are part of the plan; ``None`` where no model is there."""
+    _fit: tuple[Any, ...] = ()
+    """What told the latest call that fitted from others; where tensors lie in memory is not part of it."""
+    _fits_as_is: bool = False
+
+    @staticmethod
+    def of(bundle: Bundle, *, graphs: str = "auto") -> Unit:
+        """Verify the plan, ask for its device, and insert its moves."""
+        verify(bundle.plan)
+        admit_plan(bundle.plan)
+        program = to_device(bundle.program, device_of(bundle.plan.machine))
+        require_inputs(bundle.program, bundle.plan.machine)
+        unit = Unit(bundle=bundle, graph_module=insert(program, bundle.plan), graphs=graphs)
+        if not needs_import(bundle.program.in_spec + bundle.program.out_spec):
+            _ = unit.in_spec, unit.out_spec
+        return unit
+
+    @cached_property
+    def in_spec(self) -> pytree.TreeSpec:
+        """The structure of a call. Read when needed: its types may come from a library that is slow to import."""
+        return load_treespec(self.bundle.program.in_spec)
+
+    @cached_property
+    def out_spec(self) -> pytree.TreeSpec:
+        """The structure of what a call returns."""
+        return load_treespec(self.bundle.program.out_spec)
+
+    def misfit(self, leaves: list[Any], spec: pytree.TreeSpec) -> Misfit | None:
+        """Return why a call does not fit the plan, or ``None`` when it does."""
+        found = self._call_misfit(leaves, spec)
+        changed = self.basis.changed() if found is None and self.basis is not None else None
+        if changed is not None:
+            return Misfit(f"{changed}, which is part of the plan", is_value=True)
+        return found
+
+    def _call_misfit(self, leaves: list[Any], spec: pytree.TreeSpec) -> Misfit | None:
+        key = (quick_key(leaves), same_tensors(leaves), spec, call_settings())
+        if key == self._fit:
+            return None
+        if spec != self.in_spec:
+            return Misfit(
+                f"the call has the structure {spec}, the plan was made for {self.in_spec}; pass the same arguments"
+            )
+        inputs = self.bundle.program.inputs
+        found = misfit(self.bundle.plan, inputs, leaves)
+        if found is None:
+            # Where tensors lie is not in the key, and decides what is seen of writes to them.
+            self._fit = key if not any(of.written for of in inputs) else ()
+            self._fits_as_is = not as_planned(inputs, leaves)[1]
+        return found
+
+    def given(self, leaves: list[Any]) -> tuple[list[Any], dict[int, torch.Tensor]]:
+        """Return what a call that fits gives to the plan, see ``as_planned``."""
+        return (leaves, {}) if self._fits_as_is else as_planned(self.bundle.program.inputs, leaves)
