@@ -26,6 +26,11 @@ class GivenForward:
         self._attributes = vars(model)
         self._given = self._attributes.get("forward", _NONE)
 
+    def changed(self) -> str | None:
+        """Return that the model has another forward now, in words; to be asked within ``beside``."""
+        now = self._attributes.get("forward", _NONE)
+        return None if now is self._given else "the model has another forward now"
+
     @contextmanager
     def beside(self, runner: object) -> Iterator[None]:
         """Have the given forward back meanwhile, if the one of now leads to ``runner``; any other one counts."""

@@ -282,7 +282,7 @@ class Runner:
     ) -> Unit:
         misfits = []
         for unit in self.units:
-            found = unit.misfit(leaves, spec) or self._other_values()
+            found = unit.misfit(leaves, spec) or self._changed()
             if found is None:
                 return unit
             misfits.append(found)
@@ -302,18 +302,20 @@ class Runner:
         return self.units[-1]
 
     def _planned(self, planning: Planning, args: Args, kwargs: Kwargs) -> Unit:
-        values = Parameters(planning.model)
-        if self._values is not None and self._values.changed():
-            self.units.clear()  # all have files of the values that were
+        values, forward = Parameters(planning.model), GivenForward(planning.model)
+        if self._changed():
+            self.units.clear()
         self._is_planning = True
         try:
             unit = planning.prepare(args, kwargs)
         finally:
             self._is_planning = False
-        self._values = values
+        self._values, self._given_forward = values, forward
         return unit
 
-    def _other_values(self) -> Misfit | None:
-        """Return that weights of a model in memory are others than those that lie in files."""
-        changed = self._values.changed() if self._values is not None else None
-        return Misfit(f"{changed}, which plans read from files", is_value=True) if changed else None
+    def _changed(self) -> Misfit | None:
+        """Return what of the model is another than when plans were made: weights, which they read, or its forward."""
+        if self._values is None or self._given_forward is None:
+            return None
+        changed = self._values.changed() or self._given_forward.changed()
+        return Misfit(changed, is_value=True) if changed else None

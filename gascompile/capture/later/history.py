@@ -31,11 +31,39 @@ class Outline:
 
 
 @dataclass(frozen=True, slots=True)
+class OutlinedCall:
+    """A call without its tensors, taken apart: containers of libraries take nothing in their place."""
+
+    leaves: tuple[Any, ...]
+    """With outlines in the place of tensors."""
+    spec: pytree.TreeSpec
+
+    @staticmethod
+    def of(call: Call) -> OutlinedCall:
+        """Take a call apart."""
+        leaves, spec = pytree.tree_flatten(call)
+        return OutlinedCall(
+            tuple(
+                Outline(tuple(leaf.shape), strides_of(leaf), leaf.dtype)
+                if isinstance(leaf, torch.Tensor)
+                else leaf
+                for leaf in leaves
+            ),
+            spec,
+        )
+
+    def made(self) -> Call:
+        """Return the call with tensors that are made here, in the order of the arguments."""
+        leaves = [leaf.made() if isinstance(leaf, Outline) else leaf for leaf in self.leaves]
+        call: Call = pytree.tree_unflatten(leaves, self.spec)
+        return call
+
+
+@dataclass(frozen=True, slots=True)
 class Past:
     """A call that has a plan."""
 
-    call: Call
-    """With outlines in the place of tensors."""
+    call: OutlinedCall
     inert: frozenset[str] = frozenset()
     """Values that calls change, and that are proven not to matter for this one."""
     settles: bool = False
@@ -77,16 +105,9 @@ class History:
         self._past.pop(key, None)
         for name, past in self._past.items():
             self._past[name] = Past(past.call, past.inert | inert, past.settles)
-        self._past[key] = Past(_outlined((args, dict(kwargs))), inert, settles)
+        self._past[key] = Past(OutlinedCall.of((args, dict(kwargs))), inert, settles)
 
 
 def _key(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
     leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
     return f"{spec} {signature_of(leaves)}"
-
-
-def _outlined(call: Call) -> Call:
-    outlined: Call = pytree.tree_map_only(
-        torch.Tensor, lambda leaf: Outline(tuple(leaf.shape), strides_of(leaf), leaf.dtype), call
-    )
-    return outlined

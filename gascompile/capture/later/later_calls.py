@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from torch import nn
 from torch.export import ExportedProgram
 
-from gascompile.capture.later.history import Call, Past
+from gascompile.capture.later.history import OutlinedCall, Past
 from gascompile.capture.later.rounds import Rounds
 from gascompile.capture.later.same_calls import later_difference
 from gascompile.capture.record.effects import Trace, prove
@@ -90,7 +90,7 @@ def steady_capture(
 
 
 def _unsettled(
-    single: Trace[Exported], exports: Exports, earlier: Sequence[Call], who: str
+    single: Trace[Exported], exports: Exports, earlier: Sequence[OutlinedCall], who: str
 ) -> str | frozenset[str]:
     """Return why later calls may differ from ``single``, or from their firsts; else what they change all the same."""
     rounds = Rounds(earlier)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from gascompile.capture.later.history import Call, Outline
+from gascompile.capture.later.history import Call, OutlinedCall
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class TracedCall:
 class Rounds:
     """Two rounds of calls. In the trace, an empty tensor is returned after the leaves of each call."""
 
-    def __init__(self, earlier: Sequence[Call] = ()) -> None:
+    def __init__(self, earlier: Sequence[OutlinedCall] = ()) -> None:
         """Call nothing yet.
 
         Args:
@@ -61,7 +61,9 @@ class Rounds:
 
     def _round(self, call: Callable[..., Any], given: Call) -> list[Any]:
         found: list[Any] = []
-        for number, (args, kwargs) in enumerate((*map(_made, self._earlier), _fresh(given))):
+        for number, (args, kwargs) in enumerate(
+            (*(c.made() for c in self._earlier), _fresh(given))
+        ):
             returned = call(*args, **kwargs)
             self.calls.append(TracedCall.of(returned, number))
             found += [*pytree.tree_leaves(returned), torch.empty(0)]
@@ -72,10 +74,4 @@ def _fresh(given: Call) -> Call:
     """Return the call in containers of its own: models put things into caches that they are given."""
     leaves, spec = pytree.tree_flatten(given)
     call: Call = pytree.tree_unflatten(leaves, spec)
-    return call
-
-
-def _made(given: Call) -> Call:
-    """Return the call with tensors that are made here, in the order of the arguments."""
-    call: Call = pytree.tree_map_only(Outline, Outline.made, given)
     return call
