@@ -56,9 +56,19 @@ class Settings:
                 f"states={self.states!r} is of planned updates; leave it out, or unplanned_optimizer"
             )
 
-    def updates_at(self, num_batches: int) -> bool:
-        """Return whether the batch after ``num_batches`` others ends with an update."""
-        return (num_batches + 1) % self.accumulate == 0
+    def updates_at(self, num_batches: int, asked: bool | None = None) -> bool:
+        """Return whether the batch after ``num_batches`` others ends with an update, unless that is ``asked`` for.
+
+        Raises:
+            ValueError: none is asked for, and a step keeps no gradients.
+        """
+        if asked is None:
+            return (num_batches + 1) % self.accumulate == 0
+        if not asked and self.accumulate == 1:
+            raise ValueError(
+                "updates=False needs a step that adds up gradients; pass accumulate=2 or more to compile_step"
+            )
+        return asked
 
     def program(
         self, *, updates: bool, trains: bool = True, pending: frozenset[str] = frozenset()

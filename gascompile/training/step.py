@@ -104,22 +104,28 @@ class TrainingStep:
         """Updates made so far, with those that were taken over from the optimizer or a checkpoint."""
         return self._states.num_steps if self._states else 0
 
-    def __call__(self, batch: Any) -> torch.Tensor:
+    def __call__(self, batch: Any, *, updates: bool | None = None) -> torch.Tensor:
         """Run one step: forward, backward and update. Return the loss, a scalar without a graph.
 
         The first batch of new shapes is planned for first.
 
+        Args:
+            batch: of the kind of ``example_batch``, or of another.
+            updates: whether an update ends this batch; by default it does after every ``accumulate``-th one
+                since the last. An epoch that ends early has an update of fewer batches.
+
         Raises:
             InfeasiblePlanError: the budget is too small for batches of this shape; names the smallest.
             StorageError: a transfer failed, now or before; values may be half updated until ``load``.
+            ValueError: ``updates=False`` where no gradients are kept: ``accumulate`` is 1.
         """
         num_batches = self._states.num_batches if self._states else 0
-        updates = self._settings.updates_at(num_batches)
+        updates = self._settings.updates_at(num_batches, updates)
         unit, states, loss = self._run_within_budget(batch, trains=True, updates=updates)
         states.pending |= unit.program.gradients
         if updates and self._settings.unplanned:
             self._update_unplanned(states, unit)
-        states.num_batches += 1
+        states.num_batches = 0 if updates else states.num_batches + 1
         self.plan, self.graph_module = unit.plan, unit.graph_module
         if updates:
             states.stepped()

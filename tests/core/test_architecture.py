@@ -117,7 +117,9 @@ ALLOWED = {
         "formats", "cost_models", "passes", "runtime", "report", "weights", "capture", "bundles",
         "codegen", "machines",
     },
-    "integrations": {"cost_models", "passes", "runtime", "weights", "capture", "codegen", "machines", "api"},
+    "integrations": {
+        "cost_models", "passes", "runtime", "weights", "capture", "codegen", "machines", "training", "api",
+    },
 }  # fmt: skip
 
 

@@ -1,0 +1,194 @@
+"""transformers' Trainer with planned steps, against the Trainer itself: losses, weights, checkpoints, resuming."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+
+from gascompile.core.errors import UnsupportedOpError
+from gascompile.integrations.trainer import GasTrainer
+
+transformers.utils.logging.disable_progress_bar()
+BUDGET = "16MiB"
+KEYS = ("loss", "eval_loss", "learning_rate", "step")
+
+
+def samples(count: int) -> list[dict[str, torch.Tensor]]:
+    """Return sentences of random words."""
+    generator = torch.Generator().manual_seed(0)
+    found = [torch.randint(0, 99, (8,), generator=generator) for _ in range(count)]
+    return [{"input_ids": words, "labels": words} for words in found]
+
+
+def small_model(dropout: float = 0.1) -> GPT2LMHeadModel:
+    """Return the same GPT-2 at each call."""
+    torch.manual_seed(0)
+    config = GPT2Config(
+        n_layer=1,
+        n_embd=32,
+        n_head=2,
+        vocab_size=99,
+        n_positions=8,
+        bos_token_id=0,
+        eos_token_id=0,
+        resid_pdrop=dropout,
+    )
+    return GPT2LMHeadModel(config)
+
+
+def made(
+    kind: type[Trainer], folder: Path, options: dict[str, Any] | None = None, **own: Any
+) -> Any:
+    """Return a trainer; with eleven batches an epoch, whose last update is of two in place of three."""
+    arguments: dict[str, Any] = {
+        "use_cpu": True,
+        "per_device_train_batch_size": 2,
+        "num_train_epochs": 2,
+        "gradient_accumulation_steps": 3,
+        "learning_rate": 1e-3,
+        "warmup_steps": 2,
+        "max_grad_norm": 0.0,
+        "logging_steps": 1,
+        "save_steps": 3,
+        "eval_strategy": "steps",
+        "eval_steps": 4,
+        "prediction_loss_only": True,
+        "report_to": [],
+        "disable_tqdm": True,
+        **(options or {}),
+    }
+    torch.manual_seed(3)
+    own = {"model": small_model(), **own}
+    return kind(
+        args=TrainingArguments(str(folder), **arguments),
+        train_dataset=samples(22),
+        eval_dataset=samples(4),
+        **own,
+    )
+
+
+def logged(trainer: Any) -> list[dict[str, float]]:
+    """Return what a trainer logged that does not depend on the time."""
+    return [{key: row[key] for key in KEYS if key in row} for row in trainer.state.log_history]
+
+
+def assert_same_weights(found: nn.Module, expected: nn.Module) -> None:
+    """Compare bits."""
+    values = expected.state_dict()
+    for name, value in found.state_dict().items():
+        assert torch.equal(value, values[name]), name
+
+
+def test_a_run_is_the_trainers(tmp_path: Path) -> None:
+    """Accumulation with a shorter last update, a schedule, evaluations and checkpoints, with dropout; then resumed."""
+    expected = made(Trainer, tmp_path / "eager")
+    expected.train()
+    found = made(GasTrainer, tmp_path / "planned", budget=BUDGET)
+    found.train()
+    assert logged(found) == logged(expected)
+    assert any("eval_loss" in row for row in logged(found))
+    assert_same_weights(found.model, expected.model)
+    assert found.step is None
+    batch = {name: value[None] for name, value in samples(1)[0].items()}
+    loss = found.model(**batch)["loss"]
+    assert loss.requires_grad, "the model is its own again"
+
+    resumed = made(GasTrainer, tmp_path / "resumed", budget=BUDGET)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "planned" / "checkpoint-3"))
+    assert_same_weights(resumed.model, expected.model)
+    by_eager = made(Trainer, tmp_path / "by_eager")
+    by_eager.train(resume_from_checkpoint=str(tmp_path / "planned" / "checkpoint-3"))
+    assert_same_weights(by_eager.model, expected.model)
+
+
+class Doubled(Trainer):
+    """A user's trainer with a loss of its own."""
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
+        """Return twice the model's loss."""
+        found = super().compute_loss(model, inputs, *args, **options)
+        return (found[0] * 2, found[1]) if isinstance(found, tuple) else found * 2
+
+
+class PlannedDoubled(GasTrainer, Doubled):
+    """The same with planned steps."""
+
+
+SHORT = {"max_steps": 2, "gradient_accumulation_steps": 1, "save_strategy": "no", "eval_steps": 2}
+
+
+@pytest.mark.parametrize(
+    ("kind", "planned", "options"),
+    [
+        (Doubled, PlannedDoubled, {}),
+        (Trainer, GasTrainer, {"label_smoothing_factor": 0.1, "max_grad_norm": 0.5}),
+    ],
+    ids=["own_loss", "smoothed_and_clipped"],
+)
+def test_losses_are_the_trainers(
+    kind: type[Trainer], planned: type[Trainer], options: dict[str, Any], tmp_path: Path
+) -> None:
+    """What computes a loss may be a method of the trainer, and gradients may be clipped."""
+    expected = made(kind, tmp_path / "eager", {**SHORT, **options})
+    expected.train()
+    found = made(planned, tmp_path / "planned", {**SHORT, **options}, budget=BUDGET)
+    found.train()
+    for row, other in zip(logged(found), logged(expected), strict=True):
+        assert row == pytest.approx(other, rel=1e-6)
+    for value, other in zip(found.model.parameters(), expected.model.parameters(), strict=True):
+        torch.testing.assert_close(value, other, rtol=1e-5, atol=1e-7)
+
+
+class Looking(TrainerCallback):
+    """Looks at the step while it is open, and stops the run by an error."""
+
+    def __init__(self) -> None:
+        self.trainer: GasTrainer | None = None
+        self.peak_bytes = self.budget_bytes = 0
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        """Note what the step took."""
+        assert self.trainer is not None
+        step = self.trainer.step
+        assert step is not None and step.plan is not None and step.last_run is not None
+        self.peak_bytes = step.last_run.peak_bytes["cpu"]
+        self.budget_bytes = step.plan.budget_bytes["cpu"]
+        raise KeyError("stopped")
+
+
+def test_an_error_gives_the_values_back(tmp_path: Path) -> None:
+    """A run that ends in an error leaves a model and an optimizer that go on, and its steps kept the budget."""
+    look = Looking()
+    trainer = made(GasTrainer, tmp_path, SHORT, budget=BUDGET, callbacks=[look])
+    look.trainer = trainer
+    with pytest.raises(KeyError, match="stopped"):
+        trainer.train()
+    assert 0 < look.peak_bytes <= look.budget_bytes == 16 << 20
+    assert trainer.step is None
+    assert all(p.untyped_storage().nbytes() for p in trainer.model.parameters())
+    assert all("exp_avg" in state for state in trainer.optimizer.state.values())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "own", "error", "said"),
+    [
+        ({}, {"step_options": {"accumulate": 2}}, ValueError, "accumulate"),
+        ({"optim": "adafactor"}, {}, UnsupportedOpError, "unplanned_optimizer"),
+    ],
+)
+def test_what_is_refused_says_what_to_do(
+    arguments: dict[str, Any],
+    own: dict[str, Any],
+    error: type[Exception],
+    said: str,
+    tmp_path: Path,
+) -> None:
+    """Arguments that say a thing twice, and optimizers without a rule."""
+    with pytest.raises(error, match=said):
+        made(GasTrainer, tmp_path, {**SHORT, **arguments}, budget=BUDGET, **own).train()
