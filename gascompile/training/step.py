@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import traceback
 import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -107,10 +106,8 @@ class TrainingStep:
     def __call__(self, batch: Any, *, updates: bool | None = None) -> torch.Tensor:
         """Run one step: forward, backward and update. Return the loss, a scalar without a graph.
 
-        The first batch of new shapes is planned for first.
-
         Args:
-            batch: of the kind of ``example_batch``, or of another.
+            batch: of the kind of ``example_batch``, or of another, which is planned for first.
             updates: whether an update ends this batch; by default it does after every ``accumulate``-th one
                 since the last. An epoch that ends early has an update of fewer batches.
 
@@ -119,8 +116,8 @@ class TrainingStep:
             StorageError: a transfer failed, now or before; values may be half updated until ``load``.
             ValueError: ``updates=False`` where no gradients are kept: ``accumulate`` is 1.
         """
-        num_batches = self._states.num_batches if self._states else 0
-        updates = self._settings.updates_at(num_batches, updates)
+        before = self._states.num_batches if self._states else 0
+        updates = self._settings.updates_at(before, updates)
         unit, states, loss = self._run_within_budget(batch, trains=True, updates=updates)
         states.pending |= unit.program.gradients
         if updates and self._settings.unplanned:
@@ -142,7 +139,7 @@ class TrainingStep:
         try:
             update(states, self._settings.max_grad_norm)
         except BaseException as error:
-            self._holdings.failure = traceback.format_exception_only(error)[-1].strip()
+            self._holdings.failed_by(error)
             raise
 
     def eval(self, batch: Any) -> torch.Tensor:
@@ -260,7 +257,7 @@ class TrainingStep:
             states.persistent.require_read()
         except BaseException as error:
             if isinstance(error, StorageError) or not unfinished.tidied(states.persistent):
-                self._holdings.failure = traceback.format_exception_only(error)[-1].strip()
+                self._holdings.failed_by(error)
             raise
         return states, loss.detach()
 
@@ -373,7 +370,7 @@ class TrainingStep:
             self._holdings.unfinished.end()
             raise
         except BaseException as error:
-            self._holdings.failure = traceback.format_exception_only(error)[-1].strip()
+            self._holdings.failed_by(error)
             raise
         self._holdings.unfinished.end()
         self._holdings.failure = ""

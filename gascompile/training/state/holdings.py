@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import traceback
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -55,6 +56,10 @@ class Holdings:
         except StorageError as error:
             self.failure = str(error)
             raise
+
+    def failed_by(self, error: BaseException) -> None:
+        """Note what ended a step after which values may be half updated."""
+        self.failure = traceback.format_exception_only(error)[-1].strip()
 
     def settle_all(self) -> None:
         """Let no transfer be under way."""
