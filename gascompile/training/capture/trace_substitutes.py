@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from gascompile.core.errors import CaptureError, UnsupportedOpError
 from gascompile.training.capture.cached_casts import CachedCasts
+from gascompile.training.capture.constant_values import ConstantValues
 from gascompile.training.state.aliasing import Layout, Storages, named_tensors, places
 from gascompile.training.state.open_tensors import OpenTensor
 
@@ -129,13 +130,14 @@ class _Substitution(TorchFunctionMode):
         super().__init__()
         self._of, self._traced, self._known = of, traced, dict(outside)
         self._casts = casts
+        self._constants = ConstantValues()
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         args, kwargs = pytree.tree_map_only(torch.Tensor, self._stand_in, (args, kwargs or {}))
         args, kwargs = self._casts.of(func, (args, kwargs))
-        return func(*args, **kwargs)
+        return self._constants.call(func, args, kwargs)
 
     def _stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
         if (
