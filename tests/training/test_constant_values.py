@@ -16,7 +16,7 @@ from gascompile.core.errors import CaptureError
 Loss = Callable[[nn.Module, Any], torch.Tensor]
 
 
-def by_positions(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+def by_positions(model: nn.Module, x: torch.Tensor) -> Any:
     """Decide as libraries do whether positions count up by one."""
     positions = torch.arange(x.shape[1])[None]
     steps = torch.diff(positions, prepend=positions[:, :1] - 1)
@@ -25,36 +25,36 @@ def by_positions(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return model(x).abs().mean()
 
 
-def by_item(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+def by_item(model: nn.Module, x: torch.Tensor) -> Any:
     """Take a number out of a tensor."""
     return model(x).square().mean() * torch.arange(5)[3].item()
 
 
-def by_written(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+def by_written(model: nn.Module, x: torch.Tensor) -> Any:
     """Write to a view of what is decided over."""
     numbers = torch.arange(4)
     numbers.view(2, 2)[0].add_(5)
     return model(x).square().mean() * (2 if (numbers > 4).any() else 1)
 
 
-def by_item_set(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+def by_item_set(model: nn.Module, x: torch.Tensor) -> Any:
     """Write a number of the batch into what is decided over."""
     numbers = torch.zeros(4, dtype=torch.int64)
     numbers[0] = x.argmax()
     return model(x).square().mean() * (2 if numbers.any() else 1)
 
 
-def by_random(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+def by_random(model: nn.Module, x: torch.Tensor) -> Any:
     """Decide by a number that is drawn anew at each step."""
     return model(x).square().mean() * (2 if torch.randint(0, 2, (1,)).bool() else 1)
 
 
-def by_batch(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+def by_batch(model: nn.Module, x: torch.Tensor) -> Any:
     """Decide over the batch."""
     return model(x).square().mean() * (2 if (x > 0).all() else 1)
 
 
-def by_parameter(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+def by_parameter(model: nn.Module, x: torch.Tensor) -> Any:
     """Decide over a weight, rounded to integers."""
     weight = next(model.parameters())
     return model(x).square().mean() * (2 if weight.long().any() else 1)
