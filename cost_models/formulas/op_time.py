@@ -29,6 +29,10 @@ _CPU_DECODING_BYTES = {
     "int10": 4.0,
     "int12": 3.2,
     "int4": 3.5,
+    "q8_0": 2.2,
+    "q4_0": 3.0,
+    "q4_k": 3.5,
+    "q6_k": 4.0,
 }
 _FUSED_ROWS = 16
 _GPU_COMPUTE_BYTES = 2

@@ -14,6 +14,10 @@ a range of rows, or a single one, is a range of bytes like that of any weight.
     scale per group of columns, then one float16 minimum per group. A value is ``q * scale + minimum``.
 
 Zeros fill every row up to a multiple of ``ROW_ALIGNMENT``, so that rows start where wide loads may.
+
+``q8_0``, ``q4_0``, ``q4_k``, ``q6_k``
+    What llama.cpp's files hold, byte for byte: blocks of so many values one after the other, each with its
+    scales. Nothing is packed in these here. ``formats.blocks`` says what is in a block.
 """
 
 from __future__ import annotations
@@ -30,7 +34,13 @@ LOW_BITS: Final[Mapping[str, int]] = MappingProxyType(
 )
 """Forms of signed numbers, and how many bits of these lie beside the upper eight."""
 FORMS = (*LOW_BITS, "int4")
-"""The forms that are row-packed; every other form is a plain matrix of its dtype."""
+"""The forms that weights are packed in here."""
+BLOCKS: Final[Mapping[str, tuple[int, int]]] = MappingProxyType(
+    {"q8_0": (32, 34), "q4_0": (32, 18), "q4_k": (256, 144), "q6_k": (256, 210)}
+)
+"""Forms that files are read in: values of a block, and its bytes."""
+PACKED_FORMS = (*FORMS, *BLOCKS)
+"""The forms whose rows are bytes; every other form is a plain matrix of its dtype."""
 GROUPS = (16, 32, 64, 128)
 """How many columns may share a scale, and in ``int4`` a minimum."""
 DEFAULT_GROUPS: Final[Mapping[str, int]] = MappingProxyType(
@@ -113,6 +123,11 @@ def packed_parts(form: str, columns: int, group: int) -> Parts:
     )
 
 
+def group_of(form: str) -> int:
+    """Return how many columns share a scale, or a block, in a packed form; 0 in others."""
+    return BLOCKS[form][0] if form in BLOCKS else DEFAULT_GROUPS.get(form, 0)
+
+
 def largest_value(form: str) -> int:
     """Return the largest ``q`` of a form of signed numbers; the smallest is its negative."""
     return (1 << 7 + LOW_BITS[form]) - 1
@@ -122,8 +137,13 @@ def row_bytes(form: str, columns: int, group: int) -> int:
     """Return the bytes from the start of one packed row to the start of the next.
 
     Raises:
-        ValueError: as ``packed_parts`` does.
+        ValueError: as ``packed_parts`` does; or blocks do not divide the columns.
     """
+    if form in BLOCKS:
+        num_values, block_bytes = BLOCKS[form]
+        if columns < 1 or columns % num_values:
+            raise ValueError(f"{form} has blocks of {num_values} values, which {columns} columns are not made of")
+        return columns // num_values * block_bytes
     return packed_parts(form, columns, group).row_bytes
 
 

@@ -3,7 +3,7 @@
 A weight arrives in fewer bytes than it is computed in. ``wire_linear`` decodes it in blocks of rows into a
 scratch that stays in the caches and multiplies block by block, so no decoded weight is ever whole in memory; where
 compiled ``Kernels`` are installed, they multiply few rows without any scratch, and decode.
-Wire forms are ``bfloat16`` and ``float16``, plain matrices, and the row-packed ones of ``packing``. What differs
+Wire forms are ``bfloat16`` and ``float16``, plain matrices, and the packed ones of ``layout``. What differs
 from group to group alone is taken out of the product where it can be: ``int4`` adds its minima by the sums of
 each group of inputs.
 """
@@ -15,13 +15,15 @@ from typing import Final, Protocol
 
 import torch
 
+from gascompile.formats.blocks import decode_blocks, decode_bytes
 from gascompile.formats.layout import (
-    DEFAULT_GROUPS,
-    FORMS,
+    BLOCKS,
     GROUPS_PER_STEP,
     INT4_LARGEST,
     LARGEST_CODE,
     LOW_BITS,
+    PACKED_FORMS,
+    group_of,
     packed_parts,
     row_bytes,
 )
@@ -58,7 +60,7 @@ class Kernels(Protocol):
         ...
 
     def decode(self, out: torch.Tensor, weight: torch.Tensor, form: str, group: int) -> bool:
-        """Write the values of packed rows of signed numbers into ``out``, a matrix."""
+        """Write the values of packed rows, of any form but ``int4``, into ``out``, a matrix."""
         ...
 
 
@@ -89,11 +91,13 @@ class FormSpec:
 
     stored: str
     wire: str
+    interleaved_heads: int = 0
+    """As ``WeightSource`` has it."""
 
     @property
     def group(self) -> int:
-        """Columns that share a scale in a packed form; 0 in others."""
-        return DEFAULT_GROUPS.get(self.wire, 0)
+        """Columns that share a scale or a block in a packed form; 0 in others."""
+        return group_of(self.wire)
 
 
 def wire_matrix(form: str, rows: int, columns: int, group: int) -> tuple[str, tuple[int, int]]:
@@ -129,23 +133,26 @@ def linear_into(
     for begin in range(0, weight.shape[0], scratch.shape[0]):
         rows = weight[begin : begin + scratch.shape[0]]
         block, part = scratch[: rows.shape[0]], out[:, begin : begin + rows.shape[0]]
-        if form not in FORMS:
+        if form not in PACKED_FORMS:
             block.copy_(rows)
         elif x.dtype == torch.float32:
-            _signed_into(block, rows, form, group)
+            _values_into(block, rows, form, group)
         else:
             block.copy_(decoded(rows, form, columns, group, torch.float32))
         torch.mm(x, block.t(), out=part)
 
 
-def _signed_into(out: torch.Tensor, rows: torch.Tensor, form: str, group: int) -> None:
-    """Write the values of packed rows of signed numbers into ``out``, ``[..., columns]`` in float32."""
+def _values_into(out: torch.Tensor, rows: torch.Tensor, form: str, group: int) -> None:
+    """Write the values of packed rows, but of ``int4``, into ``out``, ``[..., columns]`` in float32."""
     kernels = _kernels.get(out.device.type)
     if kernels is None or not kernels.decode(out, rows, form, group):
-        _plain_signed_into(out, rows, form, group)
+        _plain_values_into(out, rows, form, group)
 
 
-def _plain_signed_into(out: torch.Tensor, rows: torch.Tensor, form: str, group: int) -> None:
+def _plain_values_into(out: torch.Tensor, rows: torch.Tensor, form: str, group: int) -> None:
+    if form in BLOCKS:
+        decode_blocks(out, rows, form)
+        return
     columns, low_bits = out.shape[-1], LOW_BITS[form]
     parts = packed_parts(form, columns, group)
     out.copy_(rows[..., :columns].view(torch.int8))
@@ -202,12 +209,12 @@ def decoded(
 
     A value is computed in float32 and rounded once; ``plain`` keeps to plain torch, whatever is installed.
     """
-    if form not in FORMS:
+    if form not in PACKED_FORMS:
         return rows.to(dtype)
     _check_width(rows, form, columns, group)
     if form != "int4":
         values = torch.empty((*rows.shape[:-1], columns), device=rows.device)
-        (_plain_signed_into if plain else _signed_into)(values, rows, form, group)
+        (_plain_values_into if plain else _values_into)(values, rows, form, group)
         return values.to(dtype)
     num_groups = columns // group
     packed = rows[..., : columns // 2]
@@ -222,7 +229,7 @@ def decoded(
 
 def _check_width(rows: torch.Tensor, form: str, columns: int, group: int) -> None:
     """Refuse rows of another layout: earlier versions kept other scales."""
-    if form in FORMS and rows.shape[-1] != row_bytes(form, columns, group):
+    if form in PACKED_FORMS and rows.shape[-1] != row_bytes(form, columns, group):
         raise ValueError(
             f"{columns} columns as {form} in groups of {group} take {row_bytes(form, columns, group)} bytes a row, "
             f"and these rows have {rows.shape[-1]}: they were packed by another version; compile the model again"
@@ -321,7 +328,7 @@ def _decode(
 def _decode_shape(
     rows: torch.Tensor, form: str, columns: int, group: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    return rows.new_empty((*rows.shape[:-1], columns) if form in FORMS else rows.shape, dtype=dtype)
+    return rows.new_empty((*rows.shape[:-1], columns) if form in PACKED_FORMS else rows.shape, dtype=dtype)
 
 
 _LIBRARY = torch.library.Library("gascompile", "FRAGMENT")
@@ -350,7 +357,7 @@ def linear_workspace_bytes(x: torch.Tensor, weight: torch.Tensor, form: str, gro
     size_bytes = block * columns * itemsize + _FEW_BYTES
     if not x.is_contiguous():
         size_bytes += m * columns * itemsize
-    if form not in FORMS:
+    if form not in PACKED_FORMS:
         return size_bytes
     num_scales = block * -(-columns // group)
     if x.dtype != torch.float32:
@@ -368,8 +375,11 @@ def decode_workspace_bytes(
     num_rows: int, columns: int, form: str, group: int, dtype_bytes: int = 4
 ) -> int:
     """Return at least what decoding wire rows allocates at once beside its result."""
-    if form not in FORMS:
+    if form not in PACKED_FORMS:
         return _FEW_BYTES
+    if form in BLOCKS:
+        plain_bytes = decode_bytes(num_rows, columns, form)
+        return _FEW_BYTES + plain_bytes + (4 * num_rows * columns if dtype_bytes != 4 else 0)
     parts = packed_parts(form, columns, group)
     row_bytes = columns // 2 + parts.num_scales * (2 + 4)
     if form != "int4":

@@ -15,7 +15,7 @@ from torch import fx
 
 from gascompile.core.program import BoundSpec, Program
 from gascompile.core.workload import Forms
-from gascompile.formats.layout import FORMS
+from gascompile.formats.layout import PACKED_FORMS
 from gascompile.formats.ops import DECODE, LINEAR, FormSpec, wire_matrix
 
 _EMBEDDING = torch.ops.aten.embedding.default
@@ -61,12 +61,12 @@ def _check(program: Program, name: str, spec: FormSpec) -> None:
     if name not in program.bound or name in program.states:
         raise ValueError(f"'{name}' is no weight of '{program.name}'")
     shape = program.bound[name].shape
-    if spec.wire in FORMS and len(shape) != 2:
+    if spec.wire in PACKED_FORMS and len(shape) != 2:
         raise ValueError(f"'{name}' has the shape {list(shape)}; {spec.wire} is for matrices")
 
 
 def _wire_spec(bound: BoundSpec, spec: FormSpec) -> BoundSpec:
-    if spec.wire not in FORMS:
+    if spec.wire not in PACKED_FORMS:
         return BoundSpec(dtype=spec.wire, shape=bound.shape)
     rows, columns = bound.shape
     dtype, shape = wire_matrix(spec.wire, rows, columns, spec.group)

@@ -57,12 +57,12 @@ float of_bfloat16(const uint8_t* from) {
 float of_float16(const uint8_t* from) {
   uint16_t half;
   std::memcpy(&half, from, 2);
-  // Exact for all but infinities, which packing refuses. Subnormals go by integers: where the processor takes those of
-  // float32 for zeros, these are none.
+  // Exact. Subnormals go by integers: where the processor takes those of float32 for zeros, these are none.
   const uint32_t size = half & 0x7fff;
   float found = static_cast<float>(size) * 0x1p-24f;
   if (size >= 0x400) {
-    const uint32_t bits = (size << 13) + ((127 - 15) << 23);
+    // Infinities and what is no number have the largest exponent in both.
+    const uint32_t bits = (size << 13) + ((size >= 0x7c00 ? 255 - 31 : 127 - 15) << 23);
     std::memcpy(&found, &bits, 4);
   }
   return half & 0x8000 ? -found : found;
@@ -176,12 +176,93 @@ struct Int4Row {
   }
 };
 
+Floats floats(Numbers numbers) { return __builtin_convertvector(numbers, Floats); }
+
+// Rows of llama.cpp's blocks, which gascompile/formats/blocks.py describes. A scale times a small whole number is exact,
+// so every value is rounded once at most, whichever product comes first.
+struct Q8_0Row {
+  Layout of;
+  template <class Take, class Rest>
+  void operator()(const uint8_t* row, Take take, Rest) const {
+    for (int64_t column = 0; column < of.columns; column += 32, row += 34) {
+      const float scale = of_float16(row);
+      for (int i = 0; i < 32; i += kLanes)
+        take(column + i, floats(widened(load<Signed>(row + 2 + i))) * scale);
+    }
+  }
+};
+
+struct Q4_0Row {
+  Layout of;
+  template <class Take, class Rest>
+  void operator()(const uint8_t* row, Take take, Rest) const {
+    for (int64_t column = 0; column < of.columns; column += 32, row += 18) {
+      const float scale = of_float16(row);
+      const Numbers both = widened(load<Bytes>(row + 2));
+      take(column, floats((both & 15) - 8) * scale);
+      take(column + 16, floats((both >> 4) - 8) * scale);
+    }
+  }
+};
+
+struct Q4_KRow {
+  Layout of;
+  template <class Take, class Rest>
+  void operator()(const uint8_t* row, Take take, Rest) const {
+    for (int64_t column = 0; column < of.columns; column += 256, row += 144) {
+      const float d = of_float16(row), dmin = of_float16(row + 2);
+      const uint8_t* coded = row + 4;
+      float scales[8], minima[8];
+      for (int i = 0; i < 4; ++i) {
+        scales[i] = d * (coded[i] & 63);
+        minima[i] = dmin * (coded[i + 4] & 63);
+        scales[i + 4] = d * ((coded[i + 8] & 15) | (coded[i] >> 6 << 4));
+        minima[i + 4] = dmin * ((coded[i + 8] >> 4) | (coded[i + 4] >> 6 << 4));
+      }
+      for (int run = 0; run < 8; run += 2)
+        for (int i = 0; i < 32; i += kLanes) {
+          const Numbers both = widened(load<Bytes>(row + 16 + run * 16 + i));
+          take(column + run * 32 + i, floats(both & 15) * scales[run] - minima[run]);
+          take(column + run * 32 + 32 + i, floats(both >> 4) * scales[run + 1] - minima[run + 1]);
+        }
+    }
+  }
+};
+
+struct Q6_KRow {
+  Layout of;
+  template <class Take, class Rest>
+  void operator()(const uint8_t* row, Take take, Rest) const {
+    for (int64_t column = 0; column < of.columns; column += 256, row += 210) {
+      const float d = of_float16(row + 208);
+      float scales[16];
+      for (int i = 0; i < 16; ++i) scales[i] = d * static_cast<int8_t>(row[192 + i]);
+      for (int half = 0; half < 2; ++half)
+        for (int i = 0; i < 32; i += kLanes) {
+          const uint8_t* from = row + half * 64 + i;
+          const Numbers first = widened(load<Bytes>(from)), second = widened(load<Bytes>(from + 32));
+          const Numbers upper = widened(load<Bytes>(row + 128 + half * 32 + i));
+          const float* scale = scales + half * 8 + i / 16;
+          const int64_t to = column + half * 128 + i;
+          take(to, floats(((first & 15) | ((upper & 3) << 4)) - 32) * scale[0]);
+          take(to + 32, floats(((second & 15) | ((upper >> 2 & 3) << 4)) - 32) * scale[2]);
+          take(to + 64, floats(((first >> 4) | ((upper >> 4 & 3) << 4)) - 32) * scale[4]);
+          take(to + 96, floats(((second >> 4) | ((upper >> 6) << 4)) - 32) * scale[6]);
+        }
+    }
+  }
+};
+
 // Calls `call` with the reader of rows of a form; returns 1 where a layout is for none.
 template <class Call>
 int for_form(int64_t form, const Layout& of, Call call) {
   switch (form) {
     case 16: call(Bfloat16Row{of}); return 0;
     case 4: if (of.group % (2 * kLanes)) return 1; call(Int4Row{of}); return 0;
+    case 108: call(Q8_0Row{of}); return 0;
+    case 104: call(Q4_0Row{of}); return 0;
+    case 204: call(Q4_KRow{of}); return 0;
+    case 206: call(Q6_KRow{of}); return 0;
     default: break;
   }
   if (of.group % kLanes || (of.low_bits && of.low_bytes % kLanes)) return 1;

@@ -14,7 +14,7 @@ import torch
 
 from gascompile.core.own_files import load_own
 from gascompile.formats import ops as wire_ops
-from gascompile.formats.layout import FORMS, LOW_BITS, packed_parts, row_bytes
+from gascompile.formats.layout import BLOCKS, FORMS, LOW_BITS, PACKED_FORMS, packed_parts, row_bytes
 
 SOURCE: Final = "packed.cpp"
 MAX_FEW_ROWS: Final = 4
@@ -26,6 +26,10 @@ _CODES: Final = {
     "bfloat16": 16,
     "int4": 4,
     **{form: 8 + low_bits for form, low_bits in LOW_BITS.items()},
+    "q8_0": 108,
+    "q4_0": 104,
+    "q4_k": 204,
+    "q6_k": 206,
 }
 _NUMBER, _ADDRESS = ctypes.c_int64, ctypes.c_void_p
 
@@ -101,8 +105,8 @@ class WireKernels:
         )  # fmt: skip
 
     def decode(self, out: torch.Tensor, weight: torch.Tensor, form: str, group: int) -> bool:
-        """Write the values of packed rows of signed numbers into ``out``, ``[rows, columns]``."""
-        if form not in LOW_BITS or out.dim() != 2 or not out.is_contiguous():
+        """Write the values of packed rows, of any form but ``int4``, into ``out``, ``[rows, columns]``."""
+        if form not in (*LOW_BITS, *BLOCKS) or out.dim() != 2 or not out.is_contiguous():
             return False
         if not (_is_float32(out) and _is_rows(weight, out.shape[1], form, group)):
             return False
@@ -180,7 +184,7 @@ def _is_float32(tensor: torch.Tensor) -> bool:
 
 
 def _is_rows(weight: torch.Tensor, columns: int, form: str, group: int) -> bool:
-    is_packed = form in FORMS
+    is_packed = form in PACKED_FORMS
     return (
         weight.device.type == "cpu"
         and weight.dim() == 2

@@ -17,7 +17,7 @@ from gascompile.capture.saved.call_types import check_call_type
 from gascompile.core.errors import FormatError
 from gascompile.core.strides import span_elements
 from gascompile.core.tiles import base_name, parse_tile
-from gascompile.formats.layout import FORMS
+from gascompile.formats.layout import PACKED_FORMS
 
 MAX_NODES: Final = 1 << 20
 MAX_ITEMS: Final = 1 << 16
@@ -45,7 +45,7 @@ WORDS: Final = frozenset(
         "none", "tanh", "constant", "reflect", "replicate", "circular", "floor", "trunc", "fro", "nuc", "sum", "prod",
         "mean", "amax", "amin", "ij", "xy", "left", "right", "reduced", "complete", "r", "linear", "lower", "higher",
         "midpoint", "nearest", "backward", "ortho", "forward", "L", "U", "gesvd", "gesvdj", "gesvda", "gels", "gelsy",
-        "gelsd", "gelss", "float32", *FORMS, "bfloat16", "float16",
+        "gelsd", "gelss", "float32", *PACKED_FORMS, "bfloat16", "float16",
     }
 )  # fmt: skip
 """Texts that ops take; beside them only the equation of ``einsum``."""
