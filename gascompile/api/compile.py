@@ -217,7 +217,7 @@ class Job:
         """Trace the model; see ``gascompile.capture.export``."""
         from gascompile.capture.export import capture
         from gascompile.precision.calibration import calibrate
-        from gascompile.precision.choice import stored_dtypes
+        from gascompile.precision.choice import stored_sources
         from gascompile.precision.trials import Forming
 
         with task(f"Capturing {type(self.model).__name__}"):
@@ -228,7 +228,10 @@ class Job:
             captured = capture(self.model, args, kwargs, dynamic_shapes=shapes, history=past)
         program = with_held_tensors(captured.program, self.model, captured.constants)
         checkpoint = self.open_checkpoint()
-        stored = stored_dtypes(program, captured.canonical, checkpoint)
+        sources = stored_sources(program, captured.canonical, checkpoint)
+        stored = {name: bound.dtype for name, bound in program.bound.items()}
+        stored |= {name: source.dtype for name, source in sources.items()}
+        heads = {n: s.interleaved_heads for n, s in sources.items() if s.interleaved_heads}
 
         def measured(exact: Program) -> Mapping[str, Sensitivity] | None:
             found = self._resolve(exact, captured.canonical, captured.constants, checkpoint)
@@ -237,7 +240,7 @@ class Job:
         def predicted_s(candidate: Program) -> float:
             return self.place(candidate, {}).certificate.predicted_s
 
-        forming = Forming(program, stored, measured if self.weighs else None)
+        forming = Forming(program, stored, measured if self.weighs else None, heads)
         return replace(captured, program=forming.formed(self.config.weights, predicted_s))
 
     def place(self, program: Program, prints: Mapping[str, str]) -> Plan:
@@ -328,7 +331,7 @@ def compile(  # noqa: A001 - the public name, as in torch.compile
             ``None`` allows what the machine holds.
         example_inputs: tuple or dict of inputs to plan for now. Without it, a plan is made at the first call
             of each input signature.
-        checkpoint: .safetensors file, sharded or Hugging Face directory; read in place, never loaded whole.
+        checkpoint: .safetensors or .gguf file, sharded or Hugging Face directory; read in place, never loaded whole.
         dynamic_shapes: as ``torch.export.export`` takes it; the plan holds for the upper bounds.
         machine: ``None`` for this machine, measured once and remembered; or a preset's name or a file.
             ``"emulated"`` runs on an accelerator made of RAM and paced copies.

@@ -101,9 +101,9 @@ def check_stamp(stamp: FileStamp, *, rehash: bool) -> None:
 def _digest_now(stamp: FileStamp) -> str:
     from gascompile.bundles.bundle import content_stamp
     from gascompile.core.progress import task
-    from gascompile.weights.checkpoint import read_safetensors_header
+    from gascompile.weights.checkpoint import header_digest
 
     if not stamp.digest.startswith("content:"):
-        return read_safetensors_header(Path(stamp.path))[1].digest
+        return header_digest(Path(stamp.path))
     with task(f"Checking {Path(stamp.path).name}", stamp.size_bytes) as advance:
         return content_stamp(replace(stamp), advance).digest

@@ -33,11 +33,14 @@ class WeightSource:
 
     name: str
     dtype: str
-    """torch's name without the ``torch.`` prefix."""
+    """torch's name without the ``torch.`` prefix; or a packed form, of which the shape is that of the values."""
     shape: tuple[int, ...]
     extents: tuple[Extent, ...]
     stride: tuple[int, ...] = ()
     """Strides of the tensor whose first to last element the bytes are; empty for a contiguous one."""
+    interleaved_heads: int = 0
+    """Of so many heads the rows lie pair by pair, one of each half of the head, as llama.cpp keeps what rotary
+    positions turn; 0 where rows are in order. Whoever reads values has to bring them in order, or refuse."""
 
     @property
     def size_bytes(self) -> int:

@@ -37,6 +37,8 @@ class Forms:
     stored: str
     wire: str
     compute: str
+    interleaved_heads: int | None = field(default=None, metadata={"left_out": True})
+    """Heads whose rows lie pair by pair, as ``WeightSource`` has it; the graph brings results in order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

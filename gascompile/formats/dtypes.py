@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from gascompile.core.program import BoundSpec, Program
+from gascompile.formats.layout import BLOCKS
 
 FLOATING = frozenset(("float64", "float32", "bfloat16", "float16"))
 _WIDER = {
@@ -16,7 +17,9 @@ _WIDER = {
 
 
 def is_lossless(stored: str, compute: str) -> bool:
-    """Return whether every value of ``stored`` is one of ``compute``."""
+    """Return whether every value of ``stored`` is one of ``compute``; those of blocks are float32."""
+    if stored in BLOCKS:
+        stored = "float32"
     return stored == compute or compute in _WIDER.get(stored, ())
 
 

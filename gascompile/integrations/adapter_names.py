@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -50,7 +51,7 @@ def with_base_names(model: nn.Module, checkpoint: Checkpoint) -> Checkpoint:
                 "True), or load_state_dict(..., assign=True)"
             )
     sources = {name: s for name, s in found.items() if name in tensors or name not in moved}
-    return Checkpoint(sources=sources, stamps=checkpoint.stamps)
+    return replace(checkpoint, sources=sources)
 
 
 def _is_added(name: str, names: Iterable[str]) -> bool:
@@ -69,4 +70,4 @@ def _named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _renamed(source: WeightSource, name: str) -> WeightSource:
-    return WeightSource(name=name, dtype=source.dtype, shape=source.shape, extents=source.extents)
+    return replace(source, name=name)

@@ -10,12 +10,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from gascompile.core.errors import CheckpointError
 from gascompile.core.sources import Extent, WeightSource
 from gascompile.integrations.adapter_names import base_name, with_base_names
+from gascompile.integrations.gguf_names import with_gguf_names
 from gascompile.integrations.huggingface import strip_prefix, transformers_models
 from gascompile.weights.checkpoint import Checkpoint
 
@@ -38,7 +39,9 @@ def with_model_names(model: Any, checkpoint: Checkpoint) -> Checkpoint:
         CheckpointError: a conversion needs arithmetic or a transpose, so the bytes cannot be used in place; or an
             adapter has no values.
     """
-    return with_base_names(model, _of_library(model, checkpoint))
+    is_gguf = checkpoint.gguf is not None
+    found = with_gguf_names(model, checkpoint) if is_gguf else _of_library(model, checkpoint)
+    return with_base_names(model, found)
 
 
 def _of_library(model: Any, checkpoint: Checkpoint) -> Checkpoint:
@@ -103,7 +106,7 @@ def _natural_order(name: str) -> tuple[tuple[int, int, str], ...]:
 
 
 def _renamed(source: WeightSource, name: str) -> WeightSource:
-    return WeightSource(name=name, dtype=source.dtype, shape=source.shape, extents=source.extents)
+    return replace(source, name=name)
 
 
 def _convert(

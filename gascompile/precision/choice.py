@@ -18,9 +18,10 @@ import torch
 
 from gascompile.core.errors import UnsupportedOpError
 from gascompile.core.program import Program
+from gascompile.core.sources import WeightSource
 from gascompile.formats.allocation import CEILINGS, TARGETS, UNMEASURED_CEILINGS, Choice, allocate
 from gascompile.formats.dtypes import FLOATING, is_lossless
-from gascompile.formats.layout import DEFAULT_GROUPS, FORMS, LOW_BITS
+from gascompile.formats.layout import BLOCKS, DEFAULT_GROUPS, FORMS, LOW_BITS
 from gascompile.formats.ops import FormSpec, wire_matrix
 from gascompile.weights.checkpoint import Checkpoint
 
@@ -54,22 +55,21 @@ def is_stored_losslessly(program: Program, stored: Mapping[str, str]) -> bool:
     return all(is_lossless(stored[name], program.bound[name].dtype) for name in weights)
 
 
-def stored_dtypes(
+def stored_sources(
     program: Program, canonical: Mapping[str, str], checkpoint: Checkpoint | None
-) -> dict[str, str]:
-    """Return the dtype in which every weight lies in the checkpoint, or else in the model."""
-    found = {name: bound.dtype for name, bound in program.bound.items()}
+) -> dict[str, WeightSource]:
+    """Return where the weights of the program that the checkpoint holds lie in it."""
     if checkpoint is None:
-        return found
-    aliases: dict[str, list[str]] = {name: [name] for name in found}
+        return {}
+    aliases: dict[str, list[str]] = {name: [name] for name in program.bound}
     for name, first in canonical.items():
         if first in aliases:
             aliases[first].append(name)
-    for name, names in aliases.items():
-        source = next((checkpoint.sources[n] for n in names if n in checkpoint.sources), None)
-        if source is not None:
-            found[name] = source.dtype
-    return found
+    return {
+        name: next(checkpoint.sources[n] for n in names if n in checkpoint.sources)
+        for name, names in aliases.items()
+        if any(n in checkpoint.sources for n in names)
+    }
 
 
 def choose_forms(
@@ -77,8 +77,9 @@ def choose_forms(
     stored: Mapping[str, str],
     weights: str | None,
     sensitivities: Mapping[str, Sensitivity] | None = None,
+    interleaved: Mapping[str, int] | None = None,
 ) -> dict[str, FormSpec]:
-    """Return the form of every weight that moves in another one than it is computed in.
+    """Return the form of every weight that moves in another one, or with its rows in another order, than it is used.
 
     Args:
         program: as captured.
@@ -86,10 +87,18 @@ def choose_forms(
         weights: ``None``, ``bf16``, ``int8`` or ``int4``; ``form_trials`` tells which of them is fastest.
         sensitivities: of the weights that ``matrices_to_pack`` names, as measured. Without them the first layers
             that run count most, as all others pass their errors on.
+        interleaved: heads of the weights whose rows lie pair by pair.
 
     Raises:
-        UnsupportedOpError: ``weights`` asks for a form, and no weight of the program can have it.
+        UnsupportedOpError: ``weights`` asks for a form, and no weight of the program can have it, or they have one.
     """
+    heads = interleaved or {}
+    blocks = next((form for form in stored.values() if form in BLOCKS), None)
+    if blocks is not None and weights in TRIED:
+        raise UnsupportedOpError(
+            f"the checkpoint holds weights in {blocks}: packing them again as {weights} would lose more; leave "
+            "weights= out, and they move as they are stored"
+        )
     matrices = _matrices(program) if weights is not None else {}
     lossy: dict[str, str] = {}
     if weights == "bf16":
@@ -105,12 +114,16 @@ def choose_forms(
     for name, bound in program.bound.items():
         if name in program.states or bound.dtype not in FLOATING or bound.stride is not None:
             continue
-        kept = stored[name] if is_lossless(stored[name], bound.dtype) else bound.dtype
+        has_blocks = stored[name] in BLOCKS
+        is_kept = has_blocks or is_lossless(stored[name], bound.dtype)
+        kept = stored[name] if is_kept else bound.dtype
         wire = lossy.get(name, kept)
-        if _bits(wire) >= _bits(kept):
+        if has_blocks or _bits(wire) >= _bits(kept):
             wire = kept
-        if wire != bound.dtype:
-            found[name] = FormSpec(stored=stored[name], wire=wire)
+        if wire != bound.dtype or name in heads:
+            found[name] = FormSpec(
+                stored=stored[name], wire=wire, interleaved_heads=heads.get(name, 0)
+            )
     return found
 
 

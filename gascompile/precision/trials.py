@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from gascompile.core.errors import InfeasiblePlanError, UnsupportedOpError
 from gascompile.core.program import Program
 from gascompile.core.sizes import format_time
+from gascompile.formats.layout import BLOCKS
 from gascompile.passes.graph.change_formats import change_forms
 from gascompile.precision.choice import TRIED as PACKED
 from gascompile.precision.choice import choose_forms, is_stored_losslessly
@@ -32,6 +33,8 @@ class Forming:
     """Dtype of every weight in its file."""
     measured: Callable[[Program], Mapping[str, Sensitivity] | None] | None
     """Given the program that moves its weights as they are stored, gives their sensitivities; called once at most."""
+    interleaved: Mapping[str, int] = field(default_factory=dict)
+    """Heads of the weights whose rows lie pair by pair in their file."""
     _found: list[Mapping[str, Sensitivity] | None] = field(default_factory=list)
 
     def formed(self, weights: str | None, predicted_s: Callable[[Program], float]) -> Program:
@@ -44,8 +47,9 @@ class Forming:
         return fastest_form(self._in, predicted_s) if weights == "auto" else self._in(weights)
 
     def _in(self, weights: str | None) -> Program:
-        found = self._sensitivities() if weights in PACKED else None
-        forms = choose_forms(self.program, self.stored, weights, found)
+        is_packed = any(form in BLOCKS for form in self.stored.values())
+        found = self._sensitivities() if weights in PACKED and not is_packed else None
+        forms = choose_forms(self.program, self.stored, weights, found, self.interleaved)
         return change_forms(self.program, forms)
 
     def _sensitivities(self) -> Mapping[str, Sensitivity] | None:

@@ -1,4 +1,4 @@
-"""Checkpoints: where in which safetensors file each weight lies. Headers are read, weights are not."""
+"""Checkpoints: where in which safetensors or GGUF file each weight lies. Headers are read, weights are not."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from gascompile.core.files import is_file, is_folder, open_regular
 from gascompile.core.model_libraries import model_libraries
 from gascompile.core.serial import parse_json, read_json
 from gascompile.core.sources import Extent, FileStamp, WeightSource
+from gascompile.weights.gguf import MAGIC, Scalar, read_gguf_header
 
 if TYPE_CHECKING:
     from torch import nn
@@ -25,6 +26,7 @@ _MAX_HEADER_BYTES = 100 << 20
 """The limit of the safetensors format itself."""
 
 _MAX_DIMENSIONS = 64
+_PICKLED = frozenset((".bin", ".pt", ".pth", ".ckpt"))
 
 _DTYPES = {
     "F64": ("float64", 8), "F32": ("float32", 4), "F16": ("float16", 2), "BF16": ("bfloat16", 2),
@@ -52,16 +54,21 @@ class Checkpoint:
 
     sources: Mapping[str, WeightSource]
     stamps: tuple[FileStamp, ...]
+    gguf: Mapping[str, Scalar] | None = None
+    """What a GGUF file says of its model, whose names are llama.cpp's; ``None`` of other files."""
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
-    """Read the headers of a .safetensors file, a sharded directory or a Hugging Face directory.
+    """Read the headers of a .safetensors or .gguf file, a sharded directory or a Hugging Face directory.
 
     Raises:
-        CheckpointError: a file is missing, truncated, corrupt or not safetensors.
+        CheckpointError: a file is missing, truncated, corrupt or neither of the two.
     """
     root = Path(path)
     files = _files(root)
+    if len(files) == 1 and starts_with(files[0], MAGIC):
+        header = read_gguf_header(files[0])
+        return Checkpoint(sources=header.sources, stamps=(header.stamp,), gguf=header.metadata)
     sources: dict[str, WeightSource] = {}
     stamps = []
     for file in files:
@@ -82,8 +89,8 @@ def _files(root: Path) -> list[Path]:
         return [root]
     if not is_folder(root):
         raise CheckpointError(
-            f"there is no checkpoint at {ascii(str(root))[:1000]}: pass a .safetensors file or a directory that holds "
-            "some"
+            f"there is no checkpoint at {ascii(str(root))[:1000]}: pass a .safetensors or .gguf file or a directory "
+            "that holds some"
         )
     index = root / _INDEX
     if is_file(index):
@@ -98,13 +105,35 @@ def _files(root: Path) -> list[Path]:
     files = sorted(root.glob("*.safetensors"))
     if files:
         return files
-    pickled = sorted([*root.glob("*.bin"), *root.glob("*.pt"), *root.glob("*.pth")])
+    files = sorted(root.glob("*.gguf"))
+    if len(files) > 1:
+        raise CheckpointError(
+            f"{root} holds {len(files)} .gguf files; pass the one that is meant, such as {files[0].name}"
+        )
+    if files:
+        return files
+    pickled = sorted(path for path in root.iterdir() if path.suffix in _PICKLED)
     if pickled:
         raise CheckpointError(
             f"{root} holds {pickled[0].name} but no .safetensors file; pickled weights cannot be read in place: "
             "convert them once with model.save_pretrained(folder)"
         )
     raise CheckpointError(f"{root} holds no .safetensors file")
+
+
+def starts_with(file: Path, magic: bytes) -> bool:
+    """Return whether a file begins with some bytes; not where it cannot be read."""
+    try:
+        with open(open_regular(file), "rb") as stream:
+            return stream.read(len(magic)) == magic
+    except (OSError, StorageError):
+        return False
+
+
+def header_digest(file: Path) -> str:
+    """Return the digest that the stamp of a file has; raises ``CheckpointError``."""
+    (stamp,) = open_checkpoint(file).stamps
+    return stamp.digest
 
 
 def _shards(index: Path) -> list[str]:
@@ -129,6 +158,13 @@ def _shards(index: Path) -> list[str]:
 
 def read_safetensors_header(file: Path) -> tuple[dict[str, WeightSource], FileStamp]:
     """Return the tensors of one safetensors file and its stamp; raises ``CheckpointError``."""
+    if starts_with(file, b"PK\x03\x04") or (
+        file.suffix in _PICKLED and starts_with(file, b"\x80")
+    ):
+        raise CheckpointError(
+            f"{file} holds pickled weights, which cannot be read in place: convert them once with "
+            "torch.load(file, weights_only=True) and safetensors.torch.save_file"
+        )
     try:
         with open(open_regular(file), "rb") as stream:
             stat = os.fstat(stream.fileno())

@@ -15,7 +15,10 @@ from gascompile.core.model_libraries import ignorable_weights, rebuild_buffers
 from gascompile.core.program import BoundSpec, Program
 from gascompile.core.sizes import reserve_bytes
 from gascompile.core.sources import FileStamp, WeightSource
+from gascompile.core.workload import Forms
 from gascompile.formats.dtypes import FLOATING, as_computed, is_lossless
+from gascompile.formats.layout import BLOCKS, group_of
+from gascompile.formats.ops import wire_matrix
 from gascompile.weights.checkpoint import Checkpoint, has_own_values, match_weights
 from gascompile.weights.mapped import mapped_weights
 from gascompile.weights.memory_layout import as_span, with_strides
@@ -98,10 +101,14 @@ def resolve_weights(
     tensors: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
     tensors |= dict(model.named_buffers(remove_duplicate=False))
     needed = [name for name in program.bound if name not in constants]
+    forms = program.forms
     wire, program = program, as_computed(program, {n: tuple(t.shape) for n, t in tensors.items()})
     from_file = _from_checkpoint(
         model, program, needed, tensors, canonical, checkpoint, where, lossy=lossy
     )
+    _check_row_orders(from_file, forms, where)
+    # From here on rows are in the order in which the program takes them.
+    from_file = {n: replace(source, interleaved_heads=0) for n, source in from_file.items()}
     rest = [name for name in needed if name not in from_file]
     rebuilt = rebuild_buffers(model) if any(tensors[n].device.type == "meta" for n in rest) else {}
     held: dict[str, torch.Tensor] = {n: t for n, t in constants.items() if n in program.bound}
@@ -159,13 +166,36 @@ def _in_wire_forms(
         for name in sources
     }
     other = {name: wire for name, wire in wires.items() if wire != sources[name].dtype}
+    kept = {name: _as_lying(source) for name, source in sources.items() if name not in other}
     if not other:
-        return dict(sources), stamps
+        return kept, stamps
     from gascompile.weights.convert import Item, converted
 
     items = {name: Item(source=sources[name], wire=wire) for name, wire in other.items()}
     found = converted(items, stamps, store)
-    return {**sources, **found.sources}, (*stamps, *found.stamps)
+    return {**kept, **found.sources}, (*stamps, *found.stamps)
+
+
+def _as_lying(source: WeightSource) -> WeightSource:
+    """Return a weight of packed rows as the bytes that it is, as it moves; others as they are."""
+    if source.dtype not in BLOCKS:
+        return source
+    rows, columns = source.shape
+    dtype, shape = wire_matrix(source.dtype, rows, columns, group_of(source.dtype))
+    return replace(source, dtype=dtype, shape=shape)
+
+
+def _check_row_orders(
+    sources: Mapping[str, WeightSource], forms: Mapping[str, Forms], where: str
+) -> None:
+    """Refuse a weight whose rows lie in another order than the program takes them in."""
+    for name, source in sources.items():
+        taken = forms[name].interleaved_heads if name in forms else None
+        if source.interleaved_heads != (taken or 0):
+            raise CheckpointError(
+                f"the rows of '{name}' lie in {where} in another order than this program takes them; compile the "
+                "model again with this checkpoint"
+            )
 
 
 def _from_checkpoint(
@@ -204,7 +234,7 @@ def _from_checkpoint(
 
 
 def _may_be_rounded(stored: str, compute: str) -> bool:
-    return stored == compute or {stored, compute} <= FLOATING
+    return stored == compute or (stored in {*FLOATING, *BLOCKS} and compute in FLOATING)
 
 
 def _no_value(name: str, *, persistent: bool, where: str) -> CheckpointError:
@@ -220,6 +250,11 @@ def _no_value(name: str, *, persistent: bool, where: str) -> CheckpointError:
 
 def _read(source: WeightSource, where: str) -> torch.Tensor:
     """Read one small tensor that stays in RAM."""
+    if source.dtype in BLOCKS:
+        raise CheckpointError(
+            f"'{source.name}' lies packed in {where}, and calls change it or it has strides of its own; pass a "
+            "safetensors file"
+        )
     raw = bytearray()
     try:
         for extent in source.extents:

@@ -9,8 +9,18 @@ from typing import BinaryIO, Self
 
 import torch
 
-from gascompile.core.errors import StorageError
+from gascompile.core.errors import CheckpointError, StorageError
 from gascompile.core.sources import WeightSource
+from gascompile.formats.layout import BLOCKS
+
+
+def _dtype(source: WeightSource) -> torch.dtype:
+    if source.dtype in BLOCKS or source.interleaved_heads:
+        raise CheckpointError(
+            f"'{source.name}' does not lie in its file as rows of values in their order; pass a safetensors file"
+        )
+    dtype: torch.dtype = getattr(torch, source.dtype)
+    return dtype
 
 
 class WeightRows:
@@ -37,15 +47,14 @@ class WeightRows:
         Raises:
             StorageError: a file cannot be read, or has fewer bytes.
         """
-        dtype: torch.dtype = getattr(torch, source.dtype)
+        dtype = _dtype(source)
         row_bytes = columns * dtype.itemsize
         raw = self._bytes(source, begin * row_bytes, end * row_bytes)
         return torch.frombuffer(raw, dtype=dtype).view(-1, columns)
 
     def whole(self, source: WeightSource) -> torch.Tensor:
         """Return the whole weight in its shape; raises as ``rows`` does."""
-        size = math.prod(source.shape)
-        dtype: torch.dtype = getattr(torch, source.dtype)
+        size, dtype = math.prod(source.shape), _dtype(source)
         if not size:
             return torch.empty(source.shape, dtype=dtype)
         return self.rows(source, 0, 1, size).view(source.shape)

@@ -13,6 +13,7 @@ from dataclasses import replace
 import torch
 from torch import fx
 
+from gascompile.core.errors import UnsupportedOpError
 from gascompile.core.program import BoundSpec, Program
 from gascompile.core.workload import Forms
 from gascompile.formats.layout import PACKED_FORMS
@@ -20,6 +21,9 @@ from gascompile.formats.ops import DECODE, LINEAR, FormSpec, wire_matrix
 
 _EMBEDDING = torch.ops.aten.embedding.default
 _LINEAR = torch.ops.aten.linear.default
+_VIEW = torch.ops.aten.view.default
+_TRANSPOSE = torch.ops.aten.transpose.int
+_CLONE = torch.ops.aten.clone.default
 
 
 def change_forms(program: Program, forms: Mapping[str, FormSpec]) -> Program:
@@ -31,6 +35,7 @@ def change_forms(program: Program, forms: Mapping[str, FormSpec]) -> Program:
 
     Raises:
         ValueError: a name is no weight of the program, or its form is not for its shape.
+        UnsupportedOpError: rows of a weight are interleaved, and another op than a linear layer reads it.
     """
     if not forms:
         return program
@@ -46,12 +51,21 @@ def change_forms(program: Program, forms: Mapping[str, FormSpec]) -> Program:
     for node in list(graph.nodes):
         bound_name = program.bindings.get(node.name, "") if node.op == "placeholder" else ""
         if bound_name in forms:
-            _change(node, program.bound[bound_name], forms[bound_name])
+            bound_spec, spec = program.bound[bound_name], forms[bound_name]
+            if spec.interleaved_heads:
+                _order_results(node, bound_name, bound_spec, spec.interleaved_heads)
+            if spec.wire != bound_spec.dtype:
+                _change(node, bound_spec, spec)
     graph.lint()
     module = fx.GraphModule(program.graph_module, graph)
     module.recompile()
     kept = {
-        name: Forms(stored=spec.stored, wire=spec.wire, compute=program.bound[name].dtype)
+        name: Forms(
+            stored=spec.stored,
+            wire=spec.wire,
+            compute=program.bound[name].dtype,
+            interleaved_heads=spec.interleaved_heads or None,
+        )
         for name, spec in forms.items()
     }
     return replace(program, graph_module=module, bound=bound, forms=kept)
@@ -71,6 +85,49 @@ def _wire_spec(bound: BoundSpec, spec: FormSpec) -> BoundSpec:
     rows, columns = bound.shape
     dtype, shape = wire_matrix(spec.wire, rows, columns, spec.group)
     return BoundSpec(dtype=dtype, shape=shape)
+
+
+def _order_results(weight: fx.Node, name: str, bound: BoundSpec, heads: int) -> None:
+    """Bring the results of the layers that read a weight of interleaved rows in the order that its model has.
+
+    Row ``2 i`` of a head lies for row ``i`` of its first half and row ``2 i + 1`` for row ``i`` of the second, so a
+    layer's results of ``[..., heads, half, 2]`` are transposed to ``[..., heads, 2, half]``.
+    """
+    if len(bound.shape) != 2 or bound.stride is not None or bound.shape[0] % (2 * heads):
+        raise ValueError(f"'{name}' of the shape {list(bound.shape)} has no {heads} heads of pairs")
+    for user in list(weight.users):
+        x, _, bias = (*user.args, None, None, None)[:3]
+        value = user.meta.get("val")
+        if (
+            user.target is not _LINEAR
+            or user.args[1] is not weight
+            or x is weight
+            or bias is not None
+            or user.kwargs
+            or not isinstance(value, torch.Tensor)
+        ):
+            raise UnsupportedOpError(
+                f"'{name}' lies with its rows in another order than the model has, and '{user.name}' is no linear "
+                "layer without a bias that could take it so; convert the checkpoint to safetensors"
+            )
+        leading = list(value.shape[:-1])
+        half = bound.shape[0] // (2 * heads)
+        with user.graph.inserting_after(user):
+            flat = user.graph.call_function(_VIEW)
+        with user.graph.inserting_before(flat):
+            pairs = user.graph.call_function(_VIEW, (user, [*leading, heads, half, 2]))
+            halves = user.graph.call_function(_TRANSPOSE, (pairs, -2, -1))
+            apart = user.graph.call_function(
+                _CLONE, (halves,), {"memory_format": torch.contiguous_format}
+            )
+        user.replace_all_uses_with(flat, delete_user_cb=lambda node: node is not pairs)
+        flat.args = (apart, list(value.shape))
+        values = [value.view([*leading, heads, half, 2])]
+        values.append(values[-1].transpose(-2, -1))
+        values.append(values[-1].clone(memory_format=torch.contiguous_format))
+        values.append(values[-1].view(value.shape))
+        for node, held in zip((pairs, halves, apart, flat), values, strict=True):
+            node.meta = {**user.meta, "val": held}
 
 
 def _change(weight: fx.Node, bound: BoundSpec, spec: FormSpec) -> None:

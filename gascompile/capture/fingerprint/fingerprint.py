@@ -23,6 +23,7 @@ from gascompile.capture.torch_settings import SETTINGS, modes_now, settings_now,
 from gascompile.core import serial
 from gascompile.core.machine import without_sizes
 from gascompile.core.signature import signature_of
+from gascompile.core.sources import WeightSource
 
 if TYPE_CHECKING:
     from gascompile.api.compile import Job
@@ -176,13 +177,19 @@ def plan_prints(
         "graph": printed.key,
         "inputs": serial.digest(signature),
         SETTINGS: settings_now(),
-        "weights": serial.digest({n: [s.dtype, list(s.shape)] for n, s in sorted(layout.items())}),
+        "weights": serial.digest({n: _lie(s) for n, s in sorted(layout.items())}),
         "machine": serial.digest(without_sizes(job.machine)),
         "budget": serial.digest(job.budget.limits_bytes(job.machine)),
         "options": serial.digest(job.config.fingerprint_fields()),
         "sharing": serial.digest([shared, job.reserved_bytes]),
         "versions": serial.digest(versions()),
     }
+
+
+def _lie(source: WeightSource) -> list[object]:
+    """Return what the program of a model depends on of how a weight lies."""
+    rows = [source.interleaved_heads] if source.interleaved_heads else []
+    return [source.dtype, list(source.shape), *rows]
 
 
 def versions() -> dict[str, str]:

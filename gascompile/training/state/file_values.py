@@ -59,6 +59,11 @@ class FileValues:
         canonical, self._tensors = named_tensors(model)
         _require_apart(self._tensors)
         checkpoint = open_checkpoint_of(model, Path(path))
+        if checkpoint.gguf is not None:
+            raise UnsupportedOpError(
+                f"{path} is a GGUF file, whose weights cannot be trained from in place; load the model with "
+                "transformers (gguf_file=), save_pretrained it, and pass that folder"
+            )
         self._stamps = checkpoint.stamps
         self.sources = self._found(model, canonical, checkpoint)
         rest = [name for name in self._tensors if name not in self.sources]
