@@ -47,6 +47,7 @@ def write_gguf(
     *,
     architecture: str = "llama",
     more: Mapping[str, Any] | None = None,
+    tensors: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
     """Write a decoder of transformers as llama.cpp's converter does.
 
@@ -56,6 +57,7 @@ def write_gguf(
         form: given a name of llama.cpp's, says how that matrix is stored; vectors are float32.
         architecture: llama.cpp's word for the model.
         more: metadata that is added, or takes the place of what the model has.
+        tensors: vectors that are added.
     """
     config = model.config
     rope = config.rope_parameters
@@ -71,23 +73,24 @@ def write_gguf(
         "vocab_size": config.vocab_size,
     }
     writer = gguf.GGUFWriter(path, architecture)
-    for key, value in metadata.items():
-        key = f"{architecture}.{key}"
-        if key not in (more or {}):
-            add = writer.add_float32 if isinstance(value, float) else writer.add_uint32
-            add(key, value)
-    for key, value in (more or {}).items():
-        writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
+    own = {f"{architecture}.{key}": value for key, value in metadata.items()}
+    for key, value in {**own, **(more or {})}.items():
+        is_count = isinstance(value, int) and not isinstance(value, bool)
+        kind = gguf.GGUFValueType.UINT32 if is_count else gguf.GGUFValueType.get_type(value)
+        writer.add_key_value(key, value, kind)
     arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     table = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
     for name, tensor in model.named_parameters():
         known = table.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert known is not None, name
         values = tensor.detach().float()
         if architecture == "llama" and ".attn_q." in known:
             values = _permuted(values, config.num_attention_heads)
         elif architecture == "llama" and ".attn_k." in known:
             values = _permuted(values, config.num_key_value_heads)
         _add(writer, known, values, form(known) if values.dim() == 2 else "float32")
+    for name, tensor in (tensors or {}).items():
+        _add(writer, name, tensor, "float32")
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

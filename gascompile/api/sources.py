@@ -20,7 +20,7 @@ from gascompile.core.errors import CaptureError, CheckpointError, FormatError
 from gascompile.core.files import is_folder
 from gascompile.core.model_libraries import model_libraries
 from gascompile.formats.dtypes import FLOATING
-from gascompile.weights.checkpoint import open_checkpoint
+from gascompile.weights.checkpoint import is_gguf, open_checkpoint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +33,7 @@ class Source:
 
 
 def open_source(source: str | os.PathLike[str], *, batch: int = 1, tokens: int = 128) -> Source:
-    """Return the model of a Hugging Face directory, a ``.pt2`` file or ``package.module:callable``.
+    """Return the model of a Hugging Face directory, a ``.gguf`` or ``.pt2`` file or ``package.module:callable``.
 
     ``batch`` and ``tokens`` shape the inputs that are made up for a Hugging Face model. A callable
     takes no arguments and returns a module, or a module and its example inputs.
@@ -45,15 +45,15 @@ def open_source(source: str | os.PathLike[str], *, batch: int = 1, tokens: int =
     """
     text = os.fspath(source)
     path = Path(text)
-    if is_folder(path):
+    if is_folder(path) or is_gguf(path):
         return _open_directory(path, batch, tokens)
     if path.suffix == ".pt2":
         return _open_exported(path)
     if ":" in text:
         return _open_callable(text)
     raise FormatError(
-        f"cannot open {text[:1000]!r}: a source is a Hugging Face directory (with config.json), a .pt2 file, a "
-        ".workload.json file, or package.module:callable"
+        f"cannot open {text[:1000]!r}: a source is a Hugging Face directory (with config.json), a .gguf file, a "
+        ".pt2 file, a .workload.json file, or package.module:callable"
     )
 
 
@@ -70,7 +70,7 @@ def model_of(
         return source, checkpoint
     if not isinstance(source, (str, os.PathLike)):
         raise TypeError(
-            f"model is a torch.nn.Module or a Hugging Face directory, not {type(source).__name__}"
+            f"model is a torch.nn.Module, a Hugging Face directory or a .gguf file, not {type(source).__name__}"
         )
     model, has_weights = _skeleton(Path(source))
     if checkpoint is None and not has_weights:
@@ -87,9 +87,10 @@ def _skeleton(path: Path) -> tuple[nn.Module, bool]:
         raise CheckpointError(
             f"{str(path)[:1000]!r} holds no config.json, so it is no Hugging Face model directory"
         )
-    has_weights = any(path.glob("*.safetensors"))
-    dtype = None
-    if has_weights:
+    has_weights = is_gguf(path) or any(path.glob("*.safetensors"))
+    # Values of blocks are computed in float32.
+    dtype = "float32" if is_gguf(path) else None
+    if has_weights and dtype is None:
         dtype = _checkpoint_dtype([s.dtype for s in open_checkpoint(path).sources.values()])
     return library.build_skeleton(path, dtype=dtype), has_weights
 
@@ -100,7 +101,7 @@ def _open_directory(path: Path, batch: int, tokens: int) -> Source:
         inputs = default_inputs(model, batch=batch, tokens=tokens)
     except (RuntimeError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(
-            f"{path}/config.json gives inputs that cannot be made ({type(error).__name__}: {error})"
+            f"the configuration of {path} gives inputs that cannot be made ({type(error).__name__}: {error})"
         ) from error
     return Source(model=model, checkpoint=path if has_weights else None, inputs=((), inputs))
 

@@ -49,11 +49,11 @@ class ModelLibrary(Protocol):
         ...
 
     def is_directory(self, path: Path) -> bool:
-        """Return whether a folder holds a model of the library."""
+        """Return whether a folder, or a file, holds a model of the library."""
         ...
 
     def build_skeleton(self, path: Path, *, dtype: str | None = None) -> nn.Module:
-        """Return the model of a folder on the meta device; raises ``CheckpointError``."""
+        """Return the model of a folder or file on the meta device; raises ``CheckpointError``."""
         ...
 
 

@@ -9,7 +9,7 @@ a scale and a small whole number are exact there.
     ``d``, 16 bytes: the low four bits are the first 16 values, the high ones the rest: ``d * (q - 8)``.
 ``q4_k``, 256 values
     ``d``, ``dmin``, 12 bytes of eight scales and eight minima of six bits, 128 bytes: 32 of these hold two runs of 32
-    values, in their low and in their high bits. A run has one scale and one minimum: ``d * scale * q - dmin * minimum``.
+    values, in their low and in their high bits. A run has a scale and a minimum: ``d * scale * q - dmin * minimum``.
 ``q6_k``, 256 values
     128 bytes of lower four bits, 64 of upper two, 16 signed scales of 16 values each, ``d``: ``d * scale * (q - 32)``.
     Each half of the values lies in 64 and 32 of these bytes, in four runs of 32.

@@ -142,7 +142,9 @@ def row_bytes(form: str, columns: int, group: int) -> int:
     if form in BLOCKS:
         num_values, block_bytes = BLOCKS[form]
         if columns < 1 or columns % num_values:
-            raise ValueError(f"{form} has blocks of {num_values} values, which {columns} columns are not made of")
+            raise ValueError(
+                f"{form} has blocks of {num_values} values, which {columns} columns are not made of"
+            )
         return columns // num_values * block_bytes
     return packed_parts(form, columns, group).row_bytes
 

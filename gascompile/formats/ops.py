@@ -328,7 +328,9 @@ def _decode(
 def _decode_shape(
     rows: torch.Tensor, form: str, columns: int, group: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    return rows.new_empty((*rows.shape[:-1], columns) if form in PACKED_FORMS else rows.shape, dtype=dtype)
+    return rows.new_empty(
+        (*rows.shape[:-1], columns) if form in PACKED_FORMS else rows.shape, dtype=dtype
+    )
 
 
 _LIBRARY = torch.library.Library("gascompile", "FRAGMENT")

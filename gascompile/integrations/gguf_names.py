@@ -19,8 +19,10 @@ from gascompile.core.sources import WeightSource
 from gascompile.formats.layout import BLOCKS
 from gascompile.integrations.adapter_names import base_name
 from gascompile.integrations.huggingface import transformers_models
+from gascompile.integrations.lost_buffers import rebuild_buffers
 from gascompile.weights.checkpoint import Checkpoint
 from gascompile.weights.gguf import Scalar
+from gascompile.weights.rows import WeightRows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +48,11 @@ _SETTINGS: Final[Mapping[str, str]] = {
     "attention.head_count_kv": "num_key_value_heads",
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
     "rope.freq_base": "rope_theta",
+    "rope.dimension_count": "head_dim",
+    "attention.key_length": "head_dim",
+    "attention.value_length": "head_dim",
 }
+_OPTIONAL = frozenset(("rope.dimension_count", "attention.key_length", "attention.value_length"))
 """What a file says of its model, and where the model's configuration says it: a wrong one gives wrong results."""
 _FACTORS = "rope_freqs.weight"
 
@@ -82,8 +88,8 @@ def with_gguf_names(model: Any, checkpoint: Checkpoint) -> Checkpoint:
             continue
         if gguf_name not in names:
             raise CheckpointError(
-                f"the GGUF file holds '{gguf_name}', for which {type(owner).__name__} has no weight. Is it of this model "
-                "class and configuration?"
+                f"the GGUF file holds '{gguf_name}', for which {type(owner).__name__} has no weight. Is it of this "
+                "model class and configuration?"
             )
         target = f"{path}.{names[gguf_name]}" if path else names[gguf_name]
         heads = _interleaved_heads(gguf_name, metadata) if family.interleaved else 0
@@ -107,8 +113,12 @@ def _check_config(
         if setting == "num_key_value_heads" and given is None:
             given = metadata.get(f"{architecture}.attention.head_count")
         wanted = rope.get(setting) if setting in rope else getattr(config, setting, None)
+        if setting == "head_dim" and wanted is None:
+            wanted = config.hidden_size // config.num_attention_heads
         if setting == "rope_theta" and given is None:
             given = 10000.0
+        if given is None and key in _OPTIONAL:
+            continue
         if not isinstance(given, (int, float)) or isinstance(given, bool):
             raise CheckpointError(
                 f"the GGUF file does not say its {architecture}.{key} as one number, which is needed"
@@ -143,9 +153,8 @@ def _names(model: Any, architecture: str, num_layers: int) -> dict[str, str]:
     found: dict[str, str] = {}
     tied = set(getattr(model, "_tied_weights_keys", None) or ())
     is_tied = bool(getattr(model.config, "tie_word_embeddings", False))
-    for name, _ in model.named_parameters(remove_duplicate=False):
-        # Adapters around a layer have names that no table knows.
-        name = base_name(name)
+    # Adapters around a layer have names that no table knows.
+    for name in (base_name(n) for n, _ in model.named_parameters(remove_duplicate=False)):
         known = table.get_name(name, try_suffixes=(".weight", ".bias"))
         if known is not None and not (is_tied and name in tied):
             found[known] = name
@@ -167,8 +176,6 @@ def _interleaved_heads(name: str, metadata: Mapping[str, Scalar]) -> int:
 
 def _check_factors(model: Any, checkpoint: Checkpoint) -> None:
     """Refuse a file whose rotary frequencies are divided by other factors than the model's."""
-    from gascompile.weights.rows import WeightRows
-
     rope = model.config.rope_parameters or {}
     width = int(getattr(model.config, "head_dim", 0) or 0)
     width = width or model.config.hidden_size // model.config.num_attention_heads
@@ -176,15 +183,22 @@ def _check_factors(model: Any, checkpoint: Checkpoint) -> None:
     factors = torch.ones(width // 2)
     if source is not None:
         with WeightRows() as weights:
-            factors = weights.whole(source).float()
-    frequencies = [b for n, b in model.named_buffers() if n.endswith("rotary_emb.inv_freq")]
+            factors = weights.whole(source).double()
+    buffers = dict(model.named_buffers())
+    if any(buffer.is_meta for buffer in buffers.values()):
+        buffers |= rebuild_buffers(model)
+    frequencies = [b for n, b in buffers.items() if n.endswith("rotary_emb.inv_freq")]
     exponents = torch.arange(0, width, 2, dtype=torch.float64) / width
     plain = rope.get("rope_theta", 10000.0) ** -exponents
+    if not frequencies:
+        raise CheckpointError(
+            f"{type(model).__name__} has no rotary_emb.inv_freq to compare with the GGUF file's"
+        )
     for found in frequencies:
-        if found.is_meta:
-            continue
         wanted = plain / factors if factors.shape == plain.shape else None
-        if wanted is None or not torch.allclose(found.double(), wanted, rtol=1e-4, atol=0):
+        # A model that was cast as a whole has them rounded.
+        rtol = 1e-4 if found.dtype in (torch.float32, torch.float64) else 1e-2
+        if wanted is None or not torch.allclose(found.double(), wanted, rtol=rtol, atol=0):
             raise CheckpointError(
                 "the GGUF file turns rotary positions by other frequencies than the model; build the model with "
                 "the configuration of this file (rope_parameters)"

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from gascompile.core.errors import CheckpointError, FormatError
 from gascompile.core.files import is_file
 from gascompile.core.serial import read_json
+from gascompile.weights.checkpoint import is_gguf, open_checkpoint
 
 
 def register_pytrees() -> None:
@@ -109,8 +110,8 @@ def register_ops(targets: Collection[str]) -> None:
 
 
 def is_model_directory(path: Path) -> bool:
-    """Return whether ``path`` is a directory with a ``config.json``."""
-    return is_file(path / "config.json")
+    """Return whether ``path`` is a directory with a ``config.json``, or a GGUF file."""
+    return is_file(path / "config.json") or is_gguf(path)
 
 
 def _in_short(error: BaseException) -> str:
@@ -118,7 +119,7 @@ def _in_short(error: BaseException) -> str:
 
 
 def build_skeleton(path: Path, *, dtype: str | None = None) -> nn.Module:
-    """Return the model of a Hugging Face directory, parameters on the meta device, buffers real, in eval mode.
+    """Return the model of a Hugging Face directory or a GGUF file, on the meta device but for buffers, in eval mode.
 
     ``dtype`` overrides the configuration's, with torch's name. Needs no weights.
 
@@ -133,30 +134,25 @@ def build_skeleton(path: Path, *, dtype: str | None = None) -> nn.Module:
             f"{path} is a Hugging Face directory, which needs transformers and accelerate ({error}); "
             "install them with: pip install 'gascompile[hf]'"
         ) from error
-    # A damaged file gets our error, not transformers' guess at a hub name.
-    if not isinstance(read_json(path / "config.json", strict=False), dict):
-        raise CheckpointError(f"{path}/config.json holds no object; download it again")
-    try:
-        config = transformers.AutoConfig.from_pretrained(str(path), local_files_only=True)
-    except Exception as error:  # transformers and its validators raise what they like
-        raise CheckpointError(f"{path}/config.json cannot be used: {_in_short(error)}") from error
+    config, where = _config(path)
     named = getattr(config, "architectures", None)
     architecture = named[0] if isinstance(named, list) and named else None
     cls: Any = getattr(transformers, architecture, None) if isinstance(architecture, str) else None
     is_model = isinstance(cls, type) and issubclass(cls, nn.Module)
     if cls is not None and not is_model:
-        raise CheckpointError(f"{path}/config.json: {architecture!r} is no model of transformers")
+        raise CheckpointError(f"{where}: {architecture!r} is no model of transformers")
     chosen = dtype or str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
     if chosen not in ("float64", "float32", "float16", "bfloat16"):
-        raise CheckpointError(f"{path}/config.json: {chosen!r} is no dtype of a model")
+        raise CheckpointError(f"{where}: {chosen!r} is no dtype of a model")
+    auto: Any = transformers.AutoModelForCausalLM if is_gguf(path) else transformers.AutoModel
     before = torch.get_default_dtype()
     torch.set_default_dtype(getattr(torch, chosen))
     try:
         with init_empty_weights(include_buffers=False):
-            model = cls(config) if cls else transformers.AutoModel.from_config(config)
+            model = cls(config) if cls else auto.from_config(config)
     except Exception as error:  # as do its models, wherever they use a setting first
         raise CheckpointError(
-            f"transformers {transformers.__version__} cannot build the model of {path}/config.json: "
+            f"transformers {transformers.__version__} cannot build the model of {where}: "
             f"{_in_short(error)}"
         ) from error
     finally:
@@ -164,6 +160,38 @@ def build_skeleton(path: Path, *, dtype: str | None = None) -> nn.Module:
     model.tie_weights()
     assert isinstance(model, nn.Module)
     return model.eval()
+
+
+def _config(path: Path) -> tuple[Any, str]:
+    """Return the configuration of a directory or a GGUF file, and what errors call it."""
+    import transformers
+
+    if is_gguf(path):
+        open_checkpoint(path)  # refuses what is damaged, before a reader that trusts it
+        where, place, kwargs = str(path), path.parent, {"gguf_file": path.name}
+    else:
+        where, place, kwargs = f"{path}/config.json", path, {}
+        # A damaged file gets our error, not transformers' guess at a hub name.
+        data = read_json(path / "config.json", strict=False)
+        if not isinstance(data, dict):
+            raise CheckpointError(f"{where} holds no object; download it again")
+        _require_plain_weights(data.get("quantization_config"), where)
+    try:
+        found = transformers.AutoConfig.from_pretrained(str(place), local_files_only=True, **kwargs)
+    except Exception as error:  # transformers and its validators raise what they like
+        raise CheckpointError(f"{where} cannot be used: {_in_short(error)}") from error
+    return found, where
+
+
+def _require_plain_weights(quantization: Any, where: str) -> None:
+    """Refuse weights that are packed in a way that is not known: they would be taken for plain ones."""
+    if not quantization:
+        return
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+    raise CheckpointError(
+        f"{where}: the weights are quantised ({method!a:.50}), which cannot be read in place; use a GGUF file of the "
+        "model (Q4_K, Q6_K, Q8_0 or Q4_0), or its checkpoint before it was quantised with weights='int4' or 'int8'"
+    )
 
 
 def ignorable_weights(model: nn.Module, names: Collection[str]) -> set[str]:

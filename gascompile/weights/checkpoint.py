@@ -66,7 +66,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     """
     root = Path(path)
     files = _files(root)
-    if len(files) == 1 and starts_with(files[0], MAGIC):
+    if is_gguf(files[0]):
         header = read_gguf_header(files[0])
         return Checkpoint(sources=header.sources, stamps=(header.stamp,), gguf=header.metadata)
     sources: dict[str, WeightSource] = {}
@@ -130,6 +130,11 @@ def starts_with(file: Path, magic: bytes) -> bool:
         return False
 
 
+def is_gguf(file: Path) -> bool:
+    """Return whether a file is, or says that it is, of llama.cpp's format."""
+    return starts_with(file, MAGIC)
+
+
 def header_digest(file: Path) -> str:
     """Return the digest that the stamp of a file has; raises ``CheckpointError``."""
     (stamp,) = open_checkpoint(file).stamps
@@ -158,9 +163,7 @@ def _shards(index: Path) -> list[str]:
 
 def read_safetensors_header(file: Path) -> tuple[dict[str, WeightSource], FileStamp]:
     """Return the tensors of one safetensors file and its stamp; raises ``CheckpointError``."""
-    if starts_with(file, b"PK\x03\x04") or (
-        file.suffix in _PICKLED and starts_with(file, b"\x80")
-    ):
+    if starts_with(file, b"PK\x03\x04") or (file.suffix in _PICKLED and starts_with(file, b"\x80")):
         raise CheckpointError(
             f"{file} holds pickled weights, which cannot be read in place: convert them once with "
             "torch.load(file, weights_only=True) and safetensors.torch.save_file"

@@ -110,24 +110,27 @@ def _order_results(weight: fx.Node, name: str, bound: BoundSpec, heads: int) -> 
                 f"'{name}' lies with its rows in another order than the model has, and '{user.name}' is no linear "
                 "layer without a bias that could take it so; convert the checkpoint to safetensors"
             )
-        leading = list(value.shape[:-1])
-        half = bound.shape[0] // (2 * heads)
-        with user.graph.inserting_after(user):
-            flat = user.graph.call_function(_VIEW)
-        with user.graph.inserting_before(flat):
-            pairs = user.graph.call_function(_VIEW, (user, [*leading, heads, half, 2]))
-            halves = user.graph.call_function(_TRANSPOSE, (pairs, -2, -1))
-            apart = user.graph.call_function(
-                _CLONE, (halves,), {"memory_format": torch.contiguous_format}
-            )
-        user.replace_all_uses_with(flat, delete_user_cb=lambda node: node is not pairs)
-        flat.args = (apart, list(value.shape))
-        values = [value.view([*leading, heads, half, 2])]
-        values.append(values[-1].transpose(-2, -1))
-        values.append(values[-1].clone(memory_format=torch.contiguous_format))
-        values.append(values[-1].view(value.shape))
-        for node, held in zip((pairs, halves, apart, flat), values, strict=True):
-            node.meta = {**user.meta, "val": held}
+        _order_result(user, value, heads)
+
+
+def _order_result(layer: fx.Node, value: torch.Tensor, heads: int) -> None:
+    shape = list(value.shape)
+    apart = [*shape[:-1], heads, shape[-1] // (2 * heads), 2]
+    users, graph = list(layer.users), layer.graph
+    is_whole: dict[str, fx.node.Argument] = {"memory_format": torch.contiguous_format}
+    last, held = layer, value
+    for target, args, kwargs in (
+        (_VIEW, (apart,), {}),
+        (_TRANSPOSE, (-2, -1), {}),
+        (_CLONE, (), is_whole),
+        (_VIEW, (shape,), {}),
+    ):
+        with graph.inserting_after(last):
+            last = graph.call_function(target, (last, *args), kwargs)
+        held = target(held, *args, **kwargs)
+        last.meta = {**layer.meta, "val": held}
+    for user in users:
+        user.replace_input_with(layer, last)
 
 
 def _change(weight: fx.Node, bound: BoundSpec, spec: FormSpec) -> None:

@@ -36,9 +36,7 @@ def kernels(request: pytest.FixtureRequest, folder: Path) -> Iterator[wire_ops.K
 
 
 @pytest.mark.parametrize("form", BLOCKS)
-def test_values_are_those_of_the_gguf_package(
-    form: str, kernels: wire_ops.Kernels | None
-) -> None:
+def test_values_are_those_of_the_gguf_package(form: str, kernels: wire_ops.Kernels | None) -> None:
     for columns in (256, 1280):
         rows = random_blocks(form, 37, columns)
         found = wire_ops.decoded(rows, form, columns, group_of(form), torch.float32)

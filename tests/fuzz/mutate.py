@@ -244,6 +244,35 @@ def sign(folder: Path) -> None:
     path.write_text(json.dumps(manifest))
 
 
+def spoil_gguf(path: Path, rng: random.Random) -> None:
+    """Change bytes of a GGUF file, or put numbers of four or eight bytes in the place of others."""
+    raw = bytearray(path.read_bytes())
+    if rng.random() < 0.3:
+        path.write_bytes(spoil_bytes(bytes(raw), rng))
+        return
+    for _ in range(rng.randint(1, 3)):
+        form, size = rng.choice((("<I", 4), ("<Q", 8)))
+        begin = rng.randrange(700)
+        (before,) = struct.unpack_from(form, raw, begin)
+        odd = (
+            0,
+            1,
+            2,
+            9,
+            30,
+            255,
+            1 << 31,
+            1 << 40,
+            1 << 62,
+            (1 << 64) - 1,
+            before + 1,
+            before - 1,
+            before * 2,
+        )
+        struct.pack_into(form, raw, begin, rng.choice(odd) % (1 << 8 * size))
+    path.write_bytes(raw)
+
+
 def spoil_header(path: Path, rng: random.Random) -> None:
     """Change the header of a safetensors file; its length stays right."""
     raw = path.read_bytes()

@@ -6,6 +6,7 @@ import json
 import os
 from pathlib import Path
 
+import gguf
 import torch
 from safetensors.torch import save_file
 from torch import nn
@@ -14,7 +15,9 @@ from torch.nn import functional
 import gascompile
 from gascompile.core import serial
 from gascompile.core.checks.machine_files import preset
+from gascompile.formats.layout import BLOCKS
 from tests.core.bad_files import MACHINE, WORKLOAD, plan
+from tests.gguf_files import TYPES, random_blocks
 
 INPUT_SHAPE = (3, 8)
 
@@ -46,6 +49,24 @@ def inputs() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.arange(24).reshape(INPUT_SHAPE) % 16, torch.full((1,), 0.5)
 
 
+def _write_gguf(path: Path) -> None:
+    """Write a file of every kind of value and of several types of tensors."""
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_uint32("llama.block_count", 1)
+    writer.add_float32("llama.rope.freq_base", 1e4)
+    writer.add_add_bos_token(True)
+    writer.add_array("tokenizer.ggml.tokens", ["a", "bc", ""])
+    writer.add_array("tokenizer.ggml.scores", [0.5, 1.5])
+    for form in BLOCKS:
+        rows = random_blocks(form, 3, 256).numpy()
+        writer.add_tensor(f"blk.0.{form}.weight", rows, raw_dtype=TYPES[form])
+    writer.add_tensor("output_norm.weight", torch.ones(5).numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
 def make_seeds(folder: Path) -> None:
     """Write every seed below ``folder``."""
     torch.manual_seed(0)
@@ -75,6 +96,8 @@ def make_seeds(folder: Path) -> None:
         save_file({name: weights[name] for name in held}, folder / "sharded" / shard)
     index = {"metadata": {}, "weight_map": {n: s for s, held in shards.items() for n in held}}
     (folder / "sharded" / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / "gguf").mkdir()
+    _write_gguf(folder / "gguf" / "model.gguf")
     for kind, value in (("workload", WORKLOAD), ("machine", MACHINE), ("plan", plan())):
         (folder / f"{kind}.json").write_text(serial.dumps(value))
     for path in folder.rglob("*"):

@@ -30,7 +30,7 @@ from tests.fuzz.oracle import Hang, Watch, limit_memory
 from tests.fuzz.seeds import inputs
 
 KINDS = ("program", "program", "program", "program", "plan_in", "weights", "manifest", "held", "bytes", "plan",
-         "workload", "machine", "header", "index")  # fmt: skip
+         "workload", "machine", "header", "index", "gguf", "gguf")  # fmt: skip
 _PARTS = {"program": "program.json", "plan_in": "plan.json", "weights": "weights.json"}
 
 
@@ -57,6 +57,10 @@ class Cases:
         if kind in ("workload", "machine", "plan"):
             self._spoil_json(self._seeds / f"{kind}.json", place.with_suffix(".json"), rng)
             return kind, place.with_suffix(".json")
+        if kind == "gguf":
+            shutil.copytree(self._seeds / "gguf", place)
+            mutate.spoil_gguf(place / "model.gguf", rng)
+            return kind, place
         if kind in ("header", "index"):
             shutil.copytree(self._seeds / ("model" if kind == "header" else "sharded"), place)
             if kind == "header":
@@ -119,7 +123,7 @@ class Cases:
             for name in (*list(plan.tensors)[:3], *(op.name for op in plan.ops[:1])):
                 explain(plan, name)
             _check(plan)
-        elif kind in ("header", "index"):
+        elif kind in ("header", "index", "gguf"):
             found = open_checkpoint(place)
             assert all(source.size_bytes >= 0 for source in found.sources.values())
         else:
