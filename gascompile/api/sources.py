@@ -70,7 +70,7 @@ def model_of(
         return source, checkpoint
     if not isinstance(source, (str, os.PathLike)):
         raise TypeError(
-            f"model is a torch.nn.Module, a Hugging Face directory or a .gguf file, not {type(source).__name__}"
+            f"model is a torch.nn.Module, a .gguf file or a Hugging Face directory, not {type(source).__name__}"
         )
     model, has_weights = _skeleton(Path(source))
     if checkpoint is None and not has_weights:
