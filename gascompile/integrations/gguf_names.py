@@ -16,7 +16,6 @@ import torch
 
 from gascompile.core.errors import CheckpointError
 from gascompile.core.sources import WeightSource
-from gascompile.formats.layout import BLOCKS
 from gascompile.integrations.adapter_names import base_name
 from gascompile.integrations.huggingface import transformers_models
 from gascompile.integrations.lost_buffers import rebuild_buffers
@@ -93,8 +92,6 @@ def with_gguf_names(model: Any, checkpoint: Checkpoint) -> Checkpoint:
             )
         target = f"{path}.{names[gguf_name]}" if path else names[gguf_name]
         heads = _interleaved_heads(gguf_name, metadata) if family.interleaved else 0
-        if source.dtype in BLOCKS and len(source.shape) != 2:
-            raise CheckpointError(f"'{gguf_name}' of {list(source.shape)} is packed and no matrix")
         sources[target] = replace(source, name=target, interleaved_heads=heads)
     _check_factors(owner, checkpoint)
     return replace(checkpoint, sources=sources)

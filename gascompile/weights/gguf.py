@@ -220,6 +220,11 @@ def _tensor(cursor: _Cursor, alignment: int) -> tuple[str, tuple[str, tuple[int,
     else:
         dtype = _PACKED[kind]
         block_values, block_bytes = BLOCKS[dtype]
+        if num_dimensions != 2:
+            raise CheckpointError(
+                f"{cursor.file}: '{name}' of {dtype} has the shape {list(shape)}, and blocks are read of matrices alone; "
+                "use safetensors for mixtures of experts"
+            )
         if shape[-1] % block_values:
             raise cursor.corrupt(f"a tensor '{name}' of {dtype} with rows of {shape[-1]} values")
         size_bytes = num_values // block_values * block_bytes
