@@ -222,7 +222,7 @@ def _tensor(cursor: _Cursor, alignment: int) -> tuple[str, tuple[str, tuple[int,
         block_values, block_bytes = BLOCKS[dtype]
         if num_dimensions != 2:
             raise CheckpointError(
-                f"{cursor.file}: '{name}' of {dtype} has the shape {list(shape)}, and blocks are read of matrices alone; "
+                f"{cursor.file}: '{name}' of {dtype} is of {list(shape)}, and blocks are read of matrices only; "
                 "use safetensors for mixtures of experts"
             )
         if shape[-1] % block_values:
