@@ -81,6 +81,10 @@ class Job:
         exact = replace(self.config, weights=None, fuse="off")
         return replace(self, config=exact, pinned=None, buffers={})
 
+    def ranged(self, dynamic_shapes: Any) -> Job:
+        """Return the job of the same model and budget for ranges of sizes."""
+        return replace(self, dynamic_shapes=dynamic_shapes)
+
     @property
     def limit_bytes(self) -> int:
         """Bytes that the budget allows in the tier that computes."""
@@ -121,7 +125,7 @@ class Job:
             return None
         try:
             unit = Unit.of(self._with_weights(cached, checkpoint), graphs=self.config.graphs)
-            unit.basis = entry.basis()
+            unit.basis, unit.is_kept = entry.basis(), True
             return with_kernels(unit, self.config)
         except (PlanVerificationError, FormatError) as error:
             entry.refuse(error)
@@ -221,7 +225,7 @@ class Job:
         from gascompile.precision.trials import Forming
 
         with task(f"Capturing {type(self.model).__name__}"):
-            shapes, past = self.dynamic_shapes, self.history
+            shapes, past = self.dynamic_shapes or None, self.history
             if isinstance(shapes, (tuple, list)) and not args:
                 # The positional arguments they describe were given their names.
                 shapes = dict(zip(positional_names(self.model), shapes, strict=False))
@@ -332,7 +336,8 @@ def compile(  # noqa: A001 - the public name, as in torch.compile
         example_inputs: tuple or dict of inputs to plan for now. Without it, a plan is made at the first call
             of each input signature.
         checkpoint: .safetensors or .gguf file, sharded or Hugging Face directory; read in place, never loaded whole.
-        dynamic_shapes: as ``torch.export.export`` takes it; the plan holds for the upper bounds.
+        dynamic_shapes: as ``torch.export.export`` takes it; the plan holds for the upper bounds. Without it and without
+            ``example_inputs``, dimensions that change from call to call get a range by themselves; ``False``: none.
         machine: ``None`` for this machine, measured once and remembered; or a preset's name or a file.
             ``"emulated"`` runs on an accelerator made of RAM and paced copies.
         cache_dir: where plans, the machine profile and spilled weights are kept.

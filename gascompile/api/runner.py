@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch.utils import _pytree as pytree
 from gascompile.api.given_forward import GivenForward
 from gascompile.api.guards import Parameters, refuse, require_no_gradients
 from gascompile.api.matching import Misfit, advice
+from gascompile.api.ranges import Ranges
 from gascompile.api.unit import Unit
 from gascompile.bundles.bundle import content_stamp, require_unchanged, write_bundle
 from gascompile.bundles.files import Weights
@@ -23,7 +25,12 @@ from gascompile.capture.calls import bind_call, copies, flatten_call
 from gascompile.capture.saved.call_types import unflatten
 from gascompile.codegen.allocator_library import allocation_counter
 from gascompile.core.config import default_cache_dir
-from gascompile.core.errors import PlanMismatchError
+from gascompile.core.errors import (
+    CaptureError,
+    InfeasiblePlanError,
+    PlanMismatchError,
+    UnsupportedOpError,
+)
 from gascompile.core.machine import Machine
 from gascompile.core.progress import LoadingBar, task
 from gascompile.core.waiting import Turn
@@ -39,6 +46,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
+MOST_PLANS = 16
+"""That a model has at a time; others stay in the cache on disk."""
 Args = tuple[Any, ...]
 Kwargs = Mapping[str, Any]
 
@@ -58,6 +67,15 @@ class Planning(Protocol):
 
     def prepare(self, args: Args, kwargs: Kwargs, /) -> Unit:
         """Return the plan for one input signature."""
+        ...
+
+    @property
+    def dynamic_shapes(self) -> Any:
+        """What the user said of sizes; ``None`` for nothing, ``False`` for one plan per size."""
+        ...
+
+    def ranged(self, dynamic_shapes: Any, /) -> Planning:
+        """Return the same for ranges of sizes."""
         ...
 
     def without_loss(self) -> Planning:
@@ -102,6 +120,7 @@ class Runner:
         self.units = units
         self.planning = planning
         self._is_fixed = bool(units)
+        self._ranges = Ranges(planning.model) if planning is not None else None
         self._is_planning = False
         self._given_forward = GivenForward(planning.model) if planning is not None else None
         self._values = Parameters(planning.model) if planning is not None else None
@@ -284,7 +303,7 @@ class Runner:
         for unit in self.units:
             found = unit.misfit(leaves, spec) or self._changed()
             if found is None:
-                return unit
+                return self._used(unit)
             misfits.append(found)
         # Where only that differs a plan is made though shapes are given once and for all.
         near = min(misfits, key=lambda found: (not found.is_value, not found.is_near), default=None)
@@ -296,10 +315,59 @@ class Runner:
             _log.warning("%s: the model is planned again, as at each change of it", near.reason)
             # In the place of the one that is out of date: a value may change at every call.
             del self.units[misfits.index(near)]
+            near = None
         elif near is not None and near.is_near:
             _log.info("%s: this call gets a plan of its own", near.reason)
-        self.units.append(self._planned(self.planning, args, kwargs))
-        return self.units[-1]
+        if near is None or near.is_near:
+            return self._add(self.planning, args, kwargs)
+        return self._in_range(self.planning, leaves, spec, args, kwargs)
+
+    def _used(self, unit: Unit) -> Unit:
+        """Have the plans in the order in which they were used."""
+        if self.units[-1] is not unit:
+            self.units.remove(unit)
+            self.units.append(unit)
+        return unit
+
+    def _in_range(
+        self,
+        planning: Planning,
+        leaves: list[Any],
+        spec: pytree.TreeSpec,
+        args: Args,
+        kwargs: Kwargs,
+    ) -> Unit:
+        """Return a plan for sizes around those of this call and of others, or for its own alone."""
+        if planning.dynamic_shapes is None and self._ranges is not None:
+            for found in self._ranges.attempts(self.units, leaves, spec):
+                try:
+                    unit = self._add(
+                        planning.ranged(found.dynamic_shapes), args, kwargs, found.text
+                    )
+                except (CaptureError, InfeasiblePlanError, UnsupportedOpError) as error:
+                    _log.info("no plan for %s: %s", found.text, error)
+                    continue
+                self.units = [unit for unit in self.units if unit not in found.covered]
+                return unit
+        return self._add(planning, args, kwargs)
+
+    def _add(self, planning: Planning, args: Args, kwargs: Kwargs, sizes: str = "") -> Unit:
+        """Return a new plan, which takes the place of the one used least lately if there are too many."""
+        begun_s = time.perf_counter()
+        unit = self._planned(planning, args, kwargs)
+        self.units.append(unit)
+        seconds = time.perf_counter() - begun_s
+        _log.info("plan %d of %s", len(self.units), unit.in_words(sizes, seconds))
+        if len(self.units) > MOST_PLANS:
+            dropped = self.units.pop(0)
+            _log.warning(
+                "%s has %d plans for calls of different sizes: the one for %s is dropped, and read from the cache or "
+                "made again when it is needed. Pad inputs to few sizes, or pass dynamic_shapes=",
+                unit.bundle.program.name,
+                MOST_PLANS,
+                dropped.sizes_in_words,
+            )
+        return unit
 
     def _planned(self, planning: Planning, args: Args, kwargs: Kwargs) -> Unit:
         values, forward = Parameters(planning.model), GivenForward(planning.model)

@@ -14,8 +14,10 @@ from gascompile.bundles.bundle import Bundle
 from gascompile.bundles.reuse import Basis
 from gascompile.capture.saved.program_io import load_treespec, needs_import
 from gascompile.capture.torch_settings import call_settings
+from gascompile.core.program import Dim
 from gascompile.core.reports import GraphReport, RunReport
 from gascompile.core.signature import quick_key, same_tensors
+from gascompile.core.sizes import format_size, format_time
 from gascompile.machines.admission import admit_plan, device_of
 from gascompile.passes.graph.insert import insert
 from gascompile.passes.graph.to_device import to_device
@@ -24,6 +26,10 @@ from gascompile.runtime.memory.early_memory import EarlyMemory
 
 if TYPE_CHECKING:
     from gascompile.codegen.fuse import LoadedFusion
+
+
+_SHOWN = 4
+"""Arguments in a line of a log."""
 
 
 @dataclass(eq=False)
@@ -40,6 +46,8 @@ class Unit:
     graphs: str = "auto"
     """``off`` gives a device its ops one by one."""
     graph_report: GraphReport | None = None
+    is_kept: bool = False
+    """Whether it was read from the cache."""
     basis: Basis | None = None
     """The Python values that are part of the plan; ``None`` where no model is there."""
     _fit: tuple[Any, ...] = ()
@@ -57,6 +65,28 @@ class Unit:
         if not needs_import(bundle.program.in_spec + bundle.program.out_spec):
             _ = unit.in_spec, unit.out_spec
         return unit
+
+    @property
+    def sizes_in_words(self) -> str:
+        """The tensors of a call, with their sizes."""
+        shown = [
+            f"{of.path} [{', '.join(d.name if isinstance(d, Dim) else str(d) for d in of.shape)}]"
+            for of in self.bundle.program.inputs
+            if of.dtype is not None
+        ]
+        more = f" and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else ""
+        return ", ".join(shown[:_SHOWN]) + more
+
+    def in_words(self, sizes: str, seconds: float) -> str:
+        """Return a line on a plan that was just made: what for, from where, in which time, with how many bytes."""
+        plan = self.bundle.plan
+        tier = plan.machine.compute_tier
+        return (
+            f"{self.bundle.program.name} for {sizes or self.sizes_in_words}: "
+            f"{'from the cache' if self.is_kept else 'captured and planned'} in {format_time(seconds)}, "
+            f"{format_size(plan.peak_bytes[tier])} of {format_size(plan.budget_bytes[tier])}, "
+            f"{format_size(sum(plan.link_bytes.values()))} move at each call"
+        )
 
     @cached_property
     def in_spec(self) -> pytree.TreeSpec:
