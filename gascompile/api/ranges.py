@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from gascompile.capture.calls import positional_names
 from gascompile.core.program import Dim, InputSpec
 
 if TYPE_CHECKING:
@@ -42,9 +43,8 @@ class Ranges:
 
     def __init__(self, model: nn.Module) -> None:
         parameters = inspect.signature(model.forward).parameters.values()
-        self._names = {
-            p.name for p in parameters if p.kind not in {p.VAR_KEYWORD, p.VAR_POSITIONAL}
-        }
+        self._names = positional_names(model)
+        self._rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), None)
         self._refused: set[frozenset[tuple[int, int]]] = set()
 
     def attempts(
@@ -88,10 +88,15 @@ class Ranges:
             args, kwargs = pytree.tree_unflatten(given, spec)
         except Exception:  # noqa: BLE001 - containers of libraries look at what they are given
             return None
-        if args or not _is_plain(kwargs):
+        if (args and kwargs) or not _is_plain((args, kwargs)):
             return None
-        # torch.export mixes up names that a model takes by ** where others are dynamic.
-        return kwargs if kwargs.keys() <= self._names else None
+        if kwargs:
+            return kwargs
+        named = dict(zip(self._names, args, strict=False))
+        rest = args[len(named) :]
+        if rest and self._rest is None:
+            return None
+        return named | ({self._rest: rest} if rest else {})
 
 
 def _is_plain(value: Any) -> bool:

@@ -18,6 +18,7 @@ from gascompile.api.given_forward import GivenForward
 from gascompile.api.guards import Parameters, refuse, require_no_gradients
 from gascompile.api.matching import Misfit, advice
 from gascompile.api.ranges import Ranges
+from gascompile.api.shared_budget import SharedBudget
 from gascompile.api.unit import Unit
 from gascompile.bundles.bundle import content_stamp, require_unchanged, write_bundle
 from gascompile.bundles.files import Weights
@@ -116,6 +117,7 @@ class Runner:
             on_exceed: as ``compile`` takes it.
         """
         self._turn = Turn()
+        self._shared: SharedBudget | None = None
         self.positional = positional
         self.units = units
         self.planning = planning
@@ -229,6 +231,10 @@ class Runner:
         digest = write_bundle(whole, Path(folder), overwrite=True, enclose=spilled)
         note_checked(digest, self._cache_dir)
 
+    def share(self, budget: SharedBudget) -> None:
+        """Take turns with others that have the same budget."""
+        self._shared, self._turn = budget, budget.turn
+
     def close(self) -> None:
         """Free the arena and close the weight files."""
         self._turn.take(self._close_session)
@@ -257,6 +263,8 @@ class Runner:
         if self._active is unit and self.executor is not None and is_open:
             return self.executor
         self.close()
+        if self._shared is not None:
+            self._shared.give_way(self)
         early, unit.early = unit.early, None
         self._bar = LoadingBar("Loading resident weights")
         bundle = unit.bundle

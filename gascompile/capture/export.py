@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from gascompile.capture.fake_twin import fake_twin
 from gascompile.capture.fingerprint.code_origin import Origin, origin_of_file
+from gascompile.capture.keyword_names import named_keywords
 from gascompile.capture.later.history import History
 from gascompile.capture.later.later_calls import Exported, Steady, steady_capture
 from gascompile.capture.later.rounds import Rounds
@@ -91,9 +92,15 @@ def _captured(
                 warnings.filterwarnings("ignore", message=r".*\._flat_weights\[")
                 # What later calls find in one is looked at.
                 warnings.filterwarnings("ignore", message=r".*assigned during export")
-                found = torch.export.export(
-                    twin, inputs[0], dict(inputs[1]), dynamic_shapes=dynamic_shapes, strict=False
-                )
+                names = inputs[1] if dynamic_shapes is not None else ()
+                with named_keywords(twin, names):
+                    found = torch.export.export(
+                        twin,
+                        inputs[0],
+                        dict(inputs[1]),
+                        dynamic_shapes=dynamic_shapes,
+                        strict=False,
+                    )
         except Exception as error:  # torch.export raises whatever the model's own code raises
             raise _capture_error(model, error) from error
         return Trace(

@@ -19,7 +19,11 @@ def stored_value(source: WeightSource) -> torch.Tensor:
     Raises:
         CheckpointError: a file cannot be read.
     """
-    dtype = getattr(torch, source.dtype)
+    dtype = getattr(torch, source.dtype, None)
+    if not isinstance(dtype, torch.dtype):
+        raise CheckpointError(
+            f"'{source.name}' is stored as {source.dtype}, in which it has no values that torch could map"
+        )
     if not source.size_bytes:
         return torch.empty(source.shape, dtype=dtype)
     try:
