@@ -53,6 +53,10 @@ _SETTINGS: Final[Mapping[str, str]] = {
 }
 _OPTIONAL = frozenset(("rope.dimension_count", "attention.key_length", "attention.value_length"))
 """What a file says of its model, and where the model's configuration says it: a wrong one gives wrong results."""
+_HARMLESS = frozenset(
+    ("context_length", "vocab_size", "tensor_data_layout", "expert_used_count", "rope.scaling.type")
+)
+"""What else files say that changes no result, or is looked at by itself."""
 _FACTORS = "rope_freqs.weight"
 
 
@@ -127,6 +131,13 @@ def _check_config(
             )
     if metadata.get(f"{architecture}.expert_count", 0):
         raise CheckpointError("GGUF files of mixtures of experts cannot be read; use safetensors")
+    known = {*_SETTINGS, *_HARMLESS, "expert_count"}
+    for key, value in metadata.items():
+        if key.startswith(f"{architecture}.") and key.removeprefix(f"{architecture}.") not in known:
+            raise CheckpointError(
+                f"the GGUF file says {ascii(key)[1:-1]:.100} = {value!a:.100}, and it is not known what that changes; "
+                "use safetensors"
+            )
     kind = metadata.get(f"{architecture}.rope.scaling.type", "none")
     is_scaled = rope.get("rope_type", "default") not in ("default", "llama3")
     if kind != "none" or is_scaled:

@@ -46,7 +46,7 @@ CALL = {"input_ids": (torch.arange(24) * 7 % 160).view(2, 12), "use_cache": Fals
 
 def made(kind: str = "llama", **settings: Any) -> Any:
     torch.manual_seed(0)
-    config = CONFIGS[kind](**{**SIZES, **settings}, tie_word_embeddings=False)
+    config = CONFIGS[kind](**{**SIZES, "tie_word_embeddings": False, **settings})
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -85,7 +85,7 @@ def mixed(name: str) -> str:
         ("llama", mixed),
         ("llama", lambda name: "float16" if ".attn_" in name else "q4_0"),
         ("llama", lambda _: "bfloat16"),
-        ("llama", lambda _: "float32"),
+        ("mistral", lambda _: "float32"),
         ("qwen2", mixed),
         ("qwen3", lambda _: "q4_k"),
     ],
@@ -95,9 +95,9 @@ def test_results_are_those_of_transformers(
 ) -> None:
     model = made(kind)
     file = tmp_path / "model.gguf"
-    write_gguf(model, file, form, architecture=kind)
+    write_gguf(model, file, form, architecture="llama" if kind == "mistral" else kind)
     wanted = expected(file)
-    budget = "1MiB" if kind == "llama" else "1.75MiB"
+    budget = "1MiB" if kind in {"llama", "mistral"} else "1.75MiB"
     with gascompile.compile(
         skeleton(model.config), budget, CALL, checkpoint=file, cache_dir=cache, fuse="off"
     ) as compiled:
@@ -134,6 +134,14 @@ def test_a_file_is_a_model(cache: Path, tmp_path: Path) -> None:
             assert torch.equal(loaded(**CALL).logits, found)
     plan = gascompile.plan(moved, "8MiB", "cpu-nvme", cache_dir=cache)
     assert {t.forms.wire for t in plan.tensors.values() if t.forms} == {"q4_k", "q6_k"}
+
+
+def test_one_table_for_words_and_logits(cache: Path, tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    write_gguf(made("qwen2", tie_word_embeddings=True), file, mixed, architecture="qwen2")
+    with gascompile.compile(file, "2MiB", CALL, cache_dir=cache, fuse="off") as compiled:
+        torch.testing.assert_close(compiled(**CALL).logits, expected(file))
+    assert "lacks 1 weights" in refusal(skeleton(made("qwen2").config), file, cache)
 
 
 def test_a_plan_for_rows_in_order_is_none_for_rows_in_pairs(cache: Path, tmp_path: Path) -> None:
@@ -240,6 +248,7 @@ def test_what_would_be_wrong_is_refused(cache: Path, tmp_path: Path) -> None:
     assert "rope_theta" in said(rope_parameters=theta)
     assert "the model is a qwen2" in said("qwen2")
     assert "linear" in said(more={"llama.rope.scaling.type": "linear"})
+    assert "llama.logit_scale = 2.0" in said(more={"llama.logit_scale": 2.0})
     assert "mixtures of experts" in said(more={"llama.expert_count": 8})
     assert "'gemma'" in said(more={"general.architecture": "gemma"})
     scaled = {"rope_theta": 1e4, "rope_type": "linear", "factor": 2.0}
