@@ -21,7 +21,8 @@ from gascompile.formats.ops import DECODE, LINEAR, FormSpec, wire_matrix
 
 _EMBEDDING = torch.ops.aten.embedding.default
 _LINEAR = torch.ops.aten.linear.default
-_VIEW = torch.ops.aten.view.default
+_UNFLATTEN = torch.ops.aten.unflatten.int
+_FLATTEN = torch.ops.aten.flatten.using_ints
 _TRANSPOSE = torch.ops.aten.transpose.int
 _CLONE = torch.ops.aten.clone.default
 
@@ -114,16 +115,16 @@ def _order_results(weight: fx.Node, name: str, bound: BoundSpec, heads: int) -> 
 
 
 def _order_result(layer: fx.Node, value: torch.Tensor, heads: int) -> None:
-    shape = list(value.shape)
-    apart = [*shape[:-1], heads, shape[-1] // (2 * heads), 2]
+    half = value.shape[-1] // (2 * heads)
     users, graph = list(layer.users), layer.graph
     is_whole: dict[str, fx.node.Argument] = {"memory_format": torch.contiguous_format}
     last, held = layer, value
+    # None of them names the dimensions before the last, which may be dynamic.
     for target, args, kwargs in (
-        (_VIEW, (apart,), {}),
+        (_UNFLATTEN, (-1, [heads, half, 2]), {}),
         (_TRANSPOSE, (-2, -1), {}),
         (_CLONE, (), is_whole),
-        (_VIEW, (shape,), {}),
+        (_FLATTEN, (-3, -1), {}),
     ):
         with graph.inserting_after(last):
             last = graph.call_function(target, (last, *args), kwargs)

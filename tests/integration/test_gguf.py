@@ -16,6 +16,7 @@ from safetensors.torch import save_model
 
 import gascompile
 from gascompile.core.errors import CheckpointError, UnsupportedOpError
+from gascompile.integrations.generation import Generator
 from tests.gguf_files import write_gguf
 
 SIZES: dict[str, Any] = {
@@ -41,7 +42,7 @@ LLAMA3: dict[str, Any] = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
-CALL = {"input_ids": (torch.arange(24) * 7 % 160).view(2, 12), "use_cache": False}
+CALL: dict[str, Any] = {"input_ids": (torch.arange(24) * 7 % 160).view(2, 12), "use_cache": False}
 
 
 def made(kind: str = "llama", **settings: Any) -> Any:
@@ -142,6 +143,19 @@ def test_one_table_for_words_and_logits(cache: Path, tmp_path: Path) -> None:
     with gascompile.compile(file, "2MiB", CALL, cache_dir=cache, fuse="off") as compiled:
         torch.testing.assert_close(compiled(**CALL).logits, expected(file))
     assert "lacks 1 weights" in refusal(skeleton(made("qwen2").config), file, cache)
+
+
+def test_text_of_any_length(cache: Path, tmp_path: Path) -> None:
+    """The prompt's plan has a dynamic dimension, which the order of rows must not name."""
+    file = tmp_path / "model.gguf"
+    write_gguf(made(), file, mixed)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, gguf_file=file.name, dtype=torch.float32
+    )
+    prompt = CALL["input_ids"][:1, :5]
+    wanted = model.eval().generate(prompt, max_new_tokens=4, do_sample=False)[0, 5:].tolist()
+    with Generator(file, "8MiB", max_length=16, cache_dir=cache) as generator:
+        assert list(generator.stream(prompt, max_new_tokens=4)) == wanted
 
 
 def test_a_plan_for_rows_in_order_is_none_for_rows_in_pairs(cache: Path, tmp_path: Path) -> None:
