@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from gascompile.core.parts import Span
 from gascompile.runtime.protocols import Event, Ticket
 
 if TYPE_CHECKING:
@@ -80,8 +81,16 @@ class Store(Protocol):
         """Take note that the values in memory are newer than what is outside."""
         ...
 
+    def patched(self, name: str, spans: Sequence[Span]) -> None:
+        """Take note that the value in memory is newer than what is outside, in these pages alone."""
+        ...
+
+    def newer_bytes(self, name: str, link: str | None = None) -> int:
+        """Return the bytes that a write over a link would carry now."""
+        ...
+
     def write(self, name: str, *, link: str | None = None, after: Event | None = None) -> Ticket:
-        """Start copying a tensor out."""
+        """Start copying a tensor out, or what is newer of it."""
         ...
 
     def read(self, name: str, *, link: str | None = None, after: Event | None = None) -> Ticket:

@@ -14,6 +14,7 @@ from torch import nn
 
 from gascompile.api.compiled import CompiledModel
 from gascompile.api.looked_up import LookedUp
+from gascompile.api.moved_states import require_own_values
 from gascompile.api.runner import Runner
 from gascompile.api.sources import model_of
 from gascompile.api.unit import Unit
@@ -67,6 +68,7 @@ class Job:
     dynamic_shapes: Any = None
     reserved_bytes: int = 0
     pinned: Plan | None = None
+    in_arena: bool = False  # whether weights have to be in one, which others share
     weighs: bool = False  # whether forms of weights may depend on their values, which are there
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)  # that calls mutate: one for all
     history: History = field(default_factory=History)
@@ -98,6 +100,7 @@ class Job:
     def look_up(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> LookedUp:
         """Return the plan for one input signature, if the cache has it, and what it is looked up by."""
         register_pytrees()
+        require_own_values((*self.model.parameters(), *self.model.buffers()))
         require_plain_inputs(args, kwargs)
         require_castable(self.config.weights)
         checkpoint = self.open_checkpoint()
@@ -250,6 +253,7 @@ class Job:
     def place(self, program: Program, prints: Mapping[str, str]) -> Plan:
         """Annotate and plan a captured program."""
         from gascompile.api.device_budget import plan_on_device
+        from gascompile.api.on_heap import on_heap
         from gascompile.machines.op_memory import annotate_memory, unknown_ops
         from gascompile.passes.plan.make_plan import make_plan
 
@@ -258,6 +262,7 @@ class Job:
             workload = self.retimed(program, annotation.workload)
             warnings = unknown_ops(annotation, self.machine, self.config.cache_dir)
             warnings += source_warnings(self.machine)
+            may_move = None if self.in_arena else on_heap(program, annotation, self.machine)
 
             def make(taken_bytes: int, budget: Budget) -> Plan:
                 return make_plan(
@@ -271,6 +276,7 @@ class Job:
                     warnings=warnings,
                     reserved_bytes=self.reserved_bytes + taken_bytes,
                     pinned=self.pinned,
+                    on_heap=may_move,
                 )
 
             return plan_on_device(make, workload, self.machine, self.budget)

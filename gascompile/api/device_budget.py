@@ -6,7 +6,7 @@ Where the host computes, inputs are the caller's and files are read to where the
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -14,6 +14,8 @@ from gascompile.core.errors import Demand, InfeasiblePlanError
 from gascompile.core.machine import Budget, Machine
 from gascompile.core.plan import Plan
 from gascompile.core.workload import TensorKind, Workload
+from gascompile.passes.verify.walk import verify
+from gascompile.runtime.memory.lasting import lasting_names, moves_lasting, with_host
 from gascompile.runtime.memory.pinned import HOST, passing_bytes, pinned_bytes
 
 _GRAPHS_SHARE = 1 / 64
@@ -78,6 +80,14 @@ def plan_on_device(
     return _plan_with_host(partial(make, inputs_bytes), workload, machine, budget)
 
 
+def _whole(plan: Plan, limits_bytes: Mapping[str, int]) -> tuple[Plan, int]:
+    """Return a plan for the whole budget of the host, and by how much it takes more of that."""
+    if moves_lasting(plan):
+        return with_host(plan, limits_bytes, frozenset().union(*lasting_names(plan)))
+    plan = replace(plan, budget_bytes=dict(limits_bytes))
+    return plan, pinned_bytes(plan) - limits_bytes[HOST]
+
+
 def _plan_with_host(
     make: Callable[[Budget], Plan], workload: Workload, machine: Machine, budget: Budget
 ) -> Plan:
@@ -89,9 +99,9 @@ def _plan_with_host(
     for tries_left in reversed(range(_TRIES)):
         if left_bytes < 0:
             break
-        plan = replace(make(replace(budget, cpu=left_bytes)), budget_bytes=limits_bytes)
-        over_bytes = pinned_bytes(plan) - limits_bytes[HOST]
+        plan, over_bytes = _whole(make(replace(budget, cpu=left_bytes)), limits_bytes)
         if over_bytes <= 0:
+            verify(plan)
             return plan
         # The last try keeps no weight there at all.
         left_bytes = max(left_bytes - over_bytes, 0) if tries_left > 1 else 0

@@ -25,6 +25,7 @@ from gascompile.machines.admission import admit_saved
 from gascompile.machines.emulated import emulated_name
 from gascompile.machines.resolve import host_name, this_machine_name
 from gascompile.passes.verify.walk import verify
+from gascompile.runtime.memory.lasting import moves_lasting
 from gascompile.weights.checkpoint import open_checkpoint
 
 
@@ -90,6 +91,9 @@ def load(
         weights = _moved(weights, Path(checkpoint))
     bundle = _checked(bundle, weights)
     check_weights(bundle.plan, bundle.program, weights.sources, bundle.weights.stamps, bundle.held)
+    if moves_lasting(bundle.plan):
+        # What reads files keeps a hand on their memory.
+        bundle = replace(bundle, held={name: value.clone() for name, value in bundle.held.items()})
     unit = Unit.of(bundle, graphs=config.graphs)
     use_wire_kernels(bundle.program.forms, cache, make=False)
     if bundle.fusion is not None:

@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from gascompile.api.given_forward import GivenForward
 from gascompile.api.guards import Parameters, refuse, require_no_gradients
 from gascompile.api.matching import Misfit, advice
+from gascompile.api.moved_states import has_taken_states, open_session
 from gascompile.api.ranges import Ranges
 from gascompile.api.shared_budget import SharedBudget
 from gascompile.api.unit import Unit
@@ -37,6 +38,7 @@ from gascompile.core.progress import LoadingBar, task
 from gascompile.core.waiting import Turn
 from gascompile.machines.admission import device_of
 from gascompile.machines.run_within_budget import run_within_budget
+from gascompile.runtime.memory.lasting import moves_lasting
 from gascompile.runtime.run.executor import Executor
 from gascompile.runtime.run.session import Session
 from gascompile.weights.store import is_spilled
@@ -268,22 +270,14 @@ class Runner:
         early, unit.early = unit.early, None
         self._bar = LoadingBar("Loading resident weights")
         bundle = unit.bundle
-        self.session = Session.for_plan(
-            bundle.plan,
-            sources=bundle.weights.sources,
-            stamps=bundle.weights.stamps,
-            states=bundle.held,
-            progress=self._bar,
-            early=early,
-            spill_folder=self._cache_dir / "spill",
-        )
+        self.session = open_session(bundle, self._cache_dir, early=early, progress=self._bar)
         fused = unit.fusion.segments if unit.fusion is not None else ()
         self.executor = Executor(
             self.session,
             unit.graph_module,
             unit.bundle.plan,
             fused=fused,
-            graphs=unit.graphs == "auto",
+            graphs=unit.graphs == "auto" and not moves_lasting(bundle.plan),
             counter=allocation_counter(self._cache_dir),
             on_exceed=self._on_exceed,
             from_file=self.planning is None,
@@ -381,6 +375,9 @@ class Runner:
         values, forward = Parameters(planning.model), GivenForward(planning.model)
         if self._changed():
             self.units.clear()
+        if has_taken_states(self.session):
+            # The model is looked at.
+            self._close_session()
         self._is_planning = True
         try:
             unit = planning.prepare(args, kwargs)

@@ -28,6 +28,7 @@ from gascompile.core.progress import task
 from gascompile.core.sizes import format_time
 from gascompile.cost_models.simulate.replay import replay_plan
 from gascompile.runtime.kernels.fused import FusedSegment
+from gascompile.runtime.memory.lasting import moves_lasting
 
 if TYPE_CHECKING:
     from gascompile.api.unit import Unit
@@ -50,6 +51,8 @@ def fuse(bundle: Bundle, graph_module: fx.GraphModule, *, cache_dir: Path, runs:
     from gascompile.codegen.build import KernelBuildError, NoCompilerError
 
     plan = bundle.plan
+    if moves_lasting(plan):
+        return _unfused(bundle, "weights and states move on the heap, where ops run one by one")
     backend, reason = backend_of(plan.machine)
     if backend is None:
         return _unfused(bundle, reason)

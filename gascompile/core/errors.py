@@ -248,7 +248,7 @@ class ClosedStepError(GASCompileError):
 
 
 class OpenStepError(GASCompileError):
-    """A model or an optimizer was used in a way that is not possible while a training step has its values."""
+    """A model or an optimizer was used in a way that is not possible while a step or a plan has its values."""
 
 
 class NanLossError(GASCompileError):

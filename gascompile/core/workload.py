@@ -71,6 +71,8 @@ class OpSpec:
     gather_tier: str = ""  # where gathered rows lie; empty for the usual tier
     gathers: Mapping[str, int] = field(default_factory=dict)
     """Weights of which the op needs only some rows, with the bytes that it needs: an embedding's."""
+    patches: Mapping[str, int] = field(default_factory=dict)
+    """States among ``writes`` that it changes a part of, with the bytes of the pages of that part: a cache's rows."""
 
     @property
     def arithmetic_intensity(self) -> float:

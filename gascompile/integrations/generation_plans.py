@@ -121,6 +121,7 @@ def plan_generation(job: Job, prefill_tokens: int, *, again: bool = False) -> Un
 
 def _stage(job: Job, tokens: int) -> _Stage:
     shared = {name: getattr(job, name) for name in Job.__dataclass_fields__}
+    shared["in_arena"] = True
     if tokens > 1:
         length = torch.export.Dim("tokens", min=2, max=tokens)
         shared["dynamic_shapes"] = {"input_ids": {1: length}, "position": None}

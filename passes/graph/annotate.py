@@ -30,6 +30,8 @@ class Annotation:
     """What the workspace of each op depends on, by its name."""
     unproven: Mapping[str, OpCall] = field(default_factory=dict)
     """Ops whose workspace no formula bounds, by name."""
+    returned: frozenset[str] = frozenset()
+    """Tensors of which the program returns all or a part, weights and states included."""
 
 
 def annotate(program: Program, machine: Machine, *, repeats: bool = True) -> Annotation:
@@ -44,7 +46,7 @@ def annotate(program: Program, machine: Machine, *, repeats: bool = True) -> Ann
     device = machine.compute_tier
     nodes = {node.name: node for node in program.op_nodes()}
     ops = tuple(
-        _op_spec(op, device, machine, *_parts(nodes[op.name], op, program, facts))
+        _op_spec(op, program, device, machine, *_parts(nodes[op.name], op, program, facts))
         for op in facts.ops
     )
     unknown = sorted({leaf.target for op in facts.ops for leaf in op.leaves if not leaf.known})
@@ -56,6 +58,7 @@ def annotate(program: Program, machine: Machine, *, repeats: bool = True) -> Ann
         unknown_ops=tuple(unknown),
         kinds={op.name: op.kind for op in facts.ops if op.kind},
         unproven={op.name: op.unproven for op in facts.ops if op.unproven is not None},
+        returned=facts.outputs,
     )
 
 
@@ -93,6 +96,7 @@ def _weight(argument: object, program: Program) -> str | None:
 
 def _op_spec(
     op: OpFacts,
+    program: Program,
     device: str,
     machine: Machine,
     splits: Mapping[str, int],
@@ -114,6 +118,7 @@ def _op_spec(
         time_s={device: sum(times_s)},
         reads=tuple(op.reads),
         writes=tuple(op.writes),
+        patches={name: size for name, size in op.patches.items() if name in program.states},
         workspace_bytes=op.workspace_bytes,
         flops=sum(leaf.flops for leaf in op.leaves),
         read_bytes=sum(leaf.read_bytes for leaf in op.leaves),

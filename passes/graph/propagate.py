@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 import weakref
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gascompile.core.errors import UnsupportedOpError
+from gascompile.core.parts import part_bytes
 from gascompile.core.program import Dim, Program
 from gascompile.core.true_strides import true_strides
 from gascompile.cost_models.formulas.flops import flops_of, is_heavy
@@ -25,6 +27,7 @@ from gascompile.cost_models.measure.op_memory import OpCall, op_kind
 from gascompile.formats.ops import LINEAR
 from gascompile.passes.graph.fake_inputs import fake_inputs
 from gascompile.passes.graph.fake_limits import limit_work
+from gascompile.passes.graph.mutated_tensors import written_arguments
 
 
 class Decoded(NamedTuple):
@@ -57,6 +60,7 @@ class OpFacts:
     name: str
     reads: list[str] = field(default_factory=list)
     writes: list[str] = field(default_factory=list)
+    patches: dict[str, int] = field(default_factory=dict)
     leaves: list[LeafOp] = field(default_factory=list)
     workspace_bytes: int = 0
     kind: str = ""
@@ -163,6 +167,9 @@ def _is_own(tensor: str, op: str) -> bool:
 
 
 _REFUSALS = (RuntimeError, TypeError, ValueError, AssertionError, ArithmeticError, LookupError)
+_ROWS_BY_NAME = {"self", "dim", "index", "indices"}
+_PART = 1 / 8
+"""Of a tensor, at most, is a part that is worth to be told apart from the whole."""
 _SCALAR_BYTES = 256
 """Python numbers among an op's arguments become tensors of one element while it runs."""
 
@@ -231,7 +238,9 @@ def _run_node(
                 owners.add(value, name)
                 owners.size_bytes[name] += _understated_bytes(node, i, args)
                 facts.writes.append(name)
-    facts.writes += _mutated(node, args, kwargs, owners)
+    mutated = _mutated(node, env, owners)
+    facts.writes += mutated
+    facts.patches = _patches(node, args, mutated, owners)
     facts.leaves = recorder.leaves
     own_bytes = sum(owners.size_bytes[name] for name in facts.writes if _is_own(name, node.name))
     facts.workspace_bytes = max(recorder.peak_bytes - own_bytes, 0) + recorder.kernel_bytes
@@ -258,17 +267,22 @@ def _understated_bytes(node: torch.fx.Node, element: int, args: Any) -> int:
     return 8 * int(indices.numel() + offsets.numel() + 1)
 
 
-def _mutated(node: torch.fx.Node, args: Any, kwargs: Any, owners: _Owners) -> list[str]:
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return []
-    names = []
-    for position, argument in enumerate(node.target._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = kwargs.get(argument.name, args[position] if position < len(args) else None)
-            names += [
-                owners.name(v) for v in pytree.tree_leaves(value) if isinstance(v, torch.Tensor)
-            ]
-    return list(dict.fromkeys(names))
+def _mutated(node: torch.fx.Node, env: Mapping[torch.fx.Node, Any], owners: _Owners) -> list[str]:
+    values = (env[argument] for argument in written_arguments(node))
+    return list(dict.fromkeys(owners.name(v) for v in values if isinstance(v, torch.Tensor)))
+
+
+def _patches(node: torch.fx.Node, args: Any, written: list[str], owners: _Owners) -> dict[str, int]:
+    """Return the bytes that an op changes of what it writes, where that is some part of one tensor."""
+    if len(written) != 1 or not args or not isinstance(args[0], torch.Tensor):
+        return {}
+    (name,) = written
+    if len(written_arguments(node)) != 1 or owners.name(args[0]) != name:
+        return {}
+    if node.kwargs.keys() & _ROWS_BY_NAME:
+        return {}
+    size_bytes = part_bytes(node.target, args)
+    return {name: size_bytes} if size_bytes <= _PART * owners.size_bytes[name] else {}
 
 
 class _Recorder(TorchDispatchMode):

@@ -75,6 +75,18 @@ def interval_steps(found: Schedule) -> tuple[Step, ...]:
     return tuple(steps)
 
 
+def _rests_on(found: Schedule, tensor: int) -> int | None:
+    """Return the route by which a tensor is away around the end: a copy of it stays there, however old."""
+    return next(
+        (
+            route
+            for interval, route in zip(found.layout.intervals, found.choices.route, strict=True)
+            if interval.tensor == tensor and interval.wraps
+        ),
+        None,
+    )
+
+
 def _steps_of(found: Schedule, kind: int, number: int, op: int) -> tuple[Step, ...]:
     task = found.layout.task
     tensor = found.layout.intervals[number].tensor
@@ -89,6 +101,8 @@ def _steps_of(found: Schedule, kind: int, number: int, op: int) -> tuple[Step, .
             return (Release(op=op, tensor=name),)
         case Kind.STORE:
             link = task.link_out(chosen).name
+            if _rests_on(found, tensor) == chosen:
+                size = task.changed_bytes[tensor]
             return (Offload(op=op, tensor=name, link=link, size_bytes=size),)
         case Kind.LOAD:
             link = task.machine.links[route.link_in].name

@@ -11,7 +11,7 @@ import contextlib
 import math
 import random
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import islice
 from typing import NoReturn
@@ -103,6 +103,7 @@ def plan_intervals(
     op_s_per_byte: float = 0.0,
     bound_s: float = 0.0,
     begun_s: float | None = None,
+    staying: Collection[str] = (),
 ) -> IntervalPlan:
     """Return the fastest moves found that keep every tier's limit in program order.
 
@@ -118,6 +119,7 @@ def plan_intervals(
             counts it, though its seconds do not.
         bound_s: what no plan beats, as far as is known; the search ends near it.
         begun_s: when the clock began on ``time.perf_counter``; now, if not given.
+        staying: tensors that never leave.
 
     Raises:
         InfeasiblePlanError: nothing fits; names the smallest budget that does, and its op.
@@ -131,6 +133,7 @@ def plan_intervals(
         reserved_bytes=reserved_bytes,
         recompute=recompute,
         op_s_per_byte=op_s_per_byte,
+        staying=staying,
     )
     begun_s = time.perf_counter() if begun_s is None else begun_s
     small = task.without_small() if len(task.names) > FEW_TENSORS else task
@@ -149,7 +152,10 @@ def _found(search: Search, reserved_bytes: int, bound_s: float) -> IntervalPlan:
     candidates = starts(search.base, remakes)
     least = _begin(search, remakes, candidates)
     exact = None
-    if not (search.done or task.fixed) and (search.best is None or not task.op_s_per_byte):
+    # Where only a part is written out, that depends on where a tensor rests, of which the list there knows nothing.
+    if not (search.done or task.fixed or task.has_patches) and (
+        search.best is None or not task.op_s_per_byte
+    ):
         exact = _all_of(search, _FEW_LABELS, search.left_s / 2)
     if search.best is None and (exact is None or not exact.steps):
         _refuse(least, reserved_bytes)
@@ -316,7 +322,7 @@ def _guided(
     for num_slots, margin, factor in guides:
         if search.finished:
             return
-        plan = replace(search.base, task=_tightened(search.task, margin, factor))
+        plan = replace(search.base, task=search.task.tightened(margin, factor))
         _rounded(search, remakes, _relaxed(search, plan, sources, num_slots))
 
 
@@ -350,24 +356,6 @@ def _relaxed(
         max_pivots=search.pivots_left,
     )
     return search.relaxed(found)
-
-
-def _tightened(task: IntervalProblem, margin: float, factor: float) -> IntervalProblem:
-    """Return the task with less memory and slower links."""
-    machine = task.machine
-    links = tuple(
-        replace(link, bandwidth_bytes_per_s=link.bandwidth_bytes_per_s * factor)
-        for link in machine.links
-    )
-    pipes = tuple(
-        replace(pipe, bandwidth_bytes_per_s=pipe.bandwidth_bytes_per_s * factor)
-        for pipe in machine.pipes
-    )
-    return replace(
-        task,
-        limit_bytes=int(task.limit_bytes * (1 - margin)),
-        machine=replace(machine, links=links, pipes=pipes),
-    )
 
 
 def _refuse(least: Selection, reserved_bytes: int) -> NoReturn:

@@ -7,7 +7,7 @@ recomputed. Everything is numbered: tensors, tiers, runs and intervals are indic
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 from gascompile.core.errors import UnsupportedOpError
@@ -42,6 +42,8 @@ class IntervalProblem:
     """Fastest link in first."""
     names: tuple[str, ...]
     sizes: tuple[int, ...]
+    changed_bytes: tuple[int, ...]
+    """What an iteration changes of each at most: what is written out of one whose older value lies outside."""
     persistent: tuple[bool, ...]
     written: tuple[bool, ...]
     """Whether any op writes the tensor; a persistent one that none writes is clean for ever."""
@@ -87,7 +89,8 @@ class IntervalProblem:
         way = self.routes[route]
         number = way.link_out if out else way.link_in
         assert number is not None, "dirty tensors only take routes with a way out"
-        link, size = self.machine.links[number], self.sizes[tensor]
+        sizes = self.changed_bytes if out else self.sizes
+        link, size = self.machine.links[number], sizes[tensor]
         found = number, link.transfer_time_s(size), pipe_times(self.machine, link, size)
         self._transfers[key] = found
         return found
@@ -114,6 +117,11 @@ class IntervalProblem:
         return clean or self.routes[route].link_out is not None
 
     @property
+    def has_patches(self) -> bool:
+        """Whether less is written out of a tensor than comes back."""
+        return self.changed_bytes != self.sizes
+
+    @property
     def fixed_bytes(self) -> int:
         """Bytes of all that never leaves."""
         return sum(self.sizes[tensor] for tensor in self.fixed)
@@ -125,13 +133,30 @@ class IntervalProblem:
         """
         links = [self.machine.links[route.link_in] for route in self.routes]
         most = max((link.latency_s * link.bandwidth_bytes_per_s for link in links), default=0.0)
-        left, fixed = self.limit_bytes // _SMALL_PART, set[int]()
+        left, fixed = self.limit_bytes // _SMALL_PART, set(self.fixed)
         for tensor in sorted(range(len(self.sizes)), key=self.sizes.__getitem__):
             left -= self.sizes[tensor]
             if self.sizes[tensor] >= most or left < 0:
                 break
             fixed.add(tensor)
         return replace(self, fixed=frozenset(fixed))
+
+    def tightened(self, margin: float, factor: float) -> IntervalProblem:
+        """Return the task with a share of memory less, and links and pipes of so much of their bandwidth."""
+        machine = self.machine
+        links = tuple(
+            replace(link, bandwidth_bytes_per_s=link.bandwidth_bytes_per_s * factor)
+            for link in machine.links
+        )
+        pipes = tuple(
+            replace(pipe, bandwidth_bytes_per_s=pipe.bandwidth_bytes_per_s * factor)
+            for pipe in machine.pipes
+        )
+        return replace(
+            self,
+            limit_bytes=int(self.limit_bytes * (1 - margin)),
+            machine=replace(machine, links=links, pipes=pipes),
+        )
 
 
 def interval_problem(
@@ -142,6 +167,7 @@ def interval_problem(
     reserved_bytes: int = 0,
     recompute: bool = True,
     op_s_per_byte: float = 0.0,
+    staying: Collection[str] = (),
 ) -> IntervalProblem:
     """Number the tensors of ``workload`` and find the routes that ``machine`` offers.
 
@@ -150,6 +176,7 @@ def interval_problem(
         reserved_bytes: bytes of the compute tier that are not the plan's.
         recompute: whether ops may run again.
         op_s_per_byte: processors' time that moving a byte takes from ops.
+        staying: tensors that never leave.
 
     Raises:
         UnsupportedOpError: an op has no time on the compute tier.
@@ -181,6 +208,7 @@ def interval_problem(
         for tensor in written:
             writers[tensor] = (*writers.get(tensor, ()), i)
     persistent = tuple(tensor.kind in PERSISTENT for tensor in tensors)
+    changed = changed_bytes(workload)
     return IntervalProblem(
         workload=workload,
         machine=machine,
@@ -188,6 +216,7 @@ def interval_problem(
         routes=_routes(machine, limits_bytes),
         names=tuple(number),
         sizes=tuple(tensor.size_bytes for tensor in tensors),
+        changed_bytes=tuple(changed.get(t.name, t.size_bytes) for t in tensors),
         persistent=persistent,
         written=tuple(i in writers for i in range(len(tensors))),
         stays_to_end=tuple(tensor.kind == TensorKind.OUTPUT for tensor in tensors),
@@ -198,7 +227,23 @@ def interval_problem(
         repeatable=_repeatable(workload, persistent, number, writers, writes) if recompute else {},
         writers=writers,
         op_s_per_byte=op_s_per_byte,
+        fixed=frozenset(number[name] for name in staying if name in number),
     )
+
+
+def changed_bytes(workload: Workload) -> dict[str, int]:
+    """Return the bytes that an iteration changes at most of each tensor that it writes.
+
+    Of a state in which only some rows change it is those, as long as iterations follow each other: the copy that it
+    left behind when it came back is older by them alone.
+    """
+    sizes = {tensor.name: tensor.size_bytes for tensor in workload.tensors}
+    found: dict[str, int] = {}
+    for op in workload.ops:
+        for name in op.writes:
+            part = op.patches.get(name, sizes[name]) if workload.repeats else sizes[name]
+            found[name] = min(found.get(name, 0) + part, sizes[name])
+    return found
 
 
 def _routes(machine: Machine, limits_bytes: Mapping[str, int]) -> tuple[Route, ...]:

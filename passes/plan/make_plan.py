@@ -17,8 +17,10 @@ from gascompile.passes.bounds.least_time import least_time
 from gascompile.passes.bounds.linear_program import solver_name
 from gascompile.passes.bounds.site_limit import has_sites
 from gascompile.passes.intervals.plan_intervals import plan_intervals
+from gascompile.passes.model.interval_problem import changed_bytes
 from gascompile.passes.plan.assemble import assemble
 from gascompile.passes.plan.draft import Draft, draft_intervals
+from gascompile.passes.plan.move_anything import Effort, OnHeap, felt_s, move_anything
 from gascompile.passes.search.strategies import NAMES
 from gascompile.passes.search.stream import stream
 from gascompile.passes.verify.walk import verify
@@ -43,6 +45,7 @@ def make_plan(
     pinned: Plan | None = None,
     move_all: bool = False,
     has_arena: bool = True,
+    on_heap: OnHeap | None = None,
 ) -> Plan:
     """Return the best verified plan found for ``workload`` within ``budget``.
 
@@ -61,6 +64,8 @@ def make_plan(
             it only weights move, and the bound holds for such plans.
         has_arena: weights may be prefetched into an arena. Plans of ``move_all`` do without one where what runs
             them has none.
+        on_heap: a plan without an arena, in which anything moves, may take the place of one with, where that is not
+            feasible or takes longer by ``on_heap``'s measure.
 
     Raises:
         InfeasiblePlanError: no plan keeps the budget; names the smallest that does.
@@ -68,7 +73,7 @@ def make_plan(
         UnsupportedOpError: an op has no time on the compute tier.
         ValueError: the strategy or a tensor's name is unknown.
     """
-    begun_s = time.perf_counter()
+    effort = Effort(begun_s=time.perf_counter(), time_limit_s=time_limit_s, mip_gap=mip_gap)
     reserved_bytes += machine.library_bytes(machine.compute_tier)
     _require_known(strategy)
     # Planned in the time of links, in which ops do not slow them down.
@@ -76,15 +81,12 @@ def make_plan(
     solver = solver_name()
     notes = [*warnings, *([_NO_HIGHS[solver]] if solver in _NO_HIGHS else [])]
 
-    def left_s() -> float:
-        return time_limit_s - (time.perf_counter() - begun_s)
-
     def stream_weights() -> tuple[Draft, Proof]:
         return stream(
             quick,
             calm,
             budget,
-            left_s=left_s,
+            left_s=effort.left_s,
             time_limit_s=time_limit_s,
             mip_gap=mip_gap,
             notes=notes,
@@ -96,17 +98,19 @@ def make_plan(
     limits_bytes = budget.limits_bytes(machine)
     if move_all:
         streams = stream_weights if has_arena else None
-        clock_s = (begun_s, time_limit_s)
-        draft, proof = _best_of_all(
-            quick, calm, limits_bytes, streams, clock_s, mip_gap, reserved_bytes, machine
-        )
-    else:
+        more = (effort, reserved_bytes, machine)
+        draft, proof = _best_of_all(quick, calm, limits_bytes, streams, *more)
+    elif on_heap is None or strategy is not None or pinned is not None:
         draft, proof = stream_weights()
+    else:
+        per_byte_s = machine.interference.op_s_per_byte
+        draft, proof, reserved_bytes = move_anything(
+            quick, calm, budget, stream_weights, on_heap, effort, reserved_bytes, per_byte_s
+        )
     draft, proof = _as_disturbed(draft, proof, workload, machine, limits_bytes)
     proof = _undisputed(proof, draft.seconds, notes)
-    certificate = certify(
-        draft.seconds, proof, solve_s=time_limit_s - left_s(), mip_gap=mip_gap, solver=solver
-    )
+    took_s = time_limit_s - effort.left_s()
+    certificate = certify(draft.seconds, proof, solve_s=took_s, mip_gap=mip_gap, solver=solver)
     plan = assemble(
         draft,
         machine,
@@ -186,15 +190,16 @@ def _least_moved_bytes(
     in_rows = {name for op in workload.ops for name in op.gathers}
     read = {name for op in workload.ops for name in op.reads} - in_rows
     written = {name for op in workload.ops if workload.repeats for name in op.writes}
-    lasting = [t for t in workload.tensors if t.kind in PERSISTENT]
-    return sum(
-        max(
-            0,
-            sum(t.size_bytes for t in lasting if t.name in used)
-            - limits_bytes[machine.compute_tier],
-        )
-        for used in (read, written)
+    lasting = {t.name: t.size_bytes for t in workload.tensors if t.kind in PERSISTENT}
+    limit_bytes = limits_bytes[machine.compute_tier]
+    # What stays may be what changes most: as much as fits of that need not go back.
+    changed = changed_bytes(workload)
+    patched_bytes = sum(changed[n] for n in written if n in lasting and changed[n] < lasting[n])
+    sums = (
+        sum(lasting[name] for name in read if name in lasting),
+        sum(changed[name] for name in written if name in lasting) - patched_bytes,
     )
+    return sum(max(0, size_bytes - limit_bytes) for size_bytes in sums)
 
 
 def _is_disturbed(machine: Machine) -> bool:
@@ -214,14 +219,13 @@ def _best_of_all(
     machine: Machine,
     limits_bytes: Mapping[str, int],
     stream_weights: Callable[[], tuple[Draft, Proof]] | None,
-    clock_s: tuple[float, float],
-    mip_gap: float,
+    effort: Effort,
     reserved_bytes: int,
     disturbed: Machine,
 ) -> tuple[Draft, Proof]:
     """Return the faster of a plan that moves weights and one that moves everything, and its proof."""
     op_s_per_byte = disturbed.interference.op_s_per_byte
-    begun_s, time_limit_s = clock_s
+    begun_s, time_limit_s, mip_gap = effort.begun_s, effort.time_limit_s, effort.mip_gap
     best: Draft | None = None
     all_s = 0.0
     refusals: list[InfeasiblePlanError] = []
@@ -254,9 +258,7 @@ def _best_of_all(
             raise min((*refusals, error), key=lambda refusal: refusal.required_bytes) from None
         return best, proof
     moved = draft_intervals(workload, found)
-    if best is None or _felt_s(moved, machine, op_s_per_byte) < _felt_s(
-        best, machine, op_s_per_byte
-    ):
+    if best is None or felt_s(moved, machine, op_s_per_byte) < felt_s(best, machine, op_s_per_byte):
         best = moved
     # Forms and sites are outside what bounds the intervals.
     if not any(op.splits or op.gathers for op in workload.ops) and not has_sites(
@@ -264,14 +266,6 @@ def _best_of_all(
     ):
         proof = replace(proof, all_s=max(all_s, found.bound_s))
     return best, replace(proof, timed_out=found.timed_out)
-
-
-def _felt_s(draft: Draft, machine: Machine, op_s_per_byte: float) -> float:
-    """Return the seconds of a draft in which the processors also have to move its bytes."""
-    ops = draft.workload.ops
-    ops_s = sum(ops[op].time_s[draft.op_sites[op]] for op in runs(draft.steps))
-    moved_bytes = sum(link_bytes(draft.steps, ops, machine).values())
-    return max(draft.seconds, ops_s + moved_bytes * op_s_per_byte)
 
 
 def _writes_weights(workload: Workload) -> bool:

@@ -6,6 +6,7 @@ counted in the same order, so it does not depend on how fast transfers are. The 
 * an op needs the present value of what it reads at its site; its first write of a tensor takes memory;
 * a write makes the copies on other tiers stale; a copy that no later step uses gives its room back;
 * an offload leaves the bytes where they are until a release, a reload takes memory when it starts;
+* one to the tensor's home, which keeps an older value, may carry less: at least what has changed since;
 * what is neither weight nor state frees itself after the last step that touches it, an output at the end;
 * an op may be computed again while its inputs hold what they held, and only if it made all that it
   writes, no output among it, and nothing has changed that since;
@@ -80,6 +81,8 @@ class _Heap:
     ends: frozenset[tuple[int, str, str]] = frozenset()
     """``(step, tensor, tier)``: after the step nothing needs the copy."""
     links: dict[str, Link] = field(default_factory=dict)
+    behind: dict[str, int] = field(default_factory=dict)
+    """Bytes by which the value at home is older than it should be, at most, where only parts have changed since."""
 
     def run(self) -> dict[str, int]:
         """Walk one iteration; return the peaks."""
@@ -180,9 +183,18 @@ class _Heap:
             self._put(name, site, self.version[name])
         self._work(site, spec.workspace_bytes)
         for name in written:
+            self._fall_behind(name, spec.patches.get(name, self.sizes[name]))
             for tier in [tier for tier in self.copies[name] if tier != site]:
                 self._drop(name, tier)
         self._forget([*spec.reads, *spec.writes], i)
+
+    def _fall_behind(self, name: str, changed_bytes: int) -> None:
+        """Take note of what a write changes of a tensor, whose home keeps the value of before."""
+        home = self.anchors.get(name)
+        if not self.plan.workload.repeats or home is None:
+            return
+        known = 0 if home in self.copies[name] else self.behind.get(name, self.sizes[name])
+        self.behind[name] = min(known + changed_bytes, self.sizes[name])
 
     def _recompute(self, i: int, source: int) -> None:
         if source not in self.values_read:
@@ -224,10 +236,13 @@ class _Heap:
         link = self.links.get(step.link)
         if link is None:
             self._refuse(f"step {i} names the link '{step.link}', which does not exist", i)
-        if step.size_bytes != self.sizes[step.tensor]:
+        needed = self.sizes[step.tensor]
+        if isinstance(step, Offload) and self.anchors.get(step.tensor) == link.target_tier:
+            needed = min(needed, self.behind.get(step.tensor, needed))
+        if not needed <= step.size_bytes <= self.sizes[step.tensor]:
             self._refuse(
                 f"step {i} moves {step.size_bytes} bytes of '{step.tensor}', "
-                f"which has {self.sizes[step.tensor]}",
+                f"of which {needed} have to move",
                 i,
             )
         ends = (link.source_tier, link.target_tier)

@@ -7,9 +7,11 @@ compute hold on its event, may free it: what compute is given afterwards comes a
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
 import torch
 
+from gascompile.core.parts import Span
 from gascompile.core.sizes import SPILL_BUFFER_BYTES
 from gascompile.runtime.memory.early_memory import map_anonymous
 from gascompile.runtime.memory.host_slots import HostSlots
@@ -17,6 +19,7 @@ from gascompile.runtime.memory.pinned import HOST
 from gascompile.runtime.memory.source_slots import Pieces
 from gascompile.runtime.memory.staged_moves import STAGING_BYTES, StagedMove, StagedMoves
 from gascompile.runtime.protocols import Device, Event, Reader, read_at
+from gascompile.runtime.transfer.page_ring import LaneMoves
 
 
 class HostMove:
@@ -88,7 +91,8 @@ class DeviceMoves:
         pieces: Pieces,
         *,
         writes: bool,
-    ) -> HostMove | StagedMove:
+        parts: Sequence[Span] | None = None,
+    ) -> HostMove | StagedMove | LaneMoves:
         """Start moving a storage of the device over a link.
 
         Args:
@@ -98,18 +102,42 @@ class DeviceMoves:
             after: the transfer starts no earlier.
             pieces: open file, offset and bytes of each range of it, where the link leads to files.
             writes: out of the device.
+            parts: pages of it that suffice, as where they go has the rest.
         """
         while self._flying and self._flying[0].is_over:
             self._flying.popleft()
         content = bytes_of(storage, self.device.torch_device)
+        spans = [(begin, min(end, content.nbytes)) for begin, end in parts or ()]
         move: HostMove | StagedMove
+        if spans and self.place(link, writes=writes) != HOST:
+            ((file, offset, _),) = pieces
+            several = [
+                self.staged.submit(
+                    name,
+                    content[begin:end],
+                    link,
+                    after,
+                    ((file, offset + begin, end - begin),),
+                    writes=True,
+                )
+                for begin, end in spans
+            ]
+            self._flying.extend(several)
+            return LaneMoves(several)
         if self.place(link, writes=writes) == HOST:
             outside = self.host.bytes(name, content.nbytes)
             if writes:
                 self.host.claim(name)
             target, source = (outside, content) if writes else (content, outside)
             stream = self.device.stream(link)
-            event = stream.copy(target, source, name=name, after=after)
+            whole = [(0, content.nbytes)]
+            total_bytes = sum(end - begin for begin, end in spans or whole)
+            # One transfer of the link, whatever it consists of.
+            booking = stream.book(total_bytes, after=after) if spans else None
+            for begin, end in spans or whole:
+                event = stream.copy(
+                    target[begin:end], source[begin:end], name=name, after=after, booking=booking
+                )
             move = HostMove(event, content)
         else:
             move = self.staged.submit(name, content, link, after, pieces, writes=writes)

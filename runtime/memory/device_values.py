@@ -7,13 +7,14 @@ host, from the place that has the newest one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from gascompile.core.errors import StorageError
+from gascompile.core.parts import Span, in_pages
 from gascompile.runtime.memory.device_moves import DeviceMoves, bytes_of
 from gascompile.runtime.memory.host_slots import Outside
 from gascompile.runtime.memory.pages import Pages
@@ -57,6 +58,8 @@ class DeviceValues(Persistent):
         self._moves = moves
         self._on_host: set[str] = set()
         """Whose slot on the host holds the value of now, unless something else lies there by now."""
+        self._host_parts: dict[str, list[Span]] = {}
+        """In which pages alone a block of the host is older than the device's memory, of those that are."""
         self._targets: dict[str, bool] = {}
         """Whether the last write of each went to the host."""
         self._given: dict[str, torch.Tensor] = {}
@@ -86,9 +89,31 @@ class DeviceValues(Persistent):
         return self._moves.host_bytes
 
     def changed(self, names: Iterable[str]) -> None:
-        names = tuple(names)
         super().changed(names)
+
+    def _forget_slots(self, names: Iterable[str]) -> None:
+        names = tuple(names)
+        super()._forget_slots(names)
         self._on_host.difference_update(names)
+        for name in names:
+            self._host_parts.pop(name, None)
+
+    def patched(self, name: str, spans: Sequence[Span]) -> None:
+        is_block = name in self._moves.host.blocks
+        known = [] if is_block and name in self._on_host else self._host_parts.get(name)
+        super().patched(name, spans)
+        # Last: an interrupt before leaves a slot that is taken for older all over.
+        if known is not None and is_block:
+            self._host_parts[name] = in_pages([*known, *spans])
+
+    def newer_bytes(self, name: str, link: str | None = None) -> int:
+        assert link is not None, "a device's values leave over a link"
+        if self._moves.place(link, writes=True) != HOST:
+            return super().newer_bytes(name)
+        parts = self._host_parts.get(name)
+        if parts is None:
+            return self.sizes[name]
+        return sum(min(end, self.sizes[name]) - begin for begin, end in parts)
 
     def write(self, name: str, *, link: str | None = None, after: Event | None = None) -> Ticket:
         assert link is not None, "a device's values leave over a link"
@@ -97,7 +122,8 @@ class DeviceValues(Persistent):
         if not to_host and name in self._sources:
             self.changed((name,))
         self._targets[name] = to_host
-        ticket = self._spill.write(name, storage, link=link, after=after)
+        parts = (self._host_parts if to_host else self._parts).pop(name, None)
+        ticket = self._spill.write(name, storage, link=link, after=after, parts=parts)
         self._writes[name] = ticket
         # Last: whatever interrupts this, a slot that was not written is not taken for the value.
         (self._on_host if to_host else self._valid).add(name)
@@ -143,6 +169,8 @@ class DeviceValues(Persistent):
             if name in self._away and name not in self._valid:
                 self._to_file(name)
             self._on_host.discard(name)
+        for name in self._host_parts.keys() - kept:
+            del self._host_parts[name]
         host.free(host.blocks - kept)
         host.lay_out(outside.area, outside.most_bytes - outside.blocks_bytes)
         host.take(outside.blocks)
@@ -198,6 +226,7 @@ class DeviceValues(Persistent):
         for name, ticket in self._writes.items():
             if ticket.failed:
                 (self._on_host if self._targets[name] else self._valid).discard(name)
+                (self._host_parts if self._targets[name] else self._parts).pop(name, None)
         # What is written from here on has nothing to do with them.
         self._writes.clear()
         for name in sorted(self.sizes.keys() - self._away):

@@ -6,13 +6,14 @@ nobody has changed yet may lie in a file of somebody else, which is read alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
 from gascompile.core.errors import StorageError
+from gascompile.core.parts import Span, in_pages
 from gascompile.core.sizes import PAGE_BYTES, align_up
 from gascompile.runtime.memory.device_moves import DeviceMoves
 from gascompile.runtime.memory.host_slots import Outside
@@ -86,6 +87,8 @@ class Persistent:
         """Whose slot holds the value of now."""
         self._coming: set[str] = set()
         """Read for somebody else, and not there yet."""
+        self._parts: dict[str, list[Span]] = {}
+        """In which pages alone a slot is older than memory, of those that are."""
         self._writes: dict[str, Ticket] = {}
         self.num_changes = 0
         """Grows whenever a value changes."""
@@ -149,14 +152,43 @@ class Persistent:
             if name in self._sources:
                 self._spill.take_slot(name, self.sizes[name])
         self.num_changes += len(names)
-        self._valid.difference_update(names)
+        self._forget_slots(names)
         for name in names:
             if name in self._sources:
                 # Last: an interrupt before leaves a value in memory that is not taken for the file's.
                 self._sources.leave(name)
 
+    def _forget_slots(self, names: Iterable[str]) -> None:
+        """Take note that slots are older than memory, nobody knows where."""
+        names = tuple(names)
+        self._valid.difference_update(names)
+        for name in names:
+            self._parts.pop(name, None)
+
+    def patched(self, name: str, spans: Sequence[Span]) -> None:
+        """Take note that a tensor's value in memory is, or will be, newer than its slot in these pages alone.
+
+        Raises:
+            StorageError: as for ``changed``.
+        """
+        known = [] if name in self._valid else self._parts.get(name)
+        if known is None or name in self._sources:
+            self.changed((name,))
+            return
+        self.num_changes += 1
+        merged = in_pages([*known, *spans])
+        # Before its parts are known anew: an interrupt in between leaves a slot that is taken for older all over.
+        self._forget_slots((name,))
+        self._parts[name] = merged
+
+    def newer_bytes(self, name: str, link: str | None = None) -> int:  # noqa: ARG002
+        """Return the bytes that a write of a tensor over ``link`` carries now."""
+        if name in self._parts:
+            return sum(end - begin for begin, end in self._parts[name])
+        return self.sizes[name]
+
     def write(self, name: str, *, link: str | None = None, after: Event | None = None) -> Ticket:
-        """Start copying a tensor to its slot; it must not change before the ticket is done.
+        """Start copying a tensor to its slot, or what is newer of it; it must not change before the ticket is done.
 
         Args:
             name: of the tensor.
@@ -166,7 +198,8 @@ class Persistent:
         if name in self._sources:
             self.changed((name,))
         storage = self.tensors[name].untyped_storage()
-        ticket = self._spill.write(name, storage, link=link, after=after)
+        parts = self._parts.pop(name, None)
+        ticket = self._spill.write(name, storage, link=link, after=after, parts=parts)
         self._writes[name] = ticket
         # Last: whatever interrupts this, a slot that was not written is not taken for the value.
         self._valid.add(name)
@@ -274,7 +307,7 @@ class Persistent:
             tensor.untyped_storage().resize_(self.sizes[name])
             self._away.discard(name)
         self.num_changes += 1
-        self._valid.discard(name)
+        self._forget_slots((name,))
         writer(tensor)
         if name in self._sources:
             if self._sources.holds(name, bytes_of(tensor.untyped_storage())):
@@ -336,7 +369,9 @@ class Persistent:
             StorageError: the drive still fails.
         """
         self._spill.drain()
-        self._valid.difference_update(n for n, ticket in self._writes.items() if ticket.failed)
+        self._forget_slots(n for n, ticket in self._writes.items() if ticket.failed)
+        # What is written from here on has nothing to do with them.
+        self._writes.clear()
         for name in sorted(self._valid - self._away):
             if name not in self._sources or self._sources.is_unchanged:
                 self.read(name).wait()

@@ -16,7 +16,7 @@ import os
 import queue
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -24,6 +24,7 @@ from pathlib import Path
 import torch
 
 from gascompile.core.errors import StorageError
+from gascompile.core.parts import Span
 from gascompile.core.sizes import PAGE_BYTES, align_up
 from gascompile.core.waiting import Gate, OwnThread, life, require_life
 from gascompile.runtime.memory.device_moves import DeviceMoves
@@ -143,6 +144,7 @@ class Spill:
         *,
         link: str | None = None,
         after: Event | None = None,
+        parts: Sequence[Span] | None = None,
     ) -> Ticket:
         """Start copying a storage to its slot; it must not change or go before the ticket is done.
 
@@ -151,8 +153,9 @@ class Spill:
             storage: of the host; of the device, where there is a link.
             link: what it goes over, and thereby which slot is meant.
             after: the copy starts no earlier.
+            parts: pages of it that suffice, as the slot has the rest.
         """
-        return self._submit(0, name, storage, link, after)
+        return self._submit(0, name, storage, link, after, parts)
 
     def read(
         self,
@@ -272,16 +275,17 @@ class Spill:
         storage: torch.UntypedStorage,
         link: str | None,
         after: Event | None,
+        parts: Sequence[Span] | None = None,
     ) -> Ticket:
         require_life(self._life, "the spill file")
         if self._closed:
             raise StorageError("the session is closed; compile or load the model again")
         moves, writes = self._moves if link is not None else None, direction == 0
         if moves is not None and link is not None and moves.place(link, writes=writes) == HOST:
-            return moves.submit(name, storage, link, after, (), writes=writes)
+            return moves.submit(name, storage, link, after, (), writes=writes, parts=parts)
         pieces = self._pieces(name, storage, writes=writes)
         if moves is not None and link is not None:
-            return moves.submit(name, storage, link, after, pieces, writes=writes)
+            return moves.submit(name, storage, link, after, pieces, writes=writes, parts=parts)
         pages_bytes = align_up(storage.nbytes(), PAGE_BYTES)
         if self._pages is None or self._pages.capacity(storage.data_ptr()) < pages_bytes:
             move = _Move(pieces, storage, name)
@@ -290,18 +294,28 @@ class Spill:
         lane = self._lanes[direction]
         ((file, offset, _), *more) = pieces
         if file == self._file:
-            return lane.submit(
-                name, storage, file, offset, writes=direction == 0, size_bytes=pages_bytes
-            )
-        parts, begin = [], 0
+            moves_of = [
+                lane.submit(
+                    name,
+                    storage,
+                    file,
+                    offset + begin,
+                    writes=writes,
+                    size_bytes=min(end, pages_bytes) - begin,
+                    begin=begin,
+                )
+                for begin, end in (parts if writes and parts else ((0, pages_bytes),))
+            ]
+            return LaneMoves(moves_of) if len(moves_of) > 1 else moves_of[0]
+        read, begin = [], 0
         for file, offset, size_bytes in pieces:
-            parts.append(
+            read.append(
                 lane.submit(
                     name, storage, file, offset, writes=False, size_bytes=size_bytes, begin=begin
                 )
             )
             begin += size_bytes
-        return LaneMoves(parts) if more else parts[0]
+        return LaneMoves(read) if more else read[0]
 
 
 class _Buffered:

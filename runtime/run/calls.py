@@ -7,6 +7,9 @@ from typing import Any
 
 import torch
 
+from gascompile.core.parts import changed_spans
+from gascompile.runtime.stores import Store
+
 Value = Any
 
 
@@ -50,6 +53,23 @@ def trimmed(function: Callable[..., Value], size_bytes: int) -> Callable[..., Va
         ):
             return result.clone()
         return result
+
+    return call
+
+
+def patching(
+    function: Callable[..., Value], target: object, store: Store, name: str
+) -> Callable[..., Value]:
+    """Return ``function`` that first tells the store which part of a tensor it changes, its first argument."""
+
+    def call(*values: Value) -> Value:
+        spans = changed_spans(target, values)
+        # Before the op: an interrupt in between leaves no new value that is taken for the old one.
+        if spans is None:
+            store.changed((name,))
+        else:
+            store.patched(name, spans)
+        return function(*values)
 
     return call
 

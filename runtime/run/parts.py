@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from gascompile.runtime.memory.device_states import DeviceStates
+from gascompile.runtime.memory.lasting import TakenStates
 from gascompile.runtime.protocols import Device, Memory, TransferEngine
 from gascompile.runtime.transfer.files import SourceFiles
 from gascompile.runtime.transfer.heap_moves import HeapMoves
@@ -23,6 +24,8 @@ class Parts:
     device: Device
     memories: list[Memory]
     pinned: list[Memory]
+    taken: TakenStates | None = None
+    """What was the caller's before."""
     heaps: list[HeapMoves] = field(default_factory=list)
 
     def close(self) -> None:
@@ -32,6 +35,8 @@ class Parts:
         self.heaps.clear()
         self.engine.close()
         self.files.close()
+        if self.taken is not None:
+            self.taken.close()
         try:
             self.kept.close()
         finally:

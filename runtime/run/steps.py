@@ -20,7 +20,13 @@ from gascompile.core.plan import Plan
 from gascompile.core.program import STEP, op_name
 from gascompile.runtime.devices.graph_rules import ARRIVAL, MOVE, RELEASE, Trait, trait_of
 from gascompile.runtime.kernels.fused import FusedSegment, bind, segment_nodes
-from gascompile.runtime.run.calls import may_return_its_input, owning, trimmed, with_keywords
+from gascompile.runtime.run.calls import (
+    may_return_its_input,
+    owning,
+    patching,
+    trimmed,
+    with_keywords,
+)
 from gascompile.runtime.run.meter import Meter, fused_meter, make_meters, op_of
 from gascompile.runtime.run.session import Session
 from gascompile.runtime.transfer.mover import PlanMover, due_ops
@@ -210,13 +216,19 @@ class _Builder:
             function = owning(function)
         function = self._mover.watched(function, node.name)
         if num_ops and self._session.store is not None:
-            function = self._before(op, planned, function, is_first=not is_again)
+            function = self._before(node, op, planned, function, is_first=not is_again)
         slot = self._slot(node)
         frees, trait = self._freed(node, slot), trait_of(node, self._reads(node), num_ops)
         self._steps.append(Step(function, gather, slot, meter, frees, op, trait, planned))
 
     def _before(
-        self, op: int, planned: int, function: Callable[..., Value], *, is_first: bool
+        self,
+        node: fx.Node,
+        op: int,
+        planned: int,
+        function: Callable[..., Value],
+        *,
+        is_first: bool,
     ) -> Callable[..., Value]:
         """Add what has to be done before an op beside what the session's store holds; return what to call for it."""
         spec, store, memory = self._plan.workload.ops[op], self._session.store, self._session.memory
@@ -226,7 +238,10 @@ class _Builder:
         if memory is not None and memory.is_due(size_bytes):
             calls.append(partial(memory.make_room, size_bytes))
         changed = tuple(name for name in spec.writes if name in self._store)
-        if changed and is_first and store is not None:
+        patched = changed if changed == tuple(spec.patches) else ()
+        if patched and is_first and store is not None:
+            function = patching(function, node.target, store, patched[0])
+        elif changed and is_first and store is not None:
             # Before the op: an interrupt in between leaves no new value that is taken for the old one.
             calls.append(partial(store.changed, changed))
         for call in calls:

@@ -150,8 +150,11 @@ class HeapMoves:
 
     def offload(self, tensor: str, link: str, value: torch.Tensor) -> int:
         """Start copying out; return the bytes."""
+        size_bytes = value.untyped_storage().nbytes()
+        if tensor in self._kept and self._store is not None:
+            size_bytes = self._store.newer_bytes(tensor, link)
         self.tickets[tensor] = self._write(tensor, link, value)
-        return value.untyped_storage().nbytes()
+        return size_bytes
 
     def _write(self, tensor: str, link: str, value: torch.Tensor | None) -> Ticket:
         after = self._device.mark()

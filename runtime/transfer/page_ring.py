@@ -12,7 +12,7 @@ import os
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from gascompile.core.errors import StorageError
 
@@ -137,12 +137,30 @@ class LaneMove:
             ) from error
 
 
+class _Timed(Protocol):
+    """A move that knows its times."""
+
+    @property
+    def begun_s(self) -> float: ...
+
+    @property
+    def done_s(self) -> float: ...
+
+    @property
+    def done(self) -> bool: ...
+
+    @property
+    def failed(self) -> bool: ...
+
+    def wait(self) -> None: ...
+
+
 class LaneMoves:
     """Moves that follow each other in a lane, as one ``Ticket``."""
 
     event: Event | None = None
 
-    def __init__(self, moves: Sequence[LaneMove]) -> None:
+    def __init__(self, moves: Sequence[_Timed]) -> None:
         """Take at least one, in the order in which they were submitted."""
         self._moves = moves
 

@@ -297,7 +297,7 @@ REFUSED: dict[str, tuple[Plan, str]] = {
     ),
     "wrong size": (
         plan_of(CHAIN, [*runs(0, 2), dataclasses.replace(out(2, "x"), size_bytes=4), *runs(2, 4)]),
-        "which has 3",
+        "of which 3 have to move",
     ),
     "weight of another tier": (
         plan_of([(("w",), ("out",))], runs(0, 1), homes={"w": "gpu"}, sites={0: "cpu"}),

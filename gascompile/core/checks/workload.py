@@ -12,7 +12,7 @@ from gascompile.core import serial
 from gascompile.core.errors import FormatError, UnsupportedOpError
 from gascompile.core.machine import Machine
 from gascompile.core.sizes import MAX_SIZE_BYTES
-from gascompile.core.workload import OpSpec, TensorKind, TensorSpec, Workload
+from gascompile.core.workload import PERSISTENT, OpSpec, TensorKind, TensorSpec, Workload
 
 MAX_ITEMS = 250_000
 """Ops, and tensors, that a workload may have: several times those of the largest models known."""
@@ -139,7 +139,16 @@ def _bad_op(
 
 
 def _bad_rows(op: OpSpec, tensors: Mapping[str, TensorSpec]) -> Iterator[tuple[str, str]]:
-    """Yield what is wrong with the weights of which an op takes parts."""
+    """Yield what is wrong with the weights of which an op takes parts, and the states of which it changes some."""
+    for name, amount in op.patches.items():
+        if name not in op.writes or tensors[name].kind not in PERSISTENT:
+            yield f".patches.{name}", f"'{name}' is nothing that lasts and that it writes"
+        elif not 0 <= amount <= tensors[name].size_bytes:
+            size_bytes = tensors[name].size_bytes
+            yield (
+                f".patches.{name}",
+                f"it changes {amount} bytes of '{name}', which has {size_bytes}",
+            )
     for field, parts in (("splits", op.splits), ("gathers", op.gathers)):
         for name, amount in parts.items():
             path = f".{field}.{name}"

@@ -14,7 +14,7 @@ from gascompile.core.workload import PERSISTENT, TensorKind, Workload
 from gascompile.passes.plan.make_plan import make_plan
 from gascompile.passes.verify.walk import verify
 from gascompile.runtime.memory.device_moves import HOST_BYTES
-from gascompile.runtime.memory.host_slots import Outside
+from gascompile.runtime.memory.lasting import with_host
 from gascompile.runtime.memory.pinned import HOST
 
 _TRIES = 4
@@ -70,17 +70,12 @@ def _with_host(
     for tries_left in reversed(range(_TRIES)):
         if left_bytes < 0:
             break
-        plan = made(replace(budget, cpu=left_bytes))
-        plan = replace(plan, budget_bytes=limits_bytes)
-        taken_bytes = HOST_BYTES + Outside.of(plan, lasting, taken_bytes=HOST_BYTES).size_bytes
-        if taken_bytes <= limit_bytes:
-            beside_bytes = max(taken_bytes - plan.peak_bytes[HOST], 0)
-            peak_bytes = {**plan.peak_bytes, HOST: plan.peak_bytes[HOST] + beside_bytes}
-            plan = replace(plan, host_bytes=beside_bytes, peak_bytes=peak_bytes)
+        plan, over_bytes = with_host(made(replace(budget, cpu=left_bytes)), limits_bytes, lasting)
+        if over_bytes <= 0:
             verify(plan)
             return plan
         # The last try brings nothing there.
-        left_bytes = max(left_bytes - (taken_bytes - limit_bytes), 0) if tries_left > 1 else 0
+        left_bytes = max(left_bytes - over_bytes, 0) if tries_left > 1 else 0
     staging = Demand(kind="reserved", name="what transfers pass through", size_bytes=HOST_BYTES)
     raise InfeasiblePlanError(
         required_bytes=max(HOST_BYTES, limit_bytes + 1),

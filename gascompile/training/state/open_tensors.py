@@ -1,4 +1,4 @@
-"""Open tensors: what a model's parameters and buffers are while a step has their values.
+"""Open tensors: what a model's parameters and buffers are while a step, or a compiled model, has their values.
 
 They have their shapes, and no memory. An op that reads one gets a copy of its value from wherever it is; one that
 writes to it, or to a view of it, has the value written back. What cannot be answered so raises ``OpenStepError``:
@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from gascompile.core.errors import OpenStepError
+from gascompile.core.waiting import life
 
 Change = Callable[[torch.Tensor], Any]
 """A view, of a tensor that may be on the meta device."""
@@ -35,6 +36,7 @@ class Cover:
         like: torch.Tensor,
         value: Callable[[], torch.Tensor],
         assign: Callable[[torch.Tensor], None],
+        holder: str = "an open training step",
     ) -> None:
         """Change nothing yet.
 
@@ -44,7 +46,9 @@ class Cover:
             like: has its layout alone.
             value: returns a copy.
             assign: takes a new value.
+            holder: who has the value, as errors call it.
         """
+        self.holder, self.life = holder, life()
         self.name, self.tensor = name, tensor
         self._like, self._value, self._assign = like, value, assign
         self._own = type(tensor)
@@ -268,11 +272,12 @@ def values_of(tensor: torch.Tensor) -> torch.Tensor:
 
 def refusal(what: str, args: Any) -> OpenStepError:
     """Return the error for something that an open tensor cannot answer."""
-    names = [t._cover.name for t in pytree.tree_leaves(args) if isinstance(t, OpenTensor)]
-    name = f"'{names[0]}'" if names else "a parameter"
+    covers = [t._cover for t in pytree.tree_leaves(args) if isinstance(t, OpenTensor)]
+    name = f"'{covers[0].name}'" if covers else "a parameter"
+    holder = covers[0].holder if covers else "an open training step"
     return OpenStepError(
-        f"{what} of {name}: its values are with an open training step. Read them by step.state_dict() or "
-        "model.state_dict(), write them by in-place ops or load_state_dict, or call step.close() first"
+        f"{what} of {name}: its values are with {holder}. Read them by state_dict() of that or of the model, write "
+        "them by in-place ops or load_state_dict, or call close() of that first"
     )
 
 

@@ -1,0 +1,125 @@
+"""Moved states: how a model's states are seen while a session that moves them has their values."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from gascompile.bundles.bundle import Bundle
+from gascompile.codegen.allocator_library import page_memory
+from gascompile.core.errors import OpenStepError
+from gascompile.core.waiting import life, require_life
+from gascompile.runtime.memory.early_memory import EarlyMemory
+from gascompile.runtime.memory.lasting import moves_lasting
+from gascompile.runtime.run.lasting_session import LastingSession
+from gascompile.runtime.run.session import Session
+from gascompile.runtime.transfer.residents import Progress
+
+
+def open_session(
+    bundle: Bundle, cache_dir: Path, *, early: EarlyMemory | None, progress: Progress | None
+) -> Session:
+    """Return a session of the size and with the resident weights, or with the moved states, of a plan.
+
+    Args:
+        bundle: the plan, its weights and its states.
+        cache_dir: where what leaves memory goes.
+        early: memory that was taken ahead for an arena.
+        progress: told about the loading of resident weights.
+    """
+    plan, weights, folder = bundle.plan, bundle.weights, cache_dir / "spill"
+    if not moves_lasting(plan):
+        return Session.for_plan(
+            plan,
+            sources=weights.sources,
+            stamps=weights.stamps,
+            states=bundle.held,
+            progress=progress,
+            early=early,
+            spill_folder=folder,
+        )
+    if early is not None:
+        early.discard()
+    require_own_values(bundle.held.values())
+    # What stands for the memory of an emulated device is the host's, too.
+    in_ram = plan.machine.compute_backend != "cuda"
+    limit_bytes = plan.budget_bytes[plan.machine.compute_tier]
+    session = LastingSession(
+        plan,
+        sources=weights.sources,
+        stamps=weights.stamps,
+        states=bundle.held,
+        folder=folder,
+        pages=page_memory(cache_dir, limit_bytes) if in_ram else None,
+        in_ram=in_ram,
+    )
+    _cover_states(session)
+    return session
+
+
+def require_own_values(tensors: Iterable[torch.Tensor]) -> None:
+    """Refuse tensors of a model whose values somebody else has.
+
+    Raises:
+        ForkedError: a compiled model of the process that this one was forked from.
+        OpenStepError: another compiled model, or a training step.
+    """
+    for tensor in tensors:
+        cover = tensor.__dict__.get("_cover")
+        if cover is None:
+            continue
+        require_life(cover.life, f"the value of '{cover.name}'")
+        raise OpenStepError(
+            f"the value of '{cover.name}' is with {cover.holder}; close that first, and then compile the model"
+        )
+
+
+def has_taken_states(session: Session | None) -> bool:
+    """Return whether a session has values that are the model's."""
+    return isinstance(session, LastingSession) and bool(session.taken.tensors)
+
+
+def _cover_states(session: LastingSession) -> None:
+    """Let the tensors whose values a session has taken be open: who reads or writes one reaches the value."""
+    taken = session.taken
+    from gascompile.training.state.open_tensors import Cover
+
+    # The model's tensors know their covers, and must not keep a session that nobody else has.
+    of, here = weakref.ref(session), life()
+
+    def opened() -> LastingSession:
+        require_life(here, "the session that has the model's states")
+        found = of()
+        assert found is not None, "a session that ends uncovers its states"
+        return found
+
+    def value(name: str) -> torch.Tensor:
+        return opened().state(name)
+
+    def assign(name: str, new: torch.Tensor) -> None:
+        opened().assign_state(name, new)
+
+    covers = [
+        Cover(
+            name,
+            tensor,
+            taken.store.tensors[name].to("meta"),
+            partial(value, name),
+            partial(assign, name),
+            holder="a compiled model that moves it",
+        )
+        for name, tensor in taken.tensors.items()
+    ]
+
+    def uncover() -> None:
+        for cover in covers:
+            cover.lift()
+            cover.is_closed = True
+
+    taken.uncover = uncover
+    for cover in covers:
+        cover.put()

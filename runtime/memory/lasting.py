@@ -1,0 +1,219 @@
+"""Lasting values of a compiled model whose plan moves them: weights where they lie, states in slots of our own.
+
+A state that may move is taken out of the caller's tensor, which stays without memory until it is given back. In
+between there is one value, wherever it is: whoever wants it asks the session.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import replace
+
+import torch
+
+from gascompile.core.errors import PlanMismatchError, UnsupportedOpError
+from gascompile.core.plan import Plan
+from gascompile.core.sizes import SPILL_BUFFER_BYTES
+from gascompile.core.sources import WeightSource
+from gascompile.core.steps import Offload, Release, Reload, Wait
+from gascompile.core.strides import span_elements
+from gascompile.core.waiting import life
+from gascompile.core.workload import PERSISTENT, TensorKind
+from gascompile.runtime.memory.device_moves import HOST_BYTES
+from gascompile.runtime.memory.host_slots import Outside
+from gascompile.runtime.memory.persistent import Persistent
+from gascompile.runtime.memory.pinned import HOST
+
+TRANSFER_BYTES = 4 * SPILL_BUFFER_BYTES
+"""Of the host's budget where it computes: out and in, of what lasts and of activations."""
+_NUM_HANDLES = 2
+LEAST_BYTES = 64 << 10
+"""A smaller state takes a drive as long as this one, and frees next to nothing."""
+
+
+def moves_lasting(plan: Plan) -> bool:
+    """Return whether a plan keeps weights and states on the heap, where they move."""
+    site = plan.machine.compute_tier
+    kinds = {tensor.name: tensor.kind for tensor in plan.workload.tensors}
+    moved = any(
+        isinstance(step, (Offload, Reload, Release, Wait))
+        and step.address is None
+        and kinds.get(step.tensor) in PERSISTENT
+        for step in plan.steps
+    )
+    return moved or any(
+        tensor.kind is TensorKind.WEIGHT and tensor.home == site and tensor.address is None
+        for tensor in plan.tensors.values()
+    )
+
+
+def with_host(
+    plan: Plan, limits_bytes: Mapping[str, int], lasting: Collection[str]
+) -> tuple[Plan, int]:
+    """Return a device's plan with what it takes of the host, and by how much that is more than the host may give.
+
+    Args:
+        plan: made for less than the host may give.
+        limits_bytes: what each tier may give.
+        lasting: names of what the plan keeps slots for.
+    """
+    plan = replace(plan, budget_bytes=dict(limits_bytes))
+    taken_bytes = HOST_BYTES + Outside.of(plan, lasting, taken_bytes=HOST_BYTES).size_bytes
+    beside_bytes = max(taken_bytes - plan.peak_bytes[HOST], 0)
+    peak_bytes = {**plan.peak_bytes, HOST: plan.peak_bytes[HOST] + beside_bytes}
+    plan = replace(plan, host_bytes=beside_bytes, peak_bytes=peak_bytes)
+    return plan, taken_bytes - limits_bytes[HOST]
+
+
+def lasting_names(plan: Plan) -> tuple[frozenset[str], frozenset[str]]:
+    """Return the weights of a plan that ops read whole, and the states that a store keeps."""
+    read = {name for op in plan.workload.ops for name in (*op.reads, *op.writes)}
+    moved = {
+        step.tensor
+        for step in plan.steps
+        if isinstance(step, (Offload, Reload, Release)) and step.address is None
+    }
+    site = plan.machine.compute_tier
+    weights, states = set(), set()
+    for tensor in plan.workload.tensors:
+        if tensor.kind is TensorKind.WEIGHT and tensor.name in read:
+            weights.add(tensor.name)
+        elif tensor.kind is TensorKind.STATE and (
+            tensor.name in moved or plan.tensors[tensor.name].home != site
+        ):
+            states.add(tensor.name)
+    return frozenset(weights), frozenset(states)
+
+
+def resident_states(plan: Plan) -> frozenset[str]:
+    """Return large states that ops of a device change and that never leave it; the host changes the caller's own."""
+    site = plan.machine.compute_tier
+    if site == HOST:
+        return frozenset()
+    _, moved = lasting_names(plan)
+    changed = {name for op in plan.workload.ops for name in op.writes}
+    return frozenset(
+        tensor.name
+        for tensor in plan.workload.tensors
+        if tensor.kind is TensorKind.STATE
+        and tensor.name in changed - moved
+        and tensor.size_bytes >= LEAST_BYTES
+    )
+
+
+def unread_weight(source: WeightSource) -> torch.Tensor:
+    """Return a tensor with the layout of a weight, on the meta device.
+
+    Raises:
+        PlanMismatchError: the file has more or less than its bytes, or another form of them.
+    """
+    dtype = getattr(torch, source.dtype, None)
+    if not isinstance(dtype, torch.dtype) or source.interleaved_heads:
+        raise PlanMismatchError(
+            f"'{source.name}' lies in its file otherwise than it is computed with; plan again"
+        )
+    made = torch.empty(source.shape, dtype=dtype, device="meta")
+    if source.stride:
+        made = torch.empty_strided(source.shape, source.stride, dtype=dtype, device="meta")
+        count = span_elements(source.shape, source.stride)
+    else:
+        count = made.numel()
+    stored_bytes = sum(extent.size_bytes for extent in source.extents)
+    if stored_bytes != count * dtype.itemsize:
+        raise PlanMismatchError(
+            f"'{source.name}' has {stored_bytes} bytes in its file and {count * dtype.itemsize} in the plan; plan again"
+        )
+    return made
+
+
+class TakenStates:
+    """The caller's states whose values a store has."""
+
+    def __init__(
+        self, store: Persistent, held: Mapping[str, torch.Tensor], names: Iterable[str]
+    ) -> None:
+        """Take the values over, one after the other; where one cannot be, all are given back.
+
+        Raises:
+            StorageError: the store's file cannot be written.
+        """
+        self.store = store
+        self.tensors = {name: held[name] for name in names}
+        self.uncover: Callable[[], None] = lambda: None
+        """Lets the caller's tensors be plain ones again."""
+        self._life = life()
+        self._given = set(self.tensors)
+        self._closed = False
+        try:
+            for name, tensor in self.tensors.items():
+                store.put(name, _filler(tensor))
+                # From here on the store has the value.
+                self._given.discard(name)
+                tensor.data = torch.empty(0, dtype=tensor.dtype)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Give the values back and the store's files; idempotent, and to be repeated after an error.
+
+        In a child of a fork nothing is done: what its parent's transfers make of the values is not known there.
+
+        Raises:
+            StorageError: a value cannot be read, and stays where it is.
+        """
+        if self._life is not life() or self._closed:
+            return
+        self.uncover()
+        for name, tensor in self.tensors.items():
+            if name not in self._given:
+                tensor.data = self.store.taken(name)
+                self._given.add(name)
+        self.store.close()
+        self._closed = True
+
+
+def has_own_memory(tensor: torch.Tensor) -> bool:
+    """Return whether a state may be taken over; see ``require_own_memory``."""
+    try:
+        require_own_memory("", tensor)
+    except UnsupportedOpError:
+        return False
+    return True
+
+
+def require_own_memory(name: str, tensor: torch.Tensor) -> None:
+    """Refuse a state whose memory others look at: it would leave without them.
+
+    Raises:
+        UnsupportedOpError: says why.
+    """
+    storage = tensor.untyped_storage()
+    # This handle of it and the tensor's own.
+    if torch._C._storage_Use_Count(storage._cdata) > _NUM_HANDLES:
+        raise UnsupportedOpError(
+            f"other tensors look at the memory of the state '{name}', which leaves without them: let go of views of "
+            "it, give the model a clone of it, or plan for a larger budget"
+        )
+    if not tensor.is_contiguous() or storage.nbytes() != tensor.nbytes or tensor.storage_offset():
+        raise UnsupportedOpError(
+            f"the state '{name}' is a part of a larger memory, or laid out otherwise than it was planned for: it "
+            "cannot leave memory; give the model a clone of it, or plan for a larger budget"
+        )
+    if tensor.requires_grad:
+        raise UnsupportedOpError(
+            f"the state '{name}' requires a gradient, which a moved one has none of; call requires_grad_(False)"
+        )
+
+
+def _filler(tensor: torch.Tensor) -> Callable[[memoryview, int], None]:
+    """Return what copies a part of a tensor of the host, from an offset on, into memory."""
+    source = tensor.detach()
+
+    def fill(target: memoryview, offset: int) -> None:
+        begin = source.data_ptr() + offset
+        part = (ctypes.c_char * len(target)).from_address(begin)
+        target[:] = memoryview(part).cast("B")
+
+    return fill
