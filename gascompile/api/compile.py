@@ -16,7 +16,7 @@ from gascompile.api.compiled import CompiledModel
 from gascompile.api.looked_up import LookedUp
 from gascompile.api.moved_states import require_own_values
 from gascompile.api.runner import Runner
-from gascompile.api.sources import model_of
+from gascompile.api.sources import model_of, require_sense
 from gascompile.api.unit import Unit
 from gascompile.bundles.bundle import Bundle
 from gascompile.bundles.reuse import CachedPlan
@@ -300,6 +300,7 @@ def make_job(
     config: CompileConfig,
 ) -> Job:
     """Check the arguments of a compile and resolve the machine and the budget."""
+    require_sense(budget, config.strategy)
     model, checkpoint = model_of(model, checkpoint)
     with task("Measuring this machine" if machine is None else "Reading the machine"):
         resolved = admit(resolve_machine(machine, cache_dir=config.cache_dir, read=read_blocks))
@@ -376,6 +377,7 @@ def compile(  # noqa: A001 - the public name, as in torch.compile
         on_exceed=on_exceed,
         **({"cache_dir": Path(cache_dir)} if cache_dir is not None else {}),
     )
+    given = split_inputs(example_inputs) if example_inputs is not None else None
     job = make_job(
         model,
         budget,
@@ -384,9 +386,9 @@ def compile(  # noqa: A001 - the public name, as in torch.compile
         machine=machine,
         config=config,
     )
-    if example_inputs is None:
+    if given is None:
         return _compiled(job, [])
-    args, kwargs = normalize_call(job.model, *split_inputs(example_inputs))
+    args, kwargs = normalize_call(job.model, *given)
     early = EarlyMemory(min(reserved_bytes(job.model), job.limit_bytes))
     with ExitStack() as stack:
         stack.callback(early.discard)

@@ -242,6 +242,10 @@ class CompiledModel(nn.Module):
             )
         return self
 
+    def compile(self, *_args: Any, **_kwargs: Any) -> NoReturn:
+        """Raise ``CompiledModelError``: there is a plan already."""
+        refuse("torch.compile would find no graph in it", "Compile the model that it was made from")
+
     def cpu(self) -> Self:
         """Return this module, if it computes in RAM; raises ``CompiledModelError`` where it does not."""
         return self.to("cpu")
@@ -353,7 +357,7 @@ def _class_beside(cls: type[nn.Module]) -> type[CompiledModel]:
     space |= {"forward": untraced(forward), "__call__": nn.Module.__call__}
     try:
         made = type(cls.__name__, (CompiledModel, cls), space)
-    except TypeError as error:  # a class may forbid others below it
+    except Exception as error:  # noqa: BLE001 - a class may forbid others below it, or keep lists of them
         _log.warning("what is compiled of %s is none to isinstance: %s", cls.__name__, error)
         return CompiledModel
     assert issubclass(made, CompiledModel)

@@ -22,7 +22,7 @@ from gascompile.core.workload import Workload
 from gascompile.cost_models.simulate.trace import trace
 from gascompile.formats.allocation import packing_fields
 from gascompile.machines.emulated import EMULATED
-from gascompile.passes.plan.make_plan import make_plan
+from gascompile.passes.plan.make_plan import make_plan, require_known
 from gascompile.passes.verify.walk import verify
 
 if TYPE_CHECKING:
@@ -70,6 +70,8 @@ def plan(
         FormatError: the source is none of the above or a damaged file, or the workload or the machine makes
             no sense; names the place.
     """
+    require_known(strategy)
+    _require_some(source)
     options: dict[str, Any] = {"cache_dir": Path(cache_dir)} if cache_dir is not None else {}
     config = CompileConfig(
         time_limit_s=time_limit_s, mip_gap=mip_gap, strategy=strategy, weights=weights, **options
@@ -100,6 +102,16 @@ def plan(
         dynamic_shapes=dynamic_shapes,
         shape=(batch, tokens),
     )
+
+
+def _require_some(source: Any) -> None:
+    """Refuse a path that leads nowhere, before this machine is measured; raises ``FormatError``."""
+    if not isinstance(source, (str, os.PathLike)) or is_workload_file(source):
+        return
+    if ":" not in os.fspath(source) and not os.path.exists(source):
+        from gascompile.api.sources import open_source
+
+        open_source(source)
 
 
 def machine_of(machine: Machine | str | os.PathLike[str] | None, cache_dir: Path) -> Machine:

@@ -19,6 +19,7 @@ from torch import nn
 from gascompile.core.errors import CaptureError, CheckpointError, FormatError
 from gascompile.core.files import is_folder
 from gascompile.core.model_libraries import model_libraries
+from gascompile.core.sizes import parse_size
 from gascompile.formats.dtypes import FLOATING
 from gascompile.weights.checkpoint import is_gguf, open_checkpoint
 
@@ -55,6 +56,16 @@ def open_source(source: str | os.PathLike[str], *, batch: int = 1, tokens: int =
         f"cannot open {text[:1000]!r}: a source is a Hugging Face directory (with config.json), a .gguf file, a "
         ".pt2 file, a .workload.json file, or package.module:callable"
     )
+
+
+def require_sense(budget: object, strategy: str | None) -> None:
+    """Refuse a budget that is no size and a strategy that there is not, before anything slow; raises ``ValueError``."""
+    if isinstance(budget, str):
+        parse_size(budget)
+    if strategy is not None:
+        from gascompile.passes.plan.make_plan import require_known
+
+        require_known(strategy)
 
 
 def model_of(

@@ -324,7 +324,6 @@ def _open(
         source = open_source(path_or_model, tokens=1)
         lm, name = source.model, f"{os.fspath(path_or_model)} ({type(source.model).__name__})"
         weights = checkpoint if checkpoint is not None else source.checkpoint
-        _load_generation_config(lm, Path(path_or_model))
         if weights is None:
             raise CheckpointError(
                 f"{name} holds no .safetensors file; add the weights or pass checkpoint="
@@ -340,14 +339,6 @@ def _open(
             "decoder as modules instead"
         )
     return lm, weights
-
-
-def _load_generation_config(lm: Any, folder: Path) -> None:
-    """Take over what the directory says about generation, such as the tokens that end a text."""
-    if (folder / "generation_config.json").is_file():
-        from transformers import GenerationConfig
-
-        lm.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
 
 
 def _checked_max_length(lm: Any, max_length: int | None) -> int:

@@ -159,7 +159,16 @@ def build_skeleton(path: Path, *, dtype: str | None = None) -> nn.Module:
         torch.set_default_dtype(before)
     model.tie_weights()
     assert isinstance(model, nn.Module)
+    _load_generation_config(model, path)
     return model.eval()
+
+
+def _load_generation_config(model: Any, path: Path) -> None:
+    """Take over what the directory says about generation, such as the tokens that end a text."""
+    if (path / "generation_config.json").is_file() and hasattr(model, "generation_config"):
+        from transformers import GenerationConfig
+
+        model.generation_config = GenerationConfig.from_pretrained(path, local_files_only=True)
 
 
 def _config(path: Path) -> tuple[Any, str]:

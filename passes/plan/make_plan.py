@@ -75,7 +75,7 @@ def make_plan(
     """
     effort = Effort(begun_s=time.perf_counter(), time_limit_s=time_limit_s, mip_gap=mip_gap)
     reserved_bytes += machine.library_bytes(machine.compute_tier)
-    _require_known(strategy)
+    require_known(strategy)
     # Planned in the time of links, in which ops do not slow them down.
     quick, calm = _as_undisturbed(workload, machine)
     solver = solver_name()
@@ -124,7 +124,8 @@ def make_plan(
     return plan
 
 
-def _require_known(strategy: str | None) -> None:
+def require_known(strategy: str | None) -> None:
+    """Return if there is such a strategy; raises ``ValueError``."""
     if strategy is not None and strategy not in (*NAMES, "ilp"):
         names = ", ".join((*NAMES, "ilp"))
         raise ValueError(f"unknown strategy {strategy!r}: choose one of {names}")

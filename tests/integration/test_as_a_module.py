@@ -129,6 +129,7 @@ def test_gradients_for_inputs_are_refused(compiled: Any) -> None:
         (lambda it: it.to(torch.bfloat16), "bfloat16"),
         (lambda it: it.to("meta"), "'meta' is asked for"),
         (lambda it: it.cuda(), "machine="),
+        (lambda it: it.compile(), "no graph"),
         (copy.deepcopy, "a second time"),
         (copy.copy, "a second time"),
         (pickle.dumps, "pickled"),

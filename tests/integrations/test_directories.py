@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 import gascompile
 from gascompile.core.errors import CheckpointError
@@ -48,3 +48,10 @@ def test_what_is_no_directory_of_a_model_is_refused(folder: Path, tmp_path: Path
         file.unlink()
     with pytest.raises(CheckpointError, match="checkpoint="):
         gascompile.compile(folder, "1MiB")
+
+
+def test_what_a_directory_says_about_generation_counts(folder: Path, tmp_path: Path) -> None:
+    GenerationConfig(eos_token_id=[7, 9], temperature=0.5, do_sample=True).save_pretrained(folder)
+    compiled: Any = gascompile.compile(folder, "1MiB", machine="cpu-nvme", cache_dir=tmp_path)
+    assert compiled.generation_config.eos_token_id == [7, 9]
+    assert compiled.generation_config.temperature == 0.5
