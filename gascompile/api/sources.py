@@ -98,10 +98,12 @@ def _skeleton(path: Path) -> tuple[nn.Module, bool]:
         raise CheckpointError(
             f"{str(path)[:1000]!r} holds no config.json, so it is no Hugging Face model directory"
         )
-    has_weights = is_gguf(path) or any(path.glob("*.safetensors"))
+    is_plain = any(path.glob("*.safetensors"))
+    has_blocks = not is_plain and (is_gguf(path) or any(path.glob("*.gguf")))
+    has_weights = is_plain or has_blocks
     # Values of blocks are computed in float32.
-    dtype = "float32" if is_gguf(path) else None
-    if has_weights and dtype is None:
+    dtype = "float32" if has_blocks else None
+    if is_plain:
         dtype = _checkpoint_dtype([s.dtype for s in open_checkpoint(path).sources.values()])
     return library.build_skeleton(path, dtype=dtype), has_weights
 

@@ -6,7 +6,7 @@ import hashlib
 import operator
 import os
 import struct
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +26,10 @@ _MAX_HEADER_BYTES = 100 << 20
 """The limit of the safetensors format itself."""
 
 _MAX_DIMENSIONS = 64
+_QUANTISED = (
+    ".qweight", ".qzeros", ".weight_packed", ".weight_scale", ".weight_scale_inv", ".absmax", ".quant_map", ".SCB",
+)  # fmt: skip
+"""Ends of names that such checkpoints have, and plain ones have not."""
 _PICKLED = frozenset((".bin", ".pt", ".pth", ".ckpt"))
 
 _DTYPES = {
@@ -300,6 +304,7 @@ def match_weights(
     Raises:
         CheckpointError: weights are missing, extra, or of another shape or dtype.
     """
+    _require_plain(checkpoint, {alias for n in expected for alias in names.get(n, (n,))}, where)
     found: dict[str, WeightSource] = {}
     missing, claimed = [], set(ignorable)
     for name, (dtype, shape) in expected.items():
@@ -325,6 +330,17 @@ def match_weights(
             "Is it the checkpoint of this model class and configuration?"
         )
     return found
+
+
+def _require_plain(checkpoint: Checkpoint, known: Collection[str], where: str) -> None:
+    """Refuse what GPTQ, AWQ, compressed-tensors, bitsandbytes and fp8 checkpoints hold beside their weights."""
+    odd = next((n for n in checkpoint.sources if n.endswith(_QUANTISED) and n not in known), None)
+    if odd is not None:
+        raise CheckpointError(
+            f"{where} holds weights that are quantised ('{odd[:200]}'), which cannot be read in place; use a GGUF file "
+            "of the model (Q4_K, Q6_K, Q8_0 or Q4_0), or its checkpoint before it was quantised, with weights='int4' "
+            "or 'int8'"
+        )
 
 
 def _check_shape(source: WeightSource, name: str, shape: tuple[int, ...], where: str) -> None:

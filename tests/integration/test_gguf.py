@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers
 from accelerate import init_empty_weights
-from safetensors.torch import save_model
+from safetensors.torch import save_file, save_model
 
 import gascompile
 from gascompile.core.errors import CheckpointError, UnsupportedOpError
@@ -133,7 +133,11 @@ def test_a_file_is_a_model(cache: Path, tmp_path: Path) -> None:
     for place in (moved, moved.parent):
         with gascompile.load(tmp_path / "bundle", checkpoint=place, cache_dir=cache) as loaded:
             assert torch.equal(loaded(**CALL).logits, found)
-    plan = gascompile.plan(moved, "8MiB", "cpu-nvme", cache_dir=cache)
+    # A folder that describes the model beside the file.
+    config = made().config
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(moved.parent)
+    plan = gascompile.plan(moved.parent, "8MiB", "cpu-nvme", cache_dir=cache)
     assert {t.forms.wire for t in plan.tensors.values() if t.forms} == {"q4_k", "q6_k"}
 
 
@@ -314,6 +318,10 @@ def test_training_and_other_formats_are_refused_with_advice(cache: Path, tmp_pat
     pickled = tmp_path / "model.bin"
     torch.save(model.state_dict(), pickled)
     assert "weights_only=True" in refusal(meta, pickled, cache)
+    odd = tmp_path / "odd.safetensors"
+    quantised = {"model.layers.0.self_attn.q_proj.qweight": torch.zeros(2, 2, dtype=torch.int32)}
+    save_file({**dict(model.state_dict()), **quantised}, odd)
+    assert "use a GGUF file" in refusal(meta, odd, cache)
     folder = tmp_path / "gptq"
     config = model.config.to_dict() | {"quantization_config": {"quant_method": "gptq", "bits": 4}}
     transformers.LlamaConfig(**config).save_pretrained(folder)
