@@ -48,6 +48,14 @@ class Clock:
         self.link_free[link] = begun + seconds
         return begun
 
+    def issue_ahead(self, link: int, seconds: float, now: float) -> float:
+        """Let a transfer that compute waits for go beside what its link is at; return when it begins.
+
+        Others have the less of the link, also those that are issued earlier and stand later in a plan.
+        """
+        self.link_free[link] += seconds
+        return now
+
     @classmethod
     def of(cls, num_links: int, num_pipes: int) -> Clock:
         """Return the clock of a beginning, at which everything is free."""

@@ -17,11 +17,14 @@ import numpy.typing as npt
 from gascompile.cost_models.simulate.clock import Clock, Pipes, crossing
 
 COMPUTE, PREFETCH, WAIT = 0, 1, 2
+ELSEWHERE, CROSS, ARRIVE = 3, 4, 5
+"""An op of another site; a copy between sites starts, and is waited for."""
 _MAX_ITERATIONS = 12
 _TOLERANCE_S = 1e-12
 
 Event = tuple[int, int, float]
-"""``(COMPUTE, op, seconds) | (PREFETCH, copy, seconds on the link) | (WAIT, copy, 0.0)``."""
+"""``(COMPUTE, op, seconds) | (PREFETCH, copy, seconds on the link) | (WAIT, copy, 0.0)``, and of several sites
+``(ELSEWHERE, clock, seconds) | (CROSS, copy, seconds on the link) | (ARRIVE, copy, 0.0)``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +39,17 @@ class EventProgram:
     repeats: bool
     num_links: int
     num_pipes: int
+    num_sites: int = 1
+    """Streams of ops. An iteration begins and ends for all of them at once."""
+    site_of: Sequence[int] = ()
+    """Per copy between sites the clock at its other end, negative where it comes from there."""
 
     def crossing(self) -> list[int]:
         """Return the copies that are issued before the first iteration, in the order of their first use."""
         return crossing(
-            (copy, kind == PREFETCH) for kind, copy, _ in self.events if kind != COMPUTE
+            (copy, kind in (PREFETCH, CROSS))
+            for kind, copy, _ in self.events
+            if kind not in (COMPUTE, ELSEWHERE)
         )
 
 
@@ -86,7 +95,9 @@ def _issue_early(
     program: EventProgram, early: Iterable[int], clock: Clock, arrival: list[float]
 ) -> None:
     """Issue what the first iteration waits for before it issues it."""
-    durations = {copy: seconds for kind, copy, seconds in program.events if kind == PREFETCH}
+    durations = {
+        copy: seconds for kind, copy, seconds in program.events if kind in (PREFETCH, CROSS)
+    }
     for copy in early:
         begun = clock.issue(program.link_of[copy], durations[copy], program.pipes_of[copy], 0.0)
         arrival[copy] = begun + durations[copy]
@@ -102,6 +113,8 @@ def _iterate(
     """Run one iteration from ``now``, changing ``clock``, ``arrival`` and ``stalls``; return when it ends."""
     waits = 0
     issue, link_of, pipes_of = clock.issue, program.link_of, program.pipes_of
+    if program.num_sites > 1:
+        return _iterate_sites(program, clock, arrival, stalls, now)
     for kind, index, seconds in program.events:
         if kind == COMPUTE:
             now += seconds
@@ -113,6 +126,38 @@ def _iterate(
         else:
             arrival[index] = issue(link_of[index], seconds, pipes_of[index], now) + seconds
     return now
+
+
+def _iterate_sites(
+    program: EventProgram,
+    clock: Clock,
+    arrival: list[float],
+    stalls: list[tuple[int, float]],
+    begun: float,
+) -> float:
+    """Run one iteration of several sites, as ``_iterate`` does one of one."""
+    waits = 0
+    now = [begun] * program.num_sites
+    for kind, index, seconds in program.events:
+        if kind == COMPUTE:
+            now[0] += seconds
+        elif kind == ELSEWHERE:
+            now[index] += seconds
+        elif kind == PREFETCH:
+            link, pipes = program.link_of[index], program.pipes_of[index]
+            arrival[index] = clock.issue(link, seconds, pipes, now[0]) + seconds
+        elif kind == CROSS:
+            partner = program.site_of[index]
+            ready = now[0] if partner > 0 else max(now[0], now[-partner])
+            arrival[index] = clock.issue_ahead(program.link_of[index], seconds, ready) + seconds
+        else:
+            if arrival[index] > now[0]:
+                stalls.append((waits, arrival[index] - now[0]))
+                now[0] = arrival[index]
+            if kind == ARRIVE and (partner := program.site_of[index]) > 0:
+                now[partner] = max(now[partner], arrival[index])
+            waits += 1
+    return max(now)
 
 
 def _iteration_matrix(program: EventProgram, early: Sequence[int]) -> npt.NDArray[np.float64]:

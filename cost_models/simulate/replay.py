@@ -1,7 +1,8 @@
 """The simulator: what a list of steps takes on a machine, without running it.
 
-One thread walks the steps. ``Compute`` and ``Recompute`` take their op's seconds; ``Prefetch``, ``Offload``
-and ``Reload`` put a transfer on its link and cost nothing; ``Wait`` blocks until the transfer has arrived.
+One thread walks the steps, one per site where ops run on several, see ``op_sites``. ``Compute`` and
+``Recompute`` take their op's seconds; ``Prefetch``, ``Offload`` and ``Reload`` put a transfer on its link
+and cost nothing; ``Wait`` blocks until the transfer has arrived.
 A link serves its transfers one after the other in the order of their steps; a pipe that links share
 admits a transfer when the bytes of the one before would have passed at the pipe's own bandwidth. While
 an op runs, links lose the share of their speed that the machine's ``interference`` says, and ops lose the
@@ -13,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from gascompile.core.machine import Link, Machine
+from gascompile.core.op_sites import OpSites, op_sites
 from gascompile.core.plan import Plan
 from gascompile.core.reports import Stall, Timeline
 from gascompile.core.steps import Compute, Offload, Prefetch, Recompute, Release, Reload, Step, Wait
@@ -21,7 +23,10 @@ from gascompile.cost_models.formulas.gathers import gather_link_bytes
 from gascompile.cost_models.formulas.interference import lost_share, with_moving
 from gascompile.cost_models.simulate.clock import Pipes, crossing, pipe_times
 from gascompile.cost_models.simulate.events import (
+    ARRIVE,
     COMPUTE,
+    CROSS,
+    ELSEWHERE,
     PREFETCH,
     WAIT,
     Event,
@@ -46,6 +51,7 @@ def replay(
     repeats: bool,
     resident_bytes: Mapping[str, int] | None = None,
     peak_bytes: Mapping[str, int] | None = None,
+    sites: Sequence[str] | None = None,
 ) -> Timeline:
     """Return the timeline of ``steps``; pure.
 
@@ -57,15 +63,18 @@ def replay(
         repeats: iterations follow each other, and the steady one is reported.
         resident_bytes: weights that are read once before the first iteration, with their sizes.
         peak_bytes: handed through to the timeline.
+        sites: where each op runs; by default all on the tier that computes.
 
     Raises:
         KeyError: a step names a link that ``machine`` does not have.
         ValueError: a wait has no prefetch of that tensor to that address.
     """
     quick_s = undisturbed(ops, op_times_s, machine)
-    seconds, stalls = steady_iteration(compile_events(steps, quick_s, machine, repeats=repeats))
+    where = op_sites(ops, sites, machine) if sites is not None else None
+    events = compile_events(steps, quick_s, machine, repeats=repeats, sites=where)
+    seconds, stalls = steady_iteration(events)
     first = _first_iteration(steps, ops, machine, resident_bytes or {}, repeats)
-    first_s = steady_seconds(compile_events(first, quick_s, machine, repeats=False))
+    first_s = steady_seconds(compile_events(first, quick_s, machine, repeats=False, sites=where))
     disturbed_s = lost_seconds(steps, ops, op_times_s, machine)
     waits = [step for step in steps if isinstance(step, Wait)]
     link_busy_s: dict[str, float] = {}
@@ -74,7 +83,8 @@ def replay(
             busy_s = machine.link(step.link).transfer_time_s(step.size_bytes)
             link_busy_s[step.link] = link_busy_s.get(step.link, 0.0) + busy_s
     moved = link_bytes(steps, ops, machine)
-    ops_s = sum(op_times_s[op] for op in runs(steps))
+    # Of the tier that computes: the others do not move its bytes.
+    ops_s = sum(op_times_s[op] for op in runs(steps) if where is None or not where.clock(op))
     return Timeline(
         seconds=with_moving(
             seconds + disturbed_s, ops_s=ops_s, moved_bytes=sum(moved.values()), machine=machine
@@ -149,6 +159,7 @@ def replay_plan(plan: Plan, machine: Machine | None = None) -> Timeline:
         repeats=plan.workload.repeats,
         resident_bytes=resident_bytes,
         peak_bytes=plan.peak_bytes,
+        sites=[op.site for op in plan.ops],
     )
 
 
@@ -172,26 +183,42 @@ def _key(step: _Move) -> _Key:
 
 
 def compile_events(
-    steps: Sequence[Step], op_times_s: Sequence[float], machine: Machine, *, repeats: bool
+    steps: Sequence[Step],
+    op_times_s: Sequence[float],
+    machine: Machine,
+    *,
+    repeats: bool,
+    sites: OpSites | None = None,
 ) -> EventProgram:
     """Return the events of ``steps``; ops between two moves become one event."""
     links = {link.name: i for i, link in enumerate(machine.links)}
     number: dict[int, int] = {}
     link_of: list[int] = []
     pipes_of: list[Pipes] = []
+    site_of: list[int] = []
     for i, step in enumerate(steps):
         if isinstance(step, _TRANSFERS):
             number[i] = len(number)
+            site_of.append(_partner(step, sites, machine))
             link_of.append(links[step.link])
             pipes_of.append(pipe_times(machine, machine.link(step.link), step.size_bytes))
     return EventProgram(
-        events=_events(steps, number, op_times_s, machine, repeats=repeats),
+        events=_events(steps, number, op_times_s, machine, sites, site_of, repeats=repeats),
         link_of=link_of,
         pipes_of=pipes_of,
         repeats=repeats,
         num_links=len(machine.links),
         num_pipes=len(machine.pipes),
+        num_sites=1 + len(sites.others) if sites is not None else 1,
+        site_of=site_of,
     )
+
+
+def _partner(step: Prefetch | Offload | Reload, sites: OpSites | None, machine: Machine) -> int:
+    """Return the clock at the other end of a copy between sites, as ``OpSites.partner`` does; 0 for others."""
+    if sites is None or isinstance(step, Prefetch):
+        return 0
+    return sites.partner(step, machine)
 
 
 def _events(
@@ -199,6 +226,8 @@ def _events(
     number: Mapping[int, int],
     op_times_s: Sequence[float],
     machine: Machine,
+    sites: OpSites | None,
+    site_of: Sequence[int],
     *,
     repeats: bool,
 ) -> list[Event]:
@@ -213,7 +242,7 @@ def _events(
         }
     begun, reached = 0, 0
     for i, step in enumerate(steps):
-        if isinstance(step, Compute):
+        if isinstance(step, Compute) and (sites is None or not sites.clock(step.op)):
             reached = step.op + 1
             continue
         if isinstance(step, Release):
@@ -221,17 +250,24 @@ def _events(
         if reached > begun:
             events.append((COMPUTE, begun, sums[reached] - sums[begun]))
             begun = reached
-        if isinstance(step, Recompute):
-            events.append((COMPUTE, step.source, op_times_s[step.source]))
+        if isinstance(step, (Compute, Recompute)):
+            op = step.op if isinstance(step, Compute) else step.source
+            clock = sites.clock(op) if sites is not None else 0
+            if isinstance(step, Compute):
+                begun = reached = op + 1
+            events.append(
+                (ELSEWHERE, clock, op_times_s[op]) if clock else (COMPUTE, op, op_times_s[op])
+            )
         elif isinstance(step, Wait):
             key = _key(step)
             if key not in newest:
                 raise ValueError(f"the wait for '{step.tensor}' at {step.address} has no transfer")
-            events.append((WAIT, newest[key], 0.0))
+            copy = newest[key]
+            events.append((ARRIVE if site_of[copy] else WAIT, copy, 0.0))
         else:
-            newest[_key(step)] = number[i]
+            copy = newest[_key(step)] = number[i]
             time_s = machine.link(step.link).transfer_time_s(step.size_bytes)
-            events.append((PREFETCH, number[i], time_s))
+            events.append((CROSS if site_of[copy] else PREFETCH, copy, time_s))
     if reached > begun:
         events.append((COMPUTE, begun, sums[reached] - sums[begun]))
     return events

@@ -14,6 +14,7 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 
 from gascompile.core.machine import Machine
+from gascompile.core.op_sites import plan_sites
 from gascompile.core.plan import Plan
 from gascompile.core.reports import Stall, Timeline
 from gascompile.core.sizes import reserve_bytes
@@ -135,7 +136,9 @@ class _Stretch:
     """From the time of links, in which the steps are walked, to that of the machine."""
 
     def __init__(self, walk: _Walk, machine: Machine, seconds: float) -> None:
-        self._is_one = not (machine.interference.points or machine.interference.op_s_per_byte)
+        disturbed = machine.interference.points or machine.interference.op_s_per_byte
+        # Where ops of two sites run at once, no moment of the one time is one of the other.
+        self._is_one = not disturbed or walk.has_sites
         self._links_s, self._machine_s = [0.0], [0.0]
         for op in walk.ops:
             self._add(op.begun_s)
@@ -196,11 +199,17 @@ class _Walk:
         self._on_pipe: dict[int, str] = {}
         """The tensor that was the last to take it."""
         self._flying: dict[tuple[str, int | None], Transfer] = {}
+        self._partners: dict[str, int] = {}
+        """The clock of the site that each copy out of the tier that computes goes to."""
         self._freed_by = _freed_by(plan)
         # In the time of links, which ops do not slow down; see ``undisturbed``.
         self.ops_s = [op.time_s for op in plan.ops]
         self._times_s = undisturbed(plan.workload.ops, self.ops_s, machine)
+        self._sites = plan_sites(plan)
         self._now = 0.0
+        """Of the tier that computes; its step of the moment."""
+        self._elsewhere = [0.0] * (len(self._sites.others) if self._sites is not None else 0)
+        """Of the other sites."""
         self._start = 0.0
         self.memory = MemoryRecorder(plan)
         self.seconds = 0.0
@@ -208,6 +217,11 @@ class _Walk:
         self.transfers: list[Transfer] = []
         self.issued: list[Transfer] = []
         self.stalls: list[tuple[Stall, Transfer]] = []
+
+    @property
+    def has_sites(self) -> bool:
+        """Whether ops run on several sites."""
+        return self._sites is not None
 
     def run(self) -> None:
         """Walk until an iteration ends as it began; the lists then hold the last one."""
@@ -221,6 +235,7 @@ class _Walk:
 
     def _iterate(self) -> None:
         self._start = self._now
+        self._elsewhere = [self._now] * len(self._elsewhere)
         for found in (self.ops, self.transfers, self.issued, self.stalls):
             found.clear()
         self.memory.begin()
@@ -236,25 +251,45 @@ class _Walk:
                     self._issue(i, step)
                 case Release():
                     pass
-            self.memory.step(i, step, self._now - self._start)
+            self.memory.step(i, step, self._latest() - self._start)
+        self._now = max((self._now, *self._elsewhere))
         self.seconds = self._now - self._start
         self.memory.end(self.seconds)
         self.transfers += (_shifted(t, self._start) for t in self._flying.values())
 
     def _compute(self, op: int, *, recomputed: bool) -> None:
-        planned = self._plan.ops[op]
-        begun_s = self._now - self._start
-        self.memory.before_op(op, begun_s)
-        self._now += self._times_s[op]
+        planned, clock = self._plan.ops[op], self._sites.clock(op) if self._sites is not None else 0
+        begun_s = self._at(clock)
+        self.memory.before_op(op, self._latest() - self._start)
+        ended_s = begun_s + self._times_s[op]
+        self._set(clock, ended_s)
         self.ops.append(
             OpSpan(
                 op=op,
                 site=planned.site,
-                begun_s=begun_s,
-                ended_s=self._now - self._start,
+                begun_s=begun_s - self._start,
+                ended_s=ended_s - self._start,
                 recomputed=recomputed,
             )
         )
+
+    def _at(self, clock: int) -> float:
+        return self._elsewhere[clock - 1] if clock else self._now
+
+    def _set(self, clock: int, now_s: float) -> None:
+        if clock:
+            self._elsewhere[clock - 1] = now_s
+        else:
+            self._now = now_s
+
+    def _latest(self) -> float:
+        """Return the time of the account of memory, which is kept in program order."""
+        return max((self._now, *self._elsewhere))
+
+    def _partner(self, step: Prefetch | Offload | Reload) -> int:
+        if self._sites is None or isinstance(step, Prefetch):
+            return 0
+        return self._sites.partner(step, self._machine)
 
     def _issue(self, i: int, step: Prefetch | Offload | Reload) -> None:
         link, clock = self._machine.link(step.link), self._clock
@@ -262,7 +297,12 @@ class _Walk:
         blocks = [(clock.link_free[number], self._on_link.get(number, ""))]
         blocks += ((clock.pipe_free[pipe], self._on_pipe.get(pipe, "")) for pipe, _ in pipes)
         seconds = link.transfer_time_s(step.size_bytes)
-        begun_s = clock.issue(number, seconds, pipes, self._now)
+        partner, issued_s = self._partner(step), self._now
+        if not partner:
+            begun_s = clock.issue(number, seconds, pipes, issued_s)
+        else:
+            issued_s = max(issued_s, self._at(-partner)) if partner < 0 else issued_s
+            begun_s = clock.issue_ahead(number, seconds, issued_s)
         self._on_link[number] = step.tensor
         self._on_pipe.update(dict.fromkeys((pipe for pipe, _ in pipes), step.tensor))
         arrived_s = begun_s + seconds
@@ -272,12 +312,14 @@ class _Walk:
             link=step.link,
             size_bytes=step.size_bytes,
             issue_op=step.op,
-            issued_s=self._now,
+            issued_s=issued_s,
             begun_s=begun_s,
             arrived_s=arrived_s,
-            after=max(blocks)[1] if begun_s > self._now else "",
+            after=max(blocks)[1] if begun_s > issued_s else "",
             freed_by=self._freed_by.get(i, ""),
         )
+        if partner > 0:
+            self._partners[step.tensor] = partner
         self._flying[step.tensor, step.address] = found
         self.issued.append(found)
 
@@ -287,6 +329,9 @@ class _Walk:
             return
         needed_s = self._now
         self._now = max(self._now, flown.arrived_s)
+        partner = self._partners.pop(step.tensor, 0) if step.address is None else 0
+        if partner:
+            self._set(partner, max(self._at(partner), flown.arrived_s))
         done = _shifted(replace(flown, wait_op=step.op, needed_s=needed_s), self._start)
         self.transfers.append(done)
         if flown.arrived_s > needed_s:

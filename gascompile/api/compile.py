@@ -40,7 +40,6 @@ from gascompile.core.model_libraries import register_pytrees
 from gascompile.core.plan import Plan
 from gascompile.core.program import Program
 from gascompile.core.progress import task
-from gascompile.core.workload import Workload
 from gascompile.machines.admission import admit, admit_model
 from gascompile.machines.op_memory import lacks_memory
 from gascompile.machines.resolve import resolve_machine
@@ -255,14 +254,19 @@ class Job:
         from gascompile.api.device_budget import plan_on_device
         from gascompile.api.on_heap import on_heap
         from gascompile.machines.op_memory import annotate_memory, unknown_ops
+        from gascompile.machines.op_times import retimed
+        from gascompile.passes.graph.leaving import other_sites
         from gascompile.passes.plan.make_plan import make_plan
 
         with task("Planning"):
-            annotation = annotate_memory(program, self.machine, self.config.cache_dir)
-            workload = self.retimed(program, annotation.workload)
-            warnings = unknown_ops(annotation, self.machine, self.config.cache_dir)
+            config = self.config
+            sites = other_sites(self.machine) if config.sites == "all" else ()
+            annotation = annotate_memory(program, self.machine, config.cache_dir, sites=sites)
+            workload = retimed(program, annotation.workload, self.machine, config.cache_dir)
+            warnings = unknown_ops(annotation, self.machine, config.cache_dir)
             warnings += source_warnings(self.machine)
-            may_move = None if self.in_arena else on_heap(program, annotation, self.machine)
+            stays = self.in_arena or sites
+            may_move = None if stays else on_heap(program, annotation, self.machine)
 
             def make(taken_bytes: int, budget: Budget) -> Plan:
                 return make_plan(
@@ -270,9 +274,9 @@ class Job:
                     self.machine,
                     budget,
                     fingerprint=prints,
-                    time_limit_s=self.config.time_limit_s,
-                    mip_gap=self.config.mip_gap,
-                    strategy=self.config.strategy,
+                    time_limit_s=config.time_limit_s,
+                    mip_gap=config.mip_gap,
+                    strategy=config.strategy,
                     warnings=warnings,
                     reserved_bytes=self.reserved_bytes + taken_bytes,
                     pinned=self.pinned,
@@ -280,14 +284,6 @@ class Job:
                 )
 
             return plan_on_device(make, workload, self.machine, self.budget)
-
-    def retimed(self, program: Program, workload: Workload) -> Workload:
-        """Return the workload with the seconds that this machine was measured to take for its ops."""
-        from gascompile.machines.op_times import measured_times
-        from gascompile.passes.graph.retime import retime
-
-        times_s = measured_times(program, workload, self.machine, self.config.cache_dir)
-        return retime(workload, times_s, device=self.machine.compute_tier)
 
 
 def make_job(
@@ -332,6 +328,7 @@ def compile(  # noqa: A001 - the public name, as in torch.compile
     fuse: str = "auto",
     fuse_runs: float = 1000.0,
     graphs: str = "auto",
+    sites: str = "one",
     on_exceed: str = "error",
 ) -> CompiledModel:
     """Plan ``model`` for ``budget`` and return it ready to run.
@@ -357,6 +354,7 @@ def compile(  # noqa: A001 - the public name, as in torch.compile
         fuse_runs: compiling kernels may take as long as they are predicted to save in so many runs. Infinity
             fuses whatever gains anything.
         graphs: ``"auto"`` gives a GPU the ops between two moves in one call, as a CUDA graph; ``"off"`` one by one.
+        sites: ``"all"`` lets ops run on the host's processor while an accelerator does the rest.
         on_exceed: where an op asks for more than the budget has, ``"error"`` plans again or stops, ``"warn"`` goes on.
 
     Raises:
@@ -374,6 +372,7 @@ def compile(  # noqa: A001 - the public name, as in torch.compile
         fuse=fuse,
         fuse_runs=fuse_runs,
         graphs=graphs,
+        sites=sites,
         on_exceed=on_exceed,
         **({"cache_dir": Path(cache_dir)} if cache_dir is not None else {}),
     )

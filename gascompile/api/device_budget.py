@@ -16,7 +16,7 @@ from gascompile.core.plan import Plan
 from gascompile.core.workload import TensorKind, Workload
 from gascompile.passes.verify.walk import verify
 from gascompile.runtime.memory.lasting import lasting_names, moves_lasting, with_host
-from gascompile.runtime.memory.pinned import HOST, passing_bytes, pinned_bytes
+from gascompile.runtime.memory.pinned import HOST, host_bytes, passing_bytes
 
 _GRAPHS_SHARE = 1 / 64
 """Of the budget, at most, is left to graphs: weights that do not stay cost more."""
@@ -85,7 +85,7 @@ def _whole(plan: Plan, limits_bytes: Mapping[str, int]) -> tuple[Plan, int]:
     if moves_lasting(plan):
         return with_host(plan, limits_bytes, frozenset().union(*lasting_names(plan)))
     plan = replace(plan, budget_bytes=dict(limits_bytes))
-    return plan, pinned_bytes(plan) - limits_bytes[HOST]
+    return plan, host_bytes(plan) - limits_bytes[HOST]
 
 
 def _plan_with_host(

@@ -43,6 +43,7 @@ def plan(
     mip_gap: float = 0.01,
     strategy: str | None = None,
     weights: str | None = None,
+    sites: str = "one",
     batch: int = 1,
     tokens: int = 128,
 ) -> Plan:
@@ -60,6 +61,7 @@ def plan(
         mip_gap: relative gap at which the solver may stop.
         strategy: force one candidate plan.
         weights: the form that weights move in, as ``compile`` takes it; for models.
+        sites: as ``compile`` takes it; a workload says itself where its ops can run.
         batch: rows of made-up inputs.
         tokens: tokens per row of made-up inputs.
 
@@ -74,7 +76,12 @@ def plan(
     _require_some(source)
     options: dict[str, Any] = {"cache_dir": Path(cache_dir)} if cache_dir is not None else {}
     config = CompileConfig(
-        time_limit_s=time_limit_s, mip_gap=mip_gap, strategy=strategy, weights=weights, **options
+        time_limit_s=time_limit_s,
+        mip_gap=mip_gap,
+        strategy=strategy,
+        weights=weights,
+        sites=sites,
+        **options,
     )
     resolved = machine_of(machine, config.cache_dir)
     limits = Budget.of(budget, resolved)

@@ -53,6 +53,8 @@ def fuse(bundle: Bundle, graph_module: fx.GraphModule, *, cache_dir: Path, runs:
     plan = bundle.plan
     if moves_lasting(plan):
         return _unfused(bundle, "weights and states move on the heap, where ops run one by one")
+    if any(op.site != plan.machine.compute_tier for op in plan.ops):
+        return _unfused(bundle, "ops run on several processors, each by itself")
     backend, reason = backend_of(plan.machine)
     if backend is None:
         return _unfused(bundle, reason)

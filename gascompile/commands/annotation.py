@@ -13,6 +13,7 @@ from gascompile.commands.plans import Source, read_plan
 from gascompile.commands.summary import totals_by_kind, workload_parts, workload_summary
 from gascompile.core import serial
 from gascompile.core.checks.workload_files import is_workload_file, load_workload
+from gascompile.core.config import CompileConfig
 from gascompile.core.errors import CaptureError
 from gascompile.core.machine import Budget, Machine
 from gascompile.core.plan import Plan
@@ -34,6 +35,7 @@ def annotate(
     machine: opt.MachineName = None,
     batch: opt.Batch = 1,
     tokens: opt.Tokens = 128,
+    sites: opt.Sites = "one",
     cache_dir: opt.CacheDir = None,
     json: opt.JsonFlag = False,
 ) -> None:
@@ -44,7 +46,9 @@ def annotate(
     folder = opt.cache_dir_of(cache_dir)
     with reserved_stdout(json):
         target = opt.machine_of(machine, folder)
-        found = _annotated(source, target, batch, tokens, folder)
+        with opt.usage_errors():
+            config = CompileConfig(cache_dir=folder, sites=sites)
+        found = _annotated(source, target, (batch, tokens), config)
         if output is not None:
             serial.write_atomic(output, serial.dumps(found.workload))
     totals = totals_by_kind(found.workload.ops, found.kinds, target.compute_tier)
@@ -62,7 +66,7 @@ def annotate(
 
 
 def _annotated(
-    source: str, machine: Machine, batch: int, tokens: int, cache_dir: Path
+    source: str, machine: Machine, shape: tuple[int, int], config: CompileConfig
 ) -> _Annotated:
     path = Path(source)
     finished = opt.is_bundle(path) or opt.format_of(path) == Plan.FORMAT
@@ -73,19 +77,18 @@ def _annotated(
     from gascompile.api.compile import Job
     from gascompile.api.sources import open_source
     from gascompile.capture.calls import normalize_call
-    from gascompile.core.config import CompileConfig
     from gascompile.core.model_libraries import register_pytrees
     from gascompile.passes.graph.annotate import annotate as cost
+    from gascompile.passes.graph.leaving import other_sites
 
-    opened = open_source(source, batch=batch, tokens=tokens)
+    opened = open_source(source, batch=shape[0], tokens=shape[1])
     if opened.inputs is None:
         raise CaptureError(
             f"{source} brings no example inputs to trace it with; let the callable return (module, example_inputs)"
         )
     register_pytrees()
-    config = CompileConfig(cache_dir=cache_dir)
     job = Job(model=opened.model, machine=machine, budget=Budget(), config=config)
     program = job.capture(*normalize_call(opened.model, *opened.inputs)).program
-    found = cost(program, machine)
+    found = cost(program, machine, sites=other_sites(machine) if config.sites == "all" else ())
     kinds = [str(node.target) for node in program.op_nodes()]
     return _Annotated(workload=found.workload, kinds=kinds, unknown_ops=found.unknown_ops)

@@ -104,6 +104,14 @@ WeightForm = Annotated[
         help="Form that weights move in: bf16, int8, int4 or auto; by default as they are stored.",
     ),
 ]
+Sites = Annotated[
+    str,
+    typer.Option(
+        "--sites",
+        metavar="one|all",
+        help="Whether ops of a model may run on the host's processor, too, beside the accelerator.",
+    ),
+]
 Batch = Annotated[int, typer.Option("--batch", min=1, max=1 << 20, help="Rows of made-up inputs.")]
 Tokens = Annotated[
     int, typer.Option("--tokens", min=1, max=1 << 24, help="Tokens per row of made-up inputs.")

@@ -52,6 +52,7 @@ def plan(
     strategy: opt.Strategy = None,
     device_map: DeviceMapFile = None,
     weights: opt.WeightForm = None,
+    sites: opt.Sites = "one",
     time_limit: opt.TimeLimit = 20.0,
     cache_dir: opt.CacheDir = None,
     json: opt.JsonFlag = False,
@@ -82,6 +83,7 @@ def plan(
                 time_limit_s=time_limit,
                 cache_dir=folder,
                 weights=weights,
+                sites=sites,
             )
         if output is not None:
             made.save(output)
@@ -121,6 +123,7 @@ def make_plan_of(
     time_limit_s: float,
     cache_dir: Path,
     weights: str | None = None,
+    sites: str = "one",
 ) -> Plan:
     """Plan a source as the command line names it; ``limits`` are those of the computing tier, CPU and NVMe."""
     from gascompile.api.plan import plan as plan_source
@@ -138,6 +141,7 @@ def make_plan_of(
             time_limit_s=time_limit_s,
             strategy=strategy,
             weights=weights,
+            sites=sites,
             batch=shape[0],
             tokens=shape[1],
         )

@@ -14,6 +14,7 @@ WEIGHT_FORMS = ("bf16", "int8", "int4", "auto")
 FUSE = ("auto", "off")
 GRAPHS = ("auto", "off")
 ON_EXCEED = ("error", "warn")
+SITES = ("one", "all")
 
 
 def default_cache_dir() -> Path:
@@ -41,6 +42,8 @@ class CompileConfig:
     """``auto`` compiles the ops between two transfers into one kernel where that pays; ``off`` never does."""
     fuse_runs: float = 1000.0
     """Compiling kernels may take as long as they save in so many runs; infinity fuses whatever gains anything."""
+    sites: str = "one"
+    """``one`` runs all ops on the tier that computes; ``all`` also on the host's processor, both at once."""
     graphs: str = field(default="auto", metadata={"fingerprint": False})
     """``auto`` gives a device that has graphs the ops between two moves in one call; ``off`` one by one."""
     on_exceed: str = field(default="error", metadata={"fingerprint": False})
@@ -61,6 +64,8 @@ class CompileConfig:
             raise ValueError(f"fuse is one of {', '.join(FUSE)}, not {self.fuse!r}")
         if self.graphs not in GRAPHS:
             raise ValueError(f"graphs is one of {', '.join(GRAPHS)}, not {self.graphs!r}")
+        if self.sites not in SITES:
+            raise ValueError(f"sites is one of {', '.join(SITES)}, not {self.sites!r}")
         if self.on_exceed not in ON_EXCEED:
             raise ValueError(f"on_exceed is one of {', '.join(ON_EXCEED)}, not {self.on_exceed!r}")
         if not self.fuse_runs >= 0:

@@ -28,6 +28,8 @@ class Mover(Protocol):
 
     def reload(self, tensor: str, link: str, value: torch.Tensor) -> None: ...
 
+    def send(self, tensor: str, link: str, value: torch.Tensor) -> torch.Tensor: ...
+
     def settle(self, tensor: str) -> None: ...
 
     def drop(self, tensor: str, value: torch.Tensor) -> None: ...
@@ -71,6 +73,14 @@ def reload(mover: Mover, tensor: str, link: str, value: torch.Tensor) -> None:
     mover.reload(tensor, link, value)
 
 
+def send(mover: Mover, tensor: str, link: str, value: torch.Tensor) -> torch.Tensor:
+    """Start copying ``value`` to the processor at the other end of ``link``, and return the copy; returns at once.
+
+    Ops on both processors go on, and wait at ``settle``.
+    """
+    return mover.send(tensor, link, value)
+
+
 def settle(mover: Mover, tensor: str) -> None:
     """Block until the newest copy of ``tensor``, out or back, is complete."""
     mover.settle(tensor)
@@ -83,7 +93,7 @@ def drop(mover: Mover, tensor: str, value: torch.Tensor) -> None:
 
 HEAP_MOVES = (offload, reload, settle, drop)
 """Moves of what has no place in the arena."""
-MOVES = (resident, prefetch, wait, release, gather, *HEAP_MOVES)
+MOVES = (resident, prefetch, wait, release, gather, send, *HEAP_MOVES)
 
 
 def linear_tile(

@@ -116,3 +116,14 @@ class Plan:
         found = serial.load(Plan, path)
         check_plan_content(found, where=f"{path}: $")
         return found
+
+
+def weights_elsewhere(plan: Plan) -> dict[str, int]:
+    """Return the weights that ops read which run on another tier than the one that computes, with the first such op."""
+    own = plan.machine.compute_tier
+    found: dict[str, int] = {}
+    for i, (spec, op) in enumerate(zip(plan.workload.ops, plan.ops, strict=True)):
+        for name in spec.reads if op.site != own else ():
+            if plan.tensors[name].kind == TensorKind.WEIGHT:
+                found.setdefault(name, i)
+    return found

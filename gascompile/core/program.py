@@ -30,6 +30,8 @@ OP_NAME = "op"
 """Key in the ``meta`` of a node that is called otherwise than its op, as a node's name cannot hold it."""
 STEP = "step"
 """Key in the ``meta`` of a node that carries out a step of a plan: the number of the step."""
+SITE = "site"
+"""Key in the ``meta`` of a node that runs elsewhere than on the tier that computes: the tier it runs on."""
 
 
 def add_node(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 UNLIKELY = 1.1
 """So many times faster than its limit is more than good measurements spread."""
@@ -61,6 +61,8 @@ class RunReport:
 
     peak_source: str = "planned workspace"
     """Who counted: torch's ``allocator``, the ``device``, or the runtime: results and ``planned workspace``."""
+    site_s: Mapping[str, float] = field(default_factory=dict)
+    """Seconds that each processor was at ops, where they run on several; a device: that it did not wait."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

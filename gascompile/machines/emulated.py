@@ -1,8 +1,8 @@
 """The machine called ``emulated``: the links of its preset, and this host's own speed as the accelerator's.
 
 The accelerator is a bounded piece of RAM behind paced copies, on which the processor computes. So an op takes
-what it was measured to take here, and a link carries what the preset says, or what the drive behind it gives
-where that is less.
+what it was measured to take here, on the accelerator as on the host, and a link carries what the preset says, or
+what the drive behind it gives where that is less.
 """
 
 from __future__ import annotations
@@ -31,8 +31,18 @@ def emulated_machine(host: Machine) -> Machine:
         name=emulated_name(host.name),
         tiers={**made.tiers, **{name: host.tiers[name] for name in ("cpu", "nvme")}},
         links=tuple(_behind_drive(link, host) for link in made.links),
-        rates=tuple(replace(rate, device="gpu") for rate in host.rates if rate.device == "cpu"),
-        memory=tuple(replace(rate, device="gpu") for rate in host.memory if rate.device == "cpu"),
+        rates=tuple(
+            replace(rate, device=device)
+            for device in ("gpu", "cpu")
+            for rate in host.rates
+            if rate.device == "cpu"
+        ),
+        memory=tuple(
+            replace(rate, device=device)
+            for device in ("gpu", "cpu")
+            for rate in host.memory
+            if rate.device == "cpu"
+        ),
         io=replace(host.io, engine="reads"),
         interference=Interference(),
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from gascompile.bundles.bundle import Bundle
-from gascompile.capture.torch_settings import cast_suffix
+from gascompile.capture.torch_settings import cast_suffix, has_autocast
 from gascompile.core import serial
 from gascompile.core.errors import BudgetExceededError, StorageError
 from gascompile.core.machine import Machine
@@ -49,15 +49,20 @@ class _Known:
         return max(self.measured.get(kind, 0), self.learnt.get(kind, 0))
 
 
-def annotate_memory(program: Program, machine: Machine, cache_dir: Path) -> Annotation:
+def annotate_memory(
+    program: Program, machine: Machine, cache_dir: Path, *, sites: Sequence[str] = ()
+) -> Annotation:
     """Annotate ``program`` with the workspace that its ops are known to take on this processor.
+
+    Under an autocast all ops stay on the tier that computes, whatever ``sites`` there are.
 
     What no formula bounds is measured on made-up values: up to two seconds and 256 MiB, once per kind of op.
     """
     from gascompile.machines.op_times import computes_here
     from gascompile.passes.graph.annotate import annotate
 
-    found = annotate(program, machine)
+    # An autocast is of one thread alone.
+    found = annotate(program, machine, sites=() if has_autocast() else sites)
     if not computes_here(machine):
         return found
     known = _with_measured(found, cache_dir)

@@ -22,6 +22,7 @@ from gascompile.cost_models.measure.ops import measure_ops, signature
 from gascompile.machines.busy import warned_if_busy
 from gascompile.machines.emulated import emulated_name
 from gascompile.machines.resolve import host_name, op_times_path, this_machine_name
+from gascompile.passes.graph.retime import retime
 from gascompile.runtime.memory.early_memory import no_pages_taken
 
 _log = logging.getLogger(__name__)
@@ -67,8 +68,22 @@ def measured_times(
             text = json.dumps({"format": _FORMAT, "seconds": known}, indent=1)
             keep_times(path, text)
     # What calling from a plan costs beyond calling from a loop was fitted on a run.
-    beyond_s = max(sum(rate.op_overhead_s for rate in machine.memory) - op_overhead_s(), 0.0)
+    called_s = sum(rate.op_overhead_s for rate in machine.memory if rate.device == tier)
+    beyond_s = max(called_s - op_overhead_s(), 0.0)
     return {op: known[name] + beyond_s for op, name in names.items() if name in known}
+
+
+def retimed(program: Program, workload: Workload, machine: Machine, cache_dir: Path) -> Workload:
+    """Return ``workload`` with the seconds that this machine was measured to take for its ops.
+
+    Raises:
+        StorageError: ``cache_dir`` cannot be made.
+    """
+    times_s = measured_times(program, workload, machine, cache_dir)
+    if machine.compute_backend == "emulated":
+        # Its processor is the host's own.
+        workload = retime(workload, times_s, device="cpu", added=False)
+    return retime(workload, times_s, device=machine.compute_tier)
 
 
 def keep_times(path: Path, text: str) -> None:

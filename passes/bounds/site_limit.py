@@ -1,11 +1,13 @@
 """Site limit: a time that no plan beats even when ops may run where their weights rest.
 
-Bytes of weights whose ops are sent to their tier need not move, but cost the time by which the op is
-slower there. Fractions of ops may be sent, the cheapest bytes first, so every real choice is covered.
+Sites compute at once. So of the ops' time only that along one path of results that need each other is certain,
+and what each site has to do by itself. Bytes of weights whose ops are sent to their tier need not move, but
+cost the time of the op there. Fractions of ops may be sent, the cheapest first, so every real choice is covered.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 from gascompile.core.machine import Machine
@@ -30,7 +32,7 @@ def site_limit(
 ) -> tuple[float, str]:
     """Return the limit in seconds and what sets it, as ``certify.physical_limit`` does.
 
-    Where ops may run on several other tiers it is the compute time alone.
+    Where ops may run on several other tiers it is that of the longest path alone.
 
     Args:
         ops: what an iteration runs.
@@ -39,32 +41,93 @@ def site_limit(
         arena_bytes: what the compute tier can hold of them at most.
         room_bytes: what each slow tier may hold.
     """
-    tiers = [t for t in machine.tiers if t != machine.compute_tier]
-    least_s = sum(
-        min(op.time_s[t] for t in (machine.compute_tier, *tiers) if t in op.time_s) for op in ops
-    )
-    total = sum(weight_bytes.values())
-    able = [tier for tier in tiers if any(tier in op.time_s for op in ops)]
+    own = machine.compute_tier
+    able = [t for t in machine.tiers if t != own and any(t in op.time_s for op in ops)]
+    path = _longest_path(ops, (own, *able))
+    path_s = sum(_least_s(op, (own, *able)) for op in path)
     if len(able) != 1:
-        return least_s, "compute"
-    prices = _prices(ops, machine.compute_tier, able[0], weight_bytes)
-    return _tier_limit(least_s, prices, able[0], total, arena_bytes, machine, dict(room_bytes))
+        return path_s, "compute"
+    (tier,) = able
+    total = sum(weight_bytes.values())
+    on_path = {op.name for op in path}
+    # A weight that is sent costs what its ops take longer there, or what they take of the site at all.
+    longer = {
+        op.name: op.time_s[tier] - _least_s(op, (own, tier)) if op.name in on_path else 0.0
+        for op in ops
+        if tier in op.time_s
+    }
+    whole = {op.name: op.time_s[tier] for op in ops if tier in op.time_s}
+    limits = [(_balance_s(ops, own, tier), "compute")]
+    for base_s, costs in ((path_s, longer), (0.0, whole)):
+        prices = _prices(ops, costs, weight_bytes)
+        limits.append(
+            _tier_limit(base_s, prices, tier, total, arena_bytes, machine, dict(room_bytes))
+        )
+    return max(limits, key=lambda limit: limit[0])
+
+
+def _least_s(op: OpSpec, sites: Sequence[str]) -> float:
+    return min(op.time_s[site] for site in sites if site in op.time_s)
+
+
+def _longest_path(ops: Sequence[OpSpec], sites: Sequence[str]) -> list[OpSpec]:
+    """Return ops of which each needs what the one before it wrote, that take longest at their fastest."""
+    writer: dict[str, int] = {}
+    reached_s: list[float] = []
+    before: list[int | None] = []
+    for i, op in enumerate(ops):
+        # Who writes what is there already comes after who wrote it before.
+        needed = {writer[name] for name in (*op.reads, *op.writes) if name in writer}
+        last = max(needed, key=lambda k: reached_s[k], default=None)
+        before.append(last)
+        reached_s.append((reached_s[last] if last is not None else 0.0) + _least_s(op, sites))
+        writer.update(dict.fromkeys(op.writes, i))
+    found: list[OpSpec] = []
+    at = max(range(len(ops)), key=lambda k: reached_s[k], default=None)
+    while at is not None:
+        found.append(ops[at])
+        at = before[at]
+    return found[::-1]
+
+
+def _balance_s(ops: Sequence[OpSpec], own: str, tier: str) -> float:
+    """Return the least time in which two sites do all ops, of which fractions may run at once.
+
+    Ops go to the other site in the order of how much slower they are there; at the best point both end at once.
+    """
+    own_s = sum(op.time_s[own] for op in ops if own in op.time_s)
+    elsewhere_s = sum(op.time_s[tier] for op in ops if own not in op.time_s)
+    both = [op for op in ops if own in op.time_s and tier in op.time_s]
+    for op in sorted(
+        both, key=lambda o: o.time_s[tier] / o.time_s[own] if o.time_s[own] else math.inf
+    ):
+        here_s, there_s = op.time_s[own], op.time_s[tier]
+        if elsewhere_s + there_s >= own_s - here_s:
+            share = (own_s - elsewhere_s) / (here_s + there_s) if here_s + there_s else 0.0
+            return max(own_s - max(share, 0.0) * here_s, elsewhere_s)
+        own_s -= here_s
+        elsewhere_s += there_s
+    return max(own_s, elsewhere_s)
 
 
 def _prices(
-    ops: Sequence[OpSpec], own: str, tier: str, weight_bytes: Mapping[str, int]
+    ops: Sequence[OpSpec], costs_s: Mapping[str, float], weight_bytes: Mapping[str, int]
 ) -> list[tuple[float, int]]:
-    """Return ``(seconds per byte, bytes)`` of the weights that can rest on ``tier``, cheapest first."""
+    """Return ``(seconds per byte, bytes)`` of the weights that can rest elsewhere, cheapest first.
+
+    Args:
+        ops: what an iteration runs.
+        costs_s: what it costs to send an op, by name; one without a cost cannot be sent.
+        weight_bytes: sizes of the weights that ops read.
+    """
     price: dict[str, float] = {}
     for op in ops:
         weights = [name for name in dict.fromkeys(op.reads) if name in weight_bytes]
         size_bytes = sum(weight_bytes[name] for name in weights)
-        extra_s = float("inf")
-        if tier in op.time_s:
-            extra_s = max(0.0, op.time_s[tier] - op.time_s.get(own, float("inf")))
+        extra_s = costs_s.get(op.name, math.inf)
         for name in weights:
             price[name] = price.get(name, 0.0) + (extra_s / size_bytes if size_bytes else 0.0)
-    return sorted((p, weight_bytes[name]) for name, p in price.items() if p != float("inf"))
+    return sorted((p, weight_bytes[name]) for name, p in price.items() if p != math.inf)
 
 
 def _tier_limit(

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 
+from gascompile.core.errors import UnsupportedOpError
 from gascompile.core.machine import Machine
-from gascompile.core.program import Program
+from gascompile.core.program import Dim, Program
 from gascompile.core.workload import OpSpec, TensorKind, TensorSpec, Workload
 from gascompile.cost_models.formulas.op_time import decoding_bytes, op_time_s
 from gascompile.cost_models.measure.op_memory import OpCall
 from gascompile.formats.ops import LINEAR
+from gascompile.passes.graph.leaving import bound_tensors, leaves
 from gascompile.passes.graph.propagate import Facts, LeafOp, OpFacts, propagate
 
 _CALL = LeafOp(target="", flops=0, read_bytes=0, write_bytes=0, dtype="bool", known=True)
@@ -34,10 +37,18 @@ class Annotation:
     """Tensors of which the program returns all or a part, weights and states included."""
 
 
-def annotate(program: Program, machine: Machine, *, repeats: bool = True) -> Annotation:
+def annotate(
+    program: Program, machine: Machine, *, repeats: bool = True, sites: Sequence[str] = ()
+) -> Annotation:
     """Return the workload of ``program`` on ``machine`` at the largest input shapes.
 
     FLOPs follow torch's own flop counter; seconds are the roofline of the machine's rates, per kernel.
+
+    Args:
+        program: what was captured.
+        machine: whose rates count.
+        repeats: iterations follow each other.
+        sites: other tiers whose processors may run ops; those that may leave get their seconds there, too.
 
     Raises:
         UnsupportedOpError: an op's shapes are not known ahead of time.
@@ -49,10 +60,13 @@ def annotate(program: Program, machine: Machine, *, repeats: bool = True) -> Ann
         _op_spec(op, program, device, machine, *_parts(nodes[op.name], op, program, facts))
         for op in facts.ops
     )
+    tensors = _tensors(program, facts)
+    # Sizes are numbers that one processor would have to tell the other.
+    is_fixed = not any(isinstance(d, Dim) for spec in program.inputs for d in spec.shape)
+    if sites and is_fixed:
+        ops = _with_sites(ops, facts, nodes, bound_tensors(tensors, ops), machine, sites)
     unknown = sorted({leaf.target for op in facts.ops for leaf in op.leaves if not leaf.known})
-    workload = Workload(
-        name=program.name, repeats=repeats, tensors=_tensors(program, facts), ops=ops
-    )
+    workload = Workload(name=program.name, repeats=repeats, tensors=tensors, ops=ops)
     return Annotation(
         workload=workload,
         unknown_ops=tuple(unknown),
@@ -102,20 +116,9 @@ def _op_spec(
     splits: Mapping[str, int],
     gathers: Mapping[str, int],
 ) -> OpSpec:
-    times_s = [
-        op_time_s(
-            flops=leaf.flops,
-            read_bytes=leaf.read_bytes + _decoding_bytes(leaf, device),
-            write_bytes=leaf.write_bytes,
-            dtype=leaf.dtype,
-            device=device,
-            machine=machine,
-        )
-        for leaf in op.leaves or (_CALL,)
-    ]
     return OpSpec(
         name=op.name,
-        time_s={device: sum(times_s)},
+        time_s={device: _time_s(op, device, machine)},
         reads=tuple(op.reads),
         writes=tuple(op.writes),
         patches={name: size for name, size in op.patches.items() if name in program.states},
@@ -126,6 +129,41 @@ def _op_spec(
         splits=splits,
         gathers=gathers,
     )
+
+
+def _time_s(op: OpFacts, device: str, machine: Machine) -> float:
+    return sum(
+        op_time_s(
+            flops=leaf.flops,
+            read_bytes=leaf.read_bytes + _decoding_bytes(leaf, device),
+            write_bytes=leaf.write_bytes,
+            dtype=leaf.dtype,
+            device=device,
+            machine=machine,
+        )
+        for leaf in op.leaves or (_CALL,)
+    )
+
+
+def _with_sites(
+    ops: Sequence[OpSpec],
+    facts: Facts,
+    nodes: Mapping[str, torch.fx.Node],
+    bound: frozenset[str],
+    machine: Machine,
+    sites: Sequence[str],
+) -> tuple[OpSpec, ...]:
+    """Return the ops with the seconds at ``sites`` of those that may run there."""
+    found = []
+    for op, known in zip(ops, facts.ops, strict=True):
+        times_s = dict(op.time_s)
+        if leaves(op, nodes[op.name], bound):
+            for site in sites:
+                # Without a rate for its dtype there it stays.
+                with contextlib.suppress(UnsupportedOpError):
+                    times_s[site] = _time_s(known, site, machine)
+        found.append(replace(op, time_s=times_s))
+    return tuple(found)
 
 
 def _decoding_bytes(leaf: LeafOp, device: str) -> int:

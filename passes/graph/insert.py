@@ -4,6 +4,7 @@ Every bound placeholder gives way to nodes that ask the runtime for the tensor: 
 stays or moves by the heap, one ``wait`` per visit for what is streamed. A use takes the visit it falls into; a
 view that was taken of an earlier visit is taken again of the current one, as the bytes of the old one may be gone.
 An op that runs again is a second node, which those that follow read, as they do the views that are taken of it.
+Where ops run on several processors, ``send`` nodes are the copies between them.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from torch import fx
 
 from gascompile.core import moves
 from gascompile.core.errors import PlanMismatchError
-from gascompile.core.plan import Plan
+from gascompile.core.op_sites import plan_sites
+from gascompile.core.plan import Plan, weights_elsewhere
 from gascompile.core.program import (
     STEP,
     Program,
@@ -28,8 +30,9 @@ from gascompile.core.steps import Compute, Offload, Prefetch, Recompute, Release
 from gascompile.core.tiles import base_name
 from gascompile.passes.graph.divide_graph import divide_graph
 from gascompile.passes.graph.heap_values import HeapValues, moved_on_heap, taken_again
+from gascompile.passes.graph.site_values import SiteValues
 
-for _move in (moves.prefetch, moves.wait, moves.release, *moves.HEAP_MOVES):
+for _move in (moves.prefetch, moves.wait, moves.release, moves.send, *moves.HEAP_MOVES):
     fx.node.has_side_effect(_move)
 
 
@@ -109,6 +112,11 @@ class _Rewrite:
         self._ops: list[fx.Node] = [n for n in graph.nodes if n.op == "call_function"]
         _check_ops(self._ops, plan)
         on_heap = moved_on_heap(plan)
+        sites = plan_sites(plan)
+        self._sites: SiteValues | None = None
+        if sites is not None:
+            self._sites = SiteValues(graph, self._mover, self._ops, plan, sites)
+        self._elsewhere = weights_elsewhere(plan)
         self._streamed = {
             node: name
             for node, name in self._bound.items()
@@ -119,7 +127,8 @@ class _Rewrite:
 
     def _is_resident(self, name: str) -> bool:
         tensor = self._plan.tensors.get(name)
-        return tensor is None or tensor.home == self._plan.machine.compute_tier
+        own = self._plan.machine.compute_tier
+        return tensor is None or tensor.home == own or name in self._elsewhere
 
     def _place_residents(self, on_heap: frozenset[str]) -> dict[str, fx.Node]:
         """Ask for what stays, and for what moves by the heap; return the nodes of the tensors."""
@@ -162,6 +171,10 @@ class _Rewrite:
         match step:
             case Recompute():
                 return self._heap.recompute(step.source, self._next_op)
+            case Offload() | Reload() if self._sites is not None and self._sites.sites.is_crossing(
+                step
+            ):
+                return self._sites.send(step, self._heap.value(step.tensor, self._next_op))
             case Offload() | Reload():
                 move = moves.offload if isinstance(step, Offload) else moves.reload
                 value = self._heap.value(step.tensor, self._next_op)
@@ -202,6 +215,8 @@ class _Rewrite:
         taken = _View(node.args, node.kwargs, self._bases(node))
         with self._graph.inserting_before(node):
             self._point_at_visits(node, spec.reads)
+            if self._sites is not None:
+                self._sites.point(node, self._plan.ops[op].site)
         own = f"%{base_name(spec.name)}"
         makes_view = not any(name == own or name.startswith(f"{own}.") for name in spec.writes)
         if taken.visits and makes_view:
@@ -254,6 +269,9 @@ class _Rewrite:
         if self._next_op != len(self._ops):
             raise PlanMismatchError("the plan's steps end before the program does; plan again")
         self._point_at_visits(self._output, ())
+        if self._sites is not None:
+            with self._graph.inserting_before(self._output):
+                self._sites.point(self._output, self._plan.machine.compute_tier)
         self._heap.finish()
         for node in self._bound:
             self._graph.erase_node(node)

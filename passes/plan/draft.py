@@ -13,7 +13,8 @@ from gascompile.passes.model.intervals import IntervalPlan
 from gascompile.passes.model.problem import Problem
 from gascompile.passes.plan.emit import emit
 from gascompile.passes.search.schedule import Schedule
-from gascompile.passes.search.sites import SitedSchedule, merge_steps
+from gascompile.passes.search.site_routes import merge_steps
+from gascompile.passes.search.sites import SitedSchedule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

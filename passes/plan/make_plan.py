@@ -160,7 +160,8 @@ def _as_disturbed(
     slowed = _scaled(draft.workload, lambda op: 1 / (1 - lost_share(op, machine)))
     times_s = [op.time_s[site] for op, site in zip(slowed.ops, draft.op_sites, strict=True)]
     lost_s = lost_seconds(draft.steps, slowed.ops, times_s, machine)
-    ops_s = sum(times_s[op] for op in runs(draft.steps))
+    own = machine.compute_tier
+    ops_s = sum(times_s[op] for op in runs(draft.steps) if draft.op_sites[op] == own)
     moved_bytes = sum(link_bytes(draft.steps, slowed.ops, machine).values())
     seconds = with_moving(
         draft.seconds + lost_s, ops_s=ops_s, moved_bytes=moved_bytes, machine=machine
@@ -170,7 +171,9 @@ def _as_disturbed(
     lost_s = sum(lost_share(op, machine) * min(op.time_s.values()) for op in workload.ops)
     limit_s = with_moving(
         proof.limit_s + lost_s,
-        ops_s=sum(min(op.time_s.values()) for op in workload.ops),
+        ops_s=0.0
+        if has_sites(workload.ops, machine)
+        else sum(min(op.time_s.values()) for op in workload.ops),
         moved_bytes=_least_moved_bytes(workload, machine, limits_bytes),
         machine=machine,
     )

@@ -181,6 +181,7 @@ def _most_gained_s(workload: Workload, machine: Machine) -> float:
 def felt_s(draft: Draft, machine: Machine, op_s_per_byte: float) -> float:
     """Return the seconds of a draft in which the processors also have to move its bytes."""
     ops = draft.workload.ops
-    ops_s = sum(ops[op].time_s[draft.op_sites[op]] for op in runs(draft.steps))
+    own = machine.compute_tier
+    ops_s = sum(ops[op].time_s[own] for op in runs(draft.steps) if draft.op_sites[op] == own)
     moved_bytes = sum(link_bytes(draft.steps, ops, machine).values())
     return max(draft.seconds, ops_s + moved_bytes * op_s_per_byte)

@@ -1,31 +1,50 @@
 """Sites: ops that run where their weights rest, because that is cheaper than moving the weights.
 
 The GPU waits for weights that come over a link slower than the memory they rest in; the processor next to
-that memory may be done with them sooner. An op is *sent* to another site when all its weights are. What
-it reads is copied there and awaited, what it writes is copied back before an op elsewhere needs it;
-an op without weights stays with its inputs where that costs less.
+that memory may be done with them sooner, and computes while the GPU does. Which weights are sent there is tried;
+``site_routes`` says what follows from it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from gascompile.core.steps import Compute, Offload, Reload, Step, Wait
-from gascompile.core.workload import OpSpec, TensorKind
+from gascompile.core.op_sites import op_sites
+from gascompile.core.steps import Step
 from gascompile.cost_models.simulate.events import running_sums, steady_seconds
 from gascompile.cost_models.simulate.replay import compile_events
+from gascompile.passes.bounds.certify import physical_limit
 from gascompile.passes.model.problem import Placement, Problem
 from gascompile.passes.plan.emit import emit
 from gascompile.passes.search.schedule import Schedule
-from gascompile.passes.search.search import best_staging, least_arena_bytes, time_bound_s
-from gascompile.passes.search.strategies import family, homes
+from gascompile.passes.search.search import (
+    best_staging,
+    least_arena_bytes,
+    search,
+    time_bound_s,
+)
+from gascompile.passes.search.site_routes import (
+    Route,
+    closed,
+    find_route,
+    own_times,
+    visiting_bytes,
+)
+from gascompile.passes.search.strategies import MANY_WEIGHTS, family, homes, strategies
 
-_SHARES = (1.0, 0.75, 0.5, 0.25)
-"""Shares of the weights of a tier that are sent with their ops."""
+_SHARES = (1.0, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25, 0.125)
+"""Shares of the weights that can be sent with their ops, evenly spread: links carry the others meanwhile."""
+_STREAMED = (0.0, 0.5, 1.0)
+"""Of the weights that stay, how much comes over the link, where ops are given to who is done with them first."""
 _FILL = (1.0, 0.95, 0.85)
 """Shares of the arena that residents may take."""
 _FAMILIES = ("first_fit", "per_layer", "largest_first")
+_SEARCHED = 2
+"""Choices of ops whose other weights are planned as thoroughly as where nothing is sent."""
+_PASSES = 3
+"""Times that each weight is tried at the other site in turn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,27 +59,31 @@ class SitedSchedule:
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class _Route:
-    """Where ops run, and the copies that this takes."""
+def sites(
+    task: Problem, best_s: float, fits: Callable[[SitedSchedule], bool]
+) -> SitedSchedule | None:
+    """Return the fastest schedule found with ops at other sites; ``None`` when none beats ``best_s``.
 
-    op_sites: tuple[str, ...]
-    op_times_s: tuple[float, ...]
-    moves: Mapping[int, Sequence[Step]]
-    """Per op the steps before it; those at the end of the iteration under the number of ops."""
-    copies_s: Mapping[int, float]
-    """Per op the seconds of its copies on links that nothing else uses."""
-
-
-def sites(task: Problem, best_s: float) -> SitedSchedule | None:
-    """Return the fastest schedule found with ops at other sites; ``None`` when none beats ``best_s``."""
+    Args:
+        task: the problem with all ops on the tier that computes.
+        best_s: seconds to beat.
+        fits: whether the account of a schedule keeps the budget.
+    """
     best: SitedSchedule | None = None
     for tier in _other_sites(task):
-        for placement in _placements(task):
-            for sent in _sent(task, placement, tier):
-                found = _evaluate(task, placement, tier, sent, best.seconds if best else best_s)
-                if found is not None:
-                    best = found
+        found: list[tuple[float, tuple[int, ...]]] = []
+        seen: set[frozenset[int]] = set()
+        for sent in _sent(task, tier):
+            if sent and sent not in seen:
+                seen.add(sent)
+                limit_s = best.seconds if best else best_s
+                least_s, better = _best_with(task, tier, sent, limit_s, fits)
+                best = better or best
+                found.append((least_s, tuple(sorted(sent))))
+        for least_s, chosen in sorted(found)[:_SEARCHED]:
+            limit_s = best.seconds if best else best_s
+            if least_s < limit_s:
+                best = _searched(task, tier, frozenset(chosen), limit_s, fits) or best
     return best
 
 
@@ -101,187 +124,181 @@ def _placements(task: Problem) -> Iterator[Placement]:
                     yield placement
 
 
-def _sent(task: Problem, placement: Placement, tier: str) -> Iterator[frozenset[int]]:
+def _sent(task: Problem, tier: str) -> Iterator[frozenset[int]]:
     """Yield sets of weights that stay on ``tier``, their ops being sent there."""
-    able = _able_weights(task, placement, tier)
+    everything = frozenset(range(len(task.weights)))
+    able = sorted(closed(task, everything, tier), key=lambda i: task.weights[i].uses)
+    for share in _STREAMED:
+        first = closed(task, _first_done(task, frozenset(able), tier, share), tier)
+        yield first
+        if len(able) < MANY_WEIGHTS:
+            yield _improved(task, tier, first, able)
     for share in _SHARES:
         count = round(share * len(able))
-        if count:
-            # Evenly spread, so that the links carry the others meanwhile.
-            spread = {able[k * len(able) // count] for k in range(count)}
-            yield _closed(task, frozenset(spread), tier)
+        spread = {able[k * len(able) // count] for k in range(count)}
+        yield closed(task, frozenset(spread), tier)
 
 
-def _able_weights(task: Problem, placement: Placement, tier: str) -> list[int]:
-    """Return the weights resting on ``tier`` whose ops could all run there, in the order of use."""
-    resting = frozenset(
-        i
-        for i in placement.streamed
-        if (link := placement.link_of[i]) is not None and task.links[link].source_tier == tier
+def _improved(
+    task: Problem, tier: str, sent: frozenset[int], able: Sequence[int]
+) -> frozenset[int]:
+    """Return ``sent`` with weights added and removed, one by one, as long as that shortens what is certain."""
+    best_s = _certain_s(task, tier, sent)
+    for _ in range(_PASSES):
+        before = sent
+        for weight in able:
+            changed = closed(task, sent ^ {weight}, tier)
+            if changed != sent and (found_s := _certain_s(task, tier, changed)) < best_s:
+                sent, best_s = changed, found_s
+        if sent == before:
+            break
+    return sent
+
+
+def _certain_s(task: Problem, tier: str, sent: frozenset[int]) -> float:
+    """Return what an iteration takes at least: its ops and copies between sites, and what its link has to bring."""
+    route = find_route(task, tier, frozenset(task.weights[i].name for i in sent))
+    kept_bytes = sum(w.size_bytes for i, w in enumerate(task.weights) if i not in sent and w.uses)
+    moved_s, _ = physical_limit(
+        0.0, kept_bytes, task.arena_limit_bytes, task.machine, task.room_bytes
     )
-    return sorted(_closed(task, resting, tier), key=lambda i: task.weights[i].uses)
+    return max(sum(own_times(task, route)), moved_s)
 
 
-def _closed(task: Problem, chosen: frozenset[int], tier: str) -> frozenset[int]:
-    """Drop weights from ``chosen`` until each op that reads one of them reads no other weight."""
-    kinds = {tensor.name: tensor.kind for tensor in task.workload.tensors}
+def _first_done(task: Problem, able: frozenset[int], tier: str, streamed: float) -> frozenset[int]:
+    """Return the weights whose ops are given to ``tier``, in their order each to the site that is done with it first.
+
+    Args:
+        task: the problem.
+        able: weights whose ops can run there.
+        tier: the other site.
+        streamed: share of the other weights' bytes that come over the link, in the order of their use.
+    """
+    own = task.machine.compute_tier
+    sizes = {tensor.name: tensor.size_bytes for tensor in task.workload.tensors}
     number = {weight.name: i for i, weight in enumerate(task.weights)}
-    ops = task.workload.ops
-    while True:
-        kept = frozenset(
-            i
-            for i in chosen
-            if all(
-                _can_run(ops[op], kinds, tier)
-                and all(
-                    number.get(name) in chosen
-                    for name in ops[op].reads
-                    if kinds[name] == TensorKind.WEIGHT
-                )
-                for op in task.weights[i].uses
+    link = {own: task.machine.link(f"{tier}->{own}"), tier: task.machine.link(f"{own}->{tier}")}
+    now = {own: 0.0, tier: 0.0}
+    ready: dict[str, dict[str, float]] = {}
+    sent: set[int] = set()
+    kept: set[int] = set()
+    link_free_s = 0.0
+    for op in task.workload.ops:
+        weights = [number[name] for name in dict.fromkeys(op.reads) if name in number]
+        coming = [i for i in weights if i not in kept and i not in sent]
+        load_s = sum(link[own].transfer_time_s(task.weights[i].size_bytes) for i in coming)
+        done_s: dict[str, float] = {}
+        for site in (own, tier):
+            arrived_s = max(
+                (
+                    min(
+                        at[site] if site in at else s + link[site].transfer_time_s(sizes[name])
+                        for s in at.values()
+                    )
+                    for name in (*op.reads, *op.writes)
+                    if (at := ready.get(name)) is not None
+                ),
+                default=0.0,
             )
-        )
-        if kept == chosen:
-            return kept
-        chosen = kept
+            if site == own and coming:
+                arrived_s = max(arrived_s, link_free_s + streamed * load_s)
+            done_s[site] = max(now[site], arrived_s) + op.time_s.get(site, 0.0)
+        can = all(i in able for i in weights) and tier in op.time_s
+        goes = can and not kept.intersection(weights) and done_s[tier] < done_s[own]
+        site = tier if (weights and sent.intersection(weights)) or goes else own
+        if site == own:
+            link_free_s += streamed * load_s
+        (sent if site == tier else kept).update(weights)
+        now[site] = done_s[site]
+        ready.update({name: {site: done_s[site]} for name in op.writes})
+    return frozenset(sent)
 
 
-def _can_run(op: OpSpec, kinds: Mapping[str, TensorKind], tier: str) -> bool:
-    """Whether ``op`` has a time on ``tier`` and touches nothing that must stay where it is."""
-    touched = (*op.reads, *op.writes)
-    return tier in op.time_s and all(kinds[name] != TensorKind.STATE for name in touched)
+def _best_with(
+    task: Problem,
+    tier: str,
+    sent: frozenset[int],
+    best_s: float,
+    fits: Callable[[SitedSchedule], bool],
+) -> tuple[float, SitedSchedule | None]:
+    """Return the fastest of some schedules with the weights ``sent`` at ``tier``; ``None`` when none beats ``best_s``.
 
-
-def _evaluate(
-    task: Problem, placement: Placement, tier: str, sent: frozenset[int], best_s: float
-) -> SitedSchedule | None:
-    if not sent:
-        return None
-    route = _route(task, tier, frozenset(task.weights[i].name for i in sent))
-    if sum(route.op_times_s) >= best_s:
-        return None
+    With it comes what any schedule with them takes at least; infinity where there is none.
+    """
+    route = find_route(task, tier, frozenset(task.weights[i].name for i in sent))
     reduced = _reduced(task, tier, sent, route)
-    kept = [i for i in range(len(task.weights)) if i not in sent]
-    rest = Placement(strategy="sites", link_of=tuple(placement.link_of[i] for i in kept))
-    if reduced is None or time_bound_s(reduced, rest) >= best_s:
+    if reduced is None or (least_s := _certain_s(task, tier, sent)) >= best_s:
+        return math.inf, None
+    best: SitedSchedule | None = None
+    for placement in _placements(reduced):
+        limit_s = best.seconds if best else best_s
+        if time_bound_s(reduced, placement) >= limit_s:
+            continue
+        if least_arena_bytes(reduced, placement)[0] > reduced.arena_limit_bytes:
+            continue
+        staged = best_staging(reduced, placement, reduced.arena_limit_bytes)
+        found = _sited(reduced, route, staged, limit_s)
+        if found is not None and fits(found):
+            best = found
+    return least_s, best
+
+
+def _searched(
+    task: Problem,
+    tier: str,
+    sent: frozenset[int],
+    best_s: float,
+    fits: Callable[[SitedSchedule], bool],
+) -> SitedSchedule | None:
+    """Return the best schedule that ``search`` finds for the weights that are not sent, if it beats ``best_s``."""
+    route = find_route(task, tier, frozenset(task.weights[i].name for i in sent))
+    reduced = _reduced(task, tier, sent, route)
+    if reduced is None:
         return None
-    if least_arena_bytes(reduced, rest)[0] > task.arena_limit_bytes:
+    staged = search(reduced, strategies(reduced), reduced.arena_limit_bytes)
+    found = _sited(reduced, route, staged, best_s)
+    return found if found is not None and fits(found) else None
+
+
+def _sited(
+    reduced: Problem, route: Route, staged: Schedule | None, best_s: float
+) -> SitedSchedule | None:
+    """Return the schedule of the weights that are not sent with the ops that are, if it beats ``best_s``."""
+    if staged is None:
         return None
-    found = best_staging(reduced, rest, task.arena_limit_bytes)
-    if found is None:
-        return None
-    steps = merge_steps(emit(reduced, found), route.moves, len(route.op_sites))
-    events = compile_events(steps, route.op_times_s, task.machine, repeats=task.repeats)
-    seconds = steady_seconds(events)
+    steps = route.moves.merged(emit(reduced, staged), len(route.op_sites))
+    seconds = _seconds(reduced, route, steps)
     if seconds >= best_s:
         return None
     return SitedSchedule(
-        task=reduced, schedule=found, op_sites=route.op_sites, steps=steps, seconds=seconds
+        task=reduced, schedule=staged, op_sites=route.op_sites, steps=steps, seconds=seconds
     )
 
 
-def _reduced(task: Problem, tier: str, sent: frozenset[int], route: _Route) -> Problem | None:
+def _seconds(task: Problem, route: Route, steps: Sequence[Step]) -> float:
+    where = op_sites(task.workload.ops, route.op_sites, task.machine)
+    return steady_seconds(
+        compile_events(steps, route.op_times_s, task.machine, repeats=task.repeats, sites=where)
+    )
+
+
+def _reduced(
+    task: Problem,
+    tier: str,
+    sent: frozenset[int],
+    route: Route,
+) -> Problem | None:
     """Return the problem of moving the other weights while the sent ones rest."""
     room = dict(task.room_bytes)
-    room[tier] -= sum(task.weights[i].size_bytes for i in sent) + _visiting_bytes(task, tier, route)
+    room[tier] -= sum(task.weights[i].size_bytes for i in sent) + visiting_bytes(task, tier, route)
     if room[tier] < 0:
         return None
-    times_s = tuple(
-        time_s + route.copies_s.get(op, 0.0) for op, time_s in enumerate(route.op_times_s)
-    )
+    times_s = own_times(task, route)
     return replace(
         task,
         weights=tuple(weight for i, weight in enumerate(task.weights) if i not in sent),
         idle_homes={**task.idle_homes, **{task.weights[i].name: tier for i in sent}},
         room_bytes=room,
-        op_times_s=times_s,
+        op_times_s=tuple(times_s),
         sums_s=tuple(running_sums(times_s)),
     )
-
-
-def _visiting_bytes(task: Problem, tier: str, route: _Route) -> int:
-    """Return a bound on what activations and workspace take on ``tier`` at a time."""
-    sizes = {
-        tensor.name: tensor.size_bytes
-        for tensor in task.workload.tensors
-        if tensor.kind not in (TensorKind.WEIGHT, TensorKind.STATE, TensorKind.INPUT)
-    }
-    spans: dict[str, tuple[int, int]] = {}
-    for op, (spec, site) in enumerate(zip(task.workload.ops, route.op_sites, strict=True)):
-        if site == tier:
-            for name in (*spec.reads, *spec.writes):
-                spans[name] = (spans.get(name, (op, op))[0], op)
-    last_read = {name: op for op, spec in enumerate(task.workload.ops) for name in spec.reads}
-    change = [0] * (len(route.op_sites) + 2)
-    for name, (first, _) in spans.items():
-        change[first] += sizes.get(name, 0)
-        change[last_read.get(name, len(route.op_sites)) + 1] -= sizes.get(name, 0)
-    held = running_sums(change)[1:]
-    workspace = [
-        spec.workspace_bytes if site == tier else 0
-        for spec, site in zip(task.workload.ops, route.op_sites, strict=True)
-    ]
-    return int(max((a + b for a, b in zip(held, workspace, strict=False)), default=0))
-
-
-def _route(task: Problem, tier: str, sent: frozenset[str]) -> _Route:
-    """Decide where each op runs when the weights ``sent`` rest on ``tier``, and what is copied."""
-    own = task.machine.compute_tier
-    sizes = {tensor.name: tensor.size_bytes for tensor in task.workload.tensors}
-    kinds = {tensor.name: tensor.kind for tensor in task.workload.tensors}
-    out, back = task.machine.link(f"{own}->{tier}"), task.machine.link(f"{tier}->{own}")
-    at: dict[str, set[str]] = {}
-    op_sites: list[str] = []
-    moves: dict[int, list[Step]] = {}
-    copies_s: dict[int, float] = {}
-
-    def bring(i: int, name: str, site: str) -> None:
-        link = out if site == tier else back
-        kind = Offload if site == tier else Reload
-        moves.setdefault(i, []).append(
-            kind(op=i, tensor=name, link=link.name, size_bytes=sizes[name])
-        )
-        moves[i].append(Wait(op=i, tensor=name))
-        copies_s[i] = copies_s.get(i, 0.0) + link.transfer_time_s(sizes[name])
-        at[name].add(site)
-
-    for i, op in enumerate(task.workload.ops):
-        held = [name for name in dict.fromkeys((*op.reads, *op.writes)) if name in at]
-        weights = [name for name in op.reads if kinds[name] == TensorKind.WEIGHT]
-        site = own
-        if weights and all(name in sent for name in weights):
-            site = tier
-        elif not weights and held and _can_run(op, kinds, tier):
-            away = [name for name in held if own not in at[name]]
-            gain_s = sum(back.transfer_time_s(sizes[name]) for name in away)
-            stays = len(away) == len(held) and op.time_s[tier] <= op.time_s[own] + gain_s
-            site = tier if stays else own
-        for name in held:
-            if site not in at[name]:
-                bring(i, name, site)
-        for name in op.writes:
-            if kinds[name] not in (TensorKind.WEIGHT, TensorKind.STATE, TensorKind.INPUT):
-                at[name] = {site}
-        op_sites.append(site)
-    end = len(op_sites)
-    for name in [name for name in at if kinds[name] == TensorKind.OUTPUT and own not in at[name]]:
-        bring(end, name, own)
-    return _Route(
-        tuple(op_sites),
-        tuple(op.time_s[site] for op, site in zip(task.workload.ops, op_sites, strict=True)),
-        moves,
-        copies_s,
-    )
-
-
-def merge_steps(
-    steps: Sequence[Step], moves: Mapping[int, Sequence[Step]], num_ops: int
-) -> tuple[Step, ...]:
-    """Return ``steps`` with the moves before each op; those under ``num_ops`` come last."""
-    merged: list[Step] = []
-    for step in steps:
-        if isinstance(step, Compute):
-            merged.extend(moves.get(step.op, ()))
-        merged.append(step)
-    merged.extend(moves.get(num_ops, ()))
-    return tuple(merged)

@@ -10,19 +10,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from gascompile.core.errors import InfeasiblePlanError, SolverError
 from gascompile.core.machine import Budget, Machine
 from gascompile.core.plan import Plan
 from gascompile.core.workload import Workload
 from gascompile.cost_models.formulas.gathers import gather_room
-from gascompile.passes.bounds.certify import Proof
+from gascompile.passes.bounds.certify import Proof, certify
 from gascompile.passes.bounds.least_time import least_time
 from gascompile.passes.bounds.prove import prove
 from gascompile.passes.bounds.prove_all import prove_all
 from gascompile.passes.bounds.site_limit import has_sites
 from gascompile.passes.model.problem import Problem, problem
 from gascompile.passes.model.tiling import Solution, best_form, forms, same_form
+from gascompile.passes.plan.assemble import assemble
 from gascompile.passes.plan.draft import Draft, draft_moved, draft_schedule, draft_sites
 from gascompile.passes.plan.feasible import feasible
 from gascompile.passes.search.move_activations import (
@@ -34,7 +36,7 @@ from gascompile.passes.search.refine import refine
 from gascompile.passes.search.schedule import Schedule
 from gascompile.passes.search.search import best_staging, search
 from gascompile.passes.search.share_arena import pin, pinned_residents
-from gascompile.passes.search.sites import sites
+from gascompile.passes.search.sites import SitedSchedule, sites
 from gascompile.passes.search.strategies import family, homes, strategies
 
 
@@ -155,9 +157,23 @@ def _sited(tasks: list[Problem], draft: Draft) -> Draft:
     """Return the faster of ``draft`` and the best that sends ops to other sites."""
     for task in tasks:
         if task.arena_limit_bytes >= 0:
-            found = sites(task, draft.seconds)
+            found = sites(task, draft.seconds, partial(_keeps_budget, task))
             draft = draft_sites(found) if found is not None else draft
     return draft
+
+
+def _keeps_budget(task: Problem, found: SitedSchedule) -> bool:
+    """Whether what ops take at all sites, and what is copied between them, is within the budget."""
+    none = Proof(limit_s=0.0, binding="compute", bound_s=0.0, timed_out=False)
+    certificate = certify(found.seconds, none, solve_s=0.0, mip_gap=0.0)
+    plan = assemble(
+        draft_sites(found), task.machine, task.limits_bytes, certificate, fingerprint={}
+    )
+    limits = {
+        tier: size - (task.reserved_bytes if tier == task.machine.compute_tier else 0)
+        for tier, size in task.limits_bytes.items()
+    }
+    return all(size <= limits.get(tier, 0) for tier, size in plan.peak_bytes.items())
 
 
 def _choose(

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gascompile.runtime.devices.graph_rules import ARRIVAL, RELEASE, VALUES
-from gascompile.runtime.run.steps import Schedule, Step
+from gascompile.runtime.run.schedule import Schedule, Step
 
 Value = Any
 

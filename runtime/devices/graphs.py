@@ -29,8 +29,8 @@ from gascompile.runtime.devices.graph_groups import Group, divide, interpret, mo
 from gascompile.runtime.devices.graph_replay import Entries, Replay
 from gascompile.runtime.devices.graph_rules import tensors_in, value_reason
 from gascompile.runtime.protocols import Graphs
+from gascompile.runtime.run.schedule import Schedule, Step
 from gascompile.runtime.run.session import Session
-from gascompile.runtime.run.steps import Schedule, Step
 
 _log = logging.getLogger(__name__)
 

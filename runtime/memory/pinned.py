@@ -10,10 +10,11 @@ from collections.abc import Iterable
 
 from gascompile.core.errors import DeviceError
 from gascompile.core.machine import IoSettings
-from gascompile.core.plan import Plan
-from gascompile.core.sizes import MIB, format_size, reserve_bytes
-from gascompile.core.steps import Prefetch
-from gascompile.core.workload import OpSpec
+from gascompile.core.op_sites import plan_sites
+from gascompile.core.plan import Plan, weights_elsewhere
+from gascompile.core.sizes import MIB, PAGE_BYTES, align_up, format_size, reserve_bytes
+from gascompile.core.steps import Offload, Prefetch, Reload
+from gascompile.core.workload import OpSpec, TensorKind
 from gascompile.runtime.devices.probe import PINNED_MEMORY
 
 HOST = "cpu"
@@ -46,9 +47,35 @@ def pinned_bytes(plan: Plan) -> int:
         for step in plan.steps
         if isinstance(step, Prefetch) and plan.machine.link(step.link).source_tier == HOST
     }
-    for name in gathered_here(plan):
+    for name in (*gathered_here(plan), *weights_elsewhere(plan)):
         homes[name] = reserve_bytes(plan.tensors[name].size_bytes)
-    return passing_bytes(plan.workload.ops, plan.machine.io) + sum(homes.values())
+    slots = crossing_slots(plan).values()
+    homes_bytes = sum(homes.values()) + sum(align_up(size, PAGE_BYTES) for _, size in slots)
+    return passing_bytes(plan.workload.ops, plan.machine.io) + homes_bytes
+
+
+def crossing_slots(plan: Plan) -> dict[str, tuple[int, int]]:
+    """Return offset and bytes of a slot in pinned memory for each tensor that moves between processors.
+
+    No two share any: neither side ever waits for the other to be done with one.
+    """
+    sites = plan_sites(plan)
+    found: dict[str, tuple[int, int]] = {}
+    offset = 0
+    for step in plan.steps if sites is not None else ():
+        if isinstance(step, (Offload, Reload)) and sites is not None and sites.is_crossing(step):
+            found[step.tensor] = (offset, step.size_bytes)
+            offset += align_up(step.size_bytes, PAGE_BYTES)
+    return found
+
+
+def host_bytes(plan: Plan) -> int:
+    """Return the host memory that a session of ``plan`` takes: what it pins, and what ops that run there take."""
+    if all(op.site == plan.machine.compute_tier for op in plan.ops):
+        return pinned_bytes(plan)
+    weights = (t for t in plan.tensors.values() if t.kind is TensorKind.WEIGHT and t.home == HOST)
+    ops_bytes = plan.peak_bytes.get(HOST, 0) - sum(t.size_bytes for t in weights)
+    return pinned_bytes(plan) + max(ops_bytes, 0)
 
 
 def gathered_here(plan: Plan) -> dict[str, int]:
@@ -58,6 +85,15 @@ def gathered_here(plan: Plan) -> dict[str, int]:
         if op.gather_tier == HOST:
             found |= {name: i for name in op.gathers if name not in op.reads and name not in found}
     return found
+
+
+def host_first_use(plan: Plan) -> dict[str, int]:
+    """Return the weights that a plan for a device keeps in the host's memory, with the first op that needs each."""
+    first: dict[str, int] = {}
+    for step in plan.steps:
+        if isinstance(step, Prefetch) and step.link.startswith(f"{HOST}->"):
+            first.setdefault(step.tensor, step.op)
+    return {**gathered_here(plan), **weights_elsewhere(plan), **first}
 
 
 def require_budget(plan: Plan, taken_bytes: int) -> None:

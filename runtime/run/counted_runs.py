@@ -18,8 +18,8 @@ from gascompile.core.errors import BudgetExceededError
 from gascompile.core.plan import Plan
 from gascompile.core.workload import TensorKind
 from gascompile.runtime.memory.counting import NO_LIMIT, Count, Counter
+from gascompile.runtime.run.schedule import Schedule
 from gascompile.runtime.run.session import Session
-from gascompile.runtime.run.steps import Schedule
 from gascompile.runtime.stores import Store
 
 _log = logging.getLogger("gascompile")

@@ -16,16 +16,21 @@ import torch
 from torch import fx
 
 from gascompile.core.errors import DeviceError, PlanMismatchError, UnsupportedOpError
+from gascompile.core.op_sites import plan_sites
 from gascompile.core.plan import Plan
 from gascompile.core.reports import GraphReport, RunReport
 from gascompile.runtime.devices.graphs import GraphRuns, make_room
 from gascompile.runtime.kernels.fused import FusedSegment
 from gascompile.runtime.memory.counting import NO_LIMIT, Count, Counter
+from gascompile.runtime.memory.pinned import HOST
 from gascompile.runtime.run.counted_runs import CountedRuns
+from gascompile.runtime.run.lane import Lane
 from gascompile.runtime.run.meter import LiveBytes, process_peak_bytes
 from gascompile.runtime.run.recording import Recording
+from gascompile.runtime.run.schedule import Schedule
 from gascompile.runtime.run.session import Session
-from gascompile.runtime.run.steps import Schedule, compile_steps
+from gascompile.runtime.run.steps import compile_steps
+from gascompile.runtime.transfer.crossings import AbortedError
 from gascompile.runtime.transfer.mover import PlanMover
 from gascompile.runtime.transfer.residents import resident_addresses
 
@@ -93,7 +98,8 @@ class Executor:
         self._metered = self._schedule = compile_steps(
             graph_module, plan, session, self.mover, fused
         )
-        is_wanted = graphs and not paranoid and session.device.graphs() is not None
+        is_wanted = graphs and not paranoid and not self._schedule.site
+        is_wanted = is_wanted and session.device.graphs() is not None
         self._graphs = GraphRuns(session, plan, self._schedule) if is_wanted else None
         self._counted: CountedRuns | None = None
         if counter is not None and session.device.torch_device.type == "cpu":
@@ -101,6 +107,8 @@ class Executor:
             self._counted = CountedRuns(counter, session, plan, on_exceed, draws=draws)
             self._schedule = self._counted.prepared(self._schedule)
         self.last_run: RunReport | None = None
+        self._lane: Lane | None = None
+        """Of the latest run, where ops run on several sites."""
 
     @property
     def computes_on_host(self) -> bool:
@@ -244,7 +252,12 @@ class Executor:
         inputs_bytes = self._place(values, inputs)
         given = {slot: value for (_, slot), value in zip(schedule.inputs, inputs, strict=True)}
         live = self.mover.live
-        self._interpret(schedule, values, live)
+        interpret = partial(self._interpret, schedule, values, live)
+        if schedule.site:
+            self._lane = Lane(schedule, values, inputs, self.mover.meetings)
+            self._lane.beside(interpret, self._session.lanes, self._explained)
+        else:
+            interpret()
         outputs = tuple(
             given[slot] if slot in given else self.mover.own(values[slot])
             for slot in schedule.outputs
@@ -279,20 +292,27 @@ class Executor:
                     record(meter, values[result])
                 for slot in frees:
                     values[slot] = None
-        except BaseException as error:
-            name = self._plan.ops[op].name if op < len(self._plan.ops) else "output"
-            if isinstance(error, torch.OutOfMemoryError):
-                beyond = self._counted.error(op, values) if self._counted is not None else None
-                if beyond is not None:
-                    raise beyond from error
-                raise self._session.device.out_of_memory(f"op '{name}'", error) from error
-            if self._from_file and isinstance(error, _REFUSALS):
-                raise UnsupportedOpError(
-                    f"op {op} '{name}' of '{self._plan.workload.name}' refuses what it is given ({_line(error)}); call "
-                    "with other values, or, where the model itself takes these, save the bundle again"
-                ) from error
-            error.add_note(f"while running op {op} '{name}' of '{self._plan.workload.name}'")
+        except AbortedError:
             raise
+        except BaseException as error:
+            found = self._explained(error, op, values)
+            if found is error:
+                raise
+            raise found from error
+
+    def _explained(self, error: BaseException, op: int, values: list[Any]) -> BaseException:
+        """Return what to raise for an error of an op."""
+        name = self._plan.ops[op].name if op < len(self._plan.ops) else "output"
+        if isinstance(error, torch.OutOfMemoryError):
+            beyond = self._counted.error(op, values) if self._counted is not None else None
+            return beyond or self._session.device.out_of_memory(f"op '{name}'", error)
+        if self._from_file and isinstance(error, _REFUSALS):
+            return UnsupportedOpError(
+                f"op {op} '{name}' of '{self._plan.workload.name}' refuses what it is given ({_line(error)}); call "
+                "with other values, or, where the model itself takes these, save the bundle again"
+            )
+        error.add_note(f"while running op {op} '{name}' of '{self._plan.workload.name}'")
+        return error
 
     def _report(self, time_s: float, live_bytes: int, *, is_counted: bool) -> RunReport:
         plan, session, mover = self._plan, self._session, self.mover
@@ -304,6 +324,8 @@ class Executor:
         peak_bytes = {tier: planned if counted is None else counted}
         if not session.device.is_host:
             peak_bytes["cpu"] = session.host_bytes
+            if self._lane is not None:
+                peak_bytes["cpu"] += self._lane.live.peak_bytes
         capacity_bytes = session.device.capacity_bytes
         if capacity_bytes is not None and peak_bytes[tier] > capacity_bytes:
             raise DeviceError(
@@ -320,6 +342,7 @@ class Executor:
             paths={**session.engine.paths, **mover.heap_paths},
             stalls=stalls,
             process_peak_bytes=process_peak_bytes(),
+            site_s=self._site_s(time_s, sum(stall.time_s for stall in stalls)),
             peak_source=(
                 "device"
                 if counted is not None
@@ -328,6 +351,12 @@ class Executor:
                 else "planned workspace"
             ),
         )
+
+    def _site_s(self, time_s: float, stall_s: float) -> dict[str, float]:
+        if self._lane is None:
+            return {}
+        own = self._plan.machine.compute_tier
+        return {own: time_s - stall_s, self._lane.site: self._lane.busy_s}
 
 
 def _line(error: BaseException) -> str:
@@ -343,11 +372,18 @@ def _draws(target: object) -> bool:
 
 def _check_session(session: Session, plan: Plan) -> None:
     tier = plan.machine.compute_tier
-    elsewhere = next((op for op in plan.ops if op.site != tier), None)
+    known = {tier} if session.device.is_host or session.store is not None else {tier, HOST}
+    elsewhere = next((op for op in plan.ops if op.site not in known), None)
     if elsewhere is not None:
         raise UnsupportedOpError(
-            f"the plan runs op '{elsewhere.name}' on '{elsewhere.site}'; this runtime runs all ops on "
-            f"'{tier}': plan with op times for that alone"
+            f"the plan runs op '{elsewhere.name}' on '{elsewhere.site}'; this runtime runs ops on "
+            f"{' and '.join(sorted(known))}: plan with op times for these alone"
+        )
+    sites = plan_sites(plan)
+    if sites is not None and (beside := sites.other_moves(plan)):
+        raise UnsupportedOpError(
+            f"the plan moves '{beside[0]}' out of memory and back beside ops on several sites, which this runtime does "
+            "not do; plan with op times for one site"
         )
     needed = plan.arena_bytes.get(tier, 0)
     if needed > session.arena.size_bytes:

@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from gascompile.core.op_sites import OpSites
 from gascompile.core.plan import Plan
-from gascompile.core.steps import Compute, Recompute, Step
+from gascompile.core.steps import Compute, Offload, Prefetch, Recompute, Release, Reload, Step
 from gascompile.core.tiles import base_name
 from gascompile.core.workload import TensorKind
 
@@ -56,6 +57,48 @@ def make_meters(plan: Plan) -> dict[int, Meter]:
         if (workspace_bytes := workload.ops[op_of(plan.steps[at]) or 0].workspace_bytes)
         or born
         or at in deaths
+    }
+
+
+def make_site_meters(plan: Plan, sites: OpSites) -> dict[tuple[int, str], Meter]:
+    """Return the meter of each step at each site, for a plan whose ops run on several.
+
+    A copy that comes to the tier that computes is born there; what is at a site dies after the last step there.
+    """
+    ops, machine = plan.workload.ops, plan.machine
+    returned = {t.name for t in plan.workload.tensors if t.kind is TensorKind.OUTPUT}
+    births: dict[tuple[int, str], list[tuple[str, int]]] = {}
+    last: dict[tuple[str, str], int] = {}
+    ends: dict[str, tuple[str, str]] = {}
+    for at, step in enumerate(plan.steps):
+        if (number := op_of(step)) is not None:
+            op, site = ops[number], sites.of[number]
+            for name in dict.fromkeys(op.writes):
+                element = _element(name, base_name(op.name))
+                if element is not None and (name, site) not in last:
+                    births.setdefault((at, site), []).append((name, element))
+                    last[name, site] = at
+            last.update({(n, site): at for n in op.reads if (n, site) in last})
+        elif sites.is_crossing(step):
+            assert not isinstance(step, (Compute, Recompute, Prefetch, Release)), "it crosses"
+            if isinstance(step, (Offload, Reload)):
+                link = machine.link(step.link)
+                ends[step.tensor] = (link.source_tier, link.target_tier)
+                if link.target_tier == sites.own:  # on the host it has a slot
+                    births.setdefault((at, sites.own), []).append((step.tensor, -1))
+            last.update({(step.tensor, site): at for site in ends.get(step.tensor, ())})
+    deaths: dict[tuple[int, str], list[str]] = {}
+    for (name, site), at in last.items():
+        if not (name in returned and site == sites.own):
+            deaths.setdefault((at, site), []).append(name)
+    workspace = {
+        (at, sites.of[number]): ops[number].workspace_bytes
+        for at, step in enumerate(plan.steps)
+        if (number := op_of(step)) is not None
+    }
+    return {
+        key: Meter(tuple(births.get(key, ())), tuple(deaths.get(key, ())), workspace.get(key, 0))
+        for key in {*births, *deaths, *(k for k, size in workspace.items() if size)}
     }
 
 

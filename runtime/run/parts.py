@@ -5,11 +5,13 @@ Each part can be closed again: who is interrupted closes the session once more, 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from gascompile.runtime.memory.device_states import DeviceStates
 from gascompile.runtime.memory.lasting import TakenStates
 from gascompile.runtime.protocols import Device, Memory, TransferEngine
+from gascompile.runtime.run.lane import Lane
 from gascompile.runtime.transfer.files import SourceFiles
 from gascompile.runtime.transfer.heap_moves import HeapMoves
 
@@ -27,13 +29,15 @@ class Parts:
     taken: TakenStates | None = None
     """What was the caller's before."""
     heaps: list[HeapMoves] = field(default_factory=list)
+    lanes: list[Lane] = field(default_factory=list)
+    """Of the run at hand: what computes beside the device."""
 
     def close(self) -> None:
         """Stop the threads, close the files and give the memory back."""
         for heap in self.heaps:
             heap.close()
         self.heaps.clear()
-        self.engine.close()
+        self.end_lanes(self.engine.close)
         self.files.close()
         if self.taken is not None:
             self.taken.close()
@@ -45,3 +49,12 @@ class Parts:
             memory.close()
         self.memories.clear()
         self.pinned.clear()
+
+    def end_lanes(self, let_go: Callable[[], None]) -> None:
+        """Let what computes beside the device end, with ``let_go``, which ends what it may be waiting for."""
+        for lane in self.lanes:
+            lane.cancel()
+        let_go()
+        for lane in self.lanes:
+            lane.join()
+        self.lanes.clear()

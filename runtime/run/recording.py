@@ -14,7 +14,7 @@ from typing import Any, Protocol, cast
 from gascompile.core.plan import Plan
 from gascompile.core.steps import Offload, Reload, Step, Wait
 from gascompile.runtime.protocols import Ticket
-from gascompile.runtime.run import steps as prepared
+from gascompile.runtime.run import schedule as prepared
 from gascompile.runtime.stores import Store
 from gascompile.runtime.transfer.mover import PlanMover
 

@@ -19,14 +19,14 @@ from gascompile.core.errors import PlanMismatchError, StorageError
 from gascompile.core.machine import IoSettings
 from gascompile.core.plan import Plan
 from gascompile.core.sources import FileStamp, WeightSource
-from gascompile.core.steps import Offload, Prefetch
+from gascompile.core.steps import Offload
 from gascompile.core.tiles import parse_tile
 from gascompile.core.waiting import Turn, life, require_life
 from gascompile.runtime.devices import device_for
 from gascompile.runtime.devices.cpu import CpuDevice
 from gascompile.runtime.memory.device_states import DeviceStates
 from gascompile.runtime.memory.early_memory import EarlyMemory
-from gascompile.runtime.memory.pinned import gathered_here, pinned_bytes, require_budget
+from gascompile.runtime.memory.pinned import host_first_use, pinned_bytes, require_budget
 from gascompile.runtime.memory.run_memory import RunMemory
 from gascompile.runtime.protocols import (
     Device,
@@ -139,7 +139,7 @@ class Session:
         self._parts = Parts(
             self.kept, self.engine, self._files, self.device, [self.arena], self._pinned
         )
-        self.heaps = self._parts.heaps
+        self.heaps, self.lanes = self._parts.heaps, self._parts.lanes
         self._shut_down = weakref.finalize(self, self._parts.close)
         self._turn, self.sharers = Turn(), weakref.WeakSet[Sharer]()
         # Before the first run only resident weights are on their way: there is nothing to drain.
@@ -253,12 +253,8 @@ class Session:
         Raises:
             DeviceError: so much memory cannot be pinned, or it is more than the plan's budget for the host.
         """
-        links: dict[str, tuple[str, int]] = {}
-        for step in plan.steps:
-            if isinstance(step, Prefetch) and step.link.startswith("cpu->"):
-                links.setdefault(step.tensor, (step.link, step.op))
         if not self.device.is_host:
-            first_use = {**gathered_here(plan), **{name: op for name, (_, op) in links.items()}}
+            first_use = host_first_use(plan)
             self.host.add({name: self.landing(name) for name in first_use}, first_use)
             require_budget(plan, self.pinned_bytes)
 
@@ -276,9 +272,13 @@ class Session:
     def row_buffer(self, size_bytes: int) -> HostMemory:
         """Return pinned memory of at least ``size_bytes``, one for all plans: their runs take turns."""
         if self._rows is None or self._rows.size_bytes < size_bytes:
-            self._rows = self.device.pinned(size_bytes)
-            self._pinned.append(self._rows)
+            self._rows = self.pin(size_bytes)
         return self._rows
+
+    def pin(self, size_bytes: int) -> HostMemory:
+        """Take pinned memory, which the session has until it is closed; raises ``DeviceError``."""
+        self._pinned.append(memory := self.device.pinned(size_bytes))
+        return memory
 
     @property
     def pinned_bytes(self) -> int:
@@ -297,9 +297,9 @@ class Session:
         if tensor in self.kept.tensors:
             return self.kept.tensors[tensor]
         if tensor not in self.addresses:
-            raise PlanMismatchError(
-                f"'{tensor}' is neither a resident weight nor a state of the session"
-            )
+            if tensor in self.host:  # an op on the host reads it where it lies
+                return weight_view(*self.host.place(tensor), self.source(tensor))
+            raise PlanMismatchError(f"the session has neither weight nor state '{tensor}'")
         return self.view(tensor, self.addresses[tensor])
 
     def pending(self, tensor: str) -> Ticket | None:
@@ -357,7 +357,7 @@ class Session:
 
     def _drain(self) -> None:
         """Cancel what is queued and block until nothing moves any more."""
-        self.engine.drain()
+        self._parts.end_lanes(self.engine.drain)
         if self.store is not None:
             self.store.drain()
         self.host.forget()

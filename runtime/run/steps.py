@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
 
 from torch import fx
 
 from gascompile.core import moves
 from gascompile.core.errors import PlanMismatchError, UnsupportedOpError
+from gascompile.core.op_sites import plan_sites
 from gascompile.core.plan import Plan
-from gascompile.core.program import STEP, op_name
+from gascompile.core.program import SITE, STEP, op_name
 from gascompile.runtime.devices.graph_rules import ARRIVAL, MOVE, RELEASE, Trait, trait_of
 from gascompile.runtime.kernels.fused import FusedSegment, bind, segment_nodes
 from gascompile.runtime.run.calls import (
@@ -27,42 +26,20 @@ from gascompile.runtime.run.calls import (
     trimmed,
     with_keywords,
 )
-from gascompile.runtime.run.meter import Meter, fused_meter, make_meters, op_of
+from gascompile.runtime.run.meter import Meter, fused_meter, make_meters, make_site_meters, op_of
+from gascompile.runtime.run.schedule import (
+    Gather,
+    Schedule,
+    Step,
+    Value,
+    gather_of,
+    has_node,
+    last_users,
+    nothing,
+    only,
+)
 from gascompile.runtime.run.session import Session
 from gascompile.runtime.transfer.mover import PlanMover, due_ops
-
-# Values of a graph are tensors, numbers and tuples of them; nothing here looks inside.
-Value = Any
-Gather = Callable[[list[Value]], tuple[Value, ...]]
-
-
-class Step(NamedTuple):
-    """One call. A tuple, as the loop unpacks it once per op."""
-
-    function: Callable[..., Value]
-    gather: Gather
-    result: int
-    """Slot of the result."""
-    meter: Meter | None
-    frees: tuple[int, ...]
-    op: int
-    """Index of the op, or of the next one for a move."""
-    trait: Trait = Trait()
-    """What a graph of the device has to know of it."""
-    planned: int = -1
-    """Number of the plan's step that it belongs to; -1 for a call that no plan knows of."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Schedule:
-    """All that a run needs."""
-
-    steps: tuple[Step, ...]
-    slots: tuple[Value, ...]
-    """Slots before a run: constants and residents in place, the rest empty."""
-    inputs: tuple[tuple[str, int], ...]
-    """Name and slot of each user input."""
-    outputs: tuple[int, ...]
 
 
 def compile_steps(
@@ -96,9 +73,19 @@ class _Builder:
         self._mover = mover
         self._slots: list[Value] = []
         self._slot_of: dict[fx.Node, int] = {}
-        self._steps: list[Step] = []
-        self._frees = _last_users(graph_module.graph)
-        self._meters = make_meters(plan)
+        self._own = plan.machine.compute_tier
+        self._sites = plan_sites(plan)
+        self._site = self._own
+        """Of the step at hand."""
+        self._lanes: dict[str, list[Step]] = {self._own: []}
+        self._steps = self._lanes[self._own]
+        self._sent: dict[str, tuple[fx.Node, str, str]] = {}
+        """Tensor -> the node of its copy, from where to where."""
+        self._host_slots: dict[fx.Node, int] = {}
+        """Slots of the inputs that ops on the host read."""
+        self._frees = last_users(graph_module.graph)
+        self._meters = make_meters(plan) if self._sites is None else {}
+        self._site_meters = make_site_meters(plan, self._sites) if self._sites is not None else {}
         self._sizes = {tensor.name: tensor.size_bytes for tensor in plan.workload.tensors}
         self._store: Mapping[str, int] = session.store.sizes if session.store is not None else {}
         self._dues = [due for _, due in due_ops(plan)]
@@ -119,6 +106,7 @@ class _Builder:
                 self._segment(self._fused[node.name], nodes)
             if node in self._in_segment:
                 continue
+            self._enter(node.meta.get(SITE, self._own))
             match node.op:
                 case "placeholder":
                     inputs.append((node.name, self._slot(node)))
@@ -134,13 +122,28 @@ class _Builder:
             raise PlanMismatchError(
                 f"the graph has {self._next_op} of the plan's {len(self._plan.ops)} ops; insert the plan again"
             )
+        self._enter(self._own)
         outputs = tuple(self._index(value) for value in nodes[-1].args[0])
+        (site, elsewhere) = next(
+            (lane for lane in self._lanes.items() if lane[0] != self._own), ("", [])
+        )
+        numbers = {slot: i for i, (_, slot) in enumerate(inputs)}
         return Schedule(
-            steps=tuple(self._steps),
+            steps=tuple(self._lanes[self._own]),
             slots=tuple(self._slots),
             inputs=tuple(inputs),
             outputs=outputs,
+            elsewhere=tuple(elsewhere),
+            site=site,
+            host_inputs=tuple(
+                (numbers[self._slot_of[node]], slot) for node, slot in self._host_slots.items()
+            ),
         )
+
+    def _enter(self, site: str) -> None:
+        """Let the steps that follow be those of a site."""
+        self._site = site
+        self._steps = self._lanes.setdefault(site, [])
 
     def _slot(self, node: fx.Node | None, value: Value = None) -> int:
         self._slots.append(value)
@@ -150,7 +153,15 @@ class _Builder:
 
     def _index(self, value: Value) -> int:
         """Return the slot of a node or of a constant."""
-        return self._slot_of[value] if isinstance(value, fx.Node) else self._slot(None, value)
+        return self._slot_here(value) if isinstance(value, fx.Node) else self._slot(None, value)
+
+    def _slot_here(self, node: fx.Node) -> int:
+        """Return the slot that has the value of ``node`` on the site of the step at hand."""
+        if node.op != "placeholder" or self._site == self._own:
+            return self._slot_of[node]
+        if node not in self._host_slots:
+            self._host_slots[node] = self._slot(None)
+        return self._host_slots[node]
 
     def _call(self, node: fx.Node) -> None:
         arguments: tuple[Value, ...] = node.args[1:]
@@ -162,6 +173,10 @@ class _Builder:
             self._move(node, self._mover.wait_at, (self._next_op, *arguments))
         elif node.target is moves.release:
             self._move(node, self._mover.release, arguments, RELEASE)
+        elif node.target is moves.send:
+            self._send(node)
+        elif node.target is moves.settle and node.args[1] in self._sent:
+            self._arrive(node)
         elif node.target is moves.settle:
             self._move(node, self._mover.settle_at, (self._next_op, *arguments))
         elif node.target in moves.HEAP_MOVES:
@@ -176,7 +191,7 @@ class _Builder:
         self._steps.append(
             Step(
                 self._mover.out_of_arena,
-                _only(slot),
+                only(slot),
                 slot,
                 None,
                 (),
@@ -191,15 +206,54 @@ class _Builder:
         call = partial(function, *arguments)
         slot = self._slot(node)
         frees, trait, planned = self._freed(node, slot), Trait((), why), node.meta.get(STEP, -1)
-        self._steps.append(Step(call, _nothing, slot, None, frees, self._next_op, trait, planned))
+        self._steps.append(Step(call, nothing, slot, None, frees, self._next_op, trait, planned))
 
     def _move_value(self, node: fx.Node, name: str, arguments: Value) -> None:
         """Move the memory of a value: the last argument, the others are fixed."""
         call = partial(getattr(self._mover, name), *arguments[:-1])
-        gather, slot = self._gather(arguments[-1:]), self._slot(node)
+        gather, slot = gather_of(arguments[-1:], self._index), self._slot(node)
         frees, trait = self._freed(node, slot), Trait(self._reads(node), MOVE)
         planned = node.meta.get(STEP, -1)
         self._steps.append(Step(call, gather, slot, None, frees, self._next_op, trait, planned))
+
+    def _send(self, node: fx.Node) -> None:
+        """Make the two halves of a copy between sites: one gives the value, the other memory for it."""
+        crossings, tensor = self._mover.meetings, str(node.args[1])
+        link = self._plan.machine.link(str(node.args[2]))
+        self._sent[tensor] = (node, link.source_tier, link.target_tier)
+        self._slot(node)
+        self._enter(link.source_tier)
+        frees = tuple(self._slot_of[n] for n in self._frees.get(node, ()) if self._clearable(n))
+        self._half(node, partial(crossings.give, tensor), self._slot(None), frees, node.args[3:])
+        self._enter(link.target_tier)
+        self._half(node, partial(crossings.take, tensor), (slot := self._slot(None)), (slot,))
+
+    def _arrive(self, node: fx.Node) -> None:
+        """Make the two halves of the wait for a copy: one gets it, the other gives the value up."""
+        crossings, tensor = self._mover.meetings, str(node.args[1])
+        made, source, target = self._sent[tensor]
+        self._slot(node)
+        self._enter(source)
+        self._half(node, partial(crossings.sent, self._next_op, tensor), self._slot(None))
+        self._enter(target)
+        slot = self._slot_of[made]
+        arrive = partial(crossings.arrive, self._next_op, tensor)
+        self._half(node, arrive, slot, () if made.users else (slot,))
+
+    def _half(
+        self,
+        node: fx.Node,
+        function: Callable[..., Value],
+        slot: int,
+        frees: tuple[int, ...] = (),
+        arguments: tuple[Value, ...] = (),
+    ) -> None:
+        """Add what the site at hand does for a copy; it says which one it is."""
+        planned, gather = node.meta.get(STEP, -1), gather_of(arguments, self._index)
+        step = Step(
+            partial(function, self._site), gather, slot, self._meter(planned), frees, self._next_op
+        )
+        self._steps.append(step._replace(trait=Trait((), MOVE), planned=planned))
 
     def _compute(self, node: fx.Node) -> None:
         self._await_residents(node)
@@ -210,7 +264,7 @@ class _Builder:
         elif op < len(self._plan.ops) and op_name(node) == self._plan.ops[op].name:
             num_ops = 1
             self._next_op += 1
-        meter = self._meters.get(planned) if num_ops else None
+        meter = self._meter(planned) if num_ops else None
         function, gather = self._prepare(node, op)
         if meter is not None and meter.births and may_return_its_input(node.target):
             function = owning(function)
@@ -220,6 +274,11 @@ class _Builder:
         slot = self._slot(node)
         frees, trait = self._freed(node, slot), trait_of(node, self._reads(node), num_ops)
         self._steps.append(Step(function, gather, slot, meter, frees, op, trait, planned))
+
+    def _meter(self, planned: int) -> Meter | None:
+        if self._sites is None:
+            return self._meters.get(planned)
+        return self._site_meters.get((planned, self._site))
 
     def _before(
         self,
@@ -246,7 +305,7 @@ class _Builder:
             calls.append(partial(store.changed, changed))
         for call in calls:
             trait = Trait((), MOVE)
-            self._steps.append(Step(call, _nothing, self._slot(None), None, (), op, trait, planned))
+            self._steps.append(Step(call, nothing, self._slot(None), None, (), op, trait, planned))
         own = f"%{spec.name}"
         return trimmed(function, self._sizes[own]) if own in made else function
 
@@ -266,7 +325,7 @@ class _Builder:
             self._view(named[name], first)
         kernel = bind(fused, named, self._session.device.torch_device)
         function = self._mover.watched(kernel, segment.ops[-1])
-        gather = self._gather(tuple(named[name] for name in segment.inputs))
+        gather = gather_of(tuple(named[name] for name in segment.inputs), self._index)
         outputs = [named[name] for name in segment.outputs]
         meters = {node: self._meters.get(node.meta.get(STEP, -1)) for node in ops}
         births = tuple(meters[node] for node in outputs)
@@ -279,7 +338,9 @@ class _Builder:
         freed = {made} if len(outputs) > 1 else set()
         for i, node in enumerate(outputs if len(outputs) > 1 else ()):
             trait, slot = Trait((made,), "", launches=False), self._slot(node)
-            self._steps.append(Step(_element(i), _only(made), slot, None, (), first, trait))
+            self._steps.append(
+                Step(operator.itemgetter(i), only(made), slot, None, (), first, trait)
+            )
         for name in segment.views_after:
             self._view(named[name], first)
         for node in ops:
@@ -306,9 +367,11 @@ class _Builder:
             ):
                 continue
             self._awaited.add(name)
-            call = partial(self._mover.resident_at, self._next_op, name)
+            call: Callable[..., Value] = partial(self._mover.resident_at, self._next_op, name)
+            if self._site != self._own:
+                call = partial(self._session.host.wait_for, name)
             slot, trait = self._slot(None), Trait((), ARRIVAL)
-            self._steps.append(Step(call, _nothing, slot, None, (), self._next_op, trait))
+            self._steps.append(Step(call, nothing, slot, None, (), self._next_op, trait))
 
     def _freed(self, node: fx.Node, slot: int) -> tuple[int, ...]:
         """Return the slots that nobody reads after ``node``; a result that nobody reads is one."""
@@ -318,78 +381,20 @@ class _Builder:
         )
 
     def _clearable(self, node: fx.Node) -> bool:
+        if node.op == "placeholder" and any(SITE in user.meta for user in node.users):
+            return False  # the run keeps what its user passed in, and two sites read it
         return node in self._slot_of and node.op != "get_attr" and node.target is not moves.resident
 
     def _prepare(self, node: fx.Node, op: int) -> tuple[Callable[..., Value], Gather]:
         """Return what to call and how to fetch its arguments; constants are bound beforehand."""
         assert callable(node.target)
         if node.target is moves.gather:
-            return partial(self._mover.gather_at, op), self._gather(tuple(node.args[1:]))
+            return partial(self._mover.gather_at, op), gather_of(tuple(node.args[1:]), self._index)
         function: Callable[..., Value] = node.target
-        constant = {k: v for k, v in node.kwargs.items() if not _has_node(v)}
+        constant = {k: v for k, v in node.kwargs.items() if not has_node(v)}
         varying = {k: v for k, v in node.kwargs.items() if k not in constant}
         if varying:
             function = with_keywords(function, len(node.args), tuple(varying), constant)
         elif constant:
             function = partial(function, **constant)
-        return function, self._gather((*node.args, *varying.values()))
-
-    def _gather(self, arguments: tuple[Value, ...]) -> Gather:
-        if not arguments:
-            return _nothing
-        if any(_has_node(a) and not isinstance(a, fx.Node) for a in arguments):
-            fetchers = tuple(self._fetch(a) for a in arguments)
-            return lambda values: tuple(fetch(values) for fetch in fetchers)
-        indices = [self._index(a) for a in arguments]
-        if len(indices) == 1:
-            (only,) = indices
-            return lambda values: (values[only],)
-        return operator.itemgetter(*indices)
-
-    def _fetch(self, argument: Value) -> Callable[[list[Value]], Value]:
-        """Return a function that rebuilds an argument with nodes inside lists, slices and dicts."""
-        if isinstance(argument, fx.Node):
-            return operator.itemgetter(self._slot_of[argument])
-        if not _has_node(argument):
-            return lambda _values: argument
-        if isinstance(argument, slice):
-            bounds = self._fetch((argument.start, argument.stop, argument.step))
-            return lambda values: slice(*bounds(values))
-        if isinstance(argument, Mapping):
-            items = {key: self._fetch(value) for key, value in argument.items()}
-            return lambda values: {key: fetch(values) for key, fetch in items.items()}
-        parts = tuple(self._fetch(part) for part in argument)
-        if isinstance(argument, tuple):
-            return lambda values: tuple(fetch(values) for fetch in parts)
-        return lambda values: [fetch(values) for fetch in parts]
-
-
-def _only(slot: int) -> Gather:
-    return lambda values: (values[slot],)
-
-
-def _element(i: int) -> Callable[..., Value]:
-    return lambda values: values[i]
-
-
-def _nothing(_values: list[Value]) -> tuple[Value, ...]:
-    return ()
-
-
-def _has_node(argument: Value) -> bool:
-    found: list[fx.Node] = []
-    fx.node.map_arg(argument, found.append)
-    return bool(found)
-
-
-def _last_users(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    """Return, per node, the nodes whose last user it is; what the output reads is in nobody's list."""
-    last: dict[fx.Node, fx.Node] = {}
-    for node in graph.nodes:
-        for argument in node.all_input_nodes:
-            last[argument] = node
-    found: dict[fx.Node, list[fx.Node]] = {}
-    for argument, user in last.items():
-        if user.op != "output":
-            found.setdefault(user, []).append(argument)
-    return found
+        return function, gather_of((*node.args, *varying.values()), self._index)

@@ -131,6 +131,15 @@ class HostWeights:
         """Return the bytes of a tensor, and the ticket that says when they are there."""
         return self._tickets[tensor], self._bytes[tensor]
 
+    def wait_for(self, tensor: str) -> None:
+        """Block until a tensor is here; raises ``StorageError`` where it cannot be read."""
+        self._tickets[tensor].wait()
+
+    def place(self, tensor: str) -> tuple[HostMemory, int]:
+        """Return the memory that a tensor lies in, and the offset of its first byte."""
+        landing, block, address, _ = self._loads[tensor]
+        return block, address + landing.shift_bytes
+
     def forget(self) -> None:
         """Drop the copies of a run that has ended before its tensors had come."""
         for waiting in self._waiting.values():

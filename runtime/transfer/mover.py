@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from gascompile.core.errors import PlanMismatchError, StorageError
+from gascompile.core.op_sites import plan_sites
 from gascompile.core.plan import Plan
 from gascompile.core.reports import Stall
 from gascompile.core.sizes import reserve_bytes
@@ -23,6 +24,7 @@ from gascompile.runtime.memory.counting import Count
 from gascompile.runtime.protocols import Instant, Ticket
 from gascompile.runtime.run.meter import LiveBytes
 from gascompile.runtime.run.session import Session
+from gascompile.runtime.transfer.crossings import Crossings
 from gascompile.runtime.transfer.gather import RowReader
 
 
@@ -81,9 +83,13 @@ class PlanMover:
                 self._views[key] = session.view(*key)
                 self._due.setdefault(key, wait.op)
         self._wrapped.sort(key=lambda pair: pair[1])
+        sites = plan_sites(plan)
+        self.crossings: Crossings | None = None
+        if sites is not None:
+            self.crossings = Crossings(plan, sites, session)
         session.hold(plan)
         self._rows = RowReader(session, plan)
-        self._heap = session.heap_moves(plan)
+        self._heap = session.heap_moves(plan) if sites is None else None
         self._store = session.store
         self._kept_storages: frozenset[int] = frozenset(
             tensor.untyped_storage()._cdata
@@ -116,6 +122,12 @@ class PlanMover:
             self._poison_streamed()
         for step, op in self._wrapped:
             self.prefetch_at(op, step.tensor, step.link, step.address)
+
+    @property
+    def meetings(self) -> Crossings:
+        """The copies between the sites of a plan that has several."""
+        assert self.crossings is not None, "the plan has several sites"
+        return self.crossings
 
     def counts(self, count: Count) -> None:
         """Let the moves of the run at hand be part of what ``count`` counts."""
@@ -158,6 +170,8 @@ class PlanMover:
         self.copied_bytes = 0
         links = self._heap.links if self._heap is not None else ()
         self.link_bytes = dict.fromkeys((self._session.link, *self._links.values(), *links), 0)
+        if self.crossings is not None:
+            self.crossings.begin(self.link_bytes, self._stalled)
 
     @property
     def heap_paths(self) -> Mapping[str, str]:
@@ -329,9 +343,14 @@ class PlanMover:
         assert self._heap is not None, "the session knows the plan"
         self.link_bytes[link] += self._heap.reload(tensor, link, value)
 
+    def send(self, tensor: str, link: str, value: torch.Tensor) -> torch.Tensor:
+        """Copy a value to another site."""
+        return self.meetings.copied(tensor, link, value)
+
     def settle(self, tensor: str) -> None:
         """Block until it is out or back."""
-        self.settle_at(0, tensor)
+        if self.crossings is None or tensor not in self.crossings:
+            self.settle_at(0, tensor)
 
     def settle_at(self, op: int, tensor: str) -> None:
         """Block until it is out or back; the time counts as a stall of ``op``."""

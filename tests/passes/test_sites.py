@@ -58,6 +58,25 @@ def chain(count: int, *, gpu_s: float, cpu_s: float | None, act_bytes: int = 4) 
     )
 
 
+def towers(layers: int, *, gpu_s: float, cpu_s: float) -> Workload:
+    """Return two chains that need nothing of each other, and an op that joins them."""
+    tensors = [TensorSpec(name="x", size_bytes=4, kind=TensorKind.INPUT)]
+    ops: list[OpSpec] = []
+    for side in "ab":
+        for i in range(layers):
+            reads = (f"{side}{i - 1}" if i else "x", f"w{side}{i}")
+            tensors.append(TensorSpec(name=reads[1], size_bytes=SIZE, kind=TensorKind.WEIGHT))
+            tensors.append(TensorSpec(name=f"{side}{i}", size_bytes=4, kind=TensorKind.ACTIVATION))
+            seconds = {"gpu": gpu_s, "cpu": cpu_s}
+            ops.append(
+                OpSpec(name=f"op{side}{i}", time_s=seconds, reads=reads, writes=(f"{side}{i}",))
+            )
+    tensors.append(TensorSpec(name="y", size_bytes=4, kind=TensorKind.OUTPUT))
+    ends = (f"a{layers - 1}", f"b{layers - 1}")
+    ops.append(OpSpec(name="join", time_s={"gpu": 0.0, "cpu": 0.0}, reads=ends, writes=("y",)))
+    return Workload(name="towers", repeats=True, tensors=tuple(tensors), ops=tuple(ops))
+
+
 def planned(workload: Workload, link_s: float, num_resident: int) -> Plan:
     budget = Budget(gpu=(num_resident + 2) * ROOM + 100)
     return make_plan(workload, machine(link_s), budget, fingerprint={})
@@ -85,6 +104,51 @@ def test_activations_cross_once_each_way() -> None:
     assert len(out) == sum(b == "cpu" for _, b in changes)
     copies_s = 1000.0 * 4 / SIZE * (len(out) + len(back))
     assert plan.certificate.predicted_s == pytest.approx(3 * 1.0 + 3 * 2.0 + copies_s)
+
+
+@pytest.mark.parametrize(("link_s", "num_resident"), [(0.5, 10), (1.0, 2), (1.0, 0)])
+def test_halves_run_at_once(link_s: float, num_resident: int) -> None:
+    plan = planned(towers(8, gpu_s=1.0, cpu_s=1.0), link_s, num_resident)
+    sites = "".join(op.site[0] for op in plan.ops[:-1])
+    assert sites in ("g" * 8 + "c" * 8, "c" * 8 + "g" * 8)
+    # Eight seconds on each, and a few bytes that cross; a weight comes in the time of an op.
+    assert plan.certificate.predicted_s == pytest.approx(8.0, rel=1e-4)
+    assert plan.certificate.limit_s == pytest.approx(8.0)
+    assert plan.peak_bytes["gpu"] <= plan.budget_bytes["gpu"]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    layers=st.integers(1, 3),
+    cpu_s=st.sampled_from([0.5, 1.0, 3.0]),
+    link_s=st.sampled_from([0.25, 1.0, 4.0]),
+    num_resident=st.integers(0, 4),
+)
+def test_no_choice_of_sites_of_two_chains_beats_the_limit(
+    layers: int, cpu_s: float, link_s: float, num_resident: int
+) -> None:
+    workload = towers(layers, gpu_s=1.0, cpu_s=cpu_s)
+    names = [f"w{side}{i}" for side in "ab" for i in range(layers)]
+    found, _ = site_limit(
+        workload.ops,
+        machine(link_s),
+        dict.fromkeys(names, SIZE),
+        num_resident * SIZE,
+        {"cpu": 1 << 30},
+    )
+    # Of each chain some ops are sent; copies are for free and any op may wait for none but those before it.
+    best = min(
+        max(
+            2 * layers - a - b,
+            (a + b) * cpu_s,
+            layers - a + a * cpu_s,
+            layers - b + b * cpu_s,
+            max(0, 2 * layers - a - b - num_resident) * link_s,
+        )
+        for a in range(layers + 1)
+        for b in range(layers + 1)
+    )
+    assert found <= best * (1 + 1e-9)
 
 
 def test_where_moving_is_cheaper_everything_runs_at_one_site() -> None:

@@ -12,7 +12,7 @@ from torch import fx
 from gascompile.core import moves
 from gascompile.runtime.devices import graph_rules
 from gascompile.runtime.devices.graph_groups import Group, divide
-from gascompile.runtime.run.steps import Schedule, Step
+from gascompile.runtime.run.schedule import Schedule, Step
 
 aten = torch.ops.aten
 

@@ -18,8 +18,8 @@ from gascompile.passes.graph.insert import insert
 from gascompile.runtime.devices import graph_rules
 from gascompile.runtime.devices.cuda import CudaDevice
 from gascompile.runtime.run.executor import Executor
+from gascompile.runtime.run.schedule import Step
 from gascompile.runtime.run.session import Session
-from gascompile.runtime.run.steps import Step
 from tests.runtime.devices.fake_cuda import FakeApi, FakeRuntime, fake_cuda
 from tests.runtime.devices.fake_graphs import FakeGraph
 from tests.runtime.devices.test_cuda import MACHINE, WIDTH, assert_equal, inputs, plan_over

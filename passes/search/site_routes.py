@@ -1,0 +1,216 @@
+"""Routes: where ops run when some weights rest elsewhere, the copies between sites, and what these take.
+
+An op is *sent* to another site when all its weights are. What it reads is copied there as soon as it is made, and
+awaited by both sites before the op; what it writes is copied back before an op elsewhere needs it. An op without
+weights stays with its inputs where that costs less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from gascompile.core.steps import Compute, Offload, Reload, Step, Wait
+from gascompile.core.tiles import parse_tile
+from gascompile.core.workload import OpSpec, TensorKind
+from gascompile.cost_models.simulate.events import running_sums
+from gascompile.passes.model.problem import Problem
+
+
+@dataclass(slots=True)
+class Moves:
+    """Steps between sites, by where they stand."""
+
+    after: dict[int, list[Step]] = field(default_factory=dict)
+    """Right after an op."""
+    before: dict[int, list[Step]] = field(default_factory=dict)
+    """Right before an op; under the number of ops those at the end of the iteration."""
+
+    def merged(self, steps: Sequence[Step], num_ops: int) -> tuple[Step, ...]:
+        """Return ``steps`` of one iteration with these among them."""
+        found: list[Step] = []
+        for step in steps:
+            if isinstance(step, Compute):
+                found.extend(self.before.get(step.op, ()))
+            found.append(step)
+            if isinstance(step, Compute):
+                found.extend(self.after.get(step.op, ()))
+        found.extend(self.before.get(num_ops, ()))
+        return tuple(found)
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Where ops run, and the copies that this takes."""
+
+    op_sites: tuple[str, ...]
+    op_times_s: tuple[float, ...]
+    moves: Moves
+    there: Mapping[str, tuple[int, int]]
+    """Per tensor that is at the other site the first and the last op while it is."""
+
+
+def closed(task: Problem, chosen: frozenset[int], tier: str) -> frozenset[int]:
+    """Drop weights from ``chosen`` until each op that reads one of them reads no other weight."""
+    kinds = {tensor.name: tensor.kind for tensor in task.workload.tensors}
+    number = {weight.name: i for i, weight in enumerate(task.weights)}
+    changed = _changed(task)
+    ops = task.workload.ops
+    while True:
+        kept = frozenset(
+            i
+            for i in chosen
+            if all(
+                _can_run(ops[op], kinds, tier, changed)
+                and all(
+                    number.get(name) in chosen
+                    for name in ops[op].reads
+                    if kinds[name] == TensorKind.WEIGHT
+                )
+                for op in task.weights[i].uses
+            )
+        )
+        if kept == chosen:
+            return kept
+        chosen = kept
+
+
+def _changed(task: Problem) -> frozenset[str]:
+    """Return the tensors that several ops write: they stay where they are."""
+    written = [name for op in task.workload.ops for name in dict.fromkeys(op.writes)]
+    return (
+        frozenset(name for name in written if written.count(name) > 1) if written else frozenset()
+    )
+
+
+def _can_run(
+    op: OpSpec, kinds: Mapping[str, TensorKind], tier: str, changed: frozenset[str]
+) -> bool:
+    """Whether ``op`` has a time on ``tier`` and touches nothing that must stay where it is."""
+    touched = (*op.reads, *op.writes)
+    return (
+        tier in op.time_s
+        and not op.gathers
+        and parse_tile(op.name) is None
+        and changed.isdisjoint(touched)
+        and all(kinds[name] != TensorKind.STATE for name in touched)
+        and all(kinds[name] != TensorKind.INPUT for name in op.writes)
+    )
+
+
+def own_times(task: Problem, route: Route) -> list[float]:
+    """Return by how much each op moves the clock of the tier that computes on, weights at hand.
+
+    An op elsewhere takes none of its time but where what follows waits for it; the last takes what is left.
+    """
+    own = task.machine.compute_tier
+    now = dict.fromkeys((own, *route.op_sites), 0.0)
+    arrived: dict[str, float] = {}
+    waiting: dict[str, set[str]] = {}
+    found: list[float] = []
+    reached_s = 0.0
+    computes = [Compute(op=i) for i in range(len(route.op_sites))]
+    for step in route.moves.merged(computes, len(computes)):
+        match step:
+            case Compute():
+                now[route.op_sites[step.op]] += route.op_times_s[step.op]
+                found.append(now[own] - reached_s)
+                reached_s = now[own]
+            case Offload() | Reload():
+                link = task.machine.link(step.link)
+                begun_s = max(now[own], now[link.source_tier])
+                arrived[step.tensor] = begun_s + link.transfer_time_s(step.size_bytes)
+                waiting[step.tensor] = {own, link.target_tier}
+            case Wait():
+                for site in waiting[step.tensor]:
+                    now[site] = max(now[site], arrived[step.tensor])
+            case _:
+                pass
+    found[-1] += max(now.values()) - reached_s
+    return found
+
+
+def visiting_bytes(task: Problem, tier: str, route: Route) -> int:
+    """Return a bound on what activations and workspace take on ``tier`` at a time."""
+    sizes = {
+        tensor.name: tensor.size_bytes
+        for tensor in task.workload.tensors
+        if tensor.kind not in (TensorKind.WEIGHT, TensorKind.STATE, TensorKind.INPUT)
+    }
+    change = [0] * (len(route.op_sites) + 2)
+    for name, (first, last) in route.there.items():
+        change[first] += sizes.get(name, 0)
+        change[last + 1] -= sizes.get(name, 0)
+    held = running_sums(change)[1:]
+    workspace = [
+        spec.workspace_bytes if site == tier else 0
+        for spec, site in zip(task.workload.ops, route.op_sites, strict=True)
+    ]
+    return int(max((a + b for a, b in zip(held, workspace, strict=False)), default=0))
+
+
+def find_route(task: Problem, tier: str, sent: frozenset[str]) -> Route:
+    """Decide where each op runs when the weights ``sent`` rest on ``tier``, and what is copied."""
+    own = task.machine.compute_tier
+    sizes = {tensor.name: tensor.size_bytes for tensor in task.workload.tensors}
+    kinds = {tensor.name: tensor.kind for tensor in task.workload.tensors}
+    changed = _changed(task)
+    out, back = task.machine.link(f"{own}->{tier}"), task.machine.link(f"{tier}->{own}")
+    at: dict[str, set[str]] = {}
+    made: dict[str, int] = {}
+    there: dict[str, tuple[int, int]] = {}
+    op_sites: list[str] = []
+    moves = Moves()
+
+    def bring(i: int, name: str, site: str) -> None:
+        link, kind = (out, Offload) if site == tier else (back, Reload)
+        begin = made[name]
+        moves.after.setdefault(begin, []).append(
+            kind(op=begin + 1, tensor=name, link=link.name, size_bytes=sizes[name])
+        )
+        moves.before.setdefault(i, []).append(Wait(op=i, tensor=name))
+        at[name].add(site)
+
+    for i, op in enumerate(task.workload.ops):
+        held = [name for name in dict.fromkeys((*op.reads, *op.writes)) if name in at]
+        weights = [name for name in op.reads if kinds[name] == TensorKind.WEIGHT]
+        site = own
+        if weights and all(name in sent for name in weights):
+            site = tier
+        elif not weights and held and _can_run(op, kinds, tier, changed):
+            away = [name for name in held if own not in at[name]]
+            gain_s = sum(back.transfer_time_s(sizes[name]) for name in away)
+            stays = len(away) == len(held) and op.time_s[tier] <= op.time_s[own] + gain_s
+            site = tier if stays else own
+        for name in held:
+            if site not in at[name]:
+                bring(i, name, site)
+        for name in op.writes:
+            if kinds[name] not in (TensorKind.WEIGHT, TensorKind.STATE, TensorKind.INPUT):
+                at[name], made[name] = {site}, i
+        for name in (*op.reads, *op.writes):
+            if tier in at.get(name, ()):
+                there[name] = (made[name], i)
+        op_sites.append(site)
+    end = len(op_sites)
+    for name in [name for name in at if kinds[name] == TensorKind.OUTPUT and own not in at[name]]:
+        bring(end, name, own)
+    return Route(
+        tuple(op_sites),
+        tuple(op.time_s[site] for op, site in zip(task.workload.ops, op_sites, strict=True)),
+        moves,
+        there,
+    )
+
+
+def merge_steps(
+    steps: Sequence[Step], moves: Mapping[int, Sequence[Step]], num_ops: int
+) -> tuple[Step, ...]:
+    """Return ``steps`` with the moves before each op; those under ``num_ops`` come last."""
+    merged: list[Step] = []
+    for step in steps:
+        if isinstance(step, Compute):
+            merged.extend(moves.get(step.op, ()))
+        merged.append(step)
+    merged.extend(moves.get(num_ops, ()))
+    return tuple(merged)
