@@ -1,15 +1,17 @@
 """Decoding with a cache of keys and values four times its tier: equal to eager, and how near the limit of its link.
 
-``python -m benchmarks.decode_cache`` decodes with a cache that is a model's buffers, once on the processor with the
-drive behind RAM and once on the emulated accelerator with RAM behind its memory. A token reads the whole cache and
-writes a row of each part. Beside the seconds stand the bytes that no plan avoids, cache and weights less the budget,
-divided by the bandwidth of the link that they come over, and how busy other processes kept the processor. Results go
-to ``benchmarks/results/decode_cache-<machine>-<date>.json``, and to standard output with ``--json``.
+``python -m benchmarks.decode_cache`` decodes with a cache that is a model's buffers, on the processor with the drive
+behind RAM, held to a speed where blkio cgroups can be made, and on the emulated accelerator with RAM behind its memory,
+at the speeds of its preset and at a quarter of them. A token reads the whole cache and writes a row of each part.
+Beside the seconds stand the bytes that no plan avoids, cache and weights less the budget, divided by the bandwidth of
+the link that they come over, and how busy other processes kept the processor. Results go to
+``benchmarks/results/decode_cache-<machine>-<date>.json``, and to standard output with ``--json``.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import datetime
 import json
@@ -27,7 +29,9 @@ from rich.table import Table
 
 import gascompile
 from benchmarks.cached_decoder import build_decoder, cache_bytes
+from benchmarks.emulated import slower
 from benchmarks.environment import describe_environment, result_path
+from benchmarks.throttled import can_throttle, throttled
 from gascompile.core.machine import Budget, Machine
 from gascompile.core.serial import to_json
 from gascompile.core.sizes import MIB, format_size
@@ -54,6 +58,8 @@ class Case:
     """Of the tier that computes, a quarter of the cache."""
     link: str
     """Over which the cache comes back."""
+    speed: float = 1.0
+    """Of links, as a share of the machine's, or of the drive, in bytes per second, where that is held to one."""
 
 
 CASES = (
@@ -65,15 +71,20 @@ CASES = (
         num_tokens=8192,
         budget_bytes=128 * MIB,
         link="nvme->cpu",
+        speed=300e6,
     ),
-    Case(
-        machine="emulated",
-        num_layers=32,
-        width=256,
-        num_heads=8,
-        num_tokens=8192,
-        budget_bytes=128 * MIB,
-        link="cpu->gpu",
+    *(
+        Case(
+            machine="emulated",
+            num_layers=32,
+            width=256,
+            num_heads=8,
+            num_tokens=8192,
+            budget_bytes=128 * MIB,
+            link="cpu->gpu",
+            speed=speed,
+        )
+        for speed in (1.0, 0.25)
     ),
 )
 TOY = tuple(
@@ -90,12 +101,18 @@ TOY = tuple(
 )
 
 
-def _sized(machine: Machine, budget_bytes: int) -> Machine:
-    """Return an emulated machine whose accelerator has room for a budget."""
-    if machine.compute_tier == "cpu":
-        return machine
-    tier = replace(machine.tiers["gpu"], size_bytes=budget_bytes)
-    return replace(machine, tiers={**machine.tiers, "gpu": tier})
+def _machine_of(case: Case, own: Machine, *, throttles: bool) -> Machine:
+    """Return this machine with its drive held to a speed, or an emulated one with room for the budget."""
+    if case.machine is not None:
+        tier = replace(own.tiers["gpu"], size_bytes=case.budget_bytes)
+        return slower(replace(own, tiers={**own.tiers, "gpu": tier}), 1 / case.speed)
+    if not throttles or case.speed <= 1:
+        return own
+    return replace(
+        own,
+        links=tuple(replace(link, bandwidth_bytes_per_s=case.speed) for link in own.links),
+        pipes=tuple(replace(pipe, bandwidth_bytes_per_s=case.speed) for pipe in own.pipes),
+    )
 
 
 def measure(case: Case, machine: Machine, cache: Path, num_tokens: int) -> dict[str, Any]:
@@ -179,7 +196,7 @@ def show(rows: list[dict[str, Any]], console: Console) -> None:
         table.add_column(title, justify="right")
     for row in rows:
         table.add_row(
-            row["machine"] or "processor",
+            f"{row['machine'] or 'processor'}, {row['bytes_per_s'] / 1e9:.2f} GB/s",
             format_size(row["cache_bytes"]),
             format_size(row["budget_bytes"]),
             f"{row['limit_s'] * 1e3:.1f} ms",
@@ -208,12 +225,17 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="gascompile-bench-") as scratch:
         cache = options.cache or Path(scratch) / "cache"
-        rows, machines = [], {}
+        rows, machines = [], []
+        cache.mkdir(parents=True, exist_ok=True)
+        throttles = can_throttle(cache)
         for case in TOY if options.toy else CASES:
             own = resolve_machine(case.machine, cache_dir=cache, read=read_blocks)
-            machine = _sized(own, case.budget_bytes)
-            machines[case.machine or "this"] = to_json(machine)
-            rows.append(measure(case, machine, cache, options.tokens))
+            machine = _machine_of(case, own, throttles=throttles)
+            is_held = throttles and case.machine is None and case.speed > 1
+            machines.append(to_json(machine))
+            with throttled(cache, case.speed) if is_held else contextlib.nullcontext():
+                row = measure(case, machine, cache, options.tokens)
+            rows.append({**row, "drive_is_held": is_held})
         result = {
             "benchmark": "decode_cache",
             "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
