@@ -142,6 +142,8 @@ class TakenStates:
         self.tensors = {name: held[name] for name in names}
         self.uncover: Callable[[], None] = lambda: None
         """Lets the caller's tensors be plain ones again."""
+        self.is_whole = True
+        """False from the beginning of a run until it has ended well."""
         self._life = life()
         self._given = set(self.tensors)
         self._closed = False
@@ -155,6 +157,12 @@ class TakenStates:
             self.close()
             raise
 
+    def make_whole(self) -> None:
+        """After a run that did not end well, let each value be where the store says that it is."""
+        if not self.is_whole:
+            self.store.recover()
+            self.is_whole = True
+
     def close(self) -> None:
         """Give the values back and the store's files; idempotent, and to be repeated after an error.
 
@@ -166,6 +174,9 @@ class TakenStates:
         if self._life is not life() or self._closed:
             return
         self.uncover()
+        # Whoever drops a session leaves what it has started for the next run, or what a failed one has left.
+        self.store.drain()
+        self.make_whole()
         for name, tensor in self.tensors.items():
             if name not in self._given:
                 tensor.data = self.store.taken(name)

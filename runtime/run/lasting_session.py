@@ -97,7 +97,7 @@ class LastingSession(Session):
         moves = _device_moves(plan)
         slots = SourceSlots({name: sources[name] for name in weights - empty.keys()}, stamps)
         store = _store(outlines, sizes, folder, buffers[:half], pages, slots, moves)
-        self.taken, self._is_whole = TakenStates(store, states, sorted(moved)), True
+        self.taken = TakenStates(store, states, sorted(moved))
         on_host = moves is None
         try:
             super().__init__(
@@ -119,12 +119,12 @@ class LastingSession(Session):
 
     def _run(self, user: object, body: Callable[[bool], Result]) -> Result:
         if self.is_open:
-            self._recover()
+            self.taken.make_whole()
             self.taken.store.require_sources()
-        self._is_whole = False
+        self.taken.is_whole = False
         result = super()._run(user, body)
         self.taken.store.require_read()
-        self._is_whole = True
+        self.taken.is_whole = True
         return result
 
     def state(self, name: str) -> torch.Tensor:
@@ -156,20 +156,14 @@ class LastingSession(Session):
     def _settled_store(self) -> Persistent:
         """Return what has the states, with nothing under way."""
         require_life(self._life, "the session that has the model's states")
-        self._recover()
+        self.taken.make_whole()
         try:
             for heap in self.heaps:
                 heap.settle_all()
         except StorageError:
-            self._user, self._is_whole = None, False
-            self._recover()
+            self._user, self.taken.is_whole = None, False
+            self.taken.make_whole()
         return self.taken.store
-
-    def _recover(self) -> None:
-        """After a run that did not end well, let each value be where the store says that it is."""
-        if not self._is_whole:
-            self.taken.store.recover()
-            self._is_whole = True
 
 
 def _device_moves(plan: Plan) -> DeviceMoves | None:
