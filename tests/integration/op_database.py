@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils import _pytree as pytree
 
@@ -26,6 +27,8 @@ from tests.allocator import peak_growth_bytes
 
 _MOST_BYTES = 4 << 20
 """Of the inputs of an op whose samples are made larger."""
+_MOST_RETURNED_BYTES = 1 << 30
+"""By such an op: a Kronecker product of two tensors of that size would be of many GB."""
 _SLACK_BYTES = 64
 _SEED = 42
 """As random ops of the database set it."""
@@ -83,9 +86,27 @@ def modules(limit: int = 1, scale: int = 1, every: int = 1) -> Iterator[tuple[st
             samples.close()
         for i, sample in enumerate(taken):
             call = ((sample.input, *sample.args), sample.kwargs)
-            if scale > 1:
-                call = pytree.tree_map_only(torch.Tensor, lambda x: _larger(x, scale), call)
-            yield f"{name}[{i}]", OpModule(info.op, call)
+            yield f"{name}[{i}]", _enlarged(info.op, call, scale)
+
+
+def _enlarged(function: Any, call: Any, scale: int) -> OpModule:
+    """Return a call on tensors made larger, as far as what it returns can be held some times."""
+    while scale > 1:
+        larger = pytree.tree_map_only(torch.Tensor, lambda x, n=scale: _larger(x, n), call)
+        if _returned_bytes(OpModule(function, larger)) <= _MOST_RETURNED_BYTES:
+            return OpModule(function, larger)
+        scale //= 2
+    return OpModule(function, call)
+
+
+def _returned_bytes(module: OpModule) -> int:
+    """Return what a call returns without making it; 0 where that cannot be told."""
+    try:
+        with FakeTensorMode() as mode, torch.no_grad():
+            found = module(*(mode.from_tensor(x.detach()) for x in module.inputs))
+    except Exception:  # noqa: BLE001 - whatever does not run on fake tensors is small enough
+        return 0
+    return sum(x.nbytes for x in pytree.tree_leaves(found) if isinstance(x, torch.Tensor))
 
 
 def _larger(value: torch.Tensor, scale: int) -> torch.Tensor:
