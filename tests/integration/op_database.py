@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +93,7 @@ def modules(limit: int = 1, scale: int = 1, every: int = 1) -> Iterator[tuple[st
 def _enlarged(function: Any, call: Any, scale: int) -> OpModule:
     """Return a call on tensors made larger, as far as what it returns can be held some times."""
     while scale > 1:
-        larger = pytree.tree_map_only(torch.Tensor, lambda x, n=scale: _larger(x, n), call)
+        larger = pytree.tree_map_only(torch.Tensor, partial(_larger, scale=scale), call)
         if _returned_bytes(OpModule(function, larger)) <= _MOST_RETURNED_BYTES:
             return OpModule(function, larger)
         scale //= 2
