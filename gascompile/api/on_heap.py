@@ -54,4 +54,6 @@ def on_heap(program: Program, annotation: Annotation, machine: Machine) -> OnHea
         recompute=not draws and not changed & inputs,
         # A device's rows would pass through memory that nobody counts there.
         gathers=is_host,
+        # Nor is it known what a device would lose with its compiled kernels and graphs.
+        gains=is_host,
     )

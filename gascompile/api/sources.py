@@ -114,7 +114,7 @@ def _open_directory(path: Path, batch: int, tokens: int) -> Source:
         inputs = default_inputs(model, batch=batch, tokens=tokens)
     except (RuntimeError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(
-            f"the configuration of {path} gives inputs that cannot be made ({type(error).__name__}: {error})"
+            f"the config.json of {path} gives inputs that cannot be made ({type(error).__name__}: {error})"
         ) from error
     return Source(model=model, checkpoint=path if has_weights else None, inputs=((), inputs))
 

@@ -22,7 +22,7 @@ class UnsupportedOpError(GASCompileError):
     """An op of the graph cannot be annotated, saved or executed."""
 
 
-class CompiledModelError(GASCompileError, TypeError):
+class CompiledModelError(GASCompileError):
     """A compiled model is asked for what its plans rule out: another device or dtype, new weights, a copy of itself."""
 
 

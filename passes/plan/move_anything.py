@@ -39,6 +39,8 @@ class OnHeap:
     """Whether ops may run again."""
     gathers: bool = True
     """Whether ops may read single rows by themselves."""
+    gains: bool = True
+    """Whether such a plan may take the place of one with an arena that fits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +92,7 @@ def move_anything(
             # Activations have moved there by then, and the smallest budget is known to the byte.
             raise
         refusal = error
-    if best is not None and not _may_gain(*best, workload, machine, effort):
+    if best is not None and not (on_heap.gains and _may_gain(*best, workload, machine, effort)):
         return *best, reserved_bytes
     taken_bytes = reserved_bytes + on_heap.reserved_bytes
     if best is not None:

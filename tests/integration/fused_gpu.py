@@ -38,8 +38,8 @@ class FusedGpu:
         self.target: GpuTarget | None = HOPPER
         patch.setattr("gascompile.api.compile.admit", lambda machine: machine)
         patch.setattr("gascompile.api.load.admit_saved", lambda plan: plan)
-        patch.setattr("gascompile.api.compiled.admit_plan", lambda plan: None)
-        patch.setattr("gascompile.api.compiled.device_of", lambda machine: torch.device("cpu"))
+        patch.setattr("gascompile.api.unit.admit_plan", lambda plan: None)
+        patch.setattr("gascompile.api.unit.device_of", lambda machine: torch.device("cpu"))
         patch.setattr("gascompile.runtime.run.session.device_for", self._device)
         patch.setattr(fusion_backends, "target_here", lambda: self.target)
         patch.setattr(fusion_backends, "open_driver", lambda: self.driver)

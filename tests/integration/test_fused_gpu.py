@@ -236,8 +236,8 @@ driver = CudaDriver(library, lambda device: 7)
 fusion_backends.open_driver = lambda: driver
 fusion_backends.target_here = lambda: GpuTarget(major=9, minor=0, multi_processor_count=132)
 gascompile.api.load.admit_saved = lambda plan: plan
-gascompile.api.compiled.admit_plan = lambda plan: None
-gascompile.api.compiled.device_of = lambda machine: torch.device("cpu")
+gascompile.api.unit.admit_plan = lambda plan: None
+gascompile.api.unit.device_of = lambda machine: torch.device("cpu")
 gascompile.runtime.run.session.device_for = lambda machine: CudaDevice(api=fake_cuda()[0])
 """
 

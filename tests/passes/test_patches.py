@@ -85,7 +85,7 @@ def too_little(plan: Plan) -> list[str]:
     return found
 
 
-@settings(max_examples=60 * SCALE)
+@settings(max_examples=20 * SCALE)
 @given(case=cases(repeats=True), seed=st.integers(0, 2**16))
 def test_plans_carry_all_that_changes(case: Case, seed: int) -> None:
     case = replace(case, workload=patched(case.workload, random.Random(seed)))

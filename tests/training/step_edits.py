@@ -52,7 +52,7 @@ def make():
 
 def undo():
     os.environ.pop('STALE_STEP', None)
-    for old in OLD: F.gelu = old
+    if OLD: F.gelu = OLD[0]
     if 'L' in globals(): L._destroy()
 """
 
