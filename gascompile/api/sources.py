@@ -48,6 +48,10 @@ def open_source(source: str | os.PathLike[str], *, batch: int = 1, tokens: int =
     path = Path(text)
     if is_folder(path) or is_gguf(path):
         return _open_directory(path, batch, tokens)
+    if path.suffix == ".gguf" and path.exists():
+        raise CheckpointError(
+            f"{text[:1000]!r} is no GGUF file, whatever its name: it does not begin as one; download it again"
+        )
     if path.suffix == ".pt2":
         return _open_exported(path)
     if ":" in text:

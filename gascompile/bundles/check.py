@@ -16,8 +16,7 @@ from typing import NoReturn
 import torch
 
 from gascompile.bundles.bundle import Bundle
-from gascompile.capture.fingerprint.fingerprint import versions
-from gascompile.core import serial
+from gascompile.capture.fingerprint.fingerprint import made_by
 from gascompile.core.errors import (
     CheckpointError,
     PlanMismatchError,
@@ -65,7 +64,7 @@ def note_checked(digest: str, cache_dir: Path) -> None:
 
 
 def _note(digest: str, cache_dir: Path) -> Path:
-    return cache_dir / "checked" / f"{digest}-{serial.digest(versions())[:16]}"
+    return cache_dir / "checked" / f"{digest}-{made_by()[:16]}"
 
 
 def check_program_of(plan: Plan, program: Program) -> None:

@@ -201,8 +201,15 @@ class Budget:
         return Budget(gpu=size_bytes) if machine.compute_tier == "gpu" else Budget(cpu=size_bytes)
 
 
-def without_sizes(machine: Machine) -> Machine:
-    """Return ``machine`` without its tiers' sizes; those that matter to a plan are its budget's limits."""
+def without_host_sizes(machine: Machine) -> Machine:
+    """Return ``machine`` without the sizes of its host's tiers: of those, a plan knows its budget's limits alone.
+
+    An accelerator's stays: what a run takes beside its budget has to fit there, too.
+    """
     return replace(
-        machine, tiers={name: replace(tier, size_bytes=0) for name, tier in machine.tiers.items()}
+        machine,
+        tiers={
+            name: tier if name == "gpu" else replace(tier, size_bytes=0)
+            for name, tier in machine.tiers.items()
+        },
     )

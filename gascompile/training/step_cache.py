@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from gascompile.bundles.bundle import Bundle
 from gascompile.bundles.files import StepFacts, Weights
 from gascompile.bundles.reuse import Basis, CachedPlan
-from gascompile.capture.fingerprint.fingerprint import ModulePrint, step_print, versions
+from gascompile.capture.fingerprint.fingerprint import ModulePrint, made_by, step_print, versions
 from gascompile.capture.record.record import CaptureRecord
 from gascompile.capture.torch_settings import SETTINGS, settings_now
 from gascompile.core import serial
@@ -88,7 +88,7 @@ def place_of_step(
         "machine": serial.digest(machine),
         "budget": serial.digest(budget.limits_bytes(machine)),
         "options": serial.digest({**config.fingerprint_fields(), **packing_fields()}),
-        "versions": serial.digest(versions()),
+        "versions": made_by(),
     }
     return CachedPlan(config.cache_dir, model, printed, prints, loss_fn)
 

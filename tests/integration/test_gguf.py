@@ -315,6 +315,10 @@ def test_training_and_other_formats_are_refused_with_advice(cache: Path, tmp_pat
         gascompile.compile_step(
             meta, lambda m, _: m(**CALL).logits.mean(), optimizer, "64MiB", checkpoint=file
         )
+    damaged = tmp_path / "damaged.gguf"
+    damaged.write_bytes(b"\0" + file.read_bytes()[1:])
+    with pytest.raises(CheckpointError, match="does not begin as one"):
+        gascompile.plan(damaged, "8MiB", "cpu-nvme", cache_dir=cache)
     pickled = tmp_path / "model.bin"
     torch.save(model.state_dict(), pickled)
     assert "weights_only=True" in refusal(meta, pickled, cache)

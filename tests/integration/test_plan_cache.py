@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import shutil
 import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,11 @@ import torch
 from torch import nn
 
 import gascompile
+from gascompile import passes
+from gascompile.capture.fingerprint import fingerprint
 from gascompile.core import serial
+from gascompile.machines.resolve import resolve_machine
+from gascompile.runtime.transfer.engine import read_blocks
 from gascompile.weights import store
 from tests.integration.net import BUDGET, Build, Net
 
@@ -102,6 +108,43 @@ def test_every_input_of_the_plan_changes_the_key(
     for variant in variants:
         variant()
     assert entries() == len(variants)
+
+
+def test_code_that_was_edited_since_plans_anew(
+    build: Build, cache: Path, inputs: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkout changes under one version; what it made before is not used again."""
+    build()
+    before = fingerprint.made_by()
+    (entry,) = (cache / "plans").iterdir()
+    os.utime(passes.__file__, ns=(1, os.stat(passes.__file__).st_mtime_ns + 1))
+    fingerprint.made_by.cache_clear()
+    try:
+        assert fingerprint.made_by() != before
+        build()
+        assert {entry} < set((cache / "plans").iterdir())
+    finally:
+        os.utime(passes.__file__, ns=(1, os.stat(passes.__file__).st_mtime_ns - 1))
+        fingerprint.made_by.cache_clear()
+    assert fingerprint.made_by() == before
+
+
+def test_an_accelerator_that_grew_gets_a_plan_of_its_own(
+    net: Net, cache: Path, inputs: dict[str, torch.Tensor]
+) -> None:
+    """What a run takes beside its budget has to fit into the accelerator, so its size is part of the key."""
+    machine = resolve_machine("emulated", cache_dir=cache, read=read_blocks)
+    sizes = [
+        replace(
+            machine, tiers={**machine.tiers, "gpu": replace(machine.tiers["gpu"], size_bytes=n)}
+        )
+        for n in (64 << 20, 128 << 20)
+    ]
+    for size in sizes:
+        with gascompile.compile(
+            net, BUDGET, example_inputs=inputs, cache_dir=cache, machine=size
+        ) as compiled:
+            assert compiled.plan.machine.tiers["gpu"].size_bytes == size.tiers["gpu"].size_bytes
 
 
 def test_full_disk_is_found_before_writing(

@@ -7,9 +7,12 @@ cannot be hashed by value makes the fingerprint unique, so that it never matches
 
 from __future__ import annotations
 
+import os
 import uuid
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +24,7 @@ from gascompile.capture.fingerprint.replaced import replaced_functions
 from gascompile.capture.fingerprint.value_digest import ValueDigest
 from gascompile.capture.torch_settings import SETTINGS, modes_now, settings_now, torch_settings
 from gascompile.core import serial
-from gascompile.core.machine import without_sizes
+from gascompile.core.machine import without_host_sizes
 from gascompile.core.signature import signature_of
 from gascompile.core.sources import WeightSource
 
@@ -178,11 +181,11 @@ def plan_prints(
         "inputs": serial.digest(signature),
         SETTINGS: settings_now(),
         "weights": serial.digest({n: _lie(s) for n, s in sorted(layout.items())}),
-        "machine": serial.digest(without_sizes(job.machine)),
+        "machine": serial.digest(without_host_sizes(job.machine)),
         "budget": serial.digest(job.budget.limits_bytes(job.machine)),
         "options": serial.digest(job.config.fingerprint_fields()),
         "sharing": serial.digest([shared, job.reserved_bytes]),
-        "versions": serial.digest(versions()),
+        "versions": made_by(),
     }
 
 
@@ -190,6 +193,30 @@ def _lie(source: WeightSource) -> list[object]:
     """Return what the program of a model depends on of how a weight lies."""
     rows = [source.interleaved_heads] if source.interleaved_heads else []
     return [source.dtype, list(source.shape), *rows]
+
+
+@cache
+def made_by() -> str:
+    """Return a digest of the versions and of when each file of this library was written.
+
+    A checkout changes under one version; what it made yesterday is not what it makes today.
+    """
+    rooms = ("gascompile", "gascompile.passes", "gascompile.cost_models", "gascompile.runtime")
+    specs = [find_spec(room) for room in rooms]
+    folders = {folder for s in specs if s for folder in s.submodule_search_locations or ()}
+    written = [line for folder in sorted(folders) for line in _written(folder)]
+    return serial.digest([versions(), "\n".join(written)])
+
+
+def _written(folder: str) -> Iterator[str]:
+    """Give a line per file of a folder of code, with its size and when it was written."""
+    with os.scandir(folder) as entries:
+        for entry in sorted(entries, key=lambda entry: entry.name):
+            if entry.name.endswith(".py"):
+                status = entry.stat()
+                yield f"{entry.path} {status.st_size} {status.st_mtime_ns}"
+            elif entry.name != "__pycache__" and entry.is_dir():
+                yield from _written(entry.path)
 
 
 def versions() -> dict[str, str]:
