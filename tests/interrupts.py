@@ -27,6 +27,7 @@ from torch import nn
 import gascompile
 from gascompile.core.errors import StorageError
 from gascompile.integrations.generation import Generator
+from tests.interrupted_runs import RUNS, started
 from tests.training.runs import MACHINE, TinyGPT, adamw, batches, compiled, new_model
 
 WATCHDOG_S = float(os.environ.get("GASCOMPILE_WATCHDOG_S", "5"))
@@ -119,11 +120,7 @@ class Shared(Streamed):
 
     def act(self) -> None:
         """Call it beside a thread that does."""
-        other = threading.Thread(target=self.same, args=(self.model,), daemon=True)
-        # Python's own start() waits on a lock that an interrupt breaks.
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM})
-        other.start()
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
+        started(threading.Thread(target=self.same, args=(self.model,), daemon=True))
         super().act()
 
 
@@ -347,6 +344,7 @@ CASES: dict[str, Callable[[Path], Case]] = {
     "checkpoints": Checkpointed,
     "close of a step": Ended,
     "close of frozen": EndedInFiles,
+    **RUNS,
 }
 
 
@@ -359,6 +357,7 @@ def disturb(case: Case, count: int, seed: int) -> Iterator[int]:
     start_s = time.perf_counter()
     case.act()
     time_s = time.perf_counter() - start_s
+    case.check()
     done = 0
     while done < count:
         faulthandler.dump_traceback_later(WATCHDOG_S, exit=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Iterable
 from functools import partial
@@ -57,7 +58,11 @@ def open_session(
         pages=page_memory(cache_dir, limit_bytes) if in_ram else None,
         in_ram=in_ram,
     )
-    _cover_states(session)
+    try:
+        _cover_states(session)
+    except BaseException:
+        session.close()
+        raise
     return session
 
 
@@ -69,6 +74,10 @@ def require_own_values(tensors: Iterable[torch.Tensor]) -> None:
         OpenStepError: another compiled model, or a training step.
     """
     for tensor in tensors:
+        if (cover := tensor.__dict__.get("_cover")) is not None:
+            # Of a session that an interrupt left in a cycle, or that is giving the values back.
+            gc.collect()
+            cover.wait()
         cover = tensor.__dict__.get("_cover")
         if cover is None:
             continue
@@ -89,37 +98,41 @@ def _cover_states(session: LastingSession) -> None:
     from gascompile.training.state.open_tensors import Cover
 
     # The model's tensors know their covers, and must not keep a session that nobody else has.
-    of, here = weakref.ref(session), life()
+    of, here, keeper = weakref.ref(session), life(), session.keeper
 
-    def opened() -> LastingSession:
+    def opened() -> LastingSession | None:
         require_life(here, "the session that has the model's states")
-        found = of()
-        assert found is not None, "a session that ends uncovers its states"
+        if (found := of()) is None:
+            # Who dropped it was interrupted; the model's tensors have their values after that.
+            keeper.do(bool)
         return found
 
     def value(name: str) -> torch.Tensor:
-        return opened().state(name)
+        found = opened()
+        return found.state(name) if found is not None else taken.tensors[name].detach().clone()
 
     def assign(name: str, new: torch.Tensor) -> None:
-        opened().assign_state(name, new)
+        if (found := opened()) is not None:
+            found.assign_state(name, new)
+        else:
+            taken.tensors[name].detach().copy_(new)
 
-    covers = [
-        Cover(
+    covers = {
+        name: Cover(
             name,
             tensor,
             taken.store.tensors[name].to("meta"),
             partial(value, name),
             partial(assign, name),
             holder="a compiled model that moves it",
+            wait=opened,
         )
         for name, tensor in taken.tensors.items()
-    ]
+    }
+    taken.give = lambda name, value: covers[name].give_back(value)
 
-    def uncover() -> None:
-        for cover in covers:
-            cover.lift()
-            cover.is_closed = True
+    def put() -> None:
+        for cover in covers.values():
+            cover.put()
 
-    taken.uncover = uncover
-    for cover in covers:
-        cover.put()
+    session.keeper.do(put)

@@ -147,6 +147,11 @@ def own_threads(prefix: str = "") -> list[str]:
     return [thread.name for thread in list(_own.values()) if thread.name.startswith(prefix)]
 
 
+def is_own_thread() -> bool:
+    """Return whether the calling thread is one of these."""
+    return _thread.get_ident() in _own
+
+
 class Server(Protocol[Request]):
     """What the threads of a pool do with requests; only they call it."""
 

@@ -7,6 +7,7 @@ between there is one value, wherever it is: whoever wants it asks the session.
 from __future__ import annotations
 
 import ctypes
+import gc
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 
@@ -133,29 +134,28 @@ class TakenStates:
     def __init__(
         self, store: Persistent, held: Mapping[str, torch.Tensor], names: Iterable[str]
     ) -> None:
-        """Take the values over, one after the other; where one cannot be, all are given back.
-
-        Raises:
-            StorageError: the store's file cannot be written.
-        """
+        """Take nothing yet."""
         self.store = store
         self.tensors = {name: held[name] for name in names}
-        self.uncover: Callable[[], None] = lambda: None
-        """Lets the caller's tensors be plain ones again."""
+        self.give: Callable[[str, torch.Tensor], None] = self._give
+        """Gives a value back to the caller's tensor, which is a plain one again with that."""
         self.is_whole = True
         """False from the beginning of a run until it has ended well."""
         self._life = life()
         self._given = set(self.tensors)
         self._closed = False
-        try:
-            for name, tensor in self.tensors.items():
-                store.put(name, _filler(tensor))
-                # From here on the store has the value.
-                self._given.discard(name)
-                tensor.data = torch.empty(0, dtype=tensor.dtype)
-        except BaseException:
-            self.close()
-            raise
+
+    def take(self) -> None:
+        """Take the values over, one after the other; whoever asked for it closes this after an error.
+
+        Raises:
+            StorageError: the store's file cannot be written.
+        """
+        for name, tensor in self.tensors.items():
+            self.store.put(name, _filler(tensor))
+            # From here on the store has the value.
+            self._given.discard(name)
+            tensor.data = torch.empty(0, dtype=tensor.dtype)
 
     def make_whole(self) -> None:
         """After a run that did not end well, let each value be where the store says that it is."""
@@ -173,16 +173,18 @@ class TakenStates:
         """
         if self._life is not life() or self._closed:
             return
-        self.uncover()
         # Whoever drops a session leaves what it has started for the next run, or what a failed one has left.
         self.store.drain()
         self.make_whole()
-        for name, tensor in self.tensors.items():
+        for name in self.tensors:
             if name not in self._given:
-                tensor.data = self.store.taken(name)
+                self.give(name, self.store.taken(name))
                 self._given.add(name)
         self.store.close()
         self._closed = True
+
+    def _give(self, name: str, value: torch.Tensor) -> None:
+        self.tensors[name].data = value
 
 
 def has_own_memory(tensor: torch.Tensor) -> bool:
@@ -202,6 +204,9 @@ def require_own_memory(name: str, tensor: torch.Tensor) -> None:
     """
     storage = tensor.untyped_storage()
     # This handle of it and the tensor's own.
+    if torch._C._storage_Use_Count(storage._cdata) > _NUM_HANDLES:
+        # What an interrupt has left of an opening looks at it, too, as long as it lies in a cycle.
+        gc.collect()
     if torch._C._storage_Use_Count(storage._cdata) > _NUM_HANDLES:
         raise UnsupportedOpError(
             f"other tensors look at the memory of the state '{name}', which leaves without them: let go of views of "

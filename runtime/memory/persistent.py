@@ -305,10 +305,14 @@ class Persistent:
         tensor = self.tensors[name]
         if away:
             tensor.untyped_storage().resize_(self.sizes[name])
-            self._away.discard(name)
-        self.num_changes += 1
-        self._forget_slots((name,))
+        else:
+            self._forget_slots((name,))
         writer(tensor)
+        self.num_changes += 1
+        if away:
+            # Not before: who is interrupted while writing leaves the value of the slot.
+            self._forget_slots((name,))
+            self._away.discard(name)
         if name in self._sources:
             if self._sources.holds(name, bytes_of(tensor.untyped_storage())):
                 self._valid.add(name)

@@ -15,10 +15,11 @@ import torch
 
 from gascompile.core.errors import PlanMismatchError, StorageError
 from gascompile.core.machine import IoSettings
+from gascompile.core.own_work import OwnWork
 from gascompile.core.plan import Plan
 from gascompile.core.sizes import SPILL_BUFFER_BYTES
 from gascompile.core.sources import FileStamp, WeightSource
-from gascompile.core.waiting import require_life
+from gascompile.core.waiting import life, require_life
 from gascompile.runtime.devices import device_for
 from gascompile.runtime.memory.device_moves import DeviceMoves
 from gascompile.runtime.memory.device_values import DeviceValues
@@ -115,10 +116,20 @@ class LastingSession(Session):
         except BaseException:
             self.taken.close()
             raise
+        # An own thread takes the states and gives them back: an interrupt in between would lose values.
+        self.keeper = OwnWork("gascompile-states", self)
         self._parts.taken = self.taken
+        self._parts.keeper = self.keeper
+        self.keeper.when_dropped = self._parts.close_here
+        try:
+            self.keeper.do(self.taken.take)
+        except BaseException:
+            self.close()
+            raise
 
     def _run(self, user: object, body: Callable[[bool], Result]) -> Result:
         if self.is_open:
+            self.keeper.wait()
             self.taken.make_whole()
             self.taken.store.require_sources()
         self.taken.is_whole = False
@@ -134,16 +145,25 @@ class LastingSession(Session):
             ForkedError: the session is of another process.
             StorageError: it cannot be read.
         """
-        return self._turn.take(lambda: self._settled_store().value(name))
+
+        def value() -> torch.Tensor:
+            if self._is_ending():
+                return self.taken.tensors[name].detach().clone()
+            return self._settled_store().value(name)
+
+        return self._turn.take(value)
 
     def assign_state(self, name: str, value: torch.Tensor) -> None:
         """Give a state that was taken over another value; raises as ``state`` does."""
 
         def assign() -> None:
+            if self._is_ending():
+                self.taken.tensors[name].detach().copy_(value)
+                return
             store = self._settled_store()
             # The next run brings about what the plan expects of it.
             self._user, self._settled = None, True
-            store.assign(name, value)
+            self.keeper.do(partial(store.assign, name, value))
 
         self._turn.take(assign)
 
@@ -153,9 +173,17 @@ class LastingSession(Session):
             self._settled_store()
         super().end()
 
+    def _is_ending(self) -> bool:
+        """Return whether somebody has begun to close this, and was interrupted; the states are back then."""
+        if self._life is not life() or self.is_open:
+            return False
+        self.end()
+        return True
+
     def _settled_store(self) -> Persistent:
         """Return what has the states, with nothing under way."""
         require_life(self._life, "the session that has the model's states")
+        self.keeper.wait()
         self.taken.make_whole()
         try:
             for heap in self.heaps:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from gascompile.core.own_work import OwnWork
 from gascompile.runtime.memory.device_states import DeviceStates
 from gascompile.runtime.memory.lasting import TakenStates
 from gascompile.runtime.protocols import Device, Memory, TransferEngine
@@ -32,8 +33,18 @@ class Parts:
     lanes: list[Lane] = field(default_factory=list)
     """Of the run at hand: what computes beside the device."""
 
+    keeper: OwnWork | None = None
+    """What closes them where an interrupt would lose something: what was the caller's."""
+
     def close(self) -> None:
         """Stop the threads, close the files and give the memory back."""
+        if self.keeper is not None:
+            self.keeper.do(self.close_here, is_last=True)
+        else:
+            self.close_here()
+
+    def close_here(self) -> None:
+        """Do what ``close`` does, on this thread."""
         for heap in self.heaps:
             heap.close()
         self.heaps.clear()

@@ -16,7 +16,9 @@ import pytest
 import torch
 
 from gascompile.core.errors import ForkedError
+from gascompile.core.own_work import OwnWork
 from gascompile.core.waiting import Gate, OwnThread, Pool, Turn, own_threads
+from tests.interrupted_runs import RUNS
 from tests.interrupts import Generated, Streamed, Trained
 from tests.runtime.toys import make_plan, mlp
 from tests.waiting import eventually
@@ -124,6 +126,50 @@ def test_own_threads_are_seen_and_no_signal_reaches_them() -> None:
     assert "gascompile-test" not in own_threads()
     assert {signal.SIGINT, signal.SIGALRM, signal.SIGTERM} <= set(masks[0])
     assert signal.SIGSEGV not in masks[0]
+
+
+class _Owner:
+    """Can be dropped."""
+
+
+def test_own_work_is_done_whoever_waits_and_is_interrupted() -> None:
+    owner, done = _Owner(), list[str]()
+    work, goes_on = OwnWork("gascompile-test", owner), Gate()
+
+    def slow(text: str) -> None:
+        goes_on.wait()
+        done.append(text)
+
+    signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.01, 0.01)
+        # The first interrupt waits for the end, the second does not.
+        with pytest.raises(KeyboardInterrupt):
+            work.do(partial(slow, "interrupted"))
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    assert done == []
+    goes_on.open()
+    work.wait()
+    assert done == ["interrupted"]
+    with pytest.raises(ZeroDivisionError):
+        work.do(lambda: 1 // 0, is_last=True)
+    work.do(partial(slow, "next"))
+    work.when_dropped = partial(slow, "dropped")
+    del owner
+    work.do(partial(slow, "after"))
+    assert done == ["interrupted", "next", "dropped", "after"]
+    assert eventually(lambda: "gascompile-test" not in own_threads())
+
+
+def test_own_work_ends_when_it_is_told_to() -> None:
+    owner, done = _Owner(), list[int]()
+    work = OwnWork("gascompile-test", owner)
+    work.do(partial(done.append, 1), is_last=True)
+    assert "gascompile-test" not in own_threads()
+    work.do(partial(done.append, 2), is_last=True)
+    assert done == [1, 2]
 
 
 class _Blocks:
@@ -242,10 +288,13 @@ KINDS = (
     "checkpoints",
     "close of a step",
     "close of frozen",
+    *RUNS,
 )
 
 
-@pytest.mark.parametrize("kinds", [KINDS[:5], KINDS[5:]], ids=["inference", "others"])
+@pytest.mark.parametrize(
+    "kinds", [KINDS[:5], KINDS[5:11], tuple(RUNS)], ids=["inference", "others", "runs"]
+)
 def test_nothing_hangs_or_goes_wrong_after_interrupts(kinds: tuple[str, ...]) -> None:
     """Take as many as the environment says; every one has a watchdog, wide here for busy machines."""
     count = max(1, NUM_INTERRUPTS // len(KINDS))

@@ -37,6 +37,7 @@ class Cover:
         value: Callable[[], torch.Tensor],
         assign: Callable[[torch.Tensor], None],
         holder: str = "an open training step",
+        wait: Callable[[], object] = bool,
     ) -> None:
         """Change nothing yet.
 
@@ -47,8 +48,9 @@ class Cover:
             value: returns a copy.
             assign: takes a new value.
             holder: who has the value, as errors call it.
+            wait: blocks until the value is back, where nobody has the holder any more.
         """
-        self.holder, self.life = holder, life()
+        self.holder, self.life, self.wait = holder, life(), wait
         self.name, self.tensor = name, tensor
         self._like, self._value, self._assign = like, value, assign
         self._own = type(tensor)
@@ -77,6 +79,12 @@ class Cover:
         self._swap(shell, self._own, _open_kind(self._own))
         if self.tensor.requires_grad != requires_grad:
             self.tensor.requires_grad_(requires_grad)
+
+    def give_back(self, value: torch.Tensor) -> None:
+        """Lift it from a tensor that has a value from then on: nobody sees one without."""
+        (self.tensor if self._shell is None else self._shell).data = value
+        self.lift()
+        self.is_closed = True
 
     def _swap(self, shell: torch.Tensor, own: type, others: type) -> None:
         torch._C._swap_tensor_impl(self.tensor, shell)
