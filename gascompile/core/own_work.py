@@ -15,7 +15,8 @@ class _Request:
     __slots__ = ("error", "gate", "is_last", "work")
 
     def __init__(self, work: Callable[[], object], *, is_last: bool) -> None:
-        self.work, self.is_last = work, is_last
+        self.is_last = is_last
+        self.work: Callable[[], object] = work
         self.error: BaseException | None = None
         self.gate = Gate()
 
@@ -53,7 +54,7 @@ class OwnWork:
         Raises:
             BaseException: what the work has raised.
         """
-        if self._life is not life() or self._ended.is_open:
+        if self._life is not life() or self._has_ended():
             work()
             return
         request = _Request(work, is_last=is_last)
@@ -61,6 +62,12 @@ class OwnWork:
         self._asked.put(request)
         if is_own_thread():
             return
+        if self._has_ended() and self._thread is not None:
+            # It may have looked for the last time before this was there.
+            self._thread.join()
+            if not request.gate.is_open:
+                work()
+                return
         try:
             request.gate.wait()
         except BaseException:
@@ -73,9 +80,15 @@ class OwnWork:
 
     def wait(self) -> None:
         """Block until what was asked for last is done; nothing else happens meanwhile to what it works on."""
-        if self._latest is not None and self._life is life():
-            self._latest.gate.wait()
-            self._latest = None
+        if self._latest is None or self._life is not life():
+            return
+        if not self._latest.gate.is_open:
+            # Not for that one: an interrupt may have come before it was asked for.
+            self.do(bool)
+        self._latest = None
+
+    def _has_ended(self) -> bool:
+        return self._ended.is_open
 
     def _run(self) -> None:
         while not self._ended.is_open:
@@ -95,5 +108,7 @@ class OwnWork:
             asked.work()
         except BaseException as error:  # noqa: BLE001 - raised by who waits for it
             asked.error = error
+        # It may hold memory of the caller's.
+        asked.work = bool
         asked.gate.open()
         return asked.is_last and (asked.error is None or self._owner() is None)
