@@ -118,6 +118,9 @@ class LastingSession(Session):
             raise
         # An own thread takes the states and gives them back: an interrupt in between would lose values.
         self.keeper = OwnWork("gascompile-states", self)
+        self._take()
+
+    def _take(self) -> None:
         self._parts.taken = self.taken
         self._parts.keeper = self.keeper
         self.keeper.when_dropped = self._parts.close_here
