@@ -17,6 +17,7 @@ from gascompile.api.module_state import SHARED, saved_state, stored_state
 from gascompile.api.runner import Runner
 from gascompile.bundles.files import Weights
 from gascompile.core.kernels import FusedReport
+from gascompile.core.model_libraries import methods
 from gascompile.core.plan import Plan
 from gascompile.core.program import Program
 from gascompile.core.reports import GraphReport, RunReport
@@ -351,10 +352,12 @@ def _class_beside(cls: type[nn.Module]) -> type[CompiledModel]:
     def forward(self: CompiledModel, *args: Any, **kwargs: Any) -> Any:
         return self._gascompile.call(args, kwargs)
 
-    # Libraries ask for its signature.
-    functools.update_wrapper(forward, cls.forward)
+    ours = {"forward": forward, **methods(cls)}
+    for name, function in ours.items():
+        # Libraries ask for signatures.
+        functools.update_wrapper(function, getattr(cls, name))
     space = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
-    space |= {"forward": untraced(forward), "__call__": nn.Module.__call__}
+    space |= ours | {"forward": untraced(ours["forward"]), "__call__": nn.Module.__call__}
     try:
         made = type(cls.__name__, (CompiledModel, cls), space)
     except Exception as error:  # noqa: BLE001 - a class may forbid others below it, or keep lists of them

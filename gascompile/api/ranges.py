@@ -80,15 +80,12 @@ class Ranges:
         self, dims: Mapping[tuple[int, int], Any], leaves: Sequence[Any], spec: pytree.TreeSpec
     ) -> Any:
         """Return the dimensions in the structure of the arguments, or ``None`` where export takes none for those."""
-        given: list[Any] = [
+        given: Iterator[Any] = iter(
             {d: dim for (i, d), dim in dims.items() if i == number} or None
             for number in range(len(leaves))
-        ]
-        try:
-            args, kwargs = pytree.tree_unflatten(given, spec)
-        except Exception:  # noqa: BLE001 - containers of libraries look at what they are given
-            return None
-        if (args and kwargs) or not _is_plain((args, kwargs)):
+        )
+        args, kwargs = _in_structure(spec, given)
+        if args and kwargs:
             return None
         if kwargs:
             return kwargs
@@ -99,12 +96,14 @@ class Ranges:
         return named | ({self._rest: rest} if rest else {})
 
 
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, dict):
-        return type(value) is dict and all(map(_is_plain, value.values()))
-    if isinstance(value, (list, tuple)):
-        return type(value) in {list, tuple} and all(map(_is_plain, value))
-    return value is None or isinstance(value, type(torch.export.Dim("x")))
+def _in_structure(spec: pytree.TreeSpec, given: Iterator[Any]) -> Any:
+    """Return the values of ``given`` in the structure of a call; a library's containers are lists of their parts."""
+    if spec.is_leaf():
+        return next(given)
+    parts = [_in_structure(child, given) for child in spec.children()]
+    if spec.type is dict:
+        return dict(zip(spec.context, parts, strict=True))
+    return tuple(parts) if spec.type is tuple else parts
 
 
 def _is_alike(unit: Unit, leaves: Sequence[Any], spec: pytree.TreeSpec) -> bool:

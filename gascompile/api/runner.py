@@ -23,7 +23,7 @@ from gascompile.api.shared_budget import SharedBudget
 from gascompile.api.unit import Unit
 from gascompile.bundles.bundle import content_stamp, require_unchanged, write_bundle
 from gascompile.bundles.files import Weights
-from gascompile.capture.calls import bind_call, copies, flatten_call
+from gascompile.capture.calls import Call, RangedCall, copies
 from gascompile.capture.saved.call_types import unflatten
 from gascompile.codegen.allocator_library import allocation_counter
 from gascompile.core.config import default_cache_dir
@@ -34,6 +34,7 @@ from gascompile.core.errors import (
     UnsupportedOpError,
 )
 from gascompile.core.machine import Machine
+from gascompile.core.model_libraries import register_pytrees
 from gascompile.core.progress import LoadingBar, task
 from gascompile.core.waiting import Turn
 from gascompile.machines.admission import device_of
@@ -118,6 +119,9 @@ class Runner:
             cache_dir: where kernels are kept and activations that move to a drive are written.
             on_exceed: as ``compile`` takes it.
         """
+        if planning is not None:
+            # Before the first call is taken apart.
+            register_pytrees()
         self._turn = Turn()
         self._shared: SharedBudget | None = None
         self.positional = positional
@@ -138,21 +142,23 @@ class Runner:
         if units:
             self._activate(units[0])
 
-    def call(self, args: Args, kwargs: Kwargs) -> Any:
-        """Run the model; raises as ``CompiledModel.forward`` does."""
-        bound_args, bound_kwargs = bind_call(self.positional, args, kwargs)
-        leaves, spec = flatten_call(bound_args, bound_kwargs)
+    def call(self, args: Args, kwargs: Kwargs, ranged: RangedCall | None = None) -> Any:
+        """Run the model; raises as ``CompiledModel.forward`` does.
 
-        def call() -> Any:
-            unit = self._unit_for(leaves, spec, bound_args, bound_kwargs)
-            given, own = unit.given(leaves)
+        ``ranged`` is what a plan is made from, if this call needs one.
+        """
+        call = Call.of(self.positional, args, kwargs, ranged)
+
+        def run() -> Any:
+            unit = self._unit_for(call)
+            given, own = unit.given(call.leaves)
             outputs = self._run(unit, given)
             if own:
                 outputs = tuple(own.get(id(value), value) for value in outputs)
-            outputs = require_no_gradients(leaves, outputs)
+            outputs = require_no_gradients(call.leaves, outputs)
             return unflatten(outputs, unit.out_spec)
 
-        return self._turn.take(call)
+        return self._turn.take(run)
 
     def _run(self, unit: Unit, leaves: list[Any]) -> tuple[Any, ...]:
         i, self._last = self.units.index(unit), unit
@@ -179,14 +185,12 @@ class Runner:
                 "a bundle holds the weights as they move and no others; measure the error where the model is compiled"
             )
         exact = self.planning.without_loss()
-        bound_args, bound_kwargs = bind_call(self.positional, args, kwargs)
-        leaves, spec = flatten_call(bound_args, bound_kwargs)
+        call = Call.of(self.positional, args, kwargs)
 
         def both() -> tuple[Any, ...]:
-            unit = self._unit_for(leaves, spec, bound_args, bound_kwargs)
-            self._last = unit
-            exact_unit = exact.prepare(bound_args, bound_kwargs)
-            return tuple(self._run_unchanged(u, leaves) for u in (unit, exact_unit))
+            self._last = unit = self._unit_for(call)
+            exact_unit = exact.prepare(call.args, call.kwargs)
+            return tuple(self._run_unchanged(u, call.leaves) for u in (unit, exact_unit))
 
         with torch.random.fork_rng(devices=[]):
             found, wanted = self._turn.take(both)
@@ -285,25 +289,21 @@ class Runner:
         self._active = unit
         return self.executor
 
-    def _unit_for(
-        self, leaves: list[Any], spec: pytree.TreeSpec, args: Args, kwargs: Kwargs
-    ) -> Unit:
+    def _unit_for(self, call: Call) -> Unit:
         if self._is_planning:
             refuse(
                 "the model that it was made from calls it while that is captured, by an attribute or a hook set since",
                 "Take that away, or compile a part of the model that does not lead back to it",
             )
         if self._given_forward is None:
-            return self._matching(leaves, spec, args, kwargs)
+            return self._matching(call)
         with self._given_forward.beside(self):
-            return self._matching(leaves, spec, args, kwargs)
+            return self._matching(call)
 
-    def _matching(
-        self, leaves: list[Any], spec: pytree.TreeSpec, args: Args, kwargs: Kwargs
-    ) -> Unit:
+    def _matching(self, call: Call) -> Unit:
         misfits = []
         for unit in self.units:
-            found = unit.misfit(leaves, spec) or self._changed()
+            found = unit.misfit(call.leaves, call.spec) or self._changed()
             if found is None:
                 return self._used(unit)
             misfits.append(found)
@@ -320,9 +320,22 @@ class Runner:
             near = None
         elif near is not None and near.is_near:
             _log.info("%s: this call gets a plan of its own", near.reason)
+        asked = self._asked_for(self.planning, call, call.ranged) if call.ranged else None
+        if asked is not None:
+            return asked
         if near is None or near.is_near:
-            return self._add(self.planning, args, kwargs)
-        return self._in_range(self.planning, leaves, spec, args, kwargs)
+            return self._add(self.planning, call)
+        return self._in_range(self.planning, call)
+
+    def _asked_for(self, planning: Planning, call: Call, ranged: RangedCall) -> Unit | None:
+        """Return a plan for the range that a call is said to be in; ``None`` where there is none."""
+        wanted = Call.of(self.positional, (), ranged.kwargs)
+        try:
+            unit = self._add(planning.ranged(ranged.dynamic_shapes), wanted)
+        except (CaptureError, UnsupportedOpError) as error:
+            _log.info("no plan for the range of a call: %s", error)
+            return None
+        return unit if unit.misfit(call.leaves, call.spec) is None else None
 
     def _used(self, unit: Unit) -> Unit:
         """Have the plans in the order in which they were used."""
@@ -331,32 +344,23 @@ class Runner:
             self.units.append(unit)
         return unit
 
-    def _in_range(
-        self,
-        planning: Planning,
-        leaves: list[Any],
-        spec: pytree.TreeSpec,
-        args: Args,
-        kwargs: Kwargs,
-    ) -> Unit:
+    def _in_range(self, planning: Planning, call: Call) -> Unit:
         """Return a plan for sizes around those of this call and of others, or for its own alone."""
         if planning.dynamic_shapes is None and self._ranges is not None:
-            for found in self._ranges.attempts(self.units, leaves, spec):
+            for found in self._ranges.attempts(self.units, call.leaves, call.spec):
                 try:
-                    unit = self._add(
-                        planning.ranged(found.dynamic_shapes), args, kwargs, found.text
-                    )
+                    unit = self._add(planning.ranged(found.dynamic_shapes), call, found.text)
                 except (CaptureError, InfeasiblePlanError, UnsupportedOpError) as error:
                     _log.info("no plan for %s: %s", found.text, error)
                     continue
                 self.units = [unit for unit in self.units if unit not in found.covered]
                 return unit
-        return self._add(planning, args, kwargs)
+        return self._add(planning, call)
 
-    def _add(self, planning: Planning, args: Args, kwargs: Kwargs, sizes: str = "") -> Unit:
+    def _add(self, planning: Planning, call: Call, sizes: str = "") -> Unit:
         """Return a new plan, which takes the place of the one used least lately if there are too many."""
         begun_s = time.perf_counter()
-        unit = self._planned(planning, args, kwargs)
+        unit = self._planned(planning, call)
         self.units.append(unit)
         seconds = time.perf_counter() - begun_s
         _log.info("plan %d of %s", len(self.units), unit.in_words(sizes, seconds))
@@ -371,7 +375,7 @@ class Runner:
             )
         return unit
 
-    def _planned(self, planning: Planning, args: Args, kwargs: Kwargs) -> Unit:
+    def _planned(self, planning: Planning, call: Call) -> Unit:
         values, forward = Parameters(planning.model), GivenForward(planning.model)
         if self._changed():
             self.units.clear()
@@ -380,7 +384,7 @@ class Runner:
             self._close_session()
         self._is_planning = True
         try:
-            unit = planning.prepare(args, kwargs)
+            unit = planning.prepare(call.args, call.kwargs)
         finally:
             self._is_planning = False
         self._values, self._given_forward = values, forward

@@ -6,6 +6,7 @@ import copy
 import inspect
 from collections import UserDict
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -104,3 +105,36 @@ def copies(leaves: Iterable[Any]) -> list[Any]:
     ]
     memo: dict[int, Any] = {}
     return [copy.deepcopy(leaf, memo) if isinstance(leaf, torch.Tensor) else leaf for leaf in found]
+
+
+@dataclass(frozen=True, slots=True)
+class RangedCall:
+    """What a plan for a range of sizes is made from."""
+
+    kwargs: dict[str, Any]
+    """A call in the range, the same one whichever call needs the plan."""
+    dynamic_shapes: dict[str, Any]
+    """As ``torch.export`` takes them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call, as it is looked up and planned."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    leaves: list[Any]
+    spec: pytree.TreeSpec
+    ranged: RangedCall | None
+    """What a plan is made from, if the call needs one; ``None`` for the call itself."""
+
+    @staticmethod
+    def of(
+        names: tuple[str, ...],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        ranged: RangedCall | None = None,
+    ) -> Call:
+        """Return a call with its positional arguments under their names."""
+        bound = bind_call(names, args, kwargs)
+        return Call(*bound, *flatten_call(*bound), ranged)

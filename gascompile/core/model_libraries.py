@@ -7,10 +7,10 @@ for the first time. No room below ``api`` knows any of them.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 if TYPE_CHECKING:
     import torch
@@ -56,6 +56,10 @@ class ModelLibrary(Protocol):
         """Return the model of a folder or file on the meta device; raises ``CheckpointError``."""
         ...
 
+    def methods(self, cls: type) -> dict[str, Callable[..., Any]]:
+        """Return what a compiled model does in another way than its class does."""
+        ...
+
 
 def register(module: str) -> None:
     """Add an integration: a module with the functions of ``ModelLibrary``."""
@@ -88,6 +92,14 @@ def rebuild_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
         for library in model_libraries()
         for name, value in library.rebuild_buffers(model).items()
     }
+
+
+def methods(cls: type) -> dict[str, Callable[..., Any]]:
+    """Return what a compiled model does in another way than its class does, by the library that the class is of."""
+    found: dict[str, Callable[..., Any]] = {}
+    for library in model_libraries():
+        found |= library.methods(cls)
+    return found
 
 
 @cache

@@ -13,16 +13,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.cache_utils import (
-    Cache,
-    CacheLayerMixin,
-    DynamicCache,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-)
+from transformers.cache_utils import Cache
 
-from gascompile.capture.fake_twin import fake_twin
-from gascompile.core.errors import UnsupportedOpError
+from gascompile.integrations.fixed_cache import FixedLayer, cache_shapes, empty_past
 
 
 class DecodingStep(nn.Module):
@@ -42,11 +35,11 @@ class DecodingStep(nn.Module):
         self.lm = lm
         self.max_length = max_length
         self._accepted = frozenset(inspect.signature(lm.forward).parameters)
-        shapes = _cache_shapes(lm)
+        shapes = cache_shapes(lm)
         self._num_layers = len(shapes)
         for i, (key, value) in enumerate(shapes):
-            self.register_buffer(f"key_{i}", _zeros(key, max_length), persistent=False)
-            self.register_buffer(f"value_{i}", _zeros(value, max_length), persistent=False)
+            self.register_buffer(f"key_{i}", empty_past(key, max_length), persistent=False)
+            self.register_buffer(f"value_{i}", empty_past(value, max_length), persistent=False)
 
     @property
     def cache_bytes(self) -> int:
@@ -70,7 +63,7 @@ class DecodingStep(nn.Module):
                 earlier tokens.
         """
         layers: list[Any] = [
-            _FixedLayer(self.get_buffer(f"key_{i}"), self.get_buffer(f"value_{i}"), position)
+            FixedLayer(self.get_buffer(f"key_{i}"), self.get_buffer(f"value_{i}"), position)
             for i in range(self._num_layers)
         ]
         positions = torch.arange(input_ids.shape[1], device=input_ids.device) + position
@@ -84,74 +77,3 @@ class DecodingStep(nn.Module):
         )
         logits: torch.Tensor = result.logits[:, -1]
         return logits
-
-
-class _FixedLayer(CacheLayerMixin):
-    """Keys and values of one layer, as long as the whole cache."""
-
-    is_compileable = True
-    is_sliding = False
-    keys: torch.Tensor
-    values: torch.Tensor
-
-    def __init__(self, keys: torch.Tensor, values: torch.Tensor, position: torch.Tensor) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.keys = keys
-        self.values = values
-        self.is_initialized = True
-        self._position = position
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Do nothing: the tensors are there from the start."""
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write the new keys and values at their positions and return all of them."""
-        del args, kwargs
-        positions = torch.arange(key_states.shape[-2], device=key_states.device) + self._position
-        self.keys.index_copy_(2, positions, key_states)
-        self.values.index_copy_(2, positions, value_states)
-        return self.keys, self.values
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return the length of the keys and the position of the first."""
-        del query_length
-        return self.get_max_length(), 0
-
-    def get_seq_length(self) -> Any:
-        """Return how many tokens were there before this call, as a tensor."""
-        return self._position
-
-    def get_max_length(self) -> int:
-        """Return how many tokens fit."""
-        return int(self.keys.shape[-2])
-
-
-def _cache_shapes(lm: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return keys and values per layer as a run without data leaves them: shapes and dtypes to go by."""
-    twin: Any = fake_twin(lm, device="cpu")[0]
-    # The default, grouped matrix products, has no shape formula for all dtypes outside of a capture.
-    twin.set_experts_implementation("batched_mm")
-    (mode,) = {tensor.fake_mode for tensor in twin.parameters()}
-    cache = DynamicCache(config=lm.config)
-    with mode, torch.no_grad():
-        twin(input_ids=torch.zeros(1, 2, dtype=torch.long), past_key_values=cache, use_cache=True)
-    layers: list[Any] = cache.layers
-    for i, layer in enumerate(layers):
-        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) or layer.keys is None:
-            raise UnsupportedOpError(
-                f"layer {i} of {type(lm).__name__} keeps its past as {type(layer).__name__}; generation supports "
-                "keys and values per position. Compile the model's forward with use_cache=False instead"
-            )
-    if not layers:
-        raise UnsupportedOpError(
-            f"{type(lm).__name__} does not fill the cache that it is given, so each token would need the whole "
-            "prompt again. Compile the model's forward instead"
-        )
-    return [(layer.keys, layer.values) for layer in layers]
-
-
-def _zeros(like: torch.Tensor, max_length: int) -> torch.Tensor:
-    batch, heads, _, width = like.shape
-    return torch.zeros(batch, heads, max_length, width, dtype=like.dtype)

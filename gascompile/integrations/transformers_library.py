@@ -1,5 +1,6 @@
 """Hugging Face transformers as a model library: the hooks that the core asks, each where its work is done."""
 
+from gascompile.integrations.generate import methods
 from gascompile.integrations.huggingface import (
     build_skeleton,
     ignorable_weights,
@@ -15,6 +16,7 @@ __all__ = [
     "build_skeleton",
     "ignorable_weights",
     "is_directory",
+    "methods",
     "rebuild_buffers",
     "register_ops",
     "register_pytrees",

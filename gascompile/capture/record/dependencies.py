@@ -11,10 +11,12 @@ import hashlib
 import os
 import sys
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
+
+import torch
 
 from gascompile.capture.fingerprint.code_fingerprint import module_digest
 from gascompile.capture.fingerprint.code_names import names_of
@@ -26,6 +28,7 @@ from gascompile.capture.record.watches import Code
 
 _PLAIN = (int, float, complex, str, bytes)
 _NONE = ""
+_VERSIONED = {Origin.INSTALLED, Origin.TORCH}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +48,8 @@ class Dependencies:
     libraries: Mapping[str, str]
     """Modules of libraries -> what their code found under the names that it uses."""
     library_names: Mapping[str, tuple[str, ...]]
+    loaded: tuple[str, ...] = ()
+    """Those of ``libraries`` that the capture imported first: where one is not imported yet, it comes as it came."""
     reads: tuple[str, ...] | None
     """Attributes that were read; ``None`` for all."""
     ran: tuple[str, ...]
@@ -71,6 +76,8 @@ class Dependencies:
             if _function_digest(name) != was:
                 return f"{name} has changed or is not imported yet"
         for name, was in self.libraries.items():
+            if name in self.loaded and name not in sys.modules:
+                continue
             if _library_digest(name, self.library_names.get(name, ())) != was:
                 return f"something in {name} was replaced"
         return None
@@ -117,6 +124,7 @@ def dependencies(
         functions=functions,
         libraries={name: _library_digest(name, names) for name, names in used.items()},
         library_names=used,
+        loaded=tuple(sorted(running.imported & used.keys())),
         reads=None if reads.names is None else tuple(sorted(reads.names)),
         ran=tuple(sorted(reads.ran or ())),
     )
@@ -190,10 +198,32 @@ def _library_names(running: Running) -> dict[str, tuple[str, ...]]:
         module = sys.modules.get(name) if isinstance(name, str) else None
         if module is None or vars(module) is not space or not isinstance(name, str):
             continue
-        if origin_of_module(module) in {Origin.INSTALLED, Origin.TORCH}:
-            chains = [chain for chain in names_of(body).chains if chain[0] in space]
-            used.setdefault(name, set()).update(map(".".join, chains))
+        if origin_of_module(module) in _VERSIONED:
+            used.setdefault(name, set())
+            for chain in names_of(body).chains:
+                if chain[0] in space:
+                    holder, rest = _holder(name, chain, running.imported)
+                    used.setdefault(holder, set()).update([".".join(rest)] if rest else ())
     return {name: tuple(sorted(names)) for name, names in sorted(used.items())}
+
+
+def _holder(
+    name: str, chain: Sequence[str], imported: Collection[str]
+) -> tuple[str, Sequence[str]]:
+    """Return the module, and the name in it, that a dotted name is looked for in.
+
+    That is where it begins, or the last module on its way that the capture imported first: in another process that
+    one is not there yet.
+    """
+    found, space = (name, chain), vars(sys.modules[name])
+    for i, key in enumerate(chain):
+        value = space.get(key)
+        if not isinstance(value, types.ModuleType):
+            break
+        if value.__name__ in imported and origin_of_module(value) in _VERSIONED:
+            found = (value.__name__, chain[i + 1 :])
+        space = vars(value)
+    return found
 
 
 def _library_digest(name: str, names: Iterable[str]) -> str:
@@ -213,7 +243,8 @@ def _followed(space: Mapping[str, Any], chain: str) -> object:
     value: object = None
     for key in chain.split("."):
         value = space.get(key)
-        if not isinstance(value, types.ModuleType):
+        # The registry of ops fills up with what is imported; nothing in it can be put in another's place.
+        if not isinstance(value, types.ModuleType) or value is torch.ops:
             break
         space = vars(value)
     return value

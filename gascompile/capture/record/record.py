@@ -299,8 +299,19 @@ def _joined(reasons: list[str]) -> str | None:
 def _is_own(code: types.CodeType, space: dict[str, Any]) -> bool:
     found = origin_of_file(code.co_filename)
     return not found.versioned and not (
-        found is Origin.MADE and origin_of_name(str(space.get("__name__"))).versioned
+        found is Origin.MADE and origin_of_name(_maker(code, str(space.get("__name__")))).versioned
     )
+
+
+def _maker(code: types.CodeType, space_name: str) -> str:
+    """Return the module that code without a file is of: the constructor of a named tuple is its class's."""
+    typename = space_name.removeprefix("namedtuple_")
+    if typename != space_name:
+        for module in list(sys.modules.values()):
+            made = vars(module).get(typename)
+            if isinstance(made, type) and getattr(made.__new__, "__code__", None) is code:
+                return made.__module__
+    return space_name
 
 
 def _reads(code: list[Code], model: nn.Module) -> Reads:
