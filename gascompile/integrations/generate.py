@@ -79,6 +79,9 @@ def _cache_for(
         return None
     if config.cache_implementation is not None or getattr(config, "is_assistant", False):
         return None
+    # An accelerator has copies of its inputs, which a program may not write to.
+    if compiled._gascompile.planning.machine.compute_tier != "cpu":
+        return None
     if compiled.config.is_encoder_decoder or not compiled._supports_default_dynamic_cache():
         return None
     shapes = _past_of(compiled)
@@ -89,10 +92,9 @@ def _cache_for(
     rows *= max(config.num_beams or 1, config.num_return_sequences or 1)
     size = max(_SHORTEST, 1 << (length - 1).bit_length())
     keys, values = (
-        [empty_past(kind, size, rows).to(compiled.device) for kind in kinds]
-        for kinds in zip(*shapes, strict=True)
+        [empty_past(kind, size, rows) for kind in kinds] for kinds in zip(*shapes, strict=True)
     )
-    return FixedCache(torch.zeros((), dtype=torch.long, device=compiled.device), keys, values)
+    return FixedCache(torch.tensor(0), keys, values)
 
 
 def _past_of(compiled: Any) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
