@@ -14,6 +14,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from gascompile.core.errors import UnsupportedOpError
+
 _LEAVES = frozenset({torch.Tensor, bool, int, float, str, type(None)})
 """Types that are no containers, and nobody makes such of them."""
 
@@ -84,10 +86,20 @@ def _as_dict(value: Any) -> Any:
 def flatten_call(
     args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[list[Any], pytree.TreeSpec]:
-    """Return the leaves of a call and its structure; of named leaves alone the structure is made once."""
+    """Return the leaves of a call and its structure; of named leaves alone the structure is made once.
+
+    Raises:
+        UnsupportedOpError: a container of a library cannot be taken apart.
+    """
     values = list(kwargs.values())
     if args or not _LEAVES.issuperset(map(type, values)):
-        return pytree.tree_flatten((args, kwargs))
+        try:
+            return pytree.tree_flatten((args, kwargs))
+        except Exception as error:  # a library's own code, which raises what it likes
+            raise UnsupportedOpError(
+                f"the arguments cannot be taken apart ({type(error).__name__}: {error}); give tensors, or containers "
+                "whose parts are tensors; for a cache of this kind pass use_cache=False"
+            ) from error
     return values, _named_leaves(tuple(kwargs))
 
 

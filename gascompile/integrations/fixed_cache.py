@@ -107,7 +107,8 @@ def cache_shapes(lm: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Return keys and values per layer as a run without data leaves them: shapes and dtypes to go by.
 
     Raises:
-        UnsupportedOpError: the model keeps another kind of past than keys and values per position.
+        UnsupportedOpError: the model keeps another kind of past than keys and values per position, or is not known
+            to compute with one of a fixed size.
     """
     twin: Any = fake_twin(lm, device="cpu")[0]
     # The default, grouped matrix products, has no shape formula for all dtypes outside of a capture.
@@ -127,6 +128,12 @@ def cache_shapes(lm: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
         raise UnsupportedOpError(
             f"{type(lm).__name__} does not fill the cache that it is given, so each token would need the whole "
             "prompt again. Compile the model's forward instead"
+        )
+    if not getattr(lm, "_can_compile_fullgraph", False):
+        # Code that takes the length of the keys for the length of the text, as GPT-Neo's, would be silently wrong.
+        raise UnsupportedOpError(
+            f"transformers does not say that {type(lm).__name__} computes the same with a cache of a fixed size; "
+            "compile the model and call its generate, which then fills a cache that grows"
         )
     return [(layer.keys, layer.values) for layer in layers]
 

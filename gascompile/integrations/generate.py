@@ -116,9 +116,7 @@ def _forward(
     """Call the model with a cache of fixed size, in pieces where it is a prompt."""
     ids: Any = kwargs.get("input_ids")
     keep = kwargs.get("logits_to_keep")
-    is_known = (
-        not args and ids is not None and {k for k, v in kwargs.items() if v is not None} <= _KNOWN
-    )
+    is_known = not args and ids is not None and _is_cut(kwargs)
     num_tokens = (ids if ids is not None else kwargs["inputs_embeds"]).shape[1]
     cache.require_room(num_tokens)
     if not is_known:
@@ -140,6 +138,15 @@ def _forward(
         _moved_on(result, cache, end - done)
         done = end
     return result
+
+
+def _is_cut(kwargs: dict[str, Any]) -> bool:
+    """Return whether pieces can be cut out of a call."""
+    mask = kwargs.get("attention_mask")
+    masks = mask.values() if isinstance(mask, dict) else (mask,)
+    return {name for name, value in kwargs.items() if value is not None} <= _KNOWN and all(
+        of is None or of.dim() == 4 for of in masks
+    )
 
 
 def _moved_on(result: Any, cache: FixedCache, num_tokens: int) -> Any:

@@ -13,7 +13,8 @@ import torch
 import transformers
 
 import gascompile
-from gascompile.core.errors import PlanMismatchError
+from gascompile.core.errors import PlanMismatchError, UnsupportedOpError
+from gascompile.integrations.generation import Generator
 
 _SMALL: dict[str, Any] = {
     "vocab_size": 60, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -29,13 +30,20 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "neox": ("GPTNeoX", {}),
     "mixtral": ("Mixtral", {"num_local_experts": 2, "sliding_window": None}),
 }  # fmt: skip
+_GROWING: dict[str, tuple[str, dict[str, Any]]] = {
+    "neo": (
+        "GPTNeo",
+        {"num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]], "window_size": 4},
+    ),
+    "mamba": ("Mamba", {"state_size": 4}),
+}  # fmt: skip
 _NAMES = {"gemma3": "Gemma3TextConfig"}
 Compiled = Callable[..., Any]
 
 
 def made(family: str) -> Any:
     torch.manual_seed(0)
-    name, more = _FAMILIES[family]
+    name, more = (_FAMILIES | _GROWING)[family]
     library: Any = transformers
     config = getattr(library, _NAMES.get(family, f"{name}Config"))(**_SMALL | more)
     kind = {"gpt2": "GPT2LMHeadModel"}.get(family, f"{name}ForCausalLM")
@@ -171,6 +179,25 @@ def test_drafts_and_encoder_decoders_keep_their_own_cache(compiled: Compiled) ->
     ids = text(1, 6).repeat(1, 2)
     wanted, found = both(model, it, ids, prompt_lookup_num_tokens=2, max_new_tokens=2)
     assert torch.equal(found, wanted)
+
+
+def test_code_that_needs_a_cache_that_grows_gets_one(compiled: Compiled) -> None:
+    """GPT-Neo's takes the length of the keys for that of the text: with a fixed one it would be silently wrong."""
+    model = made("neo")
+    ids = text(1, 5)
+    wanted, found = both(model, compiled(model), ids, max_new_tokens=3)
+    assert torch.equal(found, wanted)
+    with pytest.raises(UnsupportedOpError, match="does not say"):
+        Generator(model, "8MiB", max_length=32, machine="cpu-nvme")
+
+
+def test_states_of_another_kind_are_refused(compiled: Compiled) -> None:
+    model = made("mamba")
+    ids = text(1, 5)
+    wanted, found = both(model, compiled(model), ids, use_cache=False, max_new_tokens=2)
+    assert torch.equal(found, wanted)
+    with pytest.raises(UnsupportedOpError, match="use_cache=False"):
+        compiled(model).generate(ids, max_new_tokens=2, do_sample=False)
 
 
 def test_plans_are_found_again(compiled: Compiled, caplog: pytest.LogCaptureFixture) -> None:
