@@ -40,6 +40,19 @@ class FixedCache(Cache):
             layers=[FixedLayer(*past, position) for past in zip(keys, values, strict=True)]
         )
 
+    def update(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write keys and values of a layer and return all of them; in captured programs alone.
+
+        Raises:
+            UnsupportedOpError: a model that is not compiled was given it, and would move nothing on.
+        """
+        if not torch.compiler.is_exporting():
+            raise UnsupportedOpError(
+                "a cache that a compiled model has filled is for compiled models; give this one none, "
+                "and the whole text"
+            )
+        return super().update(*args, **kwargs)
+
     def require_room(self, num_tokens: int) -> None:
         """Raise ``ValueError`` where so many tokens more do not fit."""
         size = self.layers[0].get_max_length()

@@ -16,8 +16,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from gascompile.capture.calls import RangedCall
-from gascompile.core.errors import InfeasiblePlanError, UnsupportedOpError
+from gascompile.capture.calls import RangedCall, bind_call
+from gascompile.core.errors import InfeasiblePlanError, PlanMismatchError, UnsupportedOpError
 
 if TYPE_CHECKING:
     from gascompile.integrations.fixed_cache import FixedCache
@@ -48,10 +48,10 @@ def methods(cls: type) -> dict[str, Callable[..., Any]]:
         return {}
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        cache: Any = kwargs.get("past_key_values")
-        if not hasattr(cache, "advance"):
+        if not any(hasattr(value, "advance") for value in (*args, *kwargs.values())):
             return self._gascompile.call(args, kwargs)
-        return _forward(self, cache, args, kwargs)
+        args, kwargs = bind_call(self._gascompile.positional, args, kwargs)
+        return _forward(self, kwargs["past_key_values"], args, kwargs)
 
     def prepare(self: Any, generation_config: Any, model_kwargs: Any, *args: Any, **kw: Any) -> Any:
         theirs = cls._prepare_cache_for_generation
@@ -117,7 +117,10 @@ def _forward(
     ids: Any = kwargs.get("input_ids")
     keep = kwargs.get("logits_to_keep")
     is_known = not args and ids is not None and _is_cut(kwargs)
-    num_tokens = (ids if ids is not None else kwargs["inputs_embeds"]).shape[1]
+    sized = ids if ids is not None else kwargs.get("inputs_embeds")
+    if sized is None:
+        raise PlanMismatchError("a call with a cache has input_ids= or inputs_embeds=; pass one")
+    num_tokens = sized.shape[1]
     cache.require_room(num_tokens)
     if not is_known:
         return _moved_on(compiled._gascompile.call(args, kwargs), cache, num_tokens)
@@ -135,7 +138,7 @@ def _forward(
                 raise
             _pieces[compiled] = next(size for size in _PIECES if size < end - done)
             continue
-        _moved_on(result, cache, end - done)
+        result = _moved_on(result, cache, end - done)
         done = end
     return result
 
@@ -151,6 +154,8 @@ def _is_cut(kwargs: dict[str, Any]) -> bool:
 
 def _moved_on(result: Any, cache: FixedCache, num_tokens: int) -> Any:
     cache.advance(num_tokens)
+    if isinstance(result, tuple):
+        return tuple(cache if hasattr(value, "advance") else value for value in result)
     result.past_key_values = cache
     return result
 
