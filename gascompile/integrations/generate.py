@@ -79,6 +79,9 @@ def _cache_for(
         return None
     if config.cache_implementation is not None or getattr(config, "is_assistant", False):
         return None
+    # What is returned of attention is as long as the cache.
+    if getattr(config, "output_attentions", False):
+        return None
     # An accelerator has copies of its inputs, which a program may not write to.
     if compiled._gascompile.planning.machine.compute_tier != "cpu":
         return None

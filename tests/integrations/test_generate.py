@@ -113,6 +113,15 @@ def test_modes_of_the_loop(compiled: Compiled) -> None:
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
 
 
+def test_attention_that_is_returned_is_as_long_as_the_text(compiled: Compiled) -> None:
+    model = made("llama")
+    model.set_attn_implementation("eager")
+    full = {"return_dict_in_generate": True, "output_attentions": True, "max_new_tokens": 2}
+    wanted, found = both(model, compiled(model), text(1, 4), **full)
+    for one, other in zip(found.attentions, wanted.attentions, strict=True):
+        torch.testing.assert_close(one, other)
+
+
 def test_rows_of_other_lengths_are_padded_on_the_left(compiled: Compiled) -> None:
     model = made("mistral")
     it = compiled(model)
