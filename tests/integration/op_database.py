@@ -102,9 +102,10 @@ def _enlarged(function: Any, call: Any, scale: int) -> OpModule:
 
 def _returned_bytes(module: OpModule) -> int:
     """Return what a call returns without making it; 0 where that cannot be told."""
+    inputs = [x.detach() for x in module.inputs]
     try:
         with FakeTensorMode() as mode, torch.no_grad():
-            found = module(*(mode.from_tensor(x.detach()) for x in module.inputs))
+            found = module(*map(mode.from_tensor, inputs))
     except Exception:  # noqa: BLE001 - whatever does not run on fake tensors is small enough
         return 0
     return sum(x.nbytes for x in pytree.tree_leaves(found) if isinstance(x, torch.Tensor))
