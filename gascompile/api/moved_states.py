@@ -126,6 +126,7 @@ def _cover_states(session: LastingSession) -> None:
             partial(assign, name),
             holder="a compiled model that moves it",
             wait=opened,
+            settle=keeper.wait,
         )
         for name, tensor in taken.tensors.items()
     }

@@ -105,10 +105,10 @@ def _returned_bytes(module: OpModule) -> int:
     inputs = [x.detach() for x in module.inputs]
     try:
         with FakeTensorMode() as mode, torch.no_grad():
-            found = module(*map(mode.from_tensor, inputs))
+            found = pytree.tree_leaves(module(*map(mode.from_tensor, inputs)))
+            return sum(x.nbytes for x in found if isinstance(x, torch.Tensor))
     except Exception:  # noqa: BLE001 - whatever does not run on fake tensors is small enough
         return 0
-    return sum(x.nbytes for x in pytree.tree_leaves(found) if isinstance(x, torch.Tensor))
 
 
 def _larger(value: torch.Tensor, scale: int) -> torch.Tensor:

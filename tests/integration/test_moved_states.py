@@ -306,18 +306,13 @@ def test_a_child_of_a_fork_is_refused_what_its_parent_has(
 ) -> None:
     with compiled_of(decoder, cache) as compiled:
         check(compiled, eager, token(), at(0))
-        # Which states move depends on what ops were measured to take.
         taken = next(buffer for buffer in decoder.buffers() if "_cover" in vars(buffer))
         child = os.fork()
         if not child:
             code = 1
             try:
                 refused = 0
-                for use in (
-                    lambda: compiled(token(), at(1)),
-                    taken.sum,
-                    taken.zero_,
-                ):
+                for use in (lambda: compiled(token(), at(1)), taken.sum, taken.zero_):
                     try:
                         use()
                     except ForkedError:

@@ -38,6 +38,7 @@ class Cover:
         assign: Callable[[torch.Tensor], None],
         holder: str = "an open training step",
         wait: Callable[[], object] = bool,
+        settle: Callable[[], object] = bool,
     ) -> None:
         """Change nothing yet.
 
@@ -49,8 +50,9 @@ class Cover:
             assign: takes a new value.
             holder: who has the value, as errors call it.
             wait: blocks until the value is back, where nobody has the holder any more.
+            settle: blocks while another thread puts the value back, whose asker was interrupted.
         """
-        self.holder, self.life, self.wait = holder, life(), wait
+        self.holder, self.life, self.wait, self.settle = holder, life(), wait, settle
         self.name, self.tensor = name, tensor
         self._like, self._value, self._assign = like, value, assign
         self._own = type(tensor)
@@ -167,6 +169,10 @@ class OpenTensor(torch.Tensor):
     ) -> Any:
         from gascompile.training.state.open_access import answer
 
+        for given in pytree.tree_leaves((args, kwargs)):
+            cover = vars(given).get("_cover") if isinstance(given, OpenTensor) else None
+            if cover is not None:
+                cover.settle()
         return answer(func, args, kwargs or {})
 
     @classmethod
