@@ -26,9 +26,12 @@ Values = dict[str, torch.Tensor]
 
 def started(body: threading.Thread) -> threading.Thread:
     """Start a thread: Python's own start() waits on a lock that an interrupt breaks."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM})
-    body.start()
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
+    try:
+        # Raises what came just before, with the signal blocked.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM})
+        body.start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
     return body
 
 

@@ -18,19 +18,20 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
-from safetensors.torch import save_model
 from torch import nn
 
 import gascompile
 from gascompile.core.errors import StorageError
 from gascompile.integrations.generation import Generator
 from tests.interrupted_runs import RUNS, started
-from tests.training.runs import MACHINE, TinyGPT, adamw, batches, compiled, new_model
+from tests.interrupted_steps import STEPS
+from tests.training.runs import MACHINE
 
 WATCHDOG_S = float(os.environ.get("GASCOMPILE_WATCHDOG_S", "5"))
+"""For an act and its check; ten times as much for what plans, and for the end of the process."""
 HOST = dataclasses.replace(MACHINE, name="by hand too", links=MACHINE.links[:1])
 
 
@@ -200,138 +201,6 @@ class Generated:
             assert list(self.generator.stream(prompt, 6)) == expected
 
 
-class Trained:
-    """Steps whose states leave memory. After an interrupt a step goes on, or says what to do."""
-
-    def __init__(self, folder: Path) -> None:
-        self.step = self.opened(folder)
-        self.folder, self.batches = folder / "checkpoints", batches(3)
-        torch.manual_seed(5)
-        self.step(self.batches[0])
-        self.step.save(self.folder)
-        self.expected = [float(self.step(batch)) for batch in self.batches[1:]]
-        self.typed = 0
-        self.step.load(self.folder)
-        self.random = torch.get_rng_state()
-
-    def opened(self, folder: Path) -> gascompile.TrainingStep:
-        """Return the step."""
-        model = new_model(width=48).train()
-        return compiled(model, adamw(model), folder, budget=(4 << 20) + 500_000)
-
-    def act(self) -> None:
-        """Take a step."""
-        if self.step.num_steps > 1:
-            self.step.load(self.folder)
-        self.step(self.batches[1])
-
-    def check(self) -> None:
-        """Go on from where it is, else from the checkpoint."""
-        assert torch.is_grad_enabled()
-        taken = self.step.num_steps - 1
-        if not taken:
-            torch.set_rng_state(self.random)
-        try:
-            found = float(self.step(self.batches[1 + taken]))
-        except StorageError as error:
-            if "load(folder)" not in str(error):
-                raise
-            self.typed += 1
-            self.step.load(self.folder)
-            taken, found = 0, float(self.step(self.batches[1]))
-        assert found == self.expected[taken], (taken, found, self.expected)
-        self.step.load(self.folder)
-
-
-class Frozen(Trained):
-    """Steps that read most of their weights where a checkpoint has them."""
-
-    def opened(self, folder: Path) -> gascompile.TrainingStep:
-        """Return the step, of a model on the meta device."""
-        save_model(new_model(width=48), str(folder / "model.safetensors"))
-        with torch.device("meta"):
-            model = TinyGPT(48).train()
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_("qkv" in name or name.endswith("bias"))
-        path, budget = folder / "model.safetensors", (4 << 20) + 500_000
-        return compiled(model, adamw(model), folder, budget=budget, checkpoint=path)
-
-
-class Checkpointed(Trained):
-    """Saving checkpoints of it."""
-
-    def act(self) -> None:
-        """Take a checkpoint of what the last one holds."""
-        self.step.load(self.folder)
-        self.step.save(self.folder)
-
-    def check(self) -> None:
-        """Go on from the checkpoint that is there."""
-        self.step.load(self.folder)
-        assert float(self.step(self.batches[1])) == self.expected[0]
-
-
-class Ended:
-    """Closing a training step: its values are with it or back in the model, and a second call ends it."""
-
-    in_files = False
-    """Whether values come from a checkpoint, half of them in place."""
-
-    def __init__(self, folder: Path) -> None:
-        """Plan once to know what is right."""
-        self.folder, self.batch = folder, torch.linspace(-1, 1, 4 * 96).view(4, 96)
-        self.expected: dict[str, torch.Tensor] = {}
-        self.begin()
-        self.step.close()
-        self.expected = copied(self.model)
-        self.begin()
-
-    def begin(self) -> None:
-        """Take one step, of a model whose states leave memory."""
-        torch.manual_seed(5)
-        self.model = nn.Sequential(nn.Linear(96, 96), nn.Linear(96, 96))
-        options: dict[str, Any] = {}
-        if self.in_files:
-            self.model[0].requires_grad_(False)
-            options["checkpoint"] = self.folder / "model.safetensors"
-            if not self.expected:
-                save_model(self.model, str(options["checkpoint"]))
-            self.model.to("meta")
-        self.step = gascompile.compile_step(
-            self.model,
-            lambda model, batch: model(batch).square().mean(),
-            adamw(self.model),
-            (4 << 20) + 220_000,
-            machine=MACHINE,
-            cache_dir=self.folder,
-            **options,
-        )
-        self.step(self.batch)
-
-    def act(self) -> None:
-        """Close it."""
-        self.step.close()
-
-    def check(self) -> None:
-        """Close it again, and take the next one."""
-        self.step.close()
-        found = copied(self.model)
-        for name, expected in self.expected.items():
-            assert torch.equal(found[name], expected), name
-        self.begin()
-
-
-class EndedInFiles(Ended):
-    """The same where half of the model is read in place."""
-
-    in_files = True
-
-
-def copied(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return copies of a model's values."""
-    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
-
-
 CASES: dict[str, Callable[[Path], Case]] = {
     "inference": Streamed,
     "threads": Shared,
@@ -339,11 +208,7 @@ CASES: dict[str, Callable[[Path], Case]] = {
     "save": Saved,
     "load": Loaded,
     "generation": Generated,
-    "training": Trained,
-    "frozen": Frozen,
-    "checkpoints": Checkpointed,
-    "close of a step": Ended,
-    "close of frozen": EndedInFiles,
+    **STEPS,
     **RUNS,
 }
 
@@ -352,25 +217,33 @@ def disturb(case: Case, count: int, seed: int) -> Iterator[int]:
     """Interrupt a case ``count`` times and check it after each; yields how many signals have raised."""
     generator, storm = random.Random(seed), Storm()
     signal.signal(signal.SIGALRM, storm)
-    case.act()
-    case.check()
-    start_s = time.perf_counter()
-    case.act()
-    time_s = time.perf_counter() - start_s
-    case.check()
-    done = 0
+    for _ in range(2):
+        start_s = time.perf_counter()
+        case.act()
+        time_s = time.perf_counter() - start_s
+        case.check()
+    done = num_misses = 0
     while done < count:
-        faulthandler.dump_traceback_later(WATCHDOG_S, exit=True)
+        watch(WATCHDOG_S)
+        start_s = time.perf_counter()
         raised = storm.over(
             case.act,
             after_s=generator.uniform(0, time_s * 1.1),
             every_s=generator.choice([0, 50e-6, 200e-6, 1e-3]) or 1e-3,
             count=generator.choice([1, 1, 2, 5]),
         )
+        if not raised:
+            time_s = time.perf_counter() - start_s
         case.check()
-        faulthandler.cancel_dump_traceback_later()
+        num_misses = 0 if raised else num_misses + 1
+        assert num_misses < 1000, "no signal breaks it off"
         done += bool(raised)
         yield raised
+
+
+def watch(limit_s: float) -> None:
+    """End the process, with what its threads are at, unless told again within so many seconds."""
+    faulthandler.dump_traceback_later(limit_s, exit=True)
 
 
 def main() -> None:
@@ -379,6 +252,7 @@ def main() -> None:
     torch.set_num_threads(1)
     for kind in kinds:
         folder = Path(tempfile.mkdtemp(prefix="interrupts-"))
+        watch(10 * WATCHDOG_S)
         try:
             case = CASES[kind](folder)
             raised = [n for n in disturb(case, count, seed) if n]
@@ -386,6 +260,7 @@ def main() -> None:
             print(f"{kind}: {len(raised)} interrupted, {sum(raised)} signals, {typed} typed errors")
         finally:
             shutil.rmtree(folder, ignore_errors=True)
+    watch(10 * WATCHDOG_S)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
@@ -41,7 +40,7 @@ from gascompile.training.state.holdings import Holdings
 from gascompile.training.state.open_tensors import values_of
 from gascompile.training.state.train_state import States
 from gascompile.training.unit_table import UnitTable
-from gascompile.training.units import OPEN, Unit, UnitMaker
+from gascompile.training.units import Unit, UnitMaker, require_free
 
 
 class TrainingStep:
@@ -80,7 +79,7 @@ class TrainingStep:
         )
         self._units = UnitTable(self._maker, settings)
         self._holdings = Holdings(model, self._maker, self._units)
-        weakref.finalize(self, self._holdings.dropped)
+        self._holdings.outlive(self)
         self._watch = BudgetWatch(self._maker.transfer_bytes)
         self.plan: Plan | None = None
         self.graph_module: fx.GraphModule | None = None
@@ -195,10 +194,7 @@ class TrainingStep:
         if not self._settings.unplanned:
             require_rule(self.optimizer)
         if self._states is None:
-            if self._model in OPEN:
-                raise ValueError(
-                    "the model belongs to another training step that is open; close that one first"
-                )
+            require_free(self._model)
             self._structure = structure(self.optimizer, moments=not self._settings.unplanned)
             return
         self._states.covers.require_in_place()

@@ -73,6 +73,20 @@ _BUFFERS = 4
 """Parts of the transfer buffers: out and in, of what persists and of activations."""
 
 
+def require_free(model: nn.Module) -> None:
+    """Refuse a model whose values a step has.
+
+    Raises:
+        ValueError: one has.
+    """
+    for tensor in model.parameters():
+        if (cover := vars(tensor).get("_cover")) is not None:
+            cover.settle()
+    if model in OPEN:
+        said = "the model belongs to another training step that is open; close that one first"
+        raise ValueError(said)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unit:
     """The step, or the evaluation, for one kind of batch."""
@@ -141,6 +155,8 @@ class UnitMaker:
         self._settings, self._values, self._saved = settings, values, saved
         self.before_access: Callable[[], None] = lambda: None
         """Called before a value is read or written from outside."""
+        self.settle: Callable[[], object] = bool
+        """Blocks while values go back into the model, whose asker was interrupted."""
         self.states: States | None = None
         """Values that were taken over, from the first unit on."""
         self.session: Session | None = None
@@ -334,6 +350,7 @@ class UnitMaker:
                 values=self._values,
                 changing=changing | rules.trained,
                 before_access=self.before_access,
+                settle=self.settle,
             )
             OPEN.add(self._model)
             return self.states

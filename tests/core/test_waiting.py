@@ -19,7 +19,8 @@ from gascompile.core.errors import ForkedError
 from gascompile.core.own_work import OwnWork
 from gascompile.core.waiting import Gate, OwnThread, Pool, Turn, own_threads
 from tests.interrupted_runs import RUNS
-from tests.interrupts import Generated, Streamed, Trained
+from tests.interrupted_steps import STEPS, Trained
+from tests.interrupts import Generated, Streamed
 from tests.runtime.toys import make_plan, mlp
 from tests.waiting import eventually
 
@@ -276,28 +277,16 @@ def test_who_was_interrupted_while_closing_a_generator_generates(
 
 
 NUM_INTERRUPTS = int(os.environ.get("GASCOMPILE_INTERRUPTS", "32"))
-KINDS = (
-    "inference",
-    "threads",
-    "close",
-    "save",
-    "load",
-    "generation",
-    "training",
-    "frozen",
-    "checkpoints",
-    "close of a step",
-    "close of frozen",
-    *RUNS,
-)
+KINDS = ("inference", "threads", "close", "save", "load", "generation")
+NUM_KINDS = len(KINDS) + len(STEPS) + len(RUNS)
 
 
 @pytest.mark.parametrize(
-    "kinds", [KINDS[:5], KINDS[5:11], tuple(RUNS)], ids=["inference", "others", "runs"]
+    "kinds", [KINDS, tuple(STEPS), tuple(RUNS)], ids=["inference", "steps", "runs"]
 )
 def test_nothing_hangs_or_goes_wrong_after_interrupts(kinds: tuple[str, ...]) -> None:
     """Take as many as the environment says; every one has a watchdog, wide here for busy machines."""
-    count = max(1, NUM_INTERRUPTS // len(KINDS))
+    count = max(1, NUM_INTERRUPTS // NUM_KINDS)
     found = subprocess.run(
         [sys.executable, "-m", "tests.interrupts", ",".join(kinds), str(count), "7"],
         cwd=ROOT,
@@ -305,6 +294,7 @@ def test_nothing_hangs_or_goes_wrong_after_interrupts(kinds: tuple[str, ...]) ->
         capture_output=True,
         text=True,
         check=False,
+        timeout=550,
     )
     assert found.returncode == 0, found.stdout + found.stderr
     assert [line.split(":")[0] for line in found.stdout.splitlines()] == list(kinds)

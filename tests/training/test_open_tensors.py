@@ -19,6 +19,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from gascompile.core.errors import GASCompileError, OpenStepError, UnsupportedOpError
+from gascompile.training.state.holdings import Holdings
 from gascompile.training.step import TrainingStep
 from tests.training.runs import TinyGPT, adamw, batches, compiled, loss_fn, new_model, plain_step
 
@@ -365,3 +366,27 @@ def test_values_after_a_failed_step_are_not_given_for_whole(opened: Trained) -> 
     with pytest.raises(GASCompileError, match="half updated"):
         opened.model.state_dict()
     opened.step._holdings.failure = ""
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("first", ["model", "optimizer"])
+def test_who_is_interrupted_while_dropping_a_step_has_its_values(
+    first: str, tmp_path: Path, plain: Trained, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(_: Holdings) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Holdings, "dropped", interrupted)
+    model = new_model().train()
+    optimizer = adamw(model)
+    step = compiled(model, optimizer, tmp_path)
+    torch.manual_seed(5)
+    step(batches(1)[0])
+    del step
+    gc.collect()
+    for part in ("model", "optimizer") if first == "model" else ("optimizer", "model"):
+        found, expected = (model, plain.model) if part == "model" else (optimizer, plain.optimizer)
+        assert_same(found.state_dict(), expected.state_dict(), part)
+    assert all(type(value) is nn.Parameter for value in model.parameters())
+    with compiled(model, optimizer, tmp_path) as again:
+        again(batches(1)[0])

@@ -27,6 +27,7 @@ class Covers:
         like: Callable[[str], torch.Tensor],
         value: Callable[[str], torch.Tensor],
         assign: Callable[[str, torch.Tensor], None],
+        settle: Callable[[], object],
     ) -> None:
         """Change nothing yet.
 
@@ -36,10 +37,19 @@ class Covers:
             like: returns a tensor that has the layout alone.
             value: returns a copy.
             assign: takes a new value.
+            settle: blocks while values go back into the model, whose asker was interrupted.
         """
         self._model = model
         self._covers = [
-            Cover(name, tensor, like(name), partial(value, name), partial(assign, name))
+            Cover(
+                name,
+                tensor,
+                like(name),
+                partial(value, name),
+                partial(assign, name),
+                wait=settle,
+                settle=settle,
+            )
             for name, tensor in tensors.items()
         ]
         # Once, where a module has several names.

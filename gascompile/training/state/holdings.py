@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import traceback
 import warnings
+import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 from torch import nn
 
 from gascompile.core.errors import GASCompileError, StorageError
+from gascompile.core.own_work import OwnWork
 from gascompile.core.waiting import life, require_life
 from gascompile.training.attempt import Attempt, begin
 from gascompile.training.state.checkpoints import CheckpointFolder
@@ -38,7 +40,21 @@ class Holdings:
         self.is_closed = False
         self._attempt = Attempt()
         self._said: list[Callable[[], None]] = []
+        self._keeper: OwnWork | None = None
         maker.before_access = self.settled
+
+    def outlive(self, step: object) -> None:
+        """Close once nobody has the step any more, whatever breaks off the thread that drops it."""
+        keeper, of = OwnWork("gascompile-step", step), weakref.ref(step)
+        keeper.when_dropped, self._keeper = self._close_left, keeper
+
+        def settle() -> None:
+            if of() is None:
+                keeper.do(bool)
+
+        self._maker.settle = settle
+        # What was made last is called first, and all is back then: this is for whom no interrupt breaks off.
+        weakref.finalize(step, self.dropped)
 
     @property
     def states(self) -> States | None:
@@ -109,6 +125,8 @@ class Holdings:
             self._said.pop(0)()
         if attempt.error is not None:
             raise attempt.error
+        if self._keeper is not None:
+            self._keeper.do(bool, is_last=True)
 
     def _finish(self, attempt: Attempt) -> None:
         """Give all back, unless another thread does; what has been given back is not touched again."""
@@ -162,6 +180,11 @@ class Holdings:
                 "'with', or call close()",
                 type(self._model).__name__,
             )
+        self._close_left()
+
+    def _close_left(self) -> None:
+        if self.states is None or self._life is not life():
+            return
         try:
             self.close()
         except (GASCompileError, OSError) as error:

@@ -23,6 +23,7 @@ class OpenOptimizer:
         *,
         whole: Callable[[State], State],
         take: Callable[[State], State],
+        settle: Callable[[], object],
     ) -> None:
         """Add the hooks.
 
@@ -30,14 +31,22 @@ class OpenOptimizer:
             optimizer: without its moments.
             whole: adds them to its state.
             take: takes them from a state and returns the rest.
+            settle: blocks while moments go back into the optimizer, whose asker was interrupted.
         """
 
-        def saved(_: torch.optim.Optimizer, state: State) -> State | None:
-            return None if _is_own.get() else whole(state)
+        def saved(own: torch.optim.Optimizer, state: State) -> State | None:
+            if _is_own.get():
+                return None
+            self._settle(settle)
+            return listed(own) if self._is_closed else whole(state)
 
         def loaded(_: torch.optim.Optimizer, state: State) -> State | None:
-            return None if _is_own.get() else take(state)
+            if _is_own.get():
+                return None
+            self._settle(settle)
+            return None if self._is_closed else take(state)
 
+        self._is_closed = self._is_settling = False
         self._handles = [
             optimizer.register_state_dict_post_hook(saved),
             optimizer.register_load_state_dict_pre_hook(loaded),
@@ -45,9 +54,20 @@ class OpenOptimizer:
 
     def close(self) -> None:
         """Remove the hooks; idempotent."""
+        self._is_closed = True
+        if self._is_settling:
+            # Torch is going through the hooks: what is left of them does nothing.
+            return
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+    def _settle(self, settle: Callable[[], object]) -> None:
+        self._is_settling = True
+        try:
+            settle()
+        finally:
+            self._is_settling = False
 
 
 @contextmanager

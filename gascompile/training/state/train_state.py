@@ -50,6 +50,7 @@ class States:
         values: FileValues | None = None,
         changing: Collection[str] = (),
         before_access: Callable[[], None] = lambda: None,
+        settle: Callable[[], object] = bool,
     ) -> None:
         """Take over what is in the model and in the optimizer.
 
@@ -62,6 +63,7 @@ class States:
             values: of tensors that have theirs in files.
             changing: names of tensors that steps change; values of others stay in their files.
             before_access: called before somebody who holds a tensor of the model reads or writes it.
+            settle: blocks while values go back into the model, whose asker was interrupted.
 
         Raises:
             CheckpointError: a file of ``values`` cannot be read.
@@ -105,8 +107,11 @@ class States:
             like=self.like,
             value=self._read,
             assign=self._written,
+            settle=settle,
         )
-        self._open = OpenOptimizer(self.optimizer, whole=self._saved, take=self._loaded)
+        self._open = OpenOptimizer(
+            self.optimizer, whole=self._saved, take=self._loaded, settle=settle
+        )
 
     def _take_moments(self) -> None:
         """Take moments out of the optimizer; what no rule knows stays where it is."""
