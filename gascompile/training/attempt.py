@@ -14,6 +14,8 @@ class Attempt:
     def __init__(self) -> None:
         """Begin nothing yet."""
         self.error: BaseException | None = None
+        self.is_asked = False
+        """Whether somebody wants it made, and may have been interrupted before a thread began."""
         self._claim, self._gate = _thread.allocate_lock(), Gate()
 
     @property

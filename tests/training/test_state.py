@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ import torch
 from torch import nn
 
 from gascompile import CheckpointError, compile_step
+from gascompile.training.attempt import Attempt
+from gascompile.training.state.train_state import States
 from tests.training.runs import (
     MACHINE,
     PLANNING_S,
@@ -251,3 +254,35 @@ def test_momentum_in_one_group_is_taken_over(tmp_path: Path) -> None:
         losses.append(plain_step(model, optimizer, batch))
         scheduler.step()
     assert losses == expected
+
+
+@pytest.mark.parametrize("first", ["model", "optimizer"])
+def test_who_is_interrupted_twice_while_closing_reads_what_comes_back(
+    first: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = new_model().train()
+    optimizer = adamw(model)
+    step = compiled(model, optimizer, tmp_path)
+    step(batches(1)[0])
+    expected = step.state_dict()
+    give, wait, num_left = States.give, Attempt.wait, iter(range(2))
+
+    def slow(states: States, name: str) -> None:
+        time.sleep(0.01)
+        give(states, name)
+
+    def interrupted(attempt: Attempt) -> None:
+        if next(num_left, None) is not None:
+            raise KeyboardInterrupt
+        wait(attempt)
+
+    monkeypatch.setattr(States, "give", slow)
+    monkeypatch.setattr(Attempt, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        step.close()
+    parts: dict[str, Any] = {"model": model, "optimizer": optimizer}
+    assert next(num_left, None) is None
+    for part in sorted(parts, key=lambda part: part != first):
+        torch.testing.assert_close(parts[part].state_dict(), expected[part], rtol=0, atol=0)
+    assert all(type(value) is torch.nn.Parameter for value in model.parameters())
+    step.close()

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from gascompile.core.errors import CaptureError, UnsupportedOpError
+from gascompile.training.state.open_tensors import behind
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,16 +151,17 @@ class Storages:
         """Let all tensors lie where they lay before, with the values that owners and others have now."""
         _, tensors = named_tensors(self._model)
         for view in self.views.values():
-            view.tensor.data = view.layout.within(tensors[view.owner].detach())
+            behind(view.tensor).data = view.layout.within(behind(tensors[view.owner]).detach())
         for place in self._places:
             storage, layout = place.storage, place.layout
             if storage.nbytes() < place.size_bytes:
                 storage.resize_(place.size_bytes)
-            there = torch.empty(0, dtype=place.tensor.dtype)
+            tensor = behind(place.tensor)
+            there = torch.empty(0, dtype=tensor.dtype)
             there.set_(storage, layout.offset, layout.size, layout.stride)
             if not place.is_view:
-                _once(there, layout).copy_(_once(place.tensor.detach(), layout))
-            place.tensor.data = there
+                _once(there, layout).copy_(_once(tensor.detach(), layout))
+            tensor.data = there
         self._places.clear()
         self.views.clear()
 

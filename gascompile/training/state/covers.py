@@ -68,7 +68,7 @@ class Covers:
             cover.put()
 
     def lift(self) -> None:
-        """Let all be as they were, without values; idempotent."""
+        """Let all be as they were, without values unless they were given some; idempotent."""
         for cover in self._covers:
             cover.lift()
 
@@ -117,7 +117,7 @@ class Covers:
                 )
 
     def close(self) -> None:
-        """Lift all for good, before values come back; idempotent."""
+        """Lift all for good; idempotent."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

@@ -157,12 +157,19 @@ class FileValues:
                 raise CheckpointError(str(error)) from error
 
     def stays_out(
-        self, tensors: Mapping[str, torch.Tensor], persistent: Persistent, available_bytes: int
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        persistent: Persistent,
+        available_bytes: int,
+        shut: Callable[[], None],
     ) -> bool:
         """Return whether memory is too small for a model; it is then on the meta device again.
 
         Args:
-            tensors: the model's, emptied, by their names in ``persistent``; those that are in no file come back.
+            tensors: the model's own, emptied, by their names in ``persistent``; those that are in no file come back.
+            persistent: has the values.
+            available_bytes: of memory.
+            shut: lets the model's tensors be its own again.
         """
         away_bytes = sum(persistent.sizes[name] for name in tensors if persistent.is_away(name))
         if away_bytes <= available_bytes:
@@ -174,6 +181,7 @@ class FileValues:
         )
         for name in tensors.keys() - self.sources.keys():
             tensors[name].data = persistent.taken(name)
+        shut()
         self.leave(persistent.tensors)
         return True
 

@@ -11,6 +11,7 @@ from gascompile.core.sizes import format_size
 from gascompile.cost_models.measure.host import memory_limit
 from gascompile.runtime.memory.heap_memory import own_bytes
 from gascompile.training.capture.unbacked_tensors import become
+from gascompile.training.state.open_tensors import behind
 from gascompile.training.state.train_state import States
 
 _BESIDE_BYTES = 128 << 20
@@ -20,7 +21,7 @@ _BESIDE_BYTES = 128 << 20
 def give_back(states: States, *, moments: bool) -> tuple[list[str], StorageError | None]:
     """Fill the model again, and the optimizer where memory allows it.
 
-    Called again after a ``StorageError``, it goes on with what is not back yet.
+    Called again after a ``StorageError``, it goes on with what is not back yet. All of it shows at once, at the end.
 
     Returns:
         What to warn of, and what to raise once all else is done: values that a file does not have any more.
@@ -28,16 +29,19 @@ def give_back(states: States, *, moments: bool) -> tuple[list[str], StorageError
     Raises:
         StorageError: a value cannot be read.
     """
-    states.shut()
     persistent = states.persistent
+    own = {name: behind(tensor) for name, tensor in states.tensors.items()}
     if states.values is not None and states.values.stays_out(
-        states.tensors, persistent, available_bytes()
+        own, persistent, available_bytes(), states.shut
     ):
+        states.storages.restore()
         return [], None
     lost = _values_back(states)
-    for view in states.storages.views.values():
-        view.tensor.data = view.layout.within(states.tensors[view.owner].detach())
-    return _moments_back(states) if moments else [], lost
+    warned = _moments_back(states) if moments else []
+    # Forgets the views that moments are told by.
+    states.storages.restore()
+    states.shut()
+    return warned, lost
 
 
 def _values_back(states: States) -> StorageError | None:
@@ -49,7 +53,8 @@ def _values_back(states: States) -> StorageError | None:
         except StorageError as error:
             if not persistent.is_in_place(name) or persistent.has_sources():
                 raise
-            become(tensor, torch.empty_like(persistent.tensors[name], device="meta"))
+            own = behind(tensor)
+            become(own, torch.empty_like(persistent.tensors[name], device="meta"))
             lost = error
     return lost
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from gascompile.core.errors import GASCompileError, StorageError
 from gascompile.core.own_work import OwnWork
-from gascompile.core.waiting import life, require_life
+from gascompile.core.waiting import is_own_thread, life, require_life
 from gascompile.training.attempt import Attempt, begin
 from gascompile.training.state.checkpoints import CheckpointFolder
 from gascompile.training.state.giving_back import give_back
@@ -49,8 +49,11 @@ class Holdings:
         keeper.when_dropped, self._keeper = self._close_left, keeper
 
         def settle() -> None:
+            if is_own_thread() or self._life is not life():
+                return
             if of() is None:
                 keeper.do(bool)
+            self._settle_close()
 
         self._maker.settle = settle
         # What was made last is called first, and all is back then: this is for whom no interrupt breaks off.
@@ -114,6 +117,7 @@ class Holdings:
         self.is_closed = True
         attempt = self._attempt
         if not attempt.is_over:
+            attempt.is_asked = True
             begin(partial(self._finish, attempt))
             try:
                 attempt.wait()
@@ -127,6 +131,13 @@ class Holdings:
             raise attempt.error
         if self._keeper is not None:
             self._keeper.do(bool, is_last=True)
+
+    def _settle_close(self) -> None:
+        """Block until values are back, where who closes the step was interrupted."""
+        attempt = self._attempt
+        if attempt.is_asked and not attempt.is_over:
+            begin(partial(self._finish, attempt))
+            attempt.wait()
 
     def _finish(self, attempt: Attempt) -> None:
         """Give all back, unless another thread does; what has been given back is not touched again."""
@@ -158,7 +169,6 @@ class Holdings:
             states.persistent.recover()
         warned, lost = give_back(states, moments=not self.failure)
         self._said += [partial(warnings.warn, text, stacklevel=4) for text in warned]
-        states.storages.restore()
         # All is in the model again.
         states.persistent.close()
         if self._maker.session is not None:

@@ -82,9 +82,14 @@ class Cover:
         if self.tensor.requires_grad != requires_grad:
             self.tensor.requires_grad_(requires_grad)
 
+    @property
+    def behind(self) -> torch.Tensor:
+        """What has the tensor's own memory."""
+        return self.tensor if self._shell is None else self._shell
+
     def give_back(self, value: torch.Tensor) -> None:
         """Lift it from a tensor that has a value from then on: nobody sees one without."""
-        (self.tensor if self._shell is None else self._shell).data = value
+        self.behind.data = value
         self.lift()
         self.is_closed = True
 
@@ -273,6 +278,12 @@ def outline(tensor: torch.Tensor) -> torch.Tensor:
     if not isinstance(tensor, OpenTensor):
         return tensor.detach()
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+
+
+def behind(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what has a tensor's own memory: values that it gets show once the tensor is not open any more."""
+    cover: Cover | None = vars(tensor).get("_cover")
+    return tensor if cover is None else cover.behind
 
 
 def values_of(tensor: torch.Tensor) -> torch.Tensor:

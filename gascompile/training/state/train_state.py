@@ -21,6 +21,7 @@ from gascompile.training.state.aliasing import Storages
 from gascompile.training.state.covers import Covers
 from gascompile.training.state.file_values import FileValues
 from gascompile.training.state.open_optimizer import OpenOptimizer, listed, restore
+from gascompile.training.state.open_tensors import behind
 from gascompile.training.state.same_model import require_same, shapes_of
 
 Keep = Callable[
@@ -368,9 +369,9 @@ class States:
         self._open.close()
 
     def give(self, name: str) -> None:
-        """Let the model have a value again, unless it has; raises ``StorageError`` where it cannot be read."""
+        """Let the model have a value from ``shut`` on; raises ``StorageError`` where it cannot be read."""
         if name not in self._given:
-            self.tensors[name].data = self.persistent.taken(name)
+            behind(self.tensors[name]).data = self.persistent.taken(name)
             self._given.add(name)
 
 
