@@ -17,6 +17,7 @@ from gascompile.commands.explanation import explain_verb
 from gascompile.commands.machines import calibrate, doctor
 from gascompile.commands.output import VerbGroup
 from gascompile.commands.plans import plan
+from gascompile.commands.reporting import report
 from gascompile.commands.running import run
 from gascompile.commands.simulation import simulate
 from gascompile.commands.variation import whatif_verb
@@ -59,6 +60,7 @@ app.command("whatif")(whatif_verb)
 app.command()(run)
 app.command()(verify)
 app.command()(simulate)
+app.command()(report)
 app.command("diff")(diff_verb)
 app.command()(calibrate)
 app.command()(doctor)

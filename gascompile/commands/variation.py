@@ -16,6 +16,7 @@ from gascompile.core import serial
 from gascompile.core.checks.workload_files import is_workload_file
 from gascompile.core.plan import Plan
 from gascompile.core.sizes import GIB, format_size, format_time
+from gascompile.report.phrases import change_of, signed
 
 if TYPE_CHECKING:  # numpy comes with it, which help and wrong usage need not wait for
     from gascompile.passes.explain.whatif import Variant, WhatIf
@@ -107,7 +108,7 @@ def _parts(made: Plan, found: WhatIf) -> list[RenderableType]:
         ("speed", True),
         ("at most", True),
     ]
-    lines = [(_name(made, v), *_cells(v, found.base_s)) for v in found.variants]
+    lines = [(change_of(made, v), *_cells(v, found.base_s)) for v in found.variants]
     parts: list[RenderableType] = [
         fields(f"What if, for {made.workload.name}", rows),
         grid("Each line is a plan made for it", columns, lines),
@@ -117,22 +118,6 @@ def _parts(made: Plan, found: WhatIf) -> list[RenderableType]:
     return [*parts, *warnings_block(found.notes)]
 
 
-def _name(made: Plan, variant: Variant) -> str:
-    tier = made.machine.compute_tier
-    match variant.change:
-        case "budget":
-            return f"{format_size(variant.amount)} more in {variant.subject}"
-        case "bandwidth":
-            return f"{variant.amount / 1e9:.3g} GB/s more over {variant.subject}"
-        case "drive":
-            return "a second drive"
-        case "next":
-            size = made.budget_bytes[tier] + variant.amount
-            return f"next budget that helps: {format_size(size)}"
-        case _:
-            return f"half the budget: {format_size(made.budget_bytes[tier] + variant.amount)}"
-
-
 def _cells(variant: Variant, base_s: float) -> tuple[str, str, str, str]:
     if variant.predicted_s is None or variant.change_s is None:
         needed = variant.required_bytes or 0
@@ -140,13 +125,7 @@ def _cells(variant: Variant, base_s: float) -> tuple[str, str, str, str]:
     speedup = variant.speedup(base_s)
     return (
         format_time(variant.predicted_s),
-        _signed(variant.change_s),
+        signed(variant.change_s),
         "" if speedup is None else f"{speedup:+.1%}",
-        "" if variant.proven_change_s is None else _signed(variant.proven_change_s),
+        "" if variant.proven_change_s is None else signed(variant.proven_change_s),
     )
-
-
-def _signed(time_s: float) -> str:
-    if not time_s:
-        return "0"
-    return f"{'-' if time_s < 0 else '+'}{format_time(abs(time_s))}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from gascompile.cost_models.simulate.memory_curve import (
     WORKSPACE,
 )
 from gascompile.cost_models.simulate.trace import Trace
+from gascompile.report.lanes import OP, RECOMPUTED, WAITING, Lane, end_s, lanes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -26,9 +27,9 @@ if TYPE_CHECKING:
 _BLUE, _SKY, _GREEN = "#0072B2", "#56B4E9", "#009E73"
 _ORANGE, _VERMILLION, _PURPLE, _GREY = "#E69F00", "#D55E00", "#CC79A7", "#B8B8B8"
 _SPAN_COLORS = {
-    "op": _BLUE,
-    "recomputed": _PURPLE,
-    "waiting": _VERMILLION,
+    OP: _BLUE,
+    RECOMPUTED: _PURPLE,
+    WAITING: _VERMILLION,
     "prefetch": _SKY,
     "reload": _GREEN,
     "offload": _ORANGE,
@@ -82,7 +83,7 @@ def _draw(plan: Plan, traces: Mapping[str, Trace], path: str | Path) -> None:
         ) from error
     heights = [_heights(plan, trace) for trace in traces.values()]
     frames = [sum(rows) + _FRAME_INCHES + 0.45 * (len(rows) - 1) for rows in heights]
-    end_s = max(map(_end_s, traces.values()))
+    last_s = max(map(end_s, traces.values()))
     style: dict[Any, Any] = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
     # Text stays text in an SVG, and its ids do not change from one run to the next.
     style |= {"svg.fonttype": "none", "svg.hashsalt": "gascompile"}
@@ -90,7 +91,7 @@ def _draw(plan: Plan, traces: Mapping[str, Trace], path: str | Path) -> None:
         figure = Figure(figsize=(_WIDTH_INCHES, sum(frames)), layout="constrained")
         panels = figure.subfigures(len(frames), 1, height_ratios=frames, squeeze=False)
         for panel, rows, (title, trace) in zip(panels[:, 0], heights, traces.items(), strict=True):
-            _draw_panel(panel, plan, trace, rows, end_s)
+            _draw_panel(panel, plan, trace, rows, last_s)
             panel.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
         try:
             metadata = {"Date": None} if target.suffix.lower() == ".svg" else {}
@@ -108,19 +109,19 @@ def _tiers(trace: Trace) -> list[str]:
 def _heights(plan: Plan, trace: Trace) -> list[float]:
     """Return the inches of the lanes and of each tier's memory."""
     curves = (_curve_inches(trace, tier) for tier in _tiers(trace))
-    return [_LANE_INCHES * len(_lanes(plan, trace)), *curves]
+    return [_LANE_INCHES * len(lanes(plan, trace)), *curves]
 
 
 def _draw_panel(
-    panel: SubFigure, plan: Plan, trace: Trace, heights: list[float], end_s: float
+    panel: SubFigure, plan: Plan, trace: Trace, heights: list[float], last_s: float
 ) -> None:
     axes = panel.subplots(len(heights), 1, sharex=True, height_ratios=heights, squeeze=False)
-    scale, unit = _time_scale(end_s)
-    _draw_lanes(axes[0][0], _lanes(plan, trace), trace, scale)
+    scale, unit = _time_scale(last_s)
+    _draw_lanes(axes[0][0], lanes(plan, trace), trace, scale)
     for row, tier in zip(axes[1:], _tiers(trace), strict=True):
         _draw_memory(row[0], tier, plan, trace, scale)
     axes[-1][0].set_xlabel(f"time in one iteration ({unit})")
-    axes[-1][0].set_xlim(0, end_s * scale or 1.0)
+    axes[-1][0].set_xlim(0, last_s * scale)
 
 
 def _curve_inches(trace: Trace, tier: str) -> float:
@@ -137,10 +138,6 @@ def _title(plan: Plan, trace: Trace) -> str:
     )
 
 
-def _end_s(trace: Trace) -> float:
-    return max([trace.seconds, *(span.ended_s for span in trace.ops)])
-
-
 def _time_scale(seconds: float) -> tuple[float, str]:
     for scale, unit in ((1.0, "s"), (1e3, "ms")):
         if seconds * scale >= 1:
@@ -150,70 +147,37 @@ def _time_scale(seconds: float) -> tuple[float, str]:
 
 # ---------------------------------------------------------------- devices and links
 
-_Span = tuple[float, float, str, str]
-"""Begin and end in seconds, kind and label."""
 
-
-def _lanes(plan: Plan, trace: Trace) -> list[tuple[str, list[_Span]]]:
-    """Return the spans of each device and link, and what is written beside them."""
-    sites = list(dict.fromkeys([plan.machine.compute_tier, *(span.site for span in trace.ops)]))
-    found: list[tuple[str, list[_Span]]] = []
-    waiting = _waiting(plan, trace)
-    for site in sites:
-        spans = [
-            (s.begun_s, s.ended_s, "recomputed" if s.recomputed else "op", plan.ops[s.op].name)
-            for s in trace.ops
-            if s.site == site
-        ]
-        found.append((f"{site} computes", spans + (waiting if site == sites[0] else [])))
-    end_s = _end_s(trace)
-    for link in dict.fromkeys(t.link for t in trace.transfers):
-        spans = [
-            (max(0.0, t.begun_s), min(end_s, t.arrived_s), t.kind, t.tensor)
-            for t in trace.transfers
-            if t.link == link and min(end_s, t.arrived_s) > max(0.0, t.begun_s)
-        ]
-        busy = sum(ended_s - begun_s for begun_s, ended_s, _, _ in spans) / end_s
-        size = format_size(trace.link_bytes.get(link, 0))
-        found.append((f"{link}, {busy:.0%} busy\n{size}", spans))
-    return found
-
-
-def _waiting(plan: Plan, trace: Trace) -> list[_Span]:
-    """Return the waits; they fill the gaps in front of the ops."""
-    waited = {(t.tensor, t.wait_op): t for t in trace.transfers}
-    spans: list[_Span] = []
-    for stall in trace.stalls:
-        transfer = waited[stall.tensor, stall.op]
-        # A measured wait also takes until the thread is awake again.
-        begun_s = max(transfer.arrived_s - stall.time_s, transfer.needed_s or 0.0)
-        spans.append((begun_s, transfer.arrived_s, "waiting", stall.tensor))
-    return spans
-
-
-def _draw_lanes(
-    axes: Axes, lanes: list[tuple[str, list[_Span]]], trace: Trace, scale: float
-) -> None:
+def _draw_lanes(axes: Axes, drawn: Sequence[Lane], trace: Trace, scale: float) -> None:
     kinds: dict[str, Any] = {}
-    letter_s = _end_s(trace) / _LETTERS_PER_WIDTH
-    for lane, (_, spans) in enumerate(lanes):
-        edge = "white" if len(spans) <= 120 else "none"
+    letter_s = end_s(trace) / _LETTERS_PER_WIDTH
+    for number, lane in enumerate(drawn):
+        edge = "white" if len(lane.spans) <= 120 else "none"
         for kind, color in _SPAN_COLORS.items():
-            bars = [(b * scale, (e - b) * scale) for b, e, k, _ in spans if k == kind]
+            bars = [
+                (span.begun_s * scale, (span.ended_s - span.begun_s) * scale)
+                for span in lane.spans
+                if span.kind == kind
+            ]
             if bars:
-                hatch = "////" if kind == "waiting" else None
+                hatch = "////" if kind == WAITING else None
                 kinds[kind] = axes.broken_barh(
                     bars,
-                    (lane - 0.38, 0.76),
+                    (number - 0.38, 0.76),
                     facecolor=color if not hatch else "white",
                     edgecolor=_VERMILLION if hatch else edge,
                     linewidth=0.6,
                     hatch=hatch,
                 )
-        for begun_s, ended_s, kind, label in spans:
-            _label(axes, lane, (begun_s * scale, ended_s * scale), label, kind, letter_s * scale)
-    axes.set_ylim(len(lanes) - 0.4, -0.6)
-    axes.set_yticks(range(len(lanes)), [name for name, _ in lanes])
+        for span in lane.spans:
+            times = (span.begun_s * scale, span.ended_s * scale)
+            _label(axes, number, times, span.label, span.kind, letter_s * scale)
+    axes.set_ylim(len(drawn) - 0.4, -0.6)
+    names = [
+        lane.name + f"{', ' * bool(lane.note)}{lane.note}".replace("busy, ", "busy\n")
+        for lane in drawn
+    ]
+    axes.set_yticks(range(len(drawn)), names)
     axes.tick_params(axis="y", length=0)
     axes.spines["left"].set_visible(False)
     causes: dict[str, float] = {}
@@ -235,7 +199,7 @@ def _label(
     text = next((end for end in (label, *ends) if len(end) <= room), "")
     if not text:
         return
-    dark = kind in ("op", "recomputed", "reload")
+    dark = kind in (OP, RECOMPUTED, "reload")
     background = {"facecolor": "white", "edgecolor": "none", "pad": 1.0}
     axes.text(
         (span[0] + span[1]) / 2,
@@ -245,7 +209,7 @@ def _label(
         va="center",
         fontsize=7.5,
         color="white" if dark else "black",
-        bbox=background if kind == "waiting" else None,
+        bbox=background if kind == WAITING else None,
         clip_on=True,
     )
 
