@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from gascompile import __version__
 from gascompile.commands import options as opt
 from gascompile.commands.output import emit, note, reserved_stdout
 from gascompile.commands.plans import read_plan
@@ -77,7 +78,14 @@ def report(
             with task("Planning variants"):
                 variants = variants_of(made, time_limit_s=time_limit)
         with task("Pricing alternatives"):
-            text = page(made, found, whatif=variants, run=measured, num_explained=why)
+            text = page(
+                made,
+                found,
+                whatif=variants,
+                run=measured,
+                num_explained=why,
+                made_by=f"GASCompile {__version__}",
+            )
         serial.write_atomic(output, text)
     data = {
         "model": made.workload.name,

@@ -12,7 +12,6 @@ from dataclasses import replace
 from importlib import resources
 from typing import Any
 
-from gascompile import __version__
 from gascompile.core.plan import Plan
 from gascompile.core.reports import RunReport
 from gascompile.core.sizes import format_size, format_time
@@ -42,6 +41,7 @@ def page(
     whatif: WhatIf | None = None,
     run: RunReport | None = None,
     num_explained: int = 0,
+    made_by: str = "GASCompile",
 ) -> str:
     """Return the text of the file.
 
@@ -52,9 +52,11 @@ def page(
         run: what a run of the plan measured.
         num_explained: of the weights that move or are waited for most, so many have the price of their alternatives;
             each is planned anew.
+        made_by: stands at the end.
     """
     template = resources.files("gascompile.report").joinpath("page.html").read_text("utf-8")
-    text = json.dumps(_data(plan, trace, whatif, run, num_explained), separators=(",", ":"))
+    data = {"made_by": made_by, **_data(plan, trace, whatif, run, num_explained)}
+    text = json.dumps(data, separators=(",", ":"))
     for character, escape in _ESCAPES.items():
         text = text.replace(character, escape)
     return template.replace(_DATA, text)
@@ -68,7 +70,6 @@ def _data(
     return {
         "model": plan.workload.name,
         "machine": trace.machine,
-        "version": __version__,
         "facts": _facts(plan, trace),
         "bars": [
             ["physical limit", certificate.limit_s, f"set by {certificate.binding}"],

@@ -12,6 +12,7 @@ from gascompile.api.plan import plan
 from gascompile.core import serial
 from gascompile.core.machine import Budget, Link, Machine, Tier
 from gascompile.core.plan import Plan
+from gascompile.core.reports import RunReport
 from gascompile.core.sizes import MIB
 from gascompile.core.workload import OpSpec, TensorKind, TensorSpec
 from tests.commands.command_line import failure, json_of, ok
@@ -35,6 +36,29 @@ def plan_file(toy: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     args = ("--budget", _BUDGET, "-m", "cpu-nvme", "--strategy", "largest_first")
     ok("plan", toy, *args, "-o", str(path))
     return path
+
+
+def test_report(plan_file: Path, tmp_path: Path) -> None:
+    out, run = tmp_path / "plan.html", tmp_path / "run.json"
+    data = json_of("report", str(plan_file), "-o", str(out), "--why", "1")
+    assert (data["bytes"], data["run"]) == (out.stat().st_size, False)
+    assert data["variants"] > 0
+    report = RunReport(
+        seconds=1.0, peak_bytes={}, link_bytes={}, stall_s=0.0, share_of_limit=1.0, paths={}
+    )
+    printed = {"model": Plan.load(plan_file).workload.name, "run": serial.to_json(report)}
+    serial.write_atomic(run, serial.dumps({**printed, "bundle": str(plan_file)}))
+    quick = ("-o", str(out), "--no-whatif", "--why", "0")
+    assert json_of("report", str(plan_file), "--run", str(run), *quick)["run"]
+    assert json_of("report", str(run), *quick)["run"]
+    assert "open it in a browser" in ok("report", str(plan_file), *quick)
+    serial.write_atomic(run, serial.dumps({**printed, "bundle": None}))
+    assert "--run" in failure("report", str(run), *quick)[1]
+    serial.write_atomic(run, serial.dumps({**printed, "model": "another"}))
+    assert "another" in failure("report", str(plan_file), "--run", str(run), *quick)[1]
+    run.write_text("{}")
+    assert "neither a plan nor a run" in failure("report", str(run), *quick)[1]
+    assert failure("report", str(plan_file), "-o", str(tmp_path / "plan.pdf"))[0] == 2
 
 
 def test_simulate(plan_file: Path, tmp_path: Path) -> None:
