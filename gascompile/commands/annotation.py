@@ -16,7 +16,6 @@ from gascompile.core.checks.workload_files import is_workload_file, load_workloa
 from gascompile.core.config import CompileConfig
 from gascompile.core.errors import CaptureError
 from gascompile.core.machine import Budget, Machine
-from gascompile.core.plan import Plan
 from gascompile.core.workload import Workload
 
 _COUNTER = re.compile(r"_\d+$")
@@ -69,7 +68,7 @@ def _annotated(
     source: str, machine: Machine, shape: tuple[int, int], config: CompileConfig
 ) -> _Annotated:
     path = Path(source)
-    finished = opt.is_bundle(path) or opt.format_of(path) == Plan.FORMAT
+    finished = opt.is_finished(path)
     if finished or is_workload_file(source):
         workload = read_plan(path).workload if finished else load_workload(source, machine)
         kinds = [_COUNTER.sub("", op.name) for op in workload.ops]

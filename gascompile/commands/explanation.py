@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -10,7 +9,7 @@ from rich.console import RenderableType
 
 from gascompile.commands import options as opt
 from gascompile.commands.output import emit, fields, grid, note, reserved_stdout
-from gascompile.commands.plans import make_plan_of, read_plan
+from gascompile.commands.plans import plan_to_look_at
 from gascompile.commands.simulation import why_late
 from gascompile.core import serial
 from gascompile.core.plan import Plan
@@ -55,28 +54,18 @@ def explain_verb(
     Example: [bold]gascompile explain plan.json model.layers.7.mlp.up_proj.weight[/bold]
     """
     from gascompile.passes.explain.explain import TensorExplanation, explain
-    from gascompile.passes.verify.walk import verify
 
     with reserved_stdout(json):
-        path = Path(source)
-        if opt.is_bundle(path) or opt.format_of(path) == Plan.FORMAT:
-            if any(given is not None for given in (budget, cpu, nvme, machine, strategy)):
-                raise typer.BadParameter(
-                    f"{source} is a finished plan, so --budget, --cpu, --nvme, --machine and --strategy do not apply; "
-                    "plan its source again to change them"
-                )
-            made = read_plan(path)
-            verify(made)
-        else:
-            made = make_plan_of(
-                source,
-                limits=(budget, cpu, nvme),
-                machine=machine,
-                shape=(batch, tokens),
-                strategy=strategy,
-                time_limit_s=time_limit,
-                cache_dir=opt.cache_dir_of(cache_dir),
-            )
+        made, _ = plan_to_look_at(
+            source,
+            limits=(budget, cpu, nvme),
+            machine=machine,
+            shape=(batch, tokens),
+            strategy=strategy,
+            time_limit_s=time_limit,
+            cache_dir=opt.cache_dir_of(cache_dir),
+            options="--budget, --cpu, --nvme, --machine and --strategy",
+        )
         with opt.usage_errors():
             found = explain(made, name)
     kind = "tensor" if isinstance(found, TensorExplanation) else "op"

@@ -14,6 +14,7 @@ from gascompile.core.config import CACHE_VARIABLE, default_cache_dir
 from gascompile.core.errors import FormatError, StorageError
 from gascompile.core.files import is_file, is_folder
 from gascompile.core.machine import Budget, Machine
+from gascompile.core.plan import Plan
 from gascompile.core.serial import read_json
 from gascompile.core.sizes import parse_size
 
@@ -180,6 +181,11 @@ def require_plan_or_bundle(path: Path) -> None:
         raise FormatError(
             f"{path} holds no manifest.json, so it is no bundle; name a plan file or a bundle"
         )
+
+
+def is_finished(path: Path) -> bool:
+    """Return whether ``path`` is a plan file or a bundle."""
+    return is_bundle(path) or format_of(path) == Plan.FORMAT
 
 
 def is_bundle(path: Path) -> bool:

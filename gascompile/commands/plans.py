@@ -131,7 +131,7 @@ def make_plan_of(
     resolved = opt.machine_of(machine, cache_dir)
     allowed = opt.budget_of(*limits, resolved)
     path = Path(source)
-    finished = opt.is_bundle(path) or opt.format_of(path) == Plan.FORMAT
+    finished = opt.is_finished(path)
     with opt.usage_errors():
         return plan_source(
             read_plan(path).workload if finished else source,
@@ -145,6 +145,44 @@ def make_plan_of(
             batch=shape[0],
             tokens=shape[1],
         )
+
+
+def plan_to_look_at(
+    source: str,
+    *,
+    limits: tuple[int | None, int | None, int | None],
+    machine: str | None,
+    shape: tuple[int, int],
+    time_limit_s: float,
+    cache_dir: Path,
+    strategy: str | None = None,
+    options: str = "--budget, --cpu, --nvme and --machine",
+) -> tuple[Plan, bool]:
+    """Return the verified plan of a plan file or a bundle, else one that is made; and whether it was finished.
+
+    ``options`` are those that choose a plan: none of them applies to one that is finished.
+    """
+    from gascompile.passes.verify.walk import verify
+
+    path = Path(source)
+    if not opt.is_finished(path):
+        made = make_plan_of(
+            source,
+            limits=limits,
+            machine=machine,
+            shape=shape,
+            strategy=strategy,
+            time_limit_s=time_limit_s,
+            cache_dir=cache_dir,
+        )
+        return made, False
+    if any(given is not None for given in (*limits, machine, strategy)):
+        raise typer.BadParameter(
+            f"{source} is a finished plan, so {options} do not apply; plan its source again to change them"
+        )
+    made = read_plan(path)
+    verify(made)
+    return made, True
 
 
 def read_plan(path: Path) -> Plan:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -11,7 +10,7 @@ from rich.console import RenderableType
 from gascompile.commands import options as opt
 from gascompile.commands.explanation import PlanOrSource
 from gascompile.commands.output import emit, fields, grid, note, reserved_stdout, warnings_block
-from gascompile.commands.plans import make_plan_of, read_plan
+from gascompile.commands.plans import plan_to_look_at
 from gascompile.core import serial
 from gascompile.core.checks.workload_files import is_workload_file
 from gascompile.core.plan import Plan
@@ -55,29 +54,16 @@ def whatif_verb(
     """
     from gascompile.core.progress import task
     from gascompile.passes.explain.whatif import whatif
-    from gascompile.passes.verify.walk import verify
 
     with reserved_stdout(json):
-        path = Path(source)
-        finished = opt.is_bundle(path) or opt.format_of(path) == Plan.FORMAT
-        if finished:
-            if any(given is not None for given in (budget, cpu, nvme, machine)):
-                raise typer.BadParameter(
-                    f"{source} is a finished plan, so --budget, --cpu, --nvme and --machine do not apply; "
-                    "plan its source again to change them"
-                )
-            made = read_plan(path)
-            verify(made)
-        else:
-            made = make_plan_of(
-                source,
-                limits=(budget, cpu, nvme),
-                machine=machine,
-                shape=(batch, tokens),
-                strategy=None,
-                time_limit_s=time_limit,
-                cache_dir=opt.cache_dir_of(cache_dir),
-            )
+        made, finished = plan_to_look_at(
+            source,
+            limits=(budget, cpu, nvme),
+            machine=machine,
+            shape=(batch, tokens),
+            time_limit_s=time_limit,
+            cache_dir=opt.cache_dir_of(cache_dir),
+        )
         with task("Planning variants"):
             found = whatif(
                 made,

@@ -11,13 +11,12 @@ space back.
 from __future__ import annotations
 
 import ctypes
-import errno
 import os
 import queue
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -26,50 +25,29 @@ import torch
 from gascompile.core.errors import StorageError
 from gascompile.core.parts import Span
 from gascompile.core.sizes import PAGE_BYTES, align_up
-from gascompile.core.waiting import Gate, OwnThread, life, require_life
+from gascompile.core.waiting import OwnThread, life, require_life
 from gascompile.runtime.memory.device_moves import DeviceMoves
 from gascompile.runtime.memory.pages import Pages
 from gascompile.runtime.memory.pinned import HOST
 from gascompile.runtime.memory.source_slots import Pieces, SourceSlots
 from gascompile.runtime.memory.unnamed_file import open_unnamed, take_space
 from gascompile.runtime.protocols import Event, Reader, Ticket, read_at
-from gascompile.runtime.transfer.copying import copy_range
+from gascompile.runtime.transfer.copying import Writer, copy_range, read_all, write_all
 from gascompile.runtime.transfer.page_ring import Lane, LaneMoves
-
-Writer = Callable[[int, memoryview, int], int]
-"""A positional write; raises ``OSError`` and may take fewer bytes than it is given."""
+from gascompile.runtime.transfer.under_way import UnderWay, moving_failed
 
 _NOTHING: Pieces = ((-1, 0, 0),)
 
 
-@dataclass(slots=True)
-class _Move:
-    """A transfer under way; a ``Ticket``."""
-
+@dataclass(slots=True, eq=False)
+class _Move(UnderWay):
     pieces: Pieces
     storage: torch.UntypedStorage | None
     """Let go of before the move ends, so that the last reader of the tensor frees its memory."""
     name: str
-    error: StorageError | None = None
-    gate: Gate = field(default_factory=Gate)
-    event: Event | None = None
-    """None: the bytes are in place once the move has ended."""
     begun_s: float = 0.0
     """By ``time.perf_counter``, like ``done_s``; zero before."""
     done_s: float = 0.0
-
-    @property
-    def done(self) -> bool:
-        return self.gate.is_open
-
-    @property
-    def failed(self) -> bool:
-        return self.error is not None
-
-    def wait(self) -> None:
-        self.gate.wait()
-        if self.error is not None:
-            raise StorageError(str(self.error)) from self.error.__cause__
 
 
 class Spill:
@@ -342,27 +320,13 @@ class _Buffered:
                 head = at % PAGE_BYTES
                 count = min(end - at, len(buffer) - head)
                 whole = buffer[: align_up(head + count, PAGE_BYTES)]
-                self._read_all(file, whole, head + count, at - head)
+                read_all(file, whole, head + count, at - head, self._reader)
                 target[:count] = buffer[head : head + count]
                 target, at = target[count:], at + count
 
     def write_all(self, pages: memoryview, offset: int) -> None:
         """Write whole pages to the file."""
-        done = 0
-        while done < len(pages):
-            taken = self._writer(self._file, pages[done:], offset + done)
-            if taken <= 0:
-                raise OSError(errno.EIO, "a write took no bytes")
-            done += taken
-
-    def _read_all(self, file: int, pages: memoryview, size_bytes: int, offset: int) -> None:
-        """Read at least the first ``size_bytes`` of ``pages``."""
-        done = 0
-        while done < size_bytes:
-            got = self._reader(file, pages[done:], offset + done)
-            if got <= 0:
-                raise OSError(errno.EIO, "the file ends before the tensor does")
-            done += got
+        write_all(self._file, pages, offset, self._writer)
 
 
 def _serve(
@@ -376,11 +340,7 @@ def _serve(
             work(move, buffer)
         # A dead thread would hang all that wait for it.
         except Exception as error:  # noqa: BLE001
-            why = error.strerror if isinstance(error, OSError) else repr(error)
-            move.error = StorageError(
-                f"moving '{move.name}' failed: {why}; check the drives of the cache folder and of the weights"
-            )
-            move.error.__cause__ = error
+            move.error = moving_failed(move.name, error)
         move.storage = None
         move.done_s = time.perf_counter()
         move.gate.open()

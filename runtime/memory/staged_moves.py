@@ -6,25 +6,22 @@ a transfer in the time table of its link is taken when it is asked for.
 
 from __future__ import annotations
 
-import errno
 import os
 import queue
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
 from gascompile.core.errors import StorageError
 from gascompile.core.sizes import PAGE_BYTES, SPILL_BUFFER_BYTES, align_up
-from gascompile.core.waiting import Gate, OwnThread
+from gascompile.core.waiting import OwnThread
 from gascompile.runtime.memory.source_slots import Pieces
 from gascompile.runtime.protocols import Booking, CopyStream, Device, Event, Reader, read_at
-
-Writer = Callable[[int, memoryview, int], int]
-"""A positional write; raises ``OSError`` and may take fewer bytes than it is given."""
+from gascompile.runtime.transfer.copying import Writer, read_all, write_all
+from gascompile.runtime.transfer.under_way import UnderWay, moving_failed
 
 PIECE_BYTES = SPILL_BUFFER_BYTES
 _NUM_PIECES = 4
@@ -33,9 +30,9 @@ STAGING_BYTES = 2 * _NUM_PIECES * PIECE_BYTES
 """Pinned memory of both directions."""
 
 
-@dataclass(slots=True, kw_only=True)
-class StagedMove:
-    """A transfer under way; a ``Ticket``."""
+@dataclass(slots=True, kw_only=True, eq=False)
+class StagedMove(UnderWay):
+    """A transfer under way; a ``Ticket``. The event of one that reads is the end of the last copy to the device."""
 
     name: str
     pieces: Pieces
@@ -44,10 +41,6 @@ class StagedMove:
     stream: CopyStream | None = None
     booking: Booking | None = None
     after: Event | None = None
-    error: StorageError | None = None
-    gate: Gate = field(default_factory=Gate)
-    event: Event | None = None
-    """Of what was read: end of the last copy to the device."""
     begun_s: float = 0.0
     """By ``time.perf_counter``, like ``done_s``; zero before."""
     ended_s: float = 0.0
@@ -56,14 +49,6 @@ class StagedMove:
     def done_s(self) -> float:
         """When it ended, the copies to the device included."""
         return max(self.ended_s, getattr(self.event, "end_s", 0.0))
-
-    @property
-    def done(self) -> bool:
-        return self.gate.is_open
-
-    @property
-    def failed(self) -> bool:
-        return self.error is not None
 
     @property
     def is_over(self) -> bool:
@@ -78,8 +63,7 @@ class StagedMove:
             # A part is still on its way to memory that who learns of the error may let go.
             self.event.wait()
         self.bytes = None
-        if self.error is not None:
-            raise StorageError(str(self.error)) from self.error.__cause__
+        UnderWay.wait(self)
 
     def end(self) -> None:
         """Take note that nothing of it is under way any more, but what ``event`` stands for."""
@@ -91,11 +75,7 @@ class StagedMove:
         """Take note of why it cannot be done."""
         if self.error is not None:
             return
-        why = error.strerror if isinstance(error, OSError) else repr(error)
-        self.error = StorageError(
-            f"moving '{self.name}' failed: {why}; check the drives of the cache folder and of the weights"
-        )
-        self.error.__cause__ = error
+        self.error = moving_failed(self.name, error)
         if self.booking is not None:
             self.booking.cancel()
 
@@ -288,7 +268,7 @@ class _Outward:
                 if not move.failed:
                     pages = buffer.memory[: align_up(piece.size_bytes, PAGE_BYTES)]
                     ((file, offset, _),) = move.pieces
-                    _write_all(self.move_bytes, file, pages, offset + piece.begin)
+                    write_all(file, pages, offset + piece.begin, self.move_bytes)
             except Exception as error:  # noqa: BLE001
                 move.fail(error)
             buffer.event = None
@@ -339,7 +319,7 @@ class _Inward:
             buffer.event.wait()
         move.begun_s = move.begun_s or time.perf_counter()
         pages = buffer.memory[: align_up(head + count, PAGE_BYTES)]
-        _read_all(self.move_bytes, file, pages, head + count, page)
+        read_all(file, pages, head + count, page, self.move_bytes)
         move.event = buffer.event = move.stream.copy(
             move.bytes[begin : begin + count],
             buffer.bytes[head : head + count],
@@ -353,21 +333,3 @@ class _Inward:
             if buffer.event is not None:
                 buffer.event.wait()
                 buffer.event = None
-
-
-def _write_all(writer: Writer, file: int, pages: memoryview, offset: int) -> None:
-    done = 0
-    while done < len(pages):
-        taken = writer(file, pages[done:], offset + done)
-        if taken <= 0:
-            raise OSError(errno.EIO, "a write took no bytes")
-        done += taken
-
-
-def _read_all(reader: Reader, file: int, pages: memoryview, size_bytes: int, offset: int) -> None:
-    done = 0
-    while done < size_bytes:
-        got = reader(file, pages[done:], offset + done)
-        if got <= 0:
-            raise OSError(errno.EIO, "the file ends before the tensor does")
-        done += got

@@ -4,6 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Callable
+
+from gascompile.runtime.protocols import Reader
+
+Writer = Callable[[int, memoryview, int], int]
+"""A positional write; raises ``OSError`` and may take fewer bytes than it is given."""
 
 _CHUNK_BYTES = 1 << 20
 _REFUSALS = {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.EBADF}
@@ -38,7 +44,9 @@ def copy_range(
         done += copied
 
 
-def write_all(target: int, data: bytes | memoryview, offset: int) -> None:
+def write_all(
+    target: int, data: bytes | memoryview, offset: int, writer: Writer = os.pwrite
+) -> None:
     """Write all of ``data``.
 
     Raises:
@@ -47,7 +55,21 @@ def write_all(target: int, data: bytes | memoryview, offset: int) -> None:
     view = memoryview(data)
     done = 0
     while done < len(view):
-        taken = os.pwrite(target, view[done:], offset + done)
+        taken = writer(target, view[done:], offset + done)
         if taken <= 0:
             raise OSError(errno.EIO, "a write took no bytes")
         done += taken
+
+
+def read_all(file: int, into: memoryview, size_bytes: int, offset: int, reader: Reader) -> None:
+    """Read at least the first ``size_bytes`` of ``into``.
+
+    Raises:
+        OSError: the file cannot be read, or ends too early.
+    """
+    done = 0
+    while done < size_bytes:
+        got = reader(file, into[done:], offset + done)
+        if got <= 0:
+            raise OSError(errno.EIO, "the file ends before the tensor does")
+        done += got

@@ -20,17 +20,18 @@ from gascompile.core.errors import StorageError
 from gascompile.core.machine import IoSettings
 from gascompile.core.sizes import PAGE_BYTES, align_up
 from gascompile.core.sources import Extent, WeightSource
-from gascompile.core.waiting import Gate, Pool
+from gascompile.core.waiting import Pool
 from gascompile.runtime.protocols import Delivery, Event, Reader, Receive, read_at
 from gascompile.runtime.transfer.files import SourceFile, SourceFiles
 from gascompile.runtime.transfer.read_plan import InPlace, Landing, Piece, plan_landing
+from gascompile.runtime.transfer.under_way import UnderWay
 
 DIRECT = "O_DIRECT"
 PAGE_CACHE = "page cache"
 
 
-class _Request:
-    """A tensor under way; a ``Ticket``.
+class _Request(UnderWay):
+    """A tensor under way.
 
     Its chunks are taken from, and counted by, iterators of C: whoever reads one needs no lock for it, so the
     waiting thread may help, and be interrupted anywhere.
@@ -38,10 +39,7 @@ class _Request:
 
     __slots__ = (
         "delivery",
-        "error",
-        "event",
         "finished",
-        "gate",
         "helper",
         "landing",
         "link",
@@ -57,34 +55,19 @@ class _Request:
         on_done: Callable[[], None] | None,
         helper: Callable[[_Request], None] | None,
     ) -> None:
+        super().__init__()
         self.landing = landing
         self.delivery: Delivery | None = delivery
-        self.event: Event | None = None
         self.link = link
         self.on_done = on_done
         self.helper = helper
         self.untaken: Iterator[Piece] = iter(landing.pieces)
         self.finished = itertools.count(1)
-        self.error: BaseException | None = None
-        self.gate = Gate()
-
-    @property
-    def done(self) -> bool:
-        return self.gate.is_open
-
-    @property
-    def failed(self) -> bool:
-        return self.error is not None
 
     def wait(self) -> None:
         if self.helper is not None and not self.gate.is_open:
             self.helper(self)
-        self.gate.wait()
-        if isinstance(self.error, StorageError):
-            # A new object each time: several waiters must not share one traceback.
-            raise StorageError(str(self.error)) from self.error.__cause__
-        if self.error is not None:
-            raise self.error
+        super().wait()
 
     def fail(self, error: BaseException) -> int:
         """Leave the chunks that nobody has taken, and return how many they were."""

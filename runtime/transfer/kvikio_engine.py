@@ -22,7 +22,7 @@ import torch
 
 from gascompile.core.errors import StorageError
 from gascompile.core.machine import IoSettings
-from gascompile.core.waiting import Gate, Pool
+from gascompile.core.waiting import Pool
 from gascompile.runtime.debug.races import Races, host_thread
 from gascompile.runtime.debug.watched import WatchedEvent
 from gascompile.runtime.devices.probe import GpuFacts, look
@@ -34,6 +34,7 @@ from gascompile.runtime.transfer.kvikio_path import (
     path_taken,
 )
 from gascompile.runtime.transfer.read_plan import InPlace, Landing, Piece
+from gascompile.runtime.transfer.under_way import UnderWay
 
 if TYPE_CHECKING:
     from gascompile.runtime.protocols import Event, Memory, Receive
@@ -100,8 +101,8 @@ class _Files:
                 handle.close()
 
 
-class _Request:
-    """A tensor under way; a ``Ticket``."""
+class _Request(UnderWay):
+    """A tensor under way."""
 
     def __init__(
         self,
@@ -112,35 +113,17 @@ class _Request:
         after: Event | None,
         on_done: Callable[[], None] | None,
     ) -> None:
+        super().__init__()
         self.landing = landing
         self.delivery = delivery
         self.link = link
         self.after = after
         self.on_done = on_done
-        self.event: Event | None = None
-        self.error: BaseException | None = None
-        self.gate = Gate()
-
-    @property
-    def done(self) -> bool:
-        return self.gate.is_open
-
-    @property
-    def failed(self) -> bool:
-        return self.error is not None
 
     @property
     def may_start(self) -> bool:
         """Whether nobody uses the reservation any more."""
         return self.after is None or self.after.reached
-
-    def wait(self) -> None:
-        self.gate.wait()
-        if isinstance(self.error, StorageError):
-            # A new object each time: several waiters must not share one traceback.
-            raise StorageError(str(self.error)) from self.error.__cause__
-        if self.error is not None:
-            raise self.error
 
 
 class _Flight:

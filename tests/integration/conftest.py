@@ -16,6 +16,7 @@ from gascompile.machines.resolve import op_times_path, resolve_machine
 from gascompile.runtime.transfer.engine import read_blocks
 from tests.integration.fused_models import Gated
 from tests.integration.net import BUDGET, Build, Net
+from tests.integration.site_models import Towers
 
 
 @pytest.fixture(scope="session")
@@ -79,6 +80,12 @@ def kernels(measured_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> P
     folder = tmp_path_factory.mktemp("kernels")
     shutil.copytree(measured_cache / "machine", folder / "machine")
     return folder
+
+
+@pytest.fixture
+def towers() -> Towers:
+    torch.manual_seed(1)
+    return Towers().eval()
 
 
 @pytest.fixture

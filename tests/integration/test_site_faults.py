@@ -31,12 +31,6 @@ from tests.integration.site_models import (
 )
 
 
-@pytest.fixture
-def towers() -> Towers:
-    torch.manual_seed(1)
-    return Towers().eval()
-
-
 @pytest.mark.parametrize("side", ["steps", "elsewhere"])
 def test_an_error_on_either_processor_ends_both_and_the_next_run_is_right(
     side: str, towers: Towers, cache: Path

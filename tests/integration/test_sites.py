@@ -38,12 +38,6 @@ from tests.integration.site_models import (
 from tests.runtime.devices.fake_cuda import fake_cuda
 
 
-@pytest.fixture
-def towers() -> Towers:
-    torch.manual_seed(1)
-    return Towers().eval()
-
-
 def test_halves_run_at_once_in_half_the_time_and_at_the_bound(towers: Towers, cache: Path) -> None:
     # Half of the weights fits the accelerator; the link brings one in a quarter of the time of an op.
     where, budget = machine(rate=5e8), 1 << 17

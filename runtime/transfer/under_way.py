@@ -1,0 +1,45 @@
+"""What transfers under way have in common: a gate that opens at their end, and what has gone wrong with them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from gascompile.core.errors import StorageError
+from gascompile.core.waiting import Gate
+from gascompile.runtime.protocols import Event
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class UnderWay:
+    """A transfer until its end and after; a ``Ticket``."""
+
+    error: BaseException | None = None
+    gate: Gate = field(default_factory=Gate)
+    event: Event | None = None
+    """None: the bytes are in place once the gate is open."""
+
+    @property
+    def done(self) -> bool:
+        return self.gate.is_open
+
+    @property
+    def failed(self) -> bool:
+        return self.error is not None
+
+    def wait(self) -> None:
+        self.gate.wait()
+        if isinstance(self.error, StorageError):
+            # A new object each time: several waiters must not share one traceback.
+            raise StorageError(str(self.error)) from self.error.__cause__
+        if self.error is not None:
+            raise self.error
+
+
+def moving_failed(name: str, error: Exception) -> StorageError:
+    """Return the error of a tensor that could not be moved, to be raised by who waits for it."""
+    why = error.strerror if isinstance(error, OSError) else repr(error)
+    found = StorageError(
+        f"moving '{name}' failed: {why}; check the drives of the cache folder and of the weights"
+    )
+    found.__cause__ = error
+    return found
