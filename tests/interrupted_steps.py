@@ -72,6 +72,16 @@ class Frozen(Trained):
         return compiled(model, adamw(model), folder, budget=budget, checkpoint=path)
 
 
+class Unplanned(Trained):
+    """Steps whose updates are torch's own, on values that the model has for so long."""
+
+    def opened(self, folder: Path) -> gascompile.TrainingStep:
+        """Return the step."""
+        model = new_model(width=48).train()
+        optimizer = torch.optim.Adagrad(model.parameters(), lr=1e-2)
+        return compiled(model, optimizer, folder, budget=6 << 20, unplanned_optimizer=True)
+
+
 class Checkpointed(Trained):
     """Saving checkpoints of it."""
 
@@ -105,7 +115,7 @@ class Ended:
     def begin(self) -> None:
         """Take one step, of a model whose states leave memory."""
         torch.manual_seed(5)
-        self.model = nn.Sequential(nn.Linear(96, 96), nn.Linear(96, 96))
+        self.model = self.made()
         options: dict[str, Any] = {}
         if self.in_files:
             self.model[0].requires_grad_(False)
@@ -124,6 +134,10 @@ class Ended:
         )
         self.step(self.batch)
         self.optimizer = self.step.optimizer
+
+    def made(self) -> nn.Sequential:
+        """Return a model."""
+        return nn.Sequential(nn.Linear(96, 96), nn.Linear(96, 96))
 
     def act(self) -> None:
         """Close it."""
@@ -183,6 +197,7 @@ def copied(model: nn.Module) -> dict[str, torch.Tensor]:
 STEPS: dict[str, type[Trained | Ended]] = {
     "training": Trained,
     "frozen": Frozen,
+    "unplanned": Unplanned,
     "checkpoints": Checkpointed,
     "close of a step": Ended,
     "close of frozen": EndedInFiles,

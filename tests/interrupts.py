@@ -26,6 +26,7 @@ from torch import nn
 import gascompile
 from gascompile.core.errors import StorageError
 from gascompile.integrations.generation import Generator
+from tests.interrupted_captures import CAPTURES
 from tests.interrupted_runs import RUNS, started
 from tests.interrupted_steps import STEPS
 from tests.training.runs import MACHINE
@@ -210,6 +211,7 @@ CASES: dict[str, Callable[[Path], Case]] = {
     "generation": Generated,
     **STEPS,
     **RUNS,
+    **CAPTURES,
 }
 
 

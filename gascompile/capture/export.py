@@ -27,11 +27,13 @@ from gascompile.capture.record.record import Recorder
 from gascompile.capture.record.trial import Trial
 from gascompile.capture.to_program import Capture, to_program
 from gascompile.capture.trace_inputs import overlaps, trace_inputs, with_sharing
+from gascompile.core.deferral import deferring
 from gascompile.core.errors import CaptureError, UnsupportedOpError
 from gascompile.core.true_strides import true_strides
 from gascompile.passes.graph.mutated_tensors import written_inputs
 
 
+@deferring
 def capture(
     model: nn.Module,
     args: tuple[Any, ...],

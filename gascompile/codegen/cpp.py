@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from gascompile.core.deferral import deferring
 from gascompile.core.errors import UnsupportedOpError
 from gascompile.core.kernels import Kernel, Launch, Layout, Pointer
 from gascompile.passes.graph.segments import layout
@@ -79,6 +80,7 @@ def known_layout(node: fx.Node) -> Layout:
     return found
 
 
+@deferring
 def inductor_module(
     function: Callable[..., tuple[torch.Tensor, ...]],
     inputs: Sequence[Layout],

@@ -6,7 +6,6 @@ import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -42,9 +41,9 @@ from gascompile.runtime.memory.pinned import HOST
 from gascompile.runtime.memory.source_slots import SourceSlots
 from gascompile.runtime.run.executor import Executor
 from gascompile.runtime.run.session import Session
-from gascompile.training.capture.joint import capture_joint
+from gascompile.training.capture.joint import Joint, capture_joint
 from gascompile.training.capture.requirements import require_followed
-from gascompile.training.capture.shapes import Shapes
+from gascompile.training.capture.shapes import with_shapes
 from gascompile.training.capture.traced_loss import LossFunction
 from gascompile.training.optimizers.optimizers import Rules
 from gascompile.training.optimizers.unplanned import state_bytes
@@ -214,7 +213,7 @@ class UnitMaker:
             graph_module=graph_module,
             executor=executor,
             trains=trains,
-            grader=Grader(plan, self._profile),
+            grader=Grader(plan, partial(profile_of, self._machine, self._config.cache_dir)),
             basis=made.basis,
             place=place,
             entry=entry,
@@ -238,29 +237,30 @@ class UnitMaker:
         self, batch: Any, options: StepOptions, storages: Storages
     ) -> tuple[CachedPlan, PlannedStep | None]:
         """Return the place of a step in the cache, and what is kept there."""
-        model, optimizer = self._model, self.optimizer
-        with Shapes(self.states, storages):
-            place = place_of_step(
-                model,
-                self._loss_fn,
-                optimizer,
-                batch,
-                options,
-                storages=storages,
-                settings=self._settings,
-                machine=self._machine,
-                budget=self._budget,
-                config=self._config,
-                has_pages=self.pages is not None,
-            )
+        own = self._model, self.optimizer, storages, self._settings
+        look = partial(
+            place_of_step,
+            self._model,
+            self._loss_fn,
+            self.optimizer,
+            batch,
+            options,
+            storages=storages,
+            settings=self._settings,
+            machine=self._machine,
+            budget=self._budget,
+            config=self._config,
+            has_pages=self.pages is not None,
+        )
+        place = with_shapes(self.states, storages, look)
         # Outside, as what is compared may lead to values that are not in memory.
         saved = self._saved
         bundle = place.read(lambda _: "") if saved is None else saved.find(place)
         if bundle is None:
             return place, None
-        with Shapes(self.states, storages), task("Reading the plan"):
+        with task("Reading the plan"):
             try:
-                found = bound_step(place, bundle, model, optimizer, storages, self._settings)
+                found = with_shapes(self.states, storages, lambda: bound_step(place, bundle, *own))
             except (PlanVerificationError, FormatError) as error:
                 if self._saved is not None:
                     raise
@@ -275,15 +275,18 @@ class UnitMaker:
     ) -> PlannedStep:
         """Capture a step and plan it."""
         model, trains = self._model, options.trains
-        with Shapes(self.states, storages), task(f"Capturing a {name}"):
+
+        def captured() -> tuple[StepProgram, Rules, Joint]:
             joint = capture_joint(model, self._loss_fn, batch, storages, trains=trains)
             trained = list(joint.gradients) if trains else []
             rules = rules_of(self.optimizer, joint.tensors, storages, trained, self._settings)
-            tensors, record = dict(joint.tensors), joint.record
-            program = step_program(joint, rules, name=name, options=options)
+            return step_program(joint, rules, name=name, options=options), rules, joint
+
+        with task(f"Capturing a {name}"):
+            program, rules, joint = with_shapes(self.states, storages, captured)
         with task("Planning"):
             plan = self._plan(program, place.prints)
-        basis = keep_step(place, program, plan, record)
+        basis, tensors = keep_step(place, program, plan, joint.record), dict(joint.tensors)
         return PlannedStep(program=program, plan=plan, rules=rules, tensors=tensors, basis=basis)
 
     def learns(self, unit: Unit, error: BudgetExceededError) -> bool:
@@ -298,9 +301,6 @@ class UnitMaker:
             return False
         log_replan(error)
         return True
-
-    def _profile(self) -> Path | None:
-        return profile_of(self._machine, self._config.cache_dir)
 
     def _plan(self, program: StepProgram, prints: Mapping[str, str]) -> Plan:
         cache, pages = self._config.cache_dir, self.pages

@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from gascompile.core.deferral import deferring, safe_point
 from gascompile.core.errors import UnsupportedOpError
 from gascompile.core.parts import part_bytes
 from gascompile.core.program import Dim, Program
@@ -105,6 +106,7 @@ def propagate(program: Program) -> Facts:
     return found
 
 
+@deferring
 def _propagate(program: Program, shapes: _Shapes, copies: set[str]) -> Facts:
     """Return the facts at ``shapes``; the ops named in ``copies`` make a storage of their own."""
     with true_strides():
@@ -203,6 +205,7 @@ def _run_node(
     *,
     copies: bool,
 ) -> OpFacts:
+    safe_point()
     args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), env.__getitem__)
     facts = OpFacts(name=node.name)
     given = [v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor)]

@@ -18,6 +18,7 @@ import torch
 from gascompile.core.errors import ForkedError
 from gascompile.core.own_work import OwnWork
 from gascompile.core.waiting import Gate, OwnThread, Pool, Turn, own_threads
+from tests.interrupted_captures import CAPTURES
 from tests.interrupted_runs import RUNS
 from tests.interrupted_steps import STEPS, Trained
 from tests.interrupts import Generated, Streamed
@@ -278,11 +279,13 @@ def test_who_was_interrupted_while_closing_a_generator_generates(
 
 NUM_INTERRUPTS = int(os.environ.get("GASCOMPILE_INTERRUPTS", "32"))
 KINDS = ("inference", "threads", "close", "save", "load", "generation")
-NUM_KINDS = len(KINDS) + len(STEPS) + len(RUNS)
+NUM_KINDS = len(KINDS) + len(STEPS) + len(RUNS) + len(CAPTURES)
 
 
 @pytest.mark.parametrize(
-    "kinds", [KINDS, tuple(STEPS), tuple(RUNS)], ids=["inference", "steps", "runs"]
+    "kinds",
+    [KINDS, tuple(STEPS), tuple(RUNS), tuple(CAPTURES)],
+    ids=["inference", "steps", "runs", "captures"],
 )
 def test_nothing_hangs_or_goes_wrong_after_interrupts(kinds: tuple[str, ...]) -> None:
     """Take as many as the environment says; every one has a watchdog, wide here for busy machines."""

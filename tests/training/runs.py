@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -101,6 +102,7 @@ def compiled(
     *,
     budget: int | str = BUDGET_BYTES,
     checkpoint: Path | None = None,
+    **options: Any,
 ) -> TrainingStep:
     """Return a step that is planned for ``batches``."""
     return compile_step(
@@ -113,6 +115,7 @@ def compiled(
         checkpoint=checkpoint,
         cache_dir=folder / "cache",
         time_limit_s=PLANNING_S,
+        **options,
     )
 
 

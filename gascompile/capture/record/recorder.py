@@ -27,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 
 from gascompile.capture.fingerprint.code_origin import Origin, origin_of_file
 from gascompile.capture.record.draws import NUMPY, PYTHON
+from gascompile.core.deferral import safe_point
 
 _CLOCKS = {
     "time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns", "process_time",
@@ -239,6 +240,7 @@ class _Quiet(TorchFunctionMode):
         if isinstance(func, FunctionType):
             self._ran(func.__code__, func.__globals__)
         try:
+            safe_point()
             return func(*args, **kwargs)
         finally:
             sys.setprofile(self._profile)

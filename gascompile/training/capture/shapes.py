@@ -2,35 +2,36 @@
 
 from __future__ import annotations
 
-from types import TracebackType
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 
+from gascompile.core.deferral import deferred
 from gascompile.training.state.aliasing import Storages
 from gascompile.training.state.train_state import States
 
+Result = TypeVar("Result")
 
-class Shapes:
-    """Gives emptied parameters their shapes back while something looks at them, without memory."""
 
-    def __init__(self, states: States | None, storages: Storages) -> None:
-        self._states, self._apart = states, storages.apart()
+def with_shapes(states: States | None, storages: Storages, work: Callable[[], Result]) -> Result:
+    """Return what ``work`` returns, during which emptied parameters have their shapes, without memory."""
 
-    def __enter__(self) -> None:
-        if self._states is not None:
-            self._states.covers.lift()
-            for name, tensor in self._states.tensors.items():
-                tensor.data = self._states.persistent.outline(name)
-        self._apart.__enter__()
+    def seen() -> Result:
+        with storages.apart():
+            return work()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._apart.__exit__(kind, error, trace)
-        if self._states is not None:
-            for tensor in self._states.tensors.values():
+    def lifted() -> Result:
+        if states is None:
+            return seen()
+        states.covers.lift()
+        try:
+            for name, tensor in states.tensors.items():
+                tensor.data = states.persistent.outline(name)
+            return seen()
+        finally:
+            for tensor in states.tensors.values():
                 tensor.data = torch.empty(0, dtype=tensor.dtype)
-            self._states.covers.put()
+            states.covers.put()
+
+    return deferred(lifted)

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from gascompile.core.deferral import deferring
 from gascompile.core.errors import CheckpointError, UnsupportedOpError
 from gascompile.core.plan import Plan
 from gascompile.core.sizes import format_size
@@ -74,45 +74,36 @@ def require_step(optimizer: torch.optim.Optimizer) -> None:
         raise UnsupportedOpError("SparseAdam takes sparse gradients alone; use Adam")
 
 
-@contextmanager
-def _in_torch(states: States) -> Iterator[list[torch.Tensor]]:
-    """Let parameters that have gradients be in memory, and these, too; yield them. Others have none, as in eager."""
-    persistent = states.persistent
-    trained = [slot for slot in states.rules.slots.values() if slot.name in states.pending]
-    totals = {slot.name: slot.totals[0].name for slot in trained}
-    wanted = {*map(states.owner, totals), *totals.values()}
-    persistent.rest({n for n in persistent.sizes if persistent.is_away(n)} - wanted)
-    parameters = []
-    states.covers.lift()
-    try:
-        for slot in trained:
-            parameter, like = states.tensor(slot.name), states.like(slot.name)
-            parameter.data = states.in_memory(slot.name)
-            total = persistent.tensors[totals[slot.name]]
-            parameter.grad = total.as_strided(like.shape, like.stride())
-            parameters.append(parameter)
-        yield parameters
-    finally:
-        for parameter in parameters:
-            parameter.grad = None
-            parameter.data = torch.empty(0, dtype=parameter.dtype)
-        persistent.changed(wanted)
-        states.covers.put()
-
-
+@deferring
 def update(states: States, max_grad_norm: float | None) -> None:
-    """Let the optimizer take a step; no transfer may be under way.
+    """Let the optimizer take a step, whole; no transfer may be under way.
+
+    Parameters that have gradients are in memory then, and these, too. Others have none, as in eager.
 
     Raises:
         StorageError: a value cannot be read.
     """
-    with _in_torch(states) as parameters:
-        totals = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    persistent, tensor = states.persistent, states.tensor
+    trained = [slot for slot in states.rules.slots.values() if slot.name in states.pending]
+    totals = {slot.name: slot.totals[0].name for slot in trained}
+    wanted = {*map(states.owner, totals), *totals.values()}
+    persistent.rest({n for n in persistent.sizes if persistent.is_away(n)} - wanted)
+    states.covers.lift()
+    try:
+        for slot in trained:
+            like, total = states.like(slot.name), persistent.tensors[totals[slot.name]]
+            tensor(slot.name).data = states.in_memory(slot.name)
+            tensor(slot.name).grad = total.as_strided(like.shape, like.stride())
         if max_grad_norm is not None:
-            torch.nn.utils.clip_grad_norm_(parameters, max_grad_norm)
+            torch.nn.utils.clip_grad_norm_([tensor(name) for name in totals], max_grad_norm)
         states.optimizer.step()
-        for total in totals:
-            total.zero_()
+        for name in totals.values():
+            persistent.tensors[name].zero_()
+    finally:
+        for own in map(tensor, totals):
+            own.grad, own.data = None, torch.empty(0, dtype=own.dtype)
+        persistent.changed(wanted)
+        states.covers.put()
 
 
 def changed_by(states: States) -> frozenset[str]:

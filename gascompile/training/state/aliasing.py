@@ -132,14 +132,14 @@ class Storages:
         before = {name: view.tensor.data for name, view in self.views.items()}
         canonical, _ = named_tensors(self._model)
         changed = []
-        for name, (held, leaf) in places(self._model):
-            # Of other tensors autograd remembers what they are views of.
-            if canonical[name] in empty and not isinstance(held[leaf], nn.Parameter):
-                changed.append((held, leaf, held[leaf]))
-                held[leaf] = empty[canonical[name]]
-        for name, view in self.views.items():
-            view.tensor.data = empty[name]
         try:
+            for name, (held, leaf) in places(self._model):
+                # Of other tensors autograd remembers what they are views of.
+                if canonical[name] in empty and not isinstance(held[leaf], nn.Parameter):
+                    changed.append((held, leaf, held[leaf]))
+                    held[leaf] = empty[canonical[name]]
+            for name, view in self.views.items():
+                view.tensor.data = empty[name]
             yield
         finally:
             for held, leaf, tensor in changed:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -71,15 +70,6 @@ class Covers:
         """Let all be as they were, without values unless they were given some; idempotent."""
         for cover in self._covers:
             cover.lift()
-
-    @contextmanager
-    def lifted(self) -> Iterator[None]:
-        """Let them be as they were for a time."""
-        self.lift()
-        try:
-            yield
-        finally:
-            self.put()
 
     def changed(self) -> None:
         """Take note that a step has changed values."""
