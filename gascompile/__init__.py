@@ -1,7 +1,7 @@
 """GASCompile: run PyTorch models that do not fit, by an ahead-of-time plan.
 
-``compile`` plans a model for a memory budget and returns it ready to run; ``plan`` only plans, without
-weights; ``load`` opens a saved bundle; ``simulate`` replays a plan on a machine.
+``compile`` plans a model for a memory budget and returns it ready to run, ``from_pretrained`` one by its name;
+``plan`` only plans, without weights; ``load`` opens a saved bundle; ``simulate`` replays a plan on a machine.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from gascompile.api.compile import compile as compile
     from gascompile.api.compiled import CompiledModel as CompiledModel
+    from gascompile.api.from_pretrained import from_pretrained as from_pretrained
     from gascompile.api.load import load as load
     from gascompile.api.plan import plan as plan
     from gascompile.api.plan import simulate as simulate
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "api.compile": ("compile",),
     "api.compiled": ("CompiledModel",),
+    "api.from_pretrained": ("from_pretrained",),
     "api.load": ("load",),
     "api.plan": ("plan", "simulate"),
     "core.errors": (

@@ -56,6 +56,10 @@ class ModelLibrary(Protocol):
         """Return the model of a folder or file on the meta device; raises ``CheckpointError``."""
         ...
 
+    def fetch(self, name: str, revision: str | None = None) -> Path:
+        """Return the folder of a model that has a name in the library's collection; raises ``CheckpointError``."""
+        ...
+
     def methods(self, cls: type) -> dict[str, Callable[..., Any]]:
         """Return what a compiled model does in another way than its class does."""
         ...

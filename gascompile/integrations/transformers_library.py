@@ -1,6 +1,7 @@
 """Hugging Face transformers as a model library: the hooks that the core asks, each where its work is done."""
 
 from gascompile.integrations.generate import methods
+from gascompile.integrations.hub import fetch
 from gascompile.integrations.huggingface import (
     build_skeleton,
     ignorable_weights,
@@ -14,6 +15,7 @@ from gascompile.integrations.weight_names import with_model_names
 
 __all__ = [
     "build_skeleton",
+    "fetch",
     "ignorable_weights",
     "is_directory",
     "methods",

@@ -55,3 +55,31 @@ def test_what_a_directory_says_about_generation_counts(folder: Path, tmp_path: P
     compiled: Any = gascompile.compile(folder, "1MiB", machine="cpu-nvme", cache_dir=tmp_path)
     assert compiled.generation_config.eos_token_id == [7, 9]
     assert compiled.generation_config.temperature == 0.5
+
+
+def test_a_model_is_found_by_its_name(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    inputs: dict[str, Any] = {"input_ids": _IDS, "use_cache": False}
+    with torch.no_grad():
+        wanted = AutoModelForCausalLM.from_pretrained(folder).eval()(**inputs).logits
+    kept = tmp_path / "hub" / "models--some--llama"
+    (kept / "snapshots").mkdir(parents=True)
+    folder.rename(kept / "snapshots" / "c0ffee")
+    (kept / "refs").mkdir()
+    (kept / "refs" / "main").write_text("c0ffee")
+    options: dict[str, Any] = {"machine": "cpu-nvme", "cache_dir": tmp_path / "cache"}
+    named = kept / "snapshots" / "c0ffee"
+    for given in ("some/llama", named):
+        with gascompile.from_pretrained(given, "1MiB", **options) as compiled:
+            assert torch.equal(compiled(**inputs).logits, wanted)
+    with pytest.raises(CheckpointError, match="'some/other' is neither a folder here nor"):
+        gascompile.from_pretrained("some/other", "1MiB", **options)
+    with pytest.raises(CheckpointError, match="neither a folder here"):
+        gascompile.from_pretrained("no such: folder", "1MiB", **options)
+    with pytest.raises(ValueError, match="revision"):
+        gascompile.from_pretrained(named, "1MiB", revision="main", **options)
+    with pytest.raises(ValueError, match="nonsense"):
+        gascompile.from_pretrained("some/llama", "nonsense", **options)
