@@ -70,7 +70,7 @@ def report(
     with reserved_stdout(json):
         if output.suffix.lower() not in (".html", ".htm"):
             raise typer.BadParameter(f"a report is an .html file, not '{output.name}'")
-        made, measured = _read(subject, run)
+        made, measured = read_subject(subject, run)
         verify(made)
         found = trace_of(made, made.machine)
         variants = None
@@ -98,7 +98,7 @@ def report(
     emit(json, data, note(said))
 
 
-def _read(subject: Path, run: Path | None) -> tuple[Plan, RunReport | None]:
+def read_subject(subject: Path, run: Path | None) -> tuple[Plan, RunReport | None]:
     """Return the plan, and the run if there is one.
 
     Raises:

@@ -15,6 +15,8 @@ from torch.nn import functional
 import gascompile
 from gascompile.core import serial
 from gascompile.core.checks.machine_files import preset
+from gascompile.core.plan import Plan
+from gascompile.core.reports import RunReport, Stall
 from gascompile.formats.layout import BLOCKS
 from tests.core.bad_files import MACHINE, WORKLOAD, plan
 from tests.gguf_files import TYPES, random_blocks
@@ -67,6 +69,21 @@ def _write_gguf(path: Path) -> None:
     writer.close()
 
 
+def _run(made: Plan) -> dict[str, object]:
+    """Return what ``gascompile run --json`` prints."""
+    links = [link.name for link in made.machine.links]
+    report = RunReport(
+        seconds=0.5,
+        peak_bytes=made.peak_bytes,
+        link_bytes=dict.fromkeys(links, 4096),
+        stall_s=0.1,
+        share_of_limit=0.8,
+        paths=dict.fromkeys(links, "O_DIRECT"),
+        stalls=(Stall(op=0, time_s=0.1, cause="bandwidth", tensor="w"),),
+    )
+    return {"model": made.workload.name, "bundle": None, "run": serial.to_json(report)}
+
+
 def make_seeds(folder: Path) -> None:
     """Write every seed below ``folder``."""
     torch.manual_seed(0)
@@ -98,8 +115,10 @@ def make_seeds(folder: Path) -> None:
     (folder / "sharded" / "model.safetensors.index.json").write_text(json.dumps(index))
     (folder / "gguf").mkdir()
     _write_gguf(folder / "gguf" / "model.gguf")
-    for kind, value in (("workload", WORKLOAD), ("machine", MACHINE), ("plan", plan())):
+    made = plan()
+    for kind, value in (("workload", WORKLOAD), ("machine", MACHINE), ("plan", made)):
         (folder / f"{kind}.json").write_text(serial.dumps(value))
+    (folder / "run.json").write_text(serial.dumps(_run(made)))
     for path in folder.rglob("*"):
         path.chmod(0o700 if path.is_dir() else 0o600)
     assert os.listdir(folder)

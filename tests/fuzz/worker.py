@@ -19,10 +19,13 @@ import torch
 
 import gascompile
 from gascompile.bundles.check import check_program_of
+from gascompile.commands.reporting import read_subject
 from gascompile.core.errors import GASCompileError
 from gascompile.core.plan import Plan
+from gascompile.cost_models.simulate.trace import trace
 from gascompile.passes.explain.explain import explain
 from gascompile.passes.verify.walk import verify
+from gascompile.report.page import page
 from gascompile.weights.checkpoint import open_checkpoint
 from tests.core.bad_files import BUDGET, MACHINE, WORKLOAD
 from tests.fuzz import mutate
@@ -30,7 +33,7 @@ from tests.fuzz.oracle import Hang, Watch, limit_memory
 from tests.fuzz.seeds import inputs
 
 KINDS = ("program", "program", "program", "program", "plan_in", "weights", "manifest", "held", "bytes", "plan",
-         "workload", "machine", "header", "index", "gguf", "gguf")  # fmt: skip
+         "run", "workload", "machine", "header", "index", "gguf", "gguf")  # fmt: skip
 _PARTS = {"program": "program.json", "plan_in": "plan.json", "weights": "weights.json"}
 
 
@@ -54,7 +57,7 @@ class Cases:
         kind = rng.choice(KINDS)
         place = self._scratch / "case"
         shutil.rmtree(place, ignore_errors=True)
-        if kind in ("workload", "machine", "plan"):
+        if kind in ("workload", "machine", "plan", "run"):
             self._spoil_json(self._seeds / f"{kind}.json", place.with_suffix(".json"), rng)
             return kind, place.with_suffix(".json")
         if kind == "gguf":
@@ -123,6 +126,10 @@ class Cases:
             for name in (*list(plan.tensors)[:3], *(op.name for op in plan.ops[:1])):
                 explain(plan, name)
             _check(plan)
+            page(plan, trace(plan, plan.machine))
+        elif kind == "run":
+            plan, measured = read_subject(self._seeds / "plan.json", place)
+            page(plan, trace(plan, plan.machine), run=measured)
         elif kind in ("header", "index", "gguf"):
             found = open_checkpoint(place)
             assert all(source.size_bytes >= 0 for source in found.sources.values())
