@@ -40,6 +40,25 @@ DeviceMapFile = Annotated[
 ]
 
 
+GpuLayers = Annotated[
+    int | None,
+    typer.Option(
+        "--ngl",
+        min=0,
+        metavar="N",
+        help="Plan what llama.cpp does with -ngl N: the last layers on the GPU, the others' ops on the host.",
+    ),
+]
+OverrideTensor = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--ot",
+        metavar="PATTERN=DEVICE",
+        help="With --ngl: llama.cpp's -ot, such as 'ffn_.*_exps=CPU'.",
+    ),
+]
+
+
 def plan(
     source: Source,
     budget: opt.BudgetSize = None,
@@ -51,6 +70,8 @@ def plan(
     tokens: opt.Tokens = 128,
     strategy: opt.Strategy = None,
     device_map: DeviceMapFile = None,
+    ngl: GpuLayers = None,
+    ot: OverrideTensor = None,
     weights: opt.WeightForm = None,
     sites: opt.Sites = "one",
     time_limit: opt.TimeLimit = 20.0,
@@ -61,18 +82,17 @@ def plan(
 
     Example: [bold]gascompile plan Qwen3-8B/ --budget 8GiB --machine rtx4090-gen4 -o plan.json[/bold]
     """
-    if device_map is not None and strategy is not None:
-        raise typer.BadParameter(
-            "--device-map and --strategy both say how to plan; give one of them"
-        )
-    if device_map is not None and weights is not None:
-        raise typer.BadParameter(
-            "--device-map moves weights as they are stored; leave out --weights"
-        )
+    given = _given_placement(device_map, ngl, ot or [])
+    if given is not None and strategy is not None:
+        raise typer.BadParameter(f"{given} and --strategy both say how to plan; give one of them")
+    if given is not None and weights is not None:
+        raise typer.BadParameter(f"{given} moves weights as they are stored; leave out --weights")
     limits, folder = (budget, cpu, nvme), opt.cache_dir_of(cache_dir)
     with reserved_stdout(json):
         if device_map is not None:
             made = _mapped(source, device_map, limits, machine, (batch, tokens), folder)
+        elif ngl is not None:
+            made = _layered(source, (ngl, ot or []), limits, machine, (batch, tokens), folder)
         else:
             made = make_plan_of(
                 source,
@@ -89,6 +109,40 @@ def plan(
             made.save(output)
     written = [note(f"The plan is in {output}.")] if output is not None else []
     emit(json, serial.to_json(made), *plan_parts(made), *warnings_block(made.warnings), *written)
+
+
+def _given_placement(device_map: Path | None, ngl: int | None, ot: list[str]) -> str | None:
+    """Return the option that says where weights lie; wrong usage where two do, or one lacks another."""
+    if device_map is not None and (ngl is not None or ot):
+        raise typer.BadParameter("--device-map and --ngl both say where weights lie; give one")
+    if ot and ngl is None:
+        raise typer.BadParameter("--ot is beside --ngl, as in --ngl 99 --ot 'ffn_.*_exps=CPU'")
+    if device_map is not None:
+        return "--device-map"
+    return "--ngl" if ngl is not None else None
+
+
+def _layered(
+    source: str,
+    said: tuple[int, list[str]],
+    limits: tuple[int | None, int | None, int | None],
+    machine: str | None,
+    shape: tuple[int, int],
+    cache_dir: Path,
+) -> Plan:
+    from gascompile.integrations.llama_cpp import LlamaCppPlacement, llama_cpp_plan
+
+    placement = LlamaCppPlacement.of(*said)
+    resolved = opt.machine_of(machine, cache_dir)
+    return llama_cpp_plan(
+        placement,
+        source,
+        resolved,
+        opt.budget_of(*limits, resolved),
+        batch=shape[0],
+        tokens=shape[1],
+        cache_dir=cache_dir,
+    )
 
 
 def _mapped(

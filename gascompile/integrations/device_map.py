@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from gascompile.api.plan import machine_of
@@ -71,18 +72,52 @@ def device_map_plan(
         DeviceMapError: a prefix or a device is unknown, a weight is in no prefix, or a tier is too small.
         InfeasiblePlanError: the budget does not hold what the map keeps; names what would.
     """
-    folder = Path(cache_dir) if cache_dir is not None else default_cache_dir()
-    resolved = machine_of(machine, folder)
-    limits = Budget.of(budget, resolved)
-    workload, modules = _workload_of(source, resolved, (batch, tokens), folder)
-    tiers = tiers_of(device_map, workload, resolved, modules=modules)
-    prints = {
-        "graph": serial.digest(workload),
-        "machine": serial.digest(resolved),
-        "budget": serial.digest(limits.limits_bytes(resolved)),
-        "device_map": serial.digest({prefix: str(tier) for prefix, tier in device_map.items()}),
-    }
-    return as_mapped(workload, resolved, limits, tiers, fingerprint=prints)
+    job = Mapped.of(source, machine, budget, batch=batch, tokens=tokens, cache_dir=cache_dir)
+    tiers = tiers_of(device_map, job.workload, job.machine, modules=job.modules)
+    said = {prefix: str(tier) for prefix, tier in device_map.items()}
+    return job.plan(tiers, {"device_map": serial.digest(said)})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mapped:
+    """What a given placement is of."""
+
+    workload: Workload
+    machine: Machine
+    budget: Budget
+    modules: frozenset[str]
+    """Names of the modules of a model."""
+
+    @classmethod
+    def of(
+        cls,
+        source: Workload | str | os.PathLike[str],
+        machine: Machine | str | os.PathLike[str] | None,
+        budget: Budget | int | str | None,
+        *,
+        batch: int,
+        tokens: int,
+        cache_dir: str | os.PathLike[str] | None,
+        sites: bool = False,
+    ) -> Mapped:
+        """Read the source; arguments are those of ``device_map_plan``, and whether ops may run beside the device."""
+        folder = Path(cache_dir) if cache_dir is not None else default_cache_dir()
+        resolved = machine_of(machine, folder)
+        workload, modules = _workload_of(source, resolved, (batch, tokens), folder, sites=sites)
+        limits = Budget.of(budget, resolved)
+        return cls(workload=workload, machine=resolved, budget=limits, modules=modules)
+
+    def plan(self, tiers: Mapping[str, str], prints: Mapping[str, str], site: str = "") -> Plan:
+        """Return the plan with each weight on the tier that ``tiers`` says; see ``as_mapped``."""
+        known = {
+            "graph": serial.digest(self.workload),
+            "machine": serial.digest(self.machine),
+            "budget": serial.digest(self.budget.limits_bytes(self.machine)),
+        }
+        prints = {**known, **prints}
+        return as_mapped(
+            self.workload, self.machine, self.budget, tiers, fingerprint=prints, site=site
+        )
 
 
 def tiers_of(
@@ -161,6 +196,8 @@ def _workload_of(
     machine: Machine,
     shape: tuple[int, int],
     cache_dir: Path,
+    *,
+    sites: bool,
 ) -> tuple[Workload, frozenset[str]]:
     """Return the workload of a source, and the names of the modules of a model."""
     if isinstance(source, Workload):
@@ -173,6 +210,7 @@ def _workload_of(
     from gascompile.core.config import CompileConfig
     from gascompile.integrations.huggingface import register_pytrees
     from gascompile.passes.graph.annotate import annotate
+    from gascompile.passes.graph.leaving import other_sites
 
     opened = open_source(source, batch=shape[0], tokens=shape[1])
     if opened.inputs is None:
@@ -184,4 +222,5 @@ def _workload_of(
     job = Job(model=opened.model, machine=machine, budget=Budget(), config=config)
     captured = job.capture(*normalize_call(opened.model, *opened.inputs))
     modules = frozenset(name for name, _ in opened.model.named_modules())
-    return annotate(captured.program, machine).workload, modules
+    others = other_sites(machine) if sites else ()
+    return annotate(captured.program, machine, sites=others).workload, modules

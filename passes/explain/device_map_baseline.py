@@ -1,7 +1,8 @@
-"""As mapped: the plan that executes a given placement the way accelerate's hooks do.
+"""As mapped: the plan that executes a given placement the way accelerate's hooks do, or llama.cpp.
 
-Weights on the tier that computes stay. All others are loaded whole, right before each op that reads
-them, and given up right after it: nothing is loaded ahead, so ops wait for every byte.
+Weights on the tier that computes stay. Accelerate loads all others whole, right before each op that reads
+them, and gives them up right after it: nothing is loaded ahead, so ops wait for every byte. Llama.cpp runs the ops
+of weights in the host's memory on the host's processor, and copies what these ops read and make.
 """
 
 from __future__ import annotations
@@ -19,12 +20,15 @@ from gascompile.passes.bounds.certify import Proof, certify
 from gascompile.passes.bounds.least_time import least_time
 from gascompile.passes.model.problem import Placement, Problem, problem, visits_of
 from gascompile.passes.plan.assemble import assemble
-from gascompile.passes.plan.draft import draft_schedule
+from gascompile.passes.plan.draft import Draft, draft_schedule, draft_sites
 from gascompile.passes.plan.emit import emit
 from gascompile.passes.search.schedule import Schedule
+from gascompile.passes.search.site_routes import closed
+from gascompile.passes.search.sites import sited
 from gascompile.passes.verify.walk import verify
 
 STRATEGY = "device_map"
+IN_PLACE = "llama_cpp"
 
 
 def as_mapped(
@@ -34,8 +38,17 @@ def as_mapped(
     tiers: Mapping[str, str],
     *,
     fingerprint: Mapping[str, str],
+    site: str = "",
 ) -> Plan:
     """Return the verified plan with each weight on the tier that ``tiers`` says.
+
+    Args:
+        workload: what to plan.
+        machine: what to plan for.
+        budget: of the tier that computes, and others.
+        tiers: of each weight.
+        fingerprint: goes into the plan.
+        site: a tier whose weights rest there with their ops, where each of these can run there.
 
     Raises:
         DeviceMapError: a tier does not exist, has no link to the one that computes, or is too small.
@@ -44,21 +57,60 @@ def as_mapped(
     """
     begun_s = time.perf_counter()
     task = problem(workload, machine, budget)
-    placement = Placement(strategy=STRATEGY, link_of=_links_of(task, tiers))
-    schedule = _schedule(task, placement)
-    steps = emit(task, schedule)
-    seconds = replay(
-        steps, workload.ops, task.op_times_s, machine, repeats=workload.repeats
-    ).seconds
+    placement = Placement(strategy=IN_PLACE if site else STRATEGY, link_of=_links_of(task, tiers))
+    draft = _in_place(task, placement, site) if site else None
+    if draft is None:
+        draft = _loaded(task, placement)
     # Nothing is searched here, so the bound is the physical limit of all plans, in whatever form.
     limit_s, binding = least_time(workload, machine, task.limits_bytes)
     proof = Proof(limit_s=limit_s, binding=binding, bound_s=0.0, timed_out=False)
     taken_s = time.perf_counter() - begun_s
-    certificate = certify(seconds, proof, solve_s=taken_s, mip_gap=0.0)
-    draft = draft_schedule(task, schedule.with_seconds(seconds))
+    certificate = certify(draft.seconds, proof, solve_s=taken_s, mip_gap=0.0)
     plan = assemble(draft, machine, task.limits_bytes, certificate, fingerprint=fingerprint)
     verify(plan)
     return plan
+
+
+def _loaded(task: Problem, placement: Placement) -> Draft:
+    """Return the draft in which all weights come to the tier that computes."""
+    schedule = _schedule(task, placement)
+    seconds = replay(
+        emit(task, schedule),
+        task.workload.ops,
+        task.op_times_s,
+        task.machine,
+        repeats=task.workload.repeats,
+    ).seconds
+    return draft_schedule(task, schedule.with_seconds(seconds))
+
+
+def _in_place(task: Problem, placement: Placement, site: str) -> Draft | None:
+    """Return the draft in which ops run where their weights rest; ``None`` where none can.
+
+    Raises:
+        DeviceMapError: ``site`` has no room for what such ops read and make beside their weights.
+    """
+    there = {
+        i
+        for i, link in enumerate(placement.link_of)
+        if link is not None and task.links[link].source_tier == site
+    }
+    sent = closed(task, frozenset(there), site)
+    if not sent:
+        return None
+    of = {w.name: link for w, link in zip(task.weights, placement.link_of, strict=True)}
+
+    def others(reduced: Problem) -> Schedule:
+        left = tuple(of[weight.name] for weight in reduced.weights)
+        return _schedule(reduced, Placement(strategy=IN_PLACE, link_of=left))
+
+    found = sited(task, site, sent, others)
+    if found is None:
+        raise DeviceMapError(
+            f"'{site}' has no room for what its ops read and make beside their weights; give it more, or the tier that "
+            "computes more of the weights"
+        )
+    return draft_sites(found)
 
 
 def _links_of(task: Problem, tiers: Mapping[str, str]) -> tuple[int | None, ...]:

@@ -34,6 +34,8 @@ from gascompile.passes.search.site_routes import (
 )
 from gascompile.passes.search.strategies import MANY_WEIGHTS, family, homes, strategies
 
+Planner = Callable[[Problem], Schedule | None]
+
 _SHARES = (1.0, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25, 0.125)
 """Shares of the weights that can be sent with their ops, evenly spread: links carry the others meanwhile."""
 _STREAMED = (0.0, 0.5, 1.0)
@@ -85,6 +87,20 @@ def sites(
             if least_s < limit_s:
                 best = _searched(task, tier, frozenset(chosen), limit_s, fits) or best
     return best
+
+
+def sited(task: Problem, tier: str, sent: frozenset[int], plan: Planner) -> SitedSchedule | None:
+    """Return a schedule of given ops at another site; ``None`` where that tier has no room, or ``plan`` finds none.
+
+    Args:
+        task: the problem with all ops on the tier that computes.
+        tier: where weights rest, and ops that read nothing else run; see ``closed``.
+        sent: those weights.
+        plan: schedules the others.
+    """
+    route = find_route(task, tier, frozenset(task.weights[i].name for i in sent))
+    reduced = _reduced(task, tier, sent, route)
+    return None if reduced is None else _sited(reduced, route, plan(reduced), math.inf)
 
 
 def _other_sites(task: Problem) -> list[str]:
