@@ -29,7 +29,7 @@ from torch.nn import functional
 import gascompile
 from benchmarks.emulated import slower
 from benchmarks.environment import describe_environment, result_path
-from gascompile.core.machine import Budget
+from gascompile.core.budget import Budget
 from gascompile.core.serial import to_json
 from gascompile.core.sizes import MIB, format_size
 from gascompile.cost_models.measure.host import OtherWork

@@ -32,7 +32,8 @@ from benchmarks.cached_decoder import build_decoder, cache_bytes
 from benchmarks.emulated import slower
 from benchmarks.environment import describe_environment, result_path
 from benchmarks.throttled import can_throttle, throttled
-from gascompile.core.machine import Budget, Machine
+from gascompile.core.budget import Budget
+from gascompile.core.machine import Machine
 from gascompile.core.serial import to_json
 from gascompile.core.sizes import MIB, format_size
 from gascompile.cost_models.measure.host import OtherWork
@@ -105,7 +106,7 @@ def _machine_of(case: Case, own: Machine, *, throttles: bool) -> Machine:
     """Return this machine with its drive held to a speed, or an emulated one with room for the budget."""
     if case.machine is not None:
         tier = replace(own.tiers["gpu"], size_bytes=case.budget_bytes)
-        return slower(replace(own, tiers={**own.tiers, "gpu": tier}), 1 / case.speed)
+        return slower(own.with_place(tier), 1 / case.speed)
     if not throttles or case.speed <= 1:
         return own
     return replace(

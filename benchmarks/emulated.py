@@ -26,7 +26,8 @@ from torch.utils import _pytree as pytree
 import gascompile
 from benchmarks.environment import describe_environment, result_path
 from benchmarks.llama_checkpoint import write_llama
-from gascompile.core.machine import Budget, Machine
+from gascompile.core.budget import Budget
+from gascompile.core.machine import Machine
 from gascompile.core.serial import to_json
 from gascompile.core.sizes import MIB, format_size
 from gascompile.cost_models.measure.host import OtherWork

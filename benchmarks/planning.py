@@ -24,8 +24,8 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.environment import describe_environment, result_path
+from gascompile.core.budget import Budget
 from gascompile.core.errors import InfeasiblePlanError
-from gascompile.core.machine import Budget
 from gascompile.core.plan import Plan
 from gascompile.core.sizes import GIB, format_size
 from gascompile.cost_models.simulate.replay import replay_plan

@@ -27,7 +27,8 @@ from torch import nn
 from benchmarks.environment import describe_environment, result_path
 from benchmarks.training_contenders import LEARNING_RATE, PLANNING_S, batch_of, build_model, loss_fn
 from gascompile import compile_step
-from gascompile.core.machine import Budget, Machine
+from gascompile.core.budget import Budget
+from gascompile.core.machine import Machine
 from gascompile.core.serial import to_json
 from gascompile.core.sizes import GIB, MIB, format_size
 from gascompile.core.steps import Recompute
@@ -165,7 +166,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         cache = options.cache or Path(scratch) / "cache"
         own = resolve_machine("emulated", cache_dir=cache, read=read_blocks)
         tier = replace(own.tiers["gpu"], size_bytes=gpu_bytes)
-        machine = replace(own, tiers={**own.tiers, "gpu": tier})
+        machine = own.with_place(tier)
         losses, eager_s = eager(shape, _WARM_STEPS + options.steps)
         rows = [
             planned(shape, machine, Budget(gpu=gpu_bytes, cpu=cpu_bytes), cache, losses)

@@ -29,8 +29,9 @@ from rich.console import Console
 from benchmarks.environment import describe_environment, result_path
 from benchmarks.training_contenders import LEARNING_RATE, loss_fn
 from gascompile.commands.output import grid
+from gascompile.core.budget import Budget
 from gascompile.core.config import CompileConfig
-from gascompile.core.machine import Budget, Machine
+from gascompile.core.machine import Machine
 from gascompile.core.sizes import SPILL_BUFFER_BYTES, format_size
 from gascompile.machines.resolve import resolve_machine
 from gascompile.runtime.transfer.engine import read_blocks

@@ -20,7 +20,8 @@ from typing import Any
 from benchmarks.environment import describe_environment, result_path
 from benchmarks.training_traces import NETS, PUBLISHED, published_trace, reference_machine
 from gascompile.api.plan import plan
-from gascompile.core.machine import Budget, Machine
+from gascompile.core.budget import Budget
+from gascompile.core.machine import Machine
 from gascompile.core.workload import OpSpec, TensorKind, TensorSpec, Workload
 from gascompile.passes.intervals.search import Search
 from gascompile.passes.intervals.strategies import STRATEGIES

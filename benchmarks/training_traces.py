@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from gascompile.core.machine import Link, Machine, Pipe, Tier
+from gascompile.core.machine import Link, Machine, Pipe, Place
 from gascompile.core.workload import OpSpec, TensorKind, TensorSpec, Workload
 
 _BYTES_PER_S = 1.25e12
@@ -389,11 +389,11 @@ def reference_machine() -> Machine:
     )
     return Machine(
         name="G10's machine",
-        tiers={
-            _SITE: Tier(size_bytes=int(40e9)),
-            "cpu": Tier(size_bytes=int(128e9)),
-            "nvme": Tier(size_bytes=int(3.2e12)),
-        },
+        places=(
+            Place.named(_SITE, int(40e9)),
+            Place.named("cpu", int(128e9)),
+            Place.named("nvme", int(3.2e12)),
+        ),
         links=links,
         pipes=tuple(
             Pipe(name=f"pcie {way}", bandwidth_bytes_per_s=15.754e9) for way in ("in", "out")

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from gascompile.api.load import load as load
     from gascompile.api.plan import plan as plan
     from gascompile.api.plan import simulate as simulate
+    from gascompile.core.budget import Budget as Budget
     from gascompile.core.errors import CaptureError as CaptureError
     from gascompile.core.errors import CheckpointError as CheckpointError
     from gascompile.core.errors import CompiledModelError as CompiledModelError
@@ -32,8 +33,8 @@ if TYPE_CHECKING:
     from gascompile.core.errors import PlanVerificationError as PlanVerificationError
     from gascompile.core.errors import SolverError as SolverError
     from gascompile.core.errors import StorageError as StorageError
+    from gascompile.core.errors import UnknownPlaceError as UnknownPlaceError
     from gascompile.core.errors import UnsupportedOpError as UnsupportedOpError
-    from gascompile.core.machine import Budget as Budget
     from gascompile.core.machine import Machine as Machine
     from gascompile.core.plan import Plan as Plan
     from gascompile.core.reports import GraphReport as GraphReport
@@ -52,9 +53,11 @@ _HOMES = {
     "core.errors": (
         "CaptureError", "CheckpointError", "CompiledModelError", "DeviceError", "DeviceMapError",
         "FormatError", "GASCompileError", "InfeasiblePlanError", "PlanMismatchError",
-        "PlanVerificationError", "SolverError", "StorageError", "UnsupportedOpError",
+        "PlanVerificationError", "SolverError", "StorageError", "UnknownPlaceError",
+        "UnsupportedOpError",
     ),
-    "core.machine": ("Budget", "Machine"),
+    "core.budget": ("Budget",),
+    "core.machine": ("Machine",),
     "core.plan": ("Plan",),
     "core.reports": ("GraphReport", "RunReport", "Timeline"),
     "core.workload": ("Workload",),

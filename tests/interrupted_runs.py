@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 import gascompile
-from gascompile.core.machine import Budget, Machine
+from gascompile.core.budget import Budget
+from gascompile.core.machine import Machine
 from gascompile.core.sizes import MIB
 from gascompile.core.waiting import own_threads
 from tests.integration.site_models import ROWS, WIDTH, Towers, compiled, machine

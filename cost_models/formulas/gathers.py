@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from gascompile.core.machine import Link, Machine
+from gascompile.core.machine import Link, Machine, PlaceKind
 from gascompile.core.sizes import PAGE_BYTES, reserve_bytes
 from gascompile.core.workload import OpSpec, Workload
 
@@ -20,10 +20,11 @@ def gathered(op: OpSpec) -> dict[str, int]:
 
 
 def gather_link(machine: Machine, tier: str = "") -> Link | None:
-    """Return the link that single rows come over from ``tier``; without one that from NVMe, else the fastest."""
+    """Return the link that single rows come over from ``tier``; without one that of checkpoints."""
+    if not tier:
+        return machine.checkpoint_link()
     links = machine.links_into(machine.compute_tier)
-    wanted = next((link for link in links if link.source_tier == (tier or "nvme")), None)
-    return wanted if tier else wanted or next(iter(links), None)
+    return next((link for link in links if link.source_tier == tier), None)
 
 
 def gather_tiers(machine: Machine) -> tuple[str, ...]:
@@ -31,7 +32,7 @@ def gather_tiers(machine: Machine) -> tuple[str, ...]:
     usual = gather_link(machine)
     links = machine.links_into(machine.compute_tier)
     others = (link.source_tier for link in links if usual and link.source_tier != usual.source_tier)
-    return tuple(tier for tier in others if tier == "cpu")
+    return tuple(tier for tier in others if machine.tiers[tier].kind is PlaceKind.CPU)
 
 
 def gather_room(workload: Workload) -> Mapping[str, int]:

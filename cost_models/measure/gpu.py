@@ -21,8 +21,8 @@ from gascompile.core.machine import (
     Machine,
     MemoryRate,
     Pipe,
+    Place,
     RatePoint,
-    Tier,
 )
 from gascompile.core.sizes import KIB, MIB, format_size
 from gascompile.cost_models.measure.compute import DTYPES, product_point, typical
@@ -224,7 +224,7 @@ def named_with_gpu(host_name: str, gpu_name: str) -> str:
 def gpu_machine(
     host: Machine, gpu: GpuFigures, engines: Sequence[EngineFigures], *, effort: str
 ) -> Machine:
-    """Return ``host`` with a GPU that computes: tiers ``gpu``, ``cpu`` and ``nvme``, and the links between.
+    """Return ``host`` with a GPU that computes: places ``gpu``, ``cpu`` and ``nvme``, and the links between.
 
     Args:
         host: the processor, its memory and its drive, measured.
@@ -235,12 +235,12 @@ def gpu_machine(
     measured = f"measured {date.today().isoformat()} {effort}:"  # noqa: DTZ011 - the user's own day
     chosen = fastest(engines)
     reads = f"{measured} {_compared(engines, chosen)}"
-    tier = Tier(size_bytes=gpu.total_bytes, source=f"{measured} all of it")
+    place = Place.named("gpu", gpu.total_bytes, source=f"{measured} all of it")
     settings = f"{measured} fastest settings of the engine '{chosen.io.engine}'"
     return replace(
         host,
         name=named_with_gpu(host.name, gpu.name),
-        tiers={"gpu": tier, **host.tiers},
+        places=(place, *host.places),
         links=_links(host, gpu, chosen, measured=measured, reads=reads),
         pipes=(*host.pipes, *_pipes(host, gpu, chosen, measured)),
         rates=(*_rates(gpu, measured), *host.rates),

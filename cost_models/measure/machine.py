@@ -23,8 +23,8 @@ from gascompile.core.machine import (
     Machine,
     MemoryRate,
     Pipe,
+    Place,
     RatePoint,
-    Tier,
 )
 from gascompile.core.sizes import MIB, format_size
 from gascompile.cost_models.measure.compute import (
@@ -253,12 +253,12 @@ def _machine(
     pipes = _pipes(measured, disk, together)
     return Machine(
         name=machine_name(),
-        tiers={
-            "cpu": Tier(size_bytes=limit.size_bytes, source=f"{measured} {limit.origin}"),
-            "nvme": Tier(
-                size_bytes=capacity_bytes(folder), source=f"{measured} capacity of the file system"
+        places=(
+            Place.named("cpu", limit.size_bytes, source=f"{measured} {limit.origin}"),
+            Place.named(
+                "nvme", capacity_bytes(folder), source=f"{measured} capacity of the file system"
             ),
-        },
+        ),
         links=_links(measured, disk, together, tuple(pipe.name for pipe in pipes)),
         pipes=pipes,
         rates=_rates(measured, compute),

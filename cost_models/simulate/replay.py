@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from gascompile.core.machine import Link, Machine
+from gascompile.core.machine import Machine
 from gascompile.core.op_sites import OpSites, op_sites
 from gascompile.core.plan import Plan
 from gascompile.core.reports import Stall, Timeline
@@ -281,7 +281,7 @@ def _first_iteration(
     repeats: bool,
 ) -> list[Step]:
     """Return the steps of the first iteration: all that is loaded up front, then the body."""
-    link = _checkpoint_link(machine)
+    link = machine.checkpoint_link()
     if link is None:
         resident_bytes = {}
     order: list[tuple[int, Step]] = []
@@ -308,9 +308,3 @@ def _first_iteration(
             body.extend(needed.get(step.op, ()))
         body.append(step)
     return body
-
-
-def _checkpoint_link(machine: Machine) -> Link | None:
-    """Return the link that residents come over: the one from NVMe, else the fastest."""
-    links = machine.links_into(machine.compute_tier)
-    return next((link for link in links if link.source_tier == "nvme"), next(iter(links), None))

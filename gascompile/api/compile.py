@@ -31,11 +31,12 @@ from gascompile.capture.later.history import History
 from gascompile.capture.plain_tensors import require_plain_inputs
 from gascompile.capture.torch_settings import require_castable
 from gascompile.codegen.fuse import fused_unit, outdated, with_kernels
+from gascompile.core.budget import Budget
 from gascompile.core.checks.machine import source_warnings
 from gascompile.core.collection import no_collection
 from gascompile.core.config import CompileConfig
 from gascompile.core.errors import FormatError, PlanVerificationError
-from gascompile.core.machine import Budget, Machine
+from gascompile.core.machine import Machine
 from gascompile.core.model_libraries import register_pytrees
 from gascompile.core.plan import Plan
 from gascompile.core.program import Program

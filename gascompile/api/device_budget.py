@@ -10,8 +10,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 
+from gascompile.core.budget import Budget
 from gascompile.core.errors import Demand, InfeasiblePlanError
-from gascompile.core.machine import Budget, Machine
+from gascompile.core.machine import Machine
 from gascompile.core.plan import Plan
 from gascompile.core.workload import TensorKind, Workload
 from gascompile.passes.verify.walk import verify
@@ -99,7 +100,7 @@ def _plan_with_host(
     for tries_left in reversed(range(_TRIES)):
         if left_bytes < 0:
             break
-        plan, over_bytes = _whole(make(replace(budget, cpu=left_bytes)), limits_bytes)
+        plan, over_bytes = _whole(make(budget.with_size(HOST, left_bytes)), limits_bytes)
         if over_bytes <= 0:
             verify(plan)
             return plan

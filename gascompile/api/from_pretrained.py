@@ -11,7 +11,7 @@ from gascompile.core.model_libraries import model_libraries
 
 if TYPE_CHECKING:
     from gascompile.api.compiled import CompiledModel
-    from gascompile.core.machine import Budget
+    from gascompile.core.budget import Budget
 
 
 def from_pretrained(

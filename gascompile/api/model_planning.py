@@ -10,9 +10,10 @@ from torch import nn
 from gascompile.api.compile import Job
 from gascompile.api.sources import Source, open_source
 from gascompile.capture.calls import ExampleInputs, normalize_call, split_inputs
+from gascompile.core.budget import Budget
 from gascompile.core.config import CompileConfig
 from gascompile.core.errors import CaptureError
-from gascompile.core.machine import Budget, Machine
+from gascompile.core.machine import Machine
 from gascompile.core.model_libraries import register_pytrees
 from gascompile.core.plan import Plan
 

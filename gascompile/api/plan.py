@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gascompile.core import serial
+from gascompile.core.budget import Budget
 from gascompile.core.checks.machine import source_warnings
 from gascompile.core.checks.machine_files import named_machine
 from gascompile.core.checks.workload import check_times, check_workload
 from gascompile.core.checks.workload_files import is_workload_file, load_workload
 from gascompile.core.config import CompileConfig
-from gascompile.core.machine import Budget, Machine
+from gascompile.core.machine import Machine
 from gascompile.core.plan import Plan
 from gascompile.core.reports import Timeline
 from gascompile.core.workload import Workload

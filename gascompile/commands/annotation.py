@@ -12,10 +12,11 @@ from gascompile.commands.output import emit, note, reserved_stdout, warnings_blo
 from gascompile.commands.plans import Source, read_plan
 from gascompile.commands.summary import totals_by_kind, workload_parts, workload_summary
 from gascompile.core import serial
+from gascompile.core.budget import Budget
 from gascompile.core.checks.workload_files import is_workload_file, load_workload
 from gascompile.core.config import CompileConfig
 from gascompile.core.errors import CaptureError
-from gascompile.core.machine import Budget, Machine
+from gascompile.core.machine import Machine
 from gascompile.core.workload import Workload
 
 _COUNTER = re.compile(r"_\d+$")

@@ -10,12 +10,13 @@ from typing import Annotated
 
 import typer
 
+from gascompile.core.budget import Budget
 from gascompile.core.config import CACHE_VARIABLE, default_cache_dir
 from gascompile.core.errors import FormatError, StorageError
 from gascompile.core.files import is_file, is_folder
-from gascompile.core.machine import Budget, Machine
+from gascompile.core.machine import Machine
 from gascompile.core.plan import Plan
-from gascompile.core.serial import read_json
+from gascompile.core.serial import read_json, reads
 from gascompile.core.sizes import parse_size
 
 
@@ -152,8 +153,8 @@ def budget_of(budget: int | None, cpu: int | None, nvme: int | None, machine: Ma
         raise typer.BadParameter(
             f"--budget and --cpu both set the memory of '{tier}', which computes on '{machine.name}'; give one of them"
         )
-    gpu = budget if tier == "gpu" else None
-    return Budget(gpu=gpu, cpu=budget if tier == "cpu" and budget is not None else cpu, nvme=nvme)
+    own = {} if budget is None else {tier: budget}
+    return Budget({"cpu": cpu, "nvme": nvme, **own})
 
 
 def format_of(path: Path) -> str:
@@ -185,7 +186,7 @@ def require_plan_or_bundle(path: Path) -> None:
 
 def is_finished(path: Path) -> bool:
     """Return whether ``path`` is a plan file or a bundle."""
-    return is_bundle(path) or format_of(path) == Plan.FORMAT
+    return is_bundle(path) or reads(Plan, format_of(path))
 
 
 def is_bundle(path: Path) -> bool:

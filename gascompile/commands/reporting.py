@@ -107,7 +107,7 @@ def read_subject(subject: Path, run: Path | None) -> tuple[Plan, RunReport | Non
     if run is not None:
         made = read_plan(subject)
         return made, _run_of(_printed(run), made, run)
-    if opt.is_bundle(subject) or opt.format_of(subject) == Plan.FORMAT or subject.is_dir():
+    if opt.is_bundle(subject) or serial.reads(Plan, opt.format_of(subject)) or subject.is_dir():
         return read_plan(subject), None
     printed = _printed(subject)
     if not isinstance(printed.get("bundle"), str):

@@ -154,7 +154,7 @@ def run(
 
 def _require_form(source: str, weights: str | None, *, for_bundles: bool) -> None:
     """Refuse what is for bundles alone, and plans, which hold neither a program nor weights."""
-    if opt.format_of(Path(source)) == Plan.FORMAT:
+    if serial.reads(Plan, opt.format_of(Path(source))):
         raise typer.BadParameter(
             f"{source} is a plan, which holds neither the model nor its weights; name the source it was made from, or "
             "a bundle of 'gascompile run SOURCE --save DIR'"

@@ -30,6 +30,27 @@ class CheckpointError(GASCompileError):
     """A weight file is missing, truncated or corrupt, or does not fit the model."""
 
 
+class UnknownPlaceError(GASCompileError):
+    """A budget names a place that the machine does not have.
+
+    Attributes:
+        place: its name.
+        known: the names of the machine's places.
+    """
+
+    def __init__(self, place: str, machine: str, known: tuple[str, ...]) -> None:
+        self.place = place
+        self.known = known
+        self._machine = machine
+        super().__init__(
+            f"the budget names '{place}', which machine '{machine}' does not have; its places are {', '.join(known)}"
+        )
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickle by the arguments, so that the error crosses process boundaries."""
+        return UnknownPlaceError, (self.place, self._machine, self.known)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
     """Something that a tier has to hold, whatever the plan."""

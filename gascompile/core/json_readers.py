@@ -57,6 +57,8 @@ def _dataclass_reader(cls: type) -> Reader:
         num_read = 0
         if expected is not None:
             if (found := data.get("format")) != expected:
+                if isinstance(found, str) and (older := older_format(cls, found)) is not None:
+                    return reader_of(older)(data, where).now()
                 raise FormatError(
                     f"{_words(where)}: this reader knows the format {expected!r}, the data says {shown(found)}; "
                     f"write it again with this version"
@@ -79,6 +81,12 @@ def _dataclass_reader(cls: type) -> Reader:
         return cls(**values)
 
     return read
+
+
+def older_format(cls: type, named: str) -> type | None:
+    """Return the type that reads a format of before, whose ``now()`` is a ``cls``; ``None`` where none does."""
+    find = getattr(cls, "older", None)
+    return None if find is None else find(named)
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Machine (``gascompile.machine/1``) and budget: tiers, links, pipes, compute rates, and how much of them to use.
+"""Machine (``gascompile.machine/2``): places, links, pipes and compute rates.
 
 Every number says where it comes from: measured, or which datasheet.
 """
@@ -7,24 +7,54 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from typing import ClassVar
 
 from gascompile.core.serial import json_name
-from gascompile.core.sizes import align_up, parse_size
+from gascompile.core.sizes import align_up
+
+
+class PlaceKind(StrEnum):
+    """What a memory is: it says which of a machine's places can compute."""
+
+    GPU = "gpu"
+    CPU = "cpu"
+    NVME = "nvme"
+    OTHER = "other"
+    """Holds bytes, and nothing else is known of it."""
+
+
+def kind_by_name(name: str) -> PlaceKind | None:
+    """Return the kind that a place's name says: ``gpu``, ``r0.gpu`` and ``h0.nvme1`` do; ``None`` for ``pool``."""
+    said = name.rpartition(".")[2].rstrip("0123456789")
+    return next((kind for kind in PlaceKind if kind == said), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tier:
-    """A memory: how much it holds."""
+class Place:
+    """A memory: what it is called, what it is and how much it holds."""
 
+    name: str
+    kind: PlaceKind
     size_bytes: int = field(metadata=json_name("bytes"))
     source: str = ""
     """Where the number comes from: ``measured <date>: <how>`` or ``datasheet: <which>``."""
 
+    @staticmethod
+    def named(name: str, size_bytes: int, *, source: str = "") -> Place:
+        """Return a place of the kind that its name says; raises ``ValueError`` where it says none."""
+        kind = kind_by_name(name)
+        if kind is None:
+            known = ", ".join(PlaceKind)
+            raise ValueError(
+                f"the name '{name}' says no kind of memory; give kind=, one of {known}"
+            )
+        return Place(name=name, kind=kind, size_bytes=size_bytes, source=source)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """A one-way path between two tiers."""
+    """A one-way path between two places."""
 
     source_tier: str = field(metadata=json_name("from"))
     target_tier: str = field(metadata=json_name("to"))
@@ -127,12 +157,12 @@ class Interference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """Tiers, links and rates of one machine."""
+    """Places, links and rates of one machine."""
 
-    FORMAT: ClassVar[str] = "gascompile.machine/1"
+    FORMAT: ClassVar[str] = "gascompile.machine/2"
 
     name: str
-    tiers: Mapping[str, Tier]
+    places: tuple[Place, ...]
     links: tuple[Link, ...]
     pipes: tuple[Pipe, ...] = ()
     rates: tuple[ComputeRate, ...] = ()
@@ -142,20 +172,53 @@ class Machine:
     backend: str = ""
     """What executes: ``cpu``, ``cuda`` or ``emulated``; empty for the one that the computing tier has."""
 
+    @staticmethod
+    def older(named: str) -> type | None:
+        """Return what reads the format ``named``, one of before; see ``serial``."""
+        from gascompile.core.older_formats import MachineOne
+
+        return {MachineOne.FORMAT: MachineOne}.get(named)
+
+    @property
+    def tiers(self) -> Mapping[str, Place]:
+        """The places by name, in their order."""
+        return {place.name: place for place in self.places}
+
     @property
     def compute_backend(self) -> str:
         """The backend that executes: ``cuda`` where a GPU computes, unless it says otherwise."""
-        return self.backend or ("cuda" if self.compute_tier == "gpu" else "cpu")
+        return self.backend or ("cuda" if self._computes_by_kind().kind is PlaceKind.GPU else "cpu")
 
     @property
     def compute_tier(self) -> str:
-        """The tier that computes: the GPU where there is one, else RAM."""
-        return "gpu" if "gpu" in self.tiers else "cpu"
+        """The place that computes: the GPU where there is one, else RAM."""
+        return self._computes_by_kind().name
+
+    def _computes_by_kind(self) -> Place:
+        """Return the first GPU, else the first RAM; ``check_machine`` sees to it that there is one, and one alone."""
+        places = self.places
+        for kind in (PlaceKind.GPU, PlaceKind.CPU):
+            for place in places:
+                if place.kind is kind:
+                    return place
+        raise ValueError(f"machine '{self.name}' has no place of the kind gpu or cpu that computes")
+
+    def with_place(self, place: Place) -> Machine:
+        """Return the machine with ``place`` in the stead of the one of its name, or added at the end."""
+        known = any(own.name == place.name for own in self.places)
+        kept = tuple(place if own.name == place.name else own for own in self.places)
+        return replace(self, places=kept if known else (*kept, place))
 
     def links_into(self, tier: str) -> tuple[Link, ...]:
         """Return the links that end at ``tier``, fastest first."""
         found = [link for link in self.links if link.target_tier == tier]
         return tuple(sorted(found, key=lambda link: -link.bandwidth_bytes_per_s))
+
+    def checkpoint_link(self) -> Link | None:
+        """Return the link that bytes of checkpoints come over: the fastest from a drive, else the fastest of all."""
+        links, places = self.links_into(self.compute_tier), self.tiers
+        drives = (link for link in links if places[link.source_tier].kind is PlaceKind.NVME)
+        return next(drives, next(iter(links), None))
 
     def library_bytes(self, tier: str) -> int:
         """Return what libraries allocate on a tier beside the plan's own."""
@@ -169,47 +232,15 @@ class Machine:
         raise KeyError(name)
 
 
-@dataclass(frozen=True, slots=True)
-class Budget:
-    """Bytes the runtime may allocate per tier; ``None`` leaves a tier at what the machine holds.
-
-    Sizes are read by ``sizes.parse_size``: ``Budget(gpu="24GiB", cpu="64GiB")``.
-    """
-
-    gpu: int | str | None = None
-    cpu: int | str | None = None
-    nvme: int | str | None = None
-    nvme_path: str | None = None
-
-    def limits_bytes(self, machine: Machine) -> dict[str, int]:
-        """Return the limit of every tier of ``machine`` in bytes."""
-        given = {"gpu": self.gpu, "cpu": self.cpu, "nvme": self.nvme}
-        limits: dict[str, int] = {}
-        for tier, spec in machine.tiers.items():
-            value = given.get(tier)
-            limits[tier] = spec.size_bytes if value is None else parse_size(value)
-        return limits
-
-    @staticmethod
-    def of(value: Budget | int | str | None, machine: Machine) -> Budget:
-        """Return a ``Budget`` from what a user may pass; a bare size means the tier that computes."""
-        if isinstance(value, Budget):
-            return value
-        if value is None:
-            return Budget()
-        size_bytes = parse_size(value)
-        return Budget(gpu=size_bytes) if machine.compute_tier == "gpu" else Budget(cpu=size_bytes)
-
-
 def without_host_sizes(machine: Machine) -> Machine:
-    """Return ``machine`` without the sizes of its host's tiers: of those, a plan knows its budget's limits alone.
+    """Return ``machine`` without the sizes of its host's places: of those, a plan knows its budget's limits alone.
 
     An accelerator's stays: what a run takes beside its budget has to fit there, too.
     """
     return replace(
         machine,
-        tiers={
-            name: tier if name == "gpu" else replace(tier, size_bytes=0)
-            for name, tier in machine.tiers.items()
-        },
+        places=tuple(
+            place if place.kind is PlaceKind.GPU else replace(place, size_bytes=0)
+            for place in machine.places
+        ),
     )

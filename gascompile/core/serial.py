@@ -1,7 +1,8 @@
 """Frozen dataclasses to versioned JSON and back, driven by their type hints.
 
 A reader refuses what it does not know: an unknown field, a missing one, a wrong type, another format
-or version. Members of a union of dataclasses carry their class name, in lower case, as ``"step"``.
+or version. What a class's ``older(format)`` returns reads a format of before and turns it into the class.
+Members of a union of dataclasses carry their class name, in lower case, as ``"step"``.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any, TypeVar, cast, get_args
 
 from gascompile.core.errors import FormatError, StorageError
 from gascompile.core.files import MAX_JSON_BYTES, read_regular
-from gascompile.core.json_readers import SCALARS, json_fields, reader_of, shown
+from gascompile.core.json_readers import SCALARS, json_fields, older_format, reader_of, shown
 
 T = TypeVar("T")
 JsonValue = None | bool | int | float | str | list[Any] | dict[str, Any]
@@ -83,6 +84,13 @@ def from_json(cls: type[T], data: object, *, where: str = "$") -> T:
     """
     kind: type = cls
     return cast(T, reader_of(kind)(data, (where,)))
+
+
+def reads(cls: type, named: object) -> bool:
+    """Return whether objects of ``cls`` are read from data whose ``format`` is ``named``, today's or one of before."""
+    if not isinstance(named, str):
+        return False
+    return named == getattr(cls, "FORMAT", None) or older_format(cls, named) is not None
 
 
 def check_types(value: object, *, where: str = "$") -> None:

@@ -13,10 +13,11 @@ from pathlib import Path
 
 from gascompile.api.plan import machine_of
 from gascompile.core import serial
+from gascompile.core.budget import Budget
 from gascompile.core.checks.workload_files import is_workload_file, load_workload
 from gascompile.core.config import default_cache_dir
 from gascompile.core.errors import CaptureError, DeviceMapError, FormatError
-from gascompile.core.machine import Budget, Machine
+from gascompile.core.machine import Machine
 from gascompile.core.plan import Plan
 from gascompile.core.workload import TensorKind, Workload
 from gascompile.passes.explain.device_map_baseline import as_mapped

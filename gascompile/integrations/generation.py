@@ -22,6 +22,7 @@ from gascompile.api.matching import advice, settings_misfit
 from gascompile.api.sources import open_source
 from gascompile.api.unit import Unit
 from gascompile.codegen.allocator_library import allocation_counter
+from gascompile.core.budget import Budget
 from gascompile.core.config import CompileConfig, default_cache_dir
 from gascompile.core.errors import (
     BudgetExceededError,
@@ -29,7 +30,7 @@ from gascompile.core.errors import (
     PlanMismatchError,
     UnsupportedOpError,
 )
-from gascompile.core.machine import Budget, Machine
+from gascompile.core.machine import Machine
 from gascompile.core.plan import Plan
 from gascompile.core.reports import RunReport
 from gascompile.core.sources import FileStamp

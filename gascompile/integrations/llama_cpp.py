@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gascompile.core import serial
+from gascompile.core.budget import Budget
 from gascompile.core.errors import DeviceMapError
-from gascompile.core.machine import Budget, Machine
+from gascompile.core.machine import Machine
 from gascompile.core.plan import Plan
 from gascompile.core.workload import TensorKind, Workload
 from gascompile.integrations.device_map import Mapped

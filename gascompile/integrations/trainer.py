@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from transformers import Trainer
 
+from gascompile.core.budget import Budget
 from gascompile.core.errors import UnsupportedOpError
-from gascompile.core.machine import Budget
 from gascompile.training.compile_step import compile_step
 from gascompile.training.step import TrainingStep
 

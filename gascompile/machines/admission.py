@@ -13,7 +13,7 @@ from torch import nn
 
 from gascompile.capture.plain_tensors import require_plain_model
 from gascompile.core.errors import UnsupportedOpError
-from gascompile.core.machine import Machine
+from gascompile.core.machine import Machine, PlaceKind
 from gascompile.core.plan import Plan
 from gascompile.machines.read_path import readable_here
 from gascompile.passes.plan.recost import recost
@@ -42,7 +42,14 @@ def admit(machine: Machine, *, facts: GpuFacts | None = None) -> Machine:
 
     Raises:
         DeviceError: it computes on a GPU that cannot be used; its ``cause`` says why.
+        UnsupportedOpError: it has a place that the runtime does not know.
     """
+    for place in machine.places:
+        if place.name != place.kind or place.kind is PlaceKind.OTHER:
+            raise UnsupportedOpError(
+                f"machine '{machine.name}' has the place '{place.name}' of the kind '{place.kind}'; plans for it are "
+                "made, verified and simulated, but run only on places called gpu, cpu and nvme"
+            )
     if machine.compute_backend == CUDA:
         facts = facts or look()
         require_device(facts, machine=machine.name)

@@ -29,7 +29,9 @@ def emulated_machine(host: Machine) -> Machine:
     return replace(
         made,
         name=emulated_name(host.name),
-        tiers={**made.tiers, **{name: host.tiers[name] for name in ("cpu", "nvme")}},
+        places=tuple(
+            host.tiers[own.name] if own.name in {"cpu", "nvme"} else own for own in made.places
+        ),
         links=tuple(_behind_drive(link, host) for link in made.links),
         rates=tuple(
             replace(rate, device=device)

@@ -155,4 +155,4 @@ def with_free_memory(machine: Machine, *, cuda: Any = torch.cuda) -> Machine:
     taken_bytes = max(found.total_bytes - found.free_bytes - found.own_bytes, 0)
     note = f"{format_size(taken_bytes)} held by contexts, libraries and other processes"
     now = replace(tier, size_bytes=usable_bytes, source=f"{tier.source}; {note}")
-    return replace(machine, tiers={**machine.tiers, "gpu": now})
+    return machine.with_place(now)

@@ -1,6 +1,6 @@
 """Finds the machine to plan for: this one (measured once and remembered), a preset, or a file.
 
-A remembered machine is a ``gascompile.machine/1`` file named after everything that its numbers depend
+A remembered machine is a ``gascompile.machine/2`` file named after everything that its numbers depend
 on, so that another processor, memory limit, disk, kernel or torch version is measured anew.
 """
 
@@ -47,7 +47,7 @@ def resolve_machine(
     """Return the machine to plan for.
 
     Args:
-        machine: a ``Machine``; the name of a preset; the path of a ``gascompile.machine/1`` file; or
+        machine: a ``Machine``; the name of a preset; the path of a ``gascompile.machine/2`` file; or
             ``None`` for this machine, measured at the first call (up to six seconds) and remembered.
             ``emulated`` is the emulated accelerator at the speed of this machine's processor.
         cache_dir: where this machine is remembered; also the disk that is measured. Made if missing.
@@ -155,11 +155,15 @@ def made_folder(folder: Path) -> Path:
     return folder
 
 
+_MEASURED_AS = "gascompile.machine/1"
+"""Another one where what was measured before means something else; files of older formats are read."""
+
+
 def remembered_path(cache_dir: Path) -> Path:
     """Return the file that this machine's numbers are remembered in."""
     uname = os.uname()
     parts = (
-        Machine.FORMAT,
+        _MEASURED_AS,
         cpu_model(),
         str(os.cpu_count()),
         str(torch.get_num_threads()),
@@ -186,4 +190,4 @@ def step_times_path(cache_dir: Path) -> Path:
 def _with_memory_limit(machine: Machine) -> Machine:
     """Give the CPU tier what this process may use now; rates do not depend on it, limits come and go."""
     tier = replace(machine.tiers["cpu"], size_bytes=memory_limit().size_bytes)
-    return replace(machine, tiers={**machine.tiers, "cpu": tier})
+    return machine.with_place(tier)

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from gascompile.core.budget import Budget
 from gascompile.core.config import CompileConfig
 from gascompile.core.errors import DeviceError, UnsupportedOpError
-from gascompile.core.machine import Budget, Machine
+from gascompile.core.machine import Machine
 from gascompile.machines.admission import admit
 from gascompile.machines.resolve import resolve_machine
 from gascompile.runtime.memory.host_slots import FILE

@@ -20,8 +20,9 @@ from gascompile.bundles.files import BundleFiles, read_bundle_files
 from gascompile.bundles.reuse import CachedPlan, read_known, write_known
 from gascompile.capture.saved.ops import is_allowed
 from gascompile.capture.torch_settings import SETTINGS
+from gascompile.core.budget import Budget
 from gascompile.core.errors import FormatError, PlanMismatchError, StorageError
-from gascompile.core.machine import Budget, Machine
+from gascompile.core.machine import Machine
 from gascompile.core.sizes import format_size
 from gascompile.machines.emulated import emulated_name
 from gascompile.machines.resolve import host_name, this_machine_name
@@ -146,8 +147,7 @@ class SavedPlans:
     @property
     def budget(self) -> Budget:
         """Return the budget of the plans."""
-        limits = self._files[0].plan.budget_bytes
-        return Budget(gpu=limits.get("gpu"), cpu=limits.get("cpu"), nvme=limits.get("nvme"))
+        return Budget(self._files[0].plan.budget_bytes)
 
     def find(self, place: CachedPlan) -> Bundle:
         """Return the plan for a kind of batch, and let ``place`` know what it depends on.

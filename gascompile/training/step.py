@@ -13,6 +13,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from gascompile.capture.batches import admit
+from gascompile.core.budget import Budget
 from gascompile.core.config import CompileConfig
 from gascompile.core.errors import (
     BudgetExceededError,
@@ -21,7 +22,7 @@ from gascompile.core.errors import (
     StorageError,
     UnsupportedOpError,
 )
-from gascompile.core.machine import Budget, Machine
+from gascompile.core.machine import Machine
 from gascompile.core.plan import Plan
 from gascompile.core.reports import RunReport
 from gascompile.machines.run_within_budget import planned_again

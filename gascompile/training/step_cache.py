@@ -21,9 +21,10 @@ from gascompile.capture.fingerprint.fingerprint import ModulePrint, made_by, ste
 from gascompile.capture.record.record import CaptureRecord
 from gascompile.capture.torch_settings import SETTINGS, settings_now
 from gascompile.core import serial
+from gascompile.core.budget import Budget
 from gascompile.core.config import CompileConfig
 from gascompile.core.errors import FormatError
-from gascompile.core.machine import Budget, Machine
+from gascompile.core.machine import Machine
 from gascompile.core.plan import Plan
 from gascompile.core.signature import same_memory, same_tensors
 from gascompile.formats.allocation import packing_fields

@@ -15,6 +15,7 @@ from gascompile.bundles import plan_cache
 from gascompile.bundles.bundle import Bundle
 from gascompile.bundles.reuse import Basis, CachedPlan
 from gascompile.codegen.allocator_library import allocation_counter, page_memory
+from gascompile.core.budget import Budget
 from gascompile.core.collection import no_collection
 from gascompile.core.config import CompileConfig
 from gascompile.core.errors import (
@@ -23,7 +24,7 @@ from gascompile.core.errors import (
     InfeasiblePlanError,
     PlanVerificationError,
 )
-from gascompile.core.machine import Budget, Machine
+from gascompile.core.machine import Machine
 from gascompile.core.plan import Plan
 from gascompile.core.progress import task
 from gascompile.core.reports import RunReport

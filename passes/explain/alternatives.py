@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gascompile.core.machine import Budget
+from gascompile.core.budget import Budget
 from gascompile.core.plan import Plan
 from gascompile.core.steps import Prefetch, Release
 from gascompile.passes.model.problem import Placement, Problem, problem
@@ -57,7 +57,7 @@ def alternatives(plan: Plan, name: str) -> tuple[Alternative, Peer | None]:
 
 def _problem_of(plan: Plan) -> Problem:
     limits = plan.budget_bytes
-    budget = Budget(gpu=limits.get("gpu"), cpu=limits.get("cpu"), nvme=limits.get("nvme"))
+    budget = Budget(limits)
     return problem(plan.workload, plan.machine, budget, reserved_bytes=plan.reserved_bytes)
 
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 
+from gascompile.core.budget import Budget
 from gascompile.core.errors import DeviceMapError, InfeasiblePlanError
-from gascompile.core.machine import Budget, Machine
+from gascompile.core.machine import Machine
 from gascompile.core.plan import Plan
 from gascompile.core.sizes import format_size
 from gascompile.core.workload import Workload

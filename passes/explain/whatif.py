@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from gascompile.core.budget import Budget
 from gascompile.core.errors import InfeasiblePlanError, SolverError
-from gascompile.core.machine import Budget, Machine
+from gascompile.core.machine import Machine, PlaceKind
 from gascompile.core.plan import Plan
 from gascompile.core.sizes import GIB, PAGE_BYTES, align_up
 from gascompile.core.steps import Compute, Prefetch, Release, Wait
@@ -159,7 +160,7 @@ class _Search:
             return make_plan(
                 self._plan.workload,
                 machine,
-                _budget(left),
+                Budget(left),
                 fingerprint={},
                 time_limit_s=self._time_limit_s,
                 move_all=self._move_all,
@@ -215,7 +216,7 @@ class _Search:
     def relaxed(self, machine: Machine, limits: dict[str, int]) -> Solution | None:
         """Return the solution of the linear relaxation; ``None`` where more than weights move."""
         task = problem(
-            self._plan.workload, machine, _budget(limits), reserved_bytes=self._plan.reserved_bytes
+            self._plan.workload, machine, Budget(limits), reserved_bytes=self._plan.reserved_bytes
         )
         if self._move_all or not task.links or task.arena_limit_bytes < 0:
             return None
@@ -236,7 +237,7 @@ class _Search:
         return problem(
             self._plan.workload,
             self.machine,
-            _budget(self.limits),
+            Budget(self.limits),
             reserved_bytes=self._plan.reserved_bytes,
         )
 
@@ -256,10 +257,6 @@ def _changes_weights(plan: Plan) -> bool:
     """Whether ops of the plan write weights, as those of a training step do."""
     kinds = {tensor.name: tensor.kind for tensor in plan.workload.tensors}
     return any(kinds[name] == TensorKind.WEIGHT for op in plan.workload.ops for name in op.writes)
-
-
-def _budget(limits: dict[str, int]) -> Budget:
-    return Budget(gpu=limits.get("gpu"), cpu=limits.get("cpu"), nvme=limits.get("nvme"))
 
 
 # ---------------------------------------------------------------- one thing more
@@ -283,11 +280,8 @@ def _default_step(value: float, whole: int) -> int:
 
 def _with_room(machine: Machine, limits: dict[str, int]) -> Machine:
     """Return the machine with tiers that hold the budget."""
-    tiers = {
-        name: replace(tier, size_bytes=max(tier.size_bytes, limits[name]))
-        for name, tier in machine.tiers.items()
-    }
-    return replace(machine, tiers=tiers)
+    places = (replace(p, size_bytes=max(p.size_bytes, limits[p.name])) for p in machine.places)
+    return replace(machine, places=tuple(places))
 
 
 def _links(search: _Search, step_bytes_per_s: float | None) -> list[Variant]:
@@ -311,7 +305,8 @@ def _links(search: _Search, step_bytes_per_s: float | None) -> list[Variant]:
 def _second_drive(search: _Search) -> list[Variant]:
     """Return the machine with twice the drive: its links, and the pipes that no other link shares."""
     machine = search.machine
-    drive = [link for link in machine.links if "nvme" in (link.source_tier, link.target_tier)]
+    drives = {place.name for place in machine.places if place.kind is PlaceKind.NVME}
+    drive = [link for link in machine.links if drives & {link.source_tier, link.target_tier}]
     if not drive:
         return []
     others = {pipe for link in machine.links if link not in drive for pipe in link.shared}

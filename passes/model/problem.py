@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from gascompile.core.budget import Budget
 from gascompile.core.errors import UnsupportedOpError
-from gascompile.core.machine import Budget, Link, Machine
+from gascompile.core.machine import Link, Machine
 from gascompile.core.sizes import reserve_bytes
 from gascompile.core.workload import Workload
 from gascompile.cost_models.formulas.gathers import gathered

@@ -6,8 +6,9 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+from gascompile.core.budget import Budget
 from gascompile.core.errors import InfeasiblePlanError
-from gascompile.core.machine import Budget, Interference, Machine
+from gascompile.core.machine import Interference, Machine
 from gascompile.core.plan import Plan
 from gascompile.core.workload import PERSISTENT, OpSpec, TensorKind, Workload
 from gascompile.cost_models.formulas.interference import lost_share, with_moving

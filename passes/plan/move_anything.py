@@ -10,8 +10,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from gascompile.core.budget import Budget
 from gascompile.core.errors import InfeasiblePlanError
-from gascompile.core.machine import Budget, Machine
+from gascompile.core.machine import Machine
 from gascompile.core.workload import TensorKind, Workload
 from gascompile.cost_models.formulas.gathers import gather_room
 from gascompile.cost_models.simulate.replay import link_bytes, runs

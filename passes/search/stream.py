@@ -12,8 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
+from gascompile.core.budget import Budget
 from gascompile.core.errors import InfeasiblePlanError, SolverError
-from gascompile.core.machine import Budget, Machine
+from gascompile.core.machine import Machine
 from gascompile.core.plan import Plan
 from gascompile.core.workload import Workload
 from gascompile.cost_models.formulas.gathers import gather_room

@@ -76,7 +76,7 @@ def test_corrections_name_both_numbers(calibrated: tuple[Machine, Path, list[str
 
 
 def test_an_old_machine_file_has_rates_without_points() -> None:
-    data = serial.to_json(Machine(name="old", tiers={}, links=()))
+    data = serial.to_json(Machine(name="old", places=(), links=()))
     assert isinstance(data, dict)
     old = {**data, "rates": [{"device": "cpu", "dtype": "float32", "flops_per_second": 1e9}]}
     assert serial.from_json(Machine, old).rates[0].points == ()

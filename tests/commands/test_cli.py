@@ -347,7 +347,7 @@ def test_run_needs_inputs(toy: str) -> None:
 def test_calibrate_measures_and_remembers(tmp_path: Path) -> None:
     cache, out = tmp_path / "cache", tmp_path / "machine.json"
     data = _data("calibrate", "--quick", "--cache-dir", str(cache), "-o", str(out))
-    assert data["format"] == "gascompile.machine/1"
+    assert data["format"] == "gascompile.machine/2"
     assert json.loads(out.read_text()) == data
     assert [p.read_text() for p in (cache / "machine").glob("*.json")] == [out.read_text()]
     items = _data("cache", "ls", "--cache-dir", str(cache))["items"]

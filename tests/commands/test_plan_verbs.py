@@ -10,7 +10,8 @@ import pytest
 
 from gascompile.api.plan import plan
 from gascompile.core import serial
-from gascompile.core.machine import Budget, Link, Machine, Tier
+from gascompile.core.budget import Budget
+from gascompile.core.machine import Link, Machine, Place
 from gascompile.core.plan import Plan
 from gascompile.core.reports import RunReport
 from gascompile.core.sizes import MIB
@@ -149,10 +150,10 @@ def test_explain_suggests_names(plan_file: Path) -> None:
 
 
 def test_simulate_names_the_wait_for_an_output(tmp_path: Path) -> None:
-    tiers = {"gpu": Tier(size_bytes=200 * MIB), "cpu": Tier(size_bytes=200 * MIB)}
+    places = (Place.named("gpu", 200 * MIB), Place.named("cpu", 200 * MIB))
     machine = Machine(
         name="hand",
-        tiers=tiers,
+        places=places,
         links=(
             Link(source_tier="cpu", target_tier="gpu", bandwidth_bytes_per_s=MIB),
             Link(source_tier="gpu", target_tier="cpu", bandwidth_bytes_per_s=MIB),

@@ -18,9 +18,10 @@ from typer.testing import CliRunner
 import gascompile
 from gascompile.cli import app
 from gascompile.core import serial
+from gascompile.core.budget import Budget
 from gascompile.core.checks.workload import MAX_ITEMS
 from gascompile.core.errors import FormatError, StorageError, UnsupportedOpError
-from gascompile.core.machine import Budget, Machine, Tier
+from gascompile.core.machine import Machine, Place
 from gascompile.core.workload import Workload
 from tests.core.bad_files import BUDGET, MACHINE, WORKLOAD, changed, data_of, write
 
@@ -71,11 +72,21 @@ WORKLOADS = [
     ("format", [1], "the data says list"),
 ]  # fmt: skip
 MACHINES = [
-    ("tiers", {"nvme": {"bytes": 1}}, "$.tiers: a machine needs a tier 'gpu' or 'cpu'"),
-    ("tiers", {}, "$.tiers: a machine needs a tier 'gpu' or 'cpu'"),
-    ("tiers.cpu.bytes", -1, "$.tiers.cpu.bytes: the tier has the size -1"),
-    ("tiers.cpu.bytes", 2**62, "$.tiers.cpu.bytes: the tier has the size 4611686018427387904"),
-    ("links.2.from", "tape", "$.links[2].from: the machine has no tier 'tape'; it has gpu, cpu, nvme"),
+    ("places", [], "$.places: a machine needs a place of the kind 'gpu' or 'cpu'"),
+    ("places", [{"name": "gpu", "kind": "nvme", "bytes": 1}], "$.places: a machine needs a place of the kind 'gpu'"),
+    ("places", {"cpu": {"bytes": 1}}, "$.places: expected a list, found dict"),
+    ("places.1.kind", "gpu", "$.places: 'gpu' and 'cpu' are both of the kind 'gpu'"),
+    ("places.1.kind", "tape", "$.places[1].kind: 'tape' is not one of ['gpu', 'cpu', 'nvme', 'other']"),
+    ("places.1.bytes", -1, "$.places[1].bytes: the place has the size -1"),
+    ("places.1.bytes", 2**62, "$.places[1].bytes: the place has the size 4611686018427387904"),
+    ("places.1.name", "gpu", "$.places[1].name: places[0] is called 'gpu' as well"),
+    ("places.1.name", "", "$.places[1].name: '' is no name of a place"),
+    ("places.1.name", "a->b", "$.places[1].name: 'a->b' is no name of a place"),
+    ("places.1.name", "x" * 65, f"$.places[1].name: '{'x' * 65}' is no name of a place"),
+    ("places.1.name", "\n", "$.places[1].name: '\\n' is no name of a place"),
+    ("links.2.from", "tape", "$.links[2].from: the machine has no place 'tape'; it has gpu, cpu, nvme"),
+    ("format", "gascompile.machine/1", "$: the field 'tiers' of MachineOne is missing"),
+    ("format", "gascompile.machine/3", "$: this reader knows the format 'gascompile.machine/2'"),
     ("links.2.to", "cpu", "$.links[2]: the link goes from 'cpu' to itself"),
     ("links.2", LINK, "$.links[2]: links[0] is called nvme->gpu as well"),
     ("links.2.shared", ["straw"], "$.links[2].shared[0]: the machine has no pipe 'straw'"),
@@ -224,8 +235,8 @@ def test_a_bad_workload_from_python(workload: Workload, message: str) -> None:
     [
         (replace(MACHINE, links=(replace(MACHINE.links[0], bandwidth_bytes_per_s=NAN),)), "nan is no finite"),
         (replace(MACHINE, links=(replace(MACHINE.links[0], bandwidth_bytes_per_s=TEXT),)), "expected float"),
-        (replace(MACHINE, tiers={"gpu": Tier(size_bytes=-1)}, links=()), "$.tiers.gpu.bytes: the tier has the size -1"),
-        (replace(MACHINE, tiers={}), "machine 'h100-gen5': $.tiers: a machine needs"),
+        (replace(MACHINE, places=(Place.named("gpu", -1),), links=()), "$.places[0].bytes: the place has the size -1"),
+        (replace(MACHINE, places=()), "machine 'h100-gen5': $.places: a machine needs"),
     ],
 )  # fmt: skip
 def test_a_bad_machine_from_python(machine: Machine, message: str) -> None:

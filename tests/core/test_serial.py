@@ -11,7 +11,7 @@ import pytest
 
 from gascompile.core import serial
 from gascompile.core.errors import FormatError, StorageError
-from gascompile.core.machine import ComputeRate, IoSettings, Link, Machine, MemoryRate, Pipe, Tier
+from gascompile.core.machine import ComputeRate, IoSettings, Link, Machine, MemoryRate, Pipe, Place
 from gascompile.core.plan import Certificate, OpPlan, Plan, SolverStatus, TensorPlan
 from gascompile.core.steps import Compute, Prefetch, Release, Wait
 from gascompile.core.workload import OpSpec, TensorKind, TensorSpec, Workload
@@ -27,7 +27,7 @@ WORKLOAD = Workload(
 )
 MACHINE = Machine(
     name="two tiers",
-    tiers={"cpu": Tier(size_bytes=1 << 20, source="datasheet: none"), "nvme": Tier(size_bytes=1)},
+    places=(Place.named("cpu", 1 << 20, source="datasheet: none"), Place.named("nvme", 1)),
     links=(
         Link(
             source_tier="nvme",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from gascompile.core.machine import Link, Machine, Tier
+from gascompile.core.machine import Link, Machine, Place
 from gascompile.core.plan import Certificate, OpPlan, Plan, SolverStatus, TensorPlan
 from gascompile.core.sizes import GIB, reserve_bytes
 from gascompile.core.steps import Compute, Offload, Prefetch, Recompute, Release, Reload, Step, Wait
@@ -28,7 +28,7 @@ def machine(*, in_bandwidth: float = MB, out_bandwidth: float = MB, name: str = 
     """Return a GPU with RAM beside it: by default 1 MB per second each way, without latency."""
     return Machine(
         name=name,
-        tiers={"gpu": Tier(size_bytes=GIB), "cpu": Tier(size_bytes=GIB)},
+        places=(Place.named("gpu", GIB), Place.named("cpu", GIB)),
         links=(
             Link(source_tier="cpu", target_tier="gpu", bandwidth_bytes_per_s=in_bandwidth),
             Link(source_tier="gpu", target_tier="cpu", bandwidth_bytes_per_s=out_bandwidth),

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gascompile.core.machine import ComputeRate, Link, Machine, MemoryRate, RatePoint, Tier
+from gascompile.core.machine import ComputeRate, Link, Machine, MemoryRate, Place, RatePoint
 from gascompile.cost_models.measure.correct import (
     Factor,
     compute_factor,
@@ -21,7 +21,7 @@ from gascompile.cost_models.measure.correct import (
 
 MACHINE = Machine(
     name="round",
-    tiers={"cpu": Tier(size_bytes=1 << 30), "nvme": Tier(size_bytes=1 << 40)},
+    places=(Place.named("cpu", 1 << 30), Place.named("nvme", 1 << 40)),
     links=(
         Link(
             source_tier="nvme",

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gascompile.core.machine import Budget, Interference, InterferencePoint, Link, Machine, Tier
+from gascompile.core.budget import Budget
+from gascompile.core.machine import Interference, InterferencePoint, Link, Machine, Place
 from gascompile.core.sizes import reserve_bytes
 from gascompile.core.steps import Compute, Prefetch, Step, Wait
 from gascompile.core.workload import OpSpec, TensorKind, TensorSpec, Workload
@@ -25,7 +26,7 @@ ROOM = reserve_bytes(SIZE)
 def machine(lost_share: float, transfer_s: float = 4.0) -> Machine:
     return Machine(
         name="slow readers",
-        tiers={"cpu": Tier(size_bytes=1 << 30), "nvme": Tier(size_bytes=1 << 30)},
+        places=(Place.named("cpu", 1 << 30), Place.named("nvme", 1 << 30)),
         links=(
             Link(source_tier="nvme", target_tier="cpu", bandwidth_bytes_per_s=SIZE / transfer_s),
         ),

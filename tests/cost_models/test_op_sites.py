@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from gascompile.core.machine import Link, Machine, Tier
+from gascompile.core.machine import Link, Machine, Place
 from gascompile.core.op_sites import plan_sites
 from gascompile.core.steps import Compute, Offload, Prefetch, Release, Reload, Step, Wait
 from gascompile.core.workload import OpSpec
@@ -16,7 +16,7 @@ from tests.passes.test_sites import chain, planned, towers
 
 MACHINE = Machine(
     name="two sites",
-    tiers={"gpu": Tier(size_bytes=1 << 30), "cpu": Tier(size_bytes=1 << 30)},
+    places=(Place.named("gpu", 1 << 30), Place.named("cpu", 1 << 30)),
     links=(
         Link(source_tier="cpu", target_tier="gpu", bandwidth_bytes_per_s=10.0),
         Link(source_tier="gpu", target_tier="cpu", bandwidth_bytes_per_s=10.0),

@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gascompile.core.errors import UnsupportedOpError
-from gascompile.core.machine import ComputeRate, Machine, MemoryRate, RatePoint, Tier
+from gascompile.core.machine import ComputeRate, Machine, MemoryRate, Place, RatePoint
 from gascompile.cost_models.formulas.op_time import op_time_s, rate_at
 
 MACHINE = Machine(
     name="round",
-    tiers={"cpu": Tier(size_bytes=1 << 30)},
+    places=(Place.named("cpu", 1 << 30),),
     links=(),
     rates=(
         ComputeRate(device="cpu", dtype="float32", flops_per_s=100e9),

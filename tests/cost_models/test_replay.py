@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from gascompile.core.machine import Link, Machine, Pipe, Tier
+from gascompile.core.machine import Link, Machine, Pipe, Place
 from gascompile.core.reports import Stall, Timeline
 from gascompile.core.steps import Compute, Prefetch, Release, Step, Wait
 from gascompile.core.workload import OpSpec
@@ -21,8 +21,8 @@ from gascompile.cost_models.simulate.events import (
 from gascompile.cost_models.simulate.replay import replay, up_front_transfers
 
 LINK = Link(source_tier="nvme", target_tier="cpu", bandwidth_bytes_per_s=10.0, latency_s=0.5)
-TIERS = {"cpu": Tier(size_bytes=100), "nvme": Tier(size_bytes=100)}
-MACHINE = Machine(name="toy", tiers=TIERS, links=(LINK,))
+TIERS = (Place.named("cpu", 100), Place.named("nvme", 100))
+MACHINE = Machine(name="toy", places=TIERS, links=(LINK,))
 
 
 def prefetch(op: int, tensor: str, size_bytes: int, address: int = 0, link: str = "") -> Prefetch:
@@ -85,7 +85,7 @@ def test_a_link_serves_in_the_order_of_the_prefetches() -> None:
 def test_two_links_run_at_once_and_a_pipe_holds_them_back() -> None:
     second = Link(source_tier="disk", target_tier="cpu", bandwidth_bytes_per_s=10.0)
     first = Link(source_tier="nvme", target_tier="cpu", bandwidth_bytes_per_s=10.0)
-    free = Machine(name="two", tiers=TIERS, links=(first, second))
+    free = Machine(name="two", places=TIERS, links=(first, second))
     steps: list[Step] = [
         prefetch(0, "a", 20, 0),
         prefetch(0, "b", 20, 100, "disk->cpu"),
@@ -104,7 +104,7 @@ def test_two_links_run_at_once_and_a_pipe_holds_them_back() -> None:
         for link in free.links
     )
     pipe = Pipe(name="uplink", bandwidth_bytes_per_s=10.0)
-    tight = Machine(name="tight", tiers=TIERS, links=shared, pipes=(pipe,))
+    tight = Machine(name="tight", places=TIERS, links=shared, pipes=(pipe,))
     assert run(steps, [1.0], tight, repeats=False).seconds == 5.0
 
 

@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 
+from gascompile.core.budget import Budget
 from gascompile.core.errors import InfeasiblePlanError
-from gascompile.core.machine import Budget, Machine, Pipe
+from gascompile.core.machine import Machine, Pipe
 from gascompile.core.plan import Plan
 from gascompile.core.sizes import reserve_bytes
 from gascompile.core.steps import Compute, Offload, Release, Wait

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 import gascompile
-from gascompile.core.machine import ComputeRate, Link, Machine, MemoryRate, Tier
+from gascompile.core.machine import ComputeRate, Link, Machine, MemoryRate, Place
 from gascompile.core.plan import OpPlan, Plan
 
 WIDTH, ROWS = 64, 16
@@ -23,11 +23,11 @@ def machine(*, cpu_flops: float = 1e9, rate: float = 1e9) -> Machine:
     ends = (("cpu", "gpu"), ("gpu", "cpu"), ("nvme", "gpu"), ("nvme", "cpu"))
     return Machine(
         name="two processors",
-        tiers={
-            "gpu": Tier(size_bytes=1 << 26),
-            "cpu": Tier(size_bytes=1 << 30),
-            "nvme": Tier(size_bytes=1 << 40),
-        },
+        places=(
+            Place.named("gpu", 1 << 26),
+            Place.named("cpu", 1 << 30),
+            Place.named("nvme", 1 << 40),
+        ),
         links=tuple(
             Link(source_tier=a, target_tier=b, bandwidth_bytes_per_s=rate) for a, b in ends
         ),

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import gascompile
-from gascompile.core.machine import ComputeRate, Link, Machine, MemoryRate, Tier
+from gascompile.core.machine import ComputeRate, Link, Machine, MemoryRate, Place
 from gascompile.core.plan import Plan
 from gascompile.core.tiles import parse_tile
 from gascompile.integrations.generation import Generator
@@ -26,7 +26,7 @@ TABLE_BYTES = 12 * MIB
 BUDGET = 8 * MIB
 MACHINE = Machine(
     name="test",
-    tiers={"cpu": Tier(size_bytes=8 << 30), "nvme": Tier(size_bytes=64 << 30)},
+    places=(Place.named("cpu", 8 << 30), Place.named("nvme", 64 << 30)),
     links=(Link(source_tier="nvme", target_tier="cpu", bandwidth_bytes_per_s=1e9, latency_s=1e-4),),
     rates=(
         ComputeRate(device="cpu", dtype="float32", flops_per_s=5e10),

@@ -21,9 +21,9 @@ from gascompile.api.compile import Job, make_job
 from gascompile.api.unit import Unit
 from gascompile.capture.calls import bind_call, normalize_call, positional_names
 from gascompile.capture.to_program import Capture
+from gascompile.core.budget import Budget
 from gascompile.core.config import CompileConfig
 from gascompile.core.errors import InfeasiblePlanError
-from gascompile.core.machine import Budget
 from gascompile.integrations.huggingface import register_pytrees
 from gascompile.runtime.debug.watched import WatchedDevice
 from gascompile.runtime.devices.emulated import EmulatedDevice

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import gascompile
-from gascompile.core.machine import Budget
+from gascompile.core.budget import Budget
 from gascompile.core.plan import Plan
 from gascompile.core.sizes import MIB
 

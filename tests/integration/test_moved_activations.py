@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import gascompile
+from gascompile.core.budget import Budget
 from gascompile.core.errors import InfeasiblePlanError, StorageError
-from gascompile.core.machine import Budget
 from gascompile.core.sizes import MIB, SPILL_BUFFER_BYTES
 from gascompile.core.steps import Offload, Reload
 from tests.allocator import peak_growth_bytes

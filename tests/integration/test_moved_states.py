@@ -19,8 +19,8 @@ from torch import nn
 import gascompile
 from benchmarks.cached_decoder import CachedDecoder, build_decoder, cache_bytes
 from gascompile.api import moved_states
+from gascompile.core.budget import Budget
 from gascompile.core.errors import ForkedError, OpenStepError, StorageError, UnsupportedOpError
-from gascompile.core.machine import Budget
 from gascompile.core.sizes import MIB
 from gascompile.core.steps import Offload, Reload
 from gascompile.core.workload import TensorKind

@@ -135,9 +135,7 @@ def test_an_accelerator_that_grew_gets_a_plan_of_its_own(
     """What a run takes beside its budget has to fit into the accelerator, so its size is part of the key."""
     machine = resolve_machine("emulated", cache_dir=cache, read=read_blocks)
     sizes = [
-        replace(
-            machine, tiers={**machine.tiers, "gpu": replace(machine.tiers["gpu"], size_bytes=n)}
-        )
+        machine.with_place(replace(machine.tiers["gpu"], size_bytes=n))
         for n in (64 << 20, 128 << 20)
     ]
     for size in sizes:

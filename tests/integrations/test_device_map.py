@@ -13,8 +13,9 @@ from typer.testing import CliRunner
 
 from gascompile.cli import app
 from gascompile.core import serial
+from gascompile.core.budget import Budget
 from gascompile.core.errors import DeviceMapError, FormatError, InfeasiblePlanError
-from gascompile.core.machine import Budget, Machine
+from gascompile.core.machine import Machine
 from gascompile.core.sizes import GIB, reserve_bytes
 from gascompile.core.steps import Compute, Prefetch, Wait
 from gascompile.core.workload import OpSpec, Workload
@@ -104,8 +105,8 @@ def test_maps_that_do_not_fit() -> None:
         device_map_plan({"": "cpu"}, workload("ab"), gpu_machine(cpu_bytes=UNIT))
     assert set(refused.value.names) == {"a", "b"}
     machine = gpu_machine()
-    tiers = {name: tier for name, tier in machine.tiers.items() if name != "nvme"}
-    bare = Machine(name="bare", tiers=tiers, links=machine.links[:1])
+    places = tuple(place for place in machine.places if place.name != "nvme")
+    bare = Machine(name="bare", places=places, links=machine.links[:1])
     with pytest.raises(DeviceMapError, match="no tier 'nvme'"):
         device_map_plan({"": "disk"}, workload("ab"), bare)
 

@@ -19,7 +19,7 @@ from gascompile.core.errors import (
     StorageError,
     UnsupportedOpError,
 )
-from gascompile.core.machine import ComputeRate, Link, Machine, MemoryRate, Tier
+from gascompile.core.machine import ComputeRate, Link, Machine, MemoryRate, Place
 from gascompile.integrations.generation import Generator
 
 _SIZES: dict[str, Any] = {
@@ -36,7 +36,7 @@ _SIZES: dict[str, Any] = {
 _SHALLOW = {**_SIZES, "num_hidden_layers": 1}
 MACHINE = Machine(
     name="test",
-    tiers={"cpu": Tier(size_bytes=8 << 30), "nvme": Tier(size_bytes=64 << 30)},
+    places=(Place.named("cpu", 8 << 30), Place.named("nvme", 64 << 30)),
     links=(Link(source_tier="nvme", target_tier="cpu", bandwidth_bytes_per_s=1e9, latency_s=1e-4),),
     rates=(ComputeRate(device="cpu", dtype="float32", flops_per_s=5e10),),
     memory=(MemoryRate(device="cpu", bandwidth_bytes_per_s=1e10, op_overhead_s=1e-6),),

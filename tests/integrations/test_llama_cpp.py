@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 from gascompile.cli import app
 from gascompile.core import serial
+from gascompile.core.budget import Budget
 from gascompile.core.errors import DeviceMapError, InfeasiblePlanError
-from gascompile.core.machine import Budget
 from gascompile.core.plan import Plan
 from gascompile.core.sizes import reserve_bytes
 from gascompile.core.steps import Offload, Prefetch, Reload

@@ -10,9 +10,10 @@ import torch
 
 from gascompile.api.plan import simulate
 from gascompile.core import serial
+from gascompile.core.budget import Budget
 from gascompile.core.checks.machine import check_machine, source_warnings
 from gascompile.core.errors import DeviceError
-from gascompile.core.machine import Budget, IoSettings, Machine
+from gascompile.core.machine import IoSettings, Machine
 from gascompile.core.plan import Plan
 from gascompile.core.workload import OpSpec as Op
 from gascompile.core.workload import TensorKind, TensorSpec, Workload

@@ -84,7 +84,7 @@ def test_by_name_it_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
     found = machine_of(EMULATED, tmp_path)
     assert found.rates == emulated_machine(HOST).rates
     again = resolve_machine(EMULATED, cache_dir=tmp_path, read=lambda *_, **__: None)  # type: ignore[arg-type]
-    assert replace(again, tiers=found.tiers) == found
+    assert replace(again, places=found.places) == found
     assert measured == [tmp_path]
 
 
@@ -92,7 +92,7 @@ def test_by_name_it_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
     ("changes", "match"),
     [
         ({"backend": "abacus"}, r"\.backend.*no backend 'abacus'.*cuda"),
-        ({"backend": "cpu"}, r"\.backend.*'cpu' does not compute on the tier 'gpu'"),
+        ({"backend": "cpu"}, r"\.backend.*'cpu' does not compute on the place 'gpu'"),
         ({"io": IoSettings(engine="tape")}, r"\.io\.engine.*'tape'.*kvikio"),
     ],
 )
@@ -104,5 +104,5 @@ def test_a_backend_or_an_engine_that_is_not_there_is_refused(
 
 
 def test_a_machine_without_a_gpu_has_no_gpu_backend() -> None:
-    with pytest.raises(FormatError, match="'cuda' does not compute on the tier 'cpu'"):
+    with pytest.raises(FormatError, match="'cuda' does not compute on the place 'cpu'"):
         check_machine(replace(preset("cpu-nvme"), backend="cuda"))

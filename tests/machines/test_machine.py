@@ -110,7 +110,7 @@ def test_another_memory_limit_changes_the_tier_and_nothing_else(
     monkeypatch.setattr(machine_module, "memory_limit", lambda: limit)
     later = resolve_machine(None, cache_dir=tmp_path, read=no_read)
     assert later.tiers["cpu"].size_bytes == 2**30
-    assert replace(later, tiers=first.tiers) == first
+    assert replace(later, places=first.places) == first
     assert measured.times == 1
 
 
@@ -193,9 +193,12 @@ LINK = {"from": "nvme", "to": "gpu", "bytes_per_second": 1e9}
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        ({"tiers": {"nvme": {"bytes": 1}}, "links": []}, "that computes"),
-        ({"tiers": {"gpu": {"bytes": -1}}, "links": []}, r"tiers\.gpu\.bytes.*size -1"),
-        ({"links": [{**LINK, "from": "tape"}]}, "tier 'tape'"),
+        ({"places": [{"name": "nvme", "kind": "nvme", "bytes": 1}], "links": []}, "that computes"),
+        (
+            {"places": [{"name": "gpu", "kind": "gpu", "bytes": -1}], "links": []},
+            r"places\[0\]\.bytes.*size -1",
+        ),
+        ({"links": [{**LINK, "from": "tape"}]}, "place 'tape'"),
         ({"links": [{**LINK, "shared": ["straw"]}]}, "pipe 'straw'"),
         ({"links": [{**LINK, "bytes_per_second": 0}]}, "not a positive number"),
         ({"links": [{**LINK, "bytes_per_second": float("nan")}]}, "NaN is not a number"),

@@ -146,7 +146,7 @@ def doubled_drive(machine: Machine) -> Machine:
     return replace(
         machine,
         name=f"{machine.name}-x2",
-        tiers={**machine.tiers, "nvme": replace(drive, size_bytes=2 * drive.size_bytes)},
+        places=machine.with_place(replace(drive, size_bytes=2 * drive.size_bytes)).places,
         links=tuple(
             replace(link, bandwidth_bytes_per_s=2 * link.bandwidth_bytes_per_s)
             if "nvme" in (link.source_tier, link.target_tier)
@@ -173,7 +173,7 @@ def test_measured_and_datasheet_numbers_do_not_mix_in_silence(tmp_path: Path) ->
     assert "links[0]" in warning
     assert "links[1]" in warning
     sized = replace(machine.tiers["cpu"], source="measured 2026-01-01: free")
-    assert source_warnings(replace(machine, tiers={**machine.tiers, "cpu": sized})) == ()
+    assert source_warnings(machine.with_place(sized)) == ()
 
 
 def test_the_page_on_machines_lists_the_presets_and_its_code_runs(

@@ -10,8 +10,9 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from gascompile.core.budget import Budget
 from gascompile.core.errors import InfeasiblePlanError, UnsupportedOpError
-from gascompile.core.machine import Budget, Machine
+from gascompile.core.machine import Machine
 from gascompile.core.plan import Plan
 from gascompile.core.sizes import PAGE_BYTES
 from gascompile.core.steps import Compute, Prefetch, Release, Wait

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 
 from hypothesis import strategies as st
 
+from gascompile.core.budget import Budget
 from gascompile.core.errors import InfeasiblePlanError
-from gascompile.core.machine import Budget, Link, Machine, Pipe, Tier
+from gascompile.core.machine import Link, Machine, Pipe, Place
 from gascompile.core.plan import Plan
 from gascompile.core.sizes import GIB, PAGE_BYTES, reserve_bytes
 from gascompile.core.steps import Compute, Prefetch, Release, Step, Wait
@@ -59,8 +60,8 @@ def cpu_machine(
         bandwidth_bytes_per_s=bandwidth,
         latency_s=latency_s,
     )
-    tiers = {"cpu": Tier(size_bytes=64 * GIB), "nvme": Tier(size_bytes=nvme_bytes)}
-    return Machine(name="toy", tiers=tiers, links=(link,))
+    places = (Place.named("cpu", 64 * GIB), Place.named("nvme", nvme_bytes))
+    return Machine(name="toy", places=places, links=(link,))
 
 
 def gpu_machine(cpu_bytes: int = GIB, *, pipe: float | None = None) -> Machine:
@@ -72,11 +73,11 @@ def gpu_machine(cpu_bytes: int = GIB, *, pipe: float | None = None) -> Machine:
     )
     return Machine(
         name="gpu toy",
-        tiers={
-            "gpu": Tier(size_bytes=GIB),
-            "cpu": Tier(size_bytes=cpu_bytes),
-            "nvme": Tier(size_bytes=64 * GIB),
-        },
+        places=(
+            Place.named("gpu", GIB),
+            Place.named("cpu", cpu_bytes),
+            Place.named("nvme", 64 * GIB),
+        ),
         links=links,
         pipes=(Pipe(name="uplink", bandwidth_bytes_per_s=pipe),) if pipe else (),
     )

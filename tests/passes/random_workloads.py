@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from hypothesis import strategies as st
 
-from gascompile.core.machine import Link, Machine, Pipe, Tier
+from gascompile.core.machine import Link, Machine, Pipe, Place
 from gascompile.core.workload import OpSpec, TensorKind, TensorSpec, Workload
 
 PERSISTENT = (TensorKind.WEIGHT, TensorKind.STATE)
@@ -109,18 +109,18 @@ def draw_machine(chance: random.Random, total_bytes: int) -> Machine:
                 )
     roomy = chance.random() < 0.85
     room = 2 * total_bytes if roomy else chance.randint(total_bytes // 3, total_bytes)
-    tiers = {center: Tier(size_bytes=4 * total_bytes + 16)}
-    tiers |= {tier: Tier(size_bytes=room) for tier in slow}
+    sizes = {center: 4 * total_bytes + 16, **dict.fromkeys(slow, room)}
+    places = tuple(Place.named(name, size) for name, size in sizes.items())
     rate = chance.choice((1.0, 2.0, 4.0))
     pipes = (Pipe(name="bus", bandwidth_bytes_per_s=rate),) if shared else ()
-    return Machine(name="random", tiers=tiers, links=tuple(links), pipes=pipes)
+    return Machine(name="random", places=places, links=tuple(links), pipes=pipes)
 
 
 def faster(machine: Machine, factor: float, size_factor: int = 1) -> Machine:
     """Return the machine with every link and pipe ``factor`` times as fast."""
     return replace(
         machine,
-        tiers={n: Tier(size_bytes=t.size_bytes * size_factor) for n, t in machine.tiers.items()},
+        places=tuple(replace(p, size_bytes=p.size_bytes * size_factor) for p in machine.places),
         links=tuple(
             replace(link, bandwidth_bytes_per_s=link.bandwidth_bytes_per_s * factor)
             for link in machine.links

@@ -12,9 +12,10 @@ from dataclasses import replace
 import pytest
 
 from gascompile.capture.export import capture
+from gascompile.core.budget import Budget
 from gascompile.core.checks.machine_files import preset
 from gascompile.core.errors import InfeasiblePlanError
-from gascompile.core.machine import Budget, Machine
+from gascompile.core.machine import Machine
 from gascompile.core.plan import SolverStatus
 from gascompile.core.workload import OpSpec, TensorKind, TensorSpec, Workload
 from gascompile.integrations.huggingface import register_pytrees

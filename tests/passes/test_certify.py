@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gascompile.core.machine import Link, Machine, Pipe, Tier
+from gascompile.core.machine import Link, Machine, Pipe, Place
 from gascompile.passes.bounds.certify import physical_limit
 
 
@@ -20,7 +20,7 @@ def machine(rates: dict[str, float], pipe: float | None = None) -> Machine:
     )
     return Machine(
         name="toy",
-        tiers={name: Tier(size_bytes=1) for name in ("gpu", *rates)},
+        places=tuple(Place.named(name, 1) for name in ("gpu", *rates)),
         links=links,
         pipes=(Pipe(name="way-in", bandwidth_bytes_per_s=pipe),) if pipe else (),
     )

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 
 from benchmarks.training_plans import layered_trace
 from benchmarks.training_traces import reference_machine
+from gascompile.core.budget import Budget
 from gascompile.core.errors import InfeasiblePlanError
-from gascompile.core.machine import Budget
 from gascompile.core.plan import Plan, SolverStatus
 from gascompile.core.sizes import reserve_bytes
 from gascompile.core.workload import OpSpec, Workload

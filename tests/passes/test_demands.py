@@ -7,8 +7,9 @@ import pickle
 import pytest
 from hypothesis import given, settings
 
+from gascompile.core.budget import Budget
 from gascompile.core.errors import InfeasiblePlanError
-from gascompile.core.machine import Budget, Machine
+from gascompile.core.machine import Machine
 from gascompile.core.sizes import reserve_bytes
 from gascompile.core.workload import TensorKind, TensorSpec, Workload
 from gascompile.passes.plan.make_plan import make_plan

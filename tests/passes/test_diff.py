@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 
-from gascompile.core.machine import Budget, Machine
+from gascompile.core.budget import Budget
+from gascompile.core.machine import Machine
 from gascompile.core.steps import Compute, Release, Step, Wait
 from gascompile.core.workload import TensorKind, Workload
 from gascompile.passes.explain.diff import Change, diff

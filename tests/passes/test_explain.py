@@ -7,7 +7,8 @@ import time
 import pytest
 from hypothesis import given, settings
 
-from gascompile.core.machine import Budget, Link, Machine, MemoryRate, Tier
+from gascompile.core.budget import Budget
+from gascompile.core.machine import Link, Machine, MemoryRate, Place
 from gascompile.core.plan import Plan
 from gascompile.core.sizes import reserve_bytes
 from gascompile.core.steps import Compute, Release, Wait
@@ -34,7 +35,7 @@ _RESERVED = reserve_bytes(10 * _MB)
 def _machine(bandwidth: float = 1e9) -> Machine:
     return Machine(
         name="toy",
-        tiers={"cpu": Tier(size_bytes=1 << 40), "nvme": Tier(size_bytes=1 << 40)},
+        places=(Place.named("cpu", 1 << 40), Place.named("nvme", 1 << 40)),
         links=(Link(source_tier="nvme", target_tier="cpu", bandwidth_bytes_per_s=bandwidth),),
         memory=(MemoryRate(device="cpu", bandwidth_bytes_per_s=10e9, op_overhead_s=1e-5),),
     )

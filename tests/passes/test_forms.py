@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from gascompile.core.budget import Budget
 from gascompile.core.errors import InfeasiblePlanError, PlanVerificationError
-from gascompile.core.machine import Budget
 from gascompile.core.plan import Plan
 from gascompile.core.sizes import MIB, reserve_bytes
 from gascompile.core.tiles import parse_tile

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gascompile.core.budget import Budget
 from gascompile.core.errors import PlanVerificationError
-from gascompile.core.machine import Budget, Link, Machine, Tier
+from gascompile.core.machine import Link, Machine, Place
 from gascompile.core.plan import Plan
 from gascompile.core.sizes import GIB, MIB, PAGE_BYTES, reserve_bytes
 from gascompile.core.steps import Prefetch
@@ -38,8 +39,8 @@ def machine(*, drive: bool = True, ram: bool = True, latency_s: float = 1e-4) ->
                 latency_s=latency_s,
             )
         )
-    tiers = {link.source_tier: Tier(size_bytes=64 * GIB) for link in links}
-    return Machine(name="toy", tiers={"gpu": Tier(size_bytes=GIB), **tiers}, links=tuple(links))
+    places = [Place.named("gpu", GIB), *(Place.named(x.source_tier, 64 * GIB) for x in links)]
+    return Machine(name="toy", places=tuple(places), links=tuple(links))
 
 
 def embedding(rows_bytes: int = ROWS, op_s: float = 1e-3) -> Workload:

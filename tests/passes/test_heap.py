@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from gascompile.core.errors import PlanVerificationError
-from gascompile.core.machine import Link, Machine, Tier
+from gascompile.core.machine import Link, Machine, Place
 from gascompile.core.plan import Certificate, OpPlan, Plan, SolverStatus, TensorPlan
 from gascompile.core.steps import Compute, Offload, Recompute, Release, Reload, Step, Wait
 from gascompile.core.workload import OpSpec, TensorKind, TensorSpec, Workload
@@ -15,7 +15,7 @@ from gascompile.passes.verify.heap import heap
 
 MACHINE = Machine(
     name="hand",
-    tiers={"gpu": Tier(size_bytes=100), "cpu": Tier(size_bytes=100)},
+    places=(Place.named("gpu", 100), Place.named("cpu", 100)),
     links=(
         Link(source_tier="gpu", target_tier="cpu", bandwidth_bytes_per_s=1.0),
         Link(source_tier="cpu", target_tier="gpu", bandwidth_bytes_per_s=1.0),

@@ -7,8 +7,8 @@ import math
 import pytest
 
 from gascompile.api.plan import plan
+from gascompile.core.budget import Budget
 from gascompile.core.errors import InfeasiblePlanError
-from gascompile.core.machine import Budget
 from gascompile.core.plan import Plan
 from gascompile.core.sizes import PAGE_BYTES
 from tests.passes.move_oracle import move_optimum

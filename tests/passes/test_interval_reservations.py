@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gascompile.core.machine import Link, Machine, Pipe, Tier
+from gascompile.core.machine import Link, Machine, Pipe, Place, PlaceKind
 from gascompile.core.steps import Compute, Offload, Release, Reload, Wait
 from gascompile.core.workload import TensorKind, TensorSpec, Workload
 from gascompile.cost_models.simulate.events import steady_seconds
@@ -37,11 +37,11 @@ def pool_and_drive(drive_rate: float) -> Machine:
     )
     return Machine(
         name="by hand",
-        tiers={
-            "cpu": Tier(size_bytes=64),
-            "pool": Tier(size_bytes=64),
-            "drive": Tier(size_bytes=64),
-        },
+        places=(
+            Place.named("cpu", 64),
+            Place(name="pool", kind=PlaceKind.OTHER, size_bytes=64),
+            Place(name="drive", kind=PlaceKind.OTHER, size_bytes=64),
+        ),
         links=links,
         pipes=tuple(Pipe(name=name, bandwidth_bytes_per_s=4.0) for name in ("in", "out")),
     )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from gascompile.core.machine import Budget, Link, Machine, Pipe, Tier
+from gascompile.core.budget import Budget
+from gascompile.core.machine import Link, Machine, Pipe, Place
 from gascompile.core.plan import SolverStatus
 from gascompile.core.workload import OpSpec, TensorKind, TensorSpec, Workload
 from gascompile.passes.model.problem import problem
@@ -32,7 +33,7 @@ def machine() -> Machine:
     )
     return Machine(
         name="small",
-        tiers={name: Tier(size_bytes=1 << 40) for name in ("gpu", "cpu", "nvme")},
+        places=tuple(Place.named(name, 1 << 40) for name in ("gpu", "cpu", "nvme")),
         links=links,
         pipes=(Pipe(name="gpu-in", bandwidth_bytes_per_s=63e9),),
     )
@@ -115,7 +116,7 @@ def test_a_spread_exchanges_weights_until_the_fast_tier_is_full() -> None:
 def test_a_spread_needs_tiers_that_hold_everything() -> None:
     small = Machine(
         name="small",
-        tiers={name: Tier(size_bytes=2 * UNIT) for name in ("gpu", "cpu", "nvme")},
+        places=tuple(Place.named(name, 2 * UNIT) for name in ("gpu", "cpu", "nvme")),
         links=gpu_machine().links,
     )
     asked = problem(workload(list("abcde")), small, Budget())

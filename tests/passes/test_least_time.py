@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from gascompile.api.plan import plan
-from gascompile.core.machine import Budget, Link, Machine, Tier
+from gascompile.core.budget import Budget
+from gascompile.core.machine import Link, Machine, Place
 from gascompile.core.sizes import MIB
 from gascompile.core.workload import OpSpec, TensorKind, TensorSpec, Workload
 from gascompile.passes.bounds.least_time import least_time
@@ -13,7 +14,7 @@ from gascompile.passes.model.tiling import forms
 
 MACHINE = Machine(
     name="hand",
-    tiers={"gpu": Tier(size_bytes=100 * MIB), "cpu": Tier(size_bytes=100 * MIB)},
+    places=(Place.named("gpu", 100 * MIB), Place.named("cpu", 100 * MIB)),
     links=(
         Link(source_tier="cpu", target_tier="gpu", bandwidth_bytes_per_s=MIB),
         Link(source_tier="gpu", target_tier="cpu", bandwidth_bytes_per_s=MIB),

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gascompile.core.budget import Budget
 from gascompile.core.errors import InfeasiblePlanError, UnsupportedOpError
-from gascompile.core.machine import Budget, Machine
+from gascompile.core.machine import Machine
 from gascompile.core.plan import Plan, SolverStatus
 from gascompile.core.sizes import MIB, reserve_bytes
 from gascompile.core.steps import Compute, Prefetch, Release, Wait
@@ -162,7 +163,7 @@ def test_what_the_slow_tier_cannot_hold_stays() -> None:
 
 def test_a_machine_without_a_slow_tier_needs_all_at_once() -> None:
     whole = cpu_machine()
-    machine = Machine(name="ram", tiers={"cpu": whole.tiers["cpu"]}, links=())
+    machine = Machine(name="ram", places=(whole.tiers["cpu"],), links=())
     with pytest.raises(InfeasiblePlanError) as caught:
         plan_of(workload(["a", "b"]), machine, SLOT)
     assert caught.value.required_bytes == 2 * SLOT

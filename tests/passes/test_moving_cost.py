@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gascompile.core.budget import Budget
 from gascompile.core.errors import InfeasiblePlanError
-from gascompile.core.machine import Budget, Interference
+from gascompile.core.machine import Interference
 from gascompile.core.plan import Plan
 from gascompile.core.steps import Recompute
 from gascompile.core.workload import Workload

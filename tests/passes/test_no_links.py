@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 
 from gascompile.api.plan import plan
+from gascompile.core.budget import Budget
 from gascompile.core.errors import InfeasiblePlanError
-from gascompile.core.machine import Budget, Machine, Tier
+from gascompile.core.machine import Machine, Place
 from gascompile.core.sizes import PAGE_BYTES
 from gascompile.core.workload import OpSpec, TensorKind, TensorSpec, Workload
 
-MACHINE = Machine(name="hand", tiers={"cpu": Tier(size_bytes=1 << 30)}, links=())
+MACHINE = Machine(name="hand", places=(Place.named("cpu", 1 << 30),), links=())
 WORKLOAD = Workload(
     name="hand",
     repeats=True,

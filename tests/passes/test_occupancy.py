@@ -8,7 +8,8 @@ from itertools import product
 import pytest
 from hypothesis import given, settings
 
-from gascompile.core.machine import Budget, Machine
+from gascompile.core.budget import Budget
+from gascompile.core.machine import Machine
 from gascompile.core.sizes import reserve_bytes
 from gascompile.core.workload import Workload
 from gascompile.passes.bounds.occupancy import occupancy

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from gascompile.core.machine import Link, Machine, Pipe, Tier
+from gascompile.core.machine import Link, Machine, Pipe, Place
 from gascompile.core.steps import Compute, Offload, Recompute, Release, Reload, Step, Wait
 from gascompile.core.workload import OpSpec, TensorKind, TensorSpec, Workload
 from tests.passes.move_oracle import least_limit, move_optimum
@@ -33,8 +33,8 @@ def drive(rate_in: float = 1.0, rate_out: float = 1.0, latency_s: float = 0.0) -
         for a, b, rate in ends
         if rate
     )
-    tiers = {"cpu": Tier(size_bytes=64), "nvme": Tier(size_bytes=64)}
-    return Machine(name="by hand", tiers=tiers, links=links)
+    places = (Place.named("cpu", 64), Place.named("nvme", 64))
+    return Machine(name="by hand", places=places, links=links)
 
 
 def two_drives(pipe: float, latency_s: float = 0.0) -> Machine:
@@ -49,9 +49,9 @@ def two_drives(pipe: float, latency_s: float = 0.0) -> Machine:
         )
         for tier in ("cpu", "nvme")
     )
-    tiers = {"gpu": Tier(size_bytes=64), "cpu": Tier(size_bytes=4), "nvme": Tier(size_bytes=4)}
+    places = (Place.named("gpu", 64), Place.named("cpu", 4), Place.named("nvme", 4))
     pipes = (Pipe(name="bus", bandwidth_bytes_per_s=pipe),) if pipe else ()
-    return Machine(name="by hand", tiers=tiers, links=links, pipes=pipes)
+    return Machine(name="by hand", places=places, links=links, pipes=pipes)
 
 
 def limits(machine: Machine, budget_bytes: int) -> dict[str, int]:

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gascompile.core.budget import Budget
 from gascompile.core.errors import InfeasiblePlanError, PlanVerificationError
-from gascompile.core.machine import Budget
 from gascompile.core.plan import Plan
 from gascompile.core.steps import Compute, Offload, Step
 from gascompile.core.workload import PERSISTENT, Workload

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from benchmarks.training_traces import reference_machine, trace
 from gascompile.core.errors import InfeasiblePlanError
-from gascompile.core.machine import Link, Machine, Tier
+from gascompile.core.machine import Link, Machine, Place
 from gascompile.core.steps import Compute, Offload, Recompute, Release, Reload, Step, Wait
 from gascompile.core.workload import OpSpec, TensorKind, TensorSpec, Workload
 from gascompile.cost_models.simulate.events import steady_seconds
@@ -51,8 +51,8 @@ def drive(rate_in: float = 1.0, rate_out: float = 1.0) -> Machine:
         for a, b, rate in ends
         if rate
     )
-    tiers = {"cpu": Tier(size_bytes=64), "nvme": Tier(size_bytes=64)}
-    return Machine(name="by hand", tiers=tiers, links=links)
+    places = (Place.named("cpu", 64), Place.named("nvme", 64))
+    return Machine(name="by hand", places=places, links=links)
 
 
 def planned(workload: Workload, budget: int, machine: Machine | None = None) -> IntervalPlan:

@@ -8,8 +8,8 @@ from torch import fx, nn
 
 from gascompile.capture.export import capture
 from gascompile.core import moves
+from gascompile.core.budget import Budget
 from gascompile.core.kernels import Segment
-from gascompile.core.machine import Budget
 from gascompile.core.plan import Plan
 from gascompile.machines.resolve import preset
 from gascompile.passes.graph.annotate import annotate

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gascompile.core.machine import Budget, Link, Machine, Tier
+from gascompile.core.budget import Budget
+from gascompile.core.machine import Link, Machine, Place
 from gascompile.core.plan import Plan
 from gascompile.core.sizes import reserve_bytes
 from gascompile.core.steps import Offload, Prefetch, Reload
@@ -26,7 +27,7 @@ def machine(link_s: float) -> Machine:
     rate = SIZE / link_s
     return Machine(
         name="two sites",
-        tiers={"gpu": Tier(size_bytes=1 << 30), "cpu": Tier(size_bytes=1 << 30)},
+        places=(Place.named("gpu", 1 << 30), Place.named("cpu", 1 << 30)),
         links=(
             Link(source_tier="cpu", target_tier="gpu", bandwidth_bytes_per_s=rate),
             Link(source_tier="gpu", target_tier="cpu", bandwidth_bytes_per_s=rate),

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from gascompile.core.errors import InfeasiblePlanError
-from gascompile.core.machine import Machine, Tier
+from gascompile.core.machine import Machine
 from gascompile.core.steps import Offload, Release
 from gascompile.core.workload import OpSpec, TensorKind, TensorSpec, Workload
 from gascompile.passes.intervals.plan_intervals import plan_intervals
@@ -36,8 +36,8 @@ def updates() -> Workload:
 def with_latency(latency_s: float) -> Machine:
     machine = drive(1000.0, 1000.0)
     links = tuple(replace(link, latency_s=latency_s) for link in machine.links)
-    tiers = dict.fromkeys(machine.tiers, Tier(size_bytes=1 << 20))
-    return replace(machine, links=links, tiers=tiers)
+    places = tuple(replace(place, size_bytes=1 << 20) for place in machine.places)
+    return replace(machine, links=links, places=places)
 
 
 def leaving(found: IntervalPlan) -> set[str]:

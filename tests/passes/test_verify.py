@@ -11,8 +11,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from gascompile.core.budget import Budget
 from gascompile.core.errors import PlanVerificationError
-from gascompile.core.machine import Budget, Machine
+from gascompile.core.machine import Machine
 from gascompile.core.plan import Certificate, OpPlan, Plan, TensorPlan
 from gascompile.core.sizes import reserve_bytes
 from gascompile.core.steps import Compute, Prefetch, Release, Step, Wait

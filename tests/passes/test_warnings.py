@@ -7,7 +7,8 @@ import importlib.util
 import pytest
 
 from gascompile.api.plan import plan
-from gascompile.core.machine import Budget, Link, Machine, Tier
+from gascompile.core.budget import Budget
+from gascompile.core.machine import Link, Machine, Place
 from gascompile.core.sizes import MIB
 from gascompile.core.workload import OpSpec, TensorKind, TensorSpec, Workload
 
@@ -27,7 +28,7 @@ def test_forms_that_lack_the_solver_say_so_together(monkeypatch: pytest.MonkeyPa
     )
     machine = Machine(
         name="hand",
-        tiers={"cpu": Tier(size_bytes=100 * MIB), "nvme": Tier(size_bytes=100 * MIB)},
+        places=(Place.named("cpu", 100 * MIB), Place.named("nvme", 100 * MIB)),
         links=(Link(source_tier="nvme", target_tier="cpu", bandwidth_bytes_per_s=10 * MIB),),
     )
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)

@@ -8,7 +8,8 @@ from itertools import combinations
 import pytest
 from hypothesis import given, settings
 
-from gascompile.core.machine import Budget, Machine
+from gascompile.core.budget import Budget
+from gascompile.core.machine import Machine
 from gascompile.core.sizes import reserve_bytes
 from gascompile.core.workload import Workload
 from gascompile.passes.explain.whatif import Variant, whatif

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from gascompile.core.machine import IoSettings, Link, Machine, Tier
+from gascompile.core.machine import IoSettings, Link, Machine, Place
 from gascompile.core.plan import Certificate, OpPlan, Plan, SolverStatus, TensorPlan
 from gascompile.core.program import BoundSpec, InputSpec, Program
 from gascompile.core.sizes import reserve_bytes
@@ -29,7 +29,7 @@ LINK = "nvme->cpu"
 IO = IoSettings(num_threads=2, chunk_bytes=64 << 10)
 HOST = Machine(
     name="toy",
-    tiers={"cpu": Tier(size_bytes=1 << 40), "nvme": Tier(size_bytes=1 << 50)},
+    places=(Place.named("cpu", 1 << 40), Place.named("nvme", 1 << 50)),
     links=(Link(source_tier="nvme", target_tier="cpu", bandwidth_bytes_per_s=1e9),),
     io=IO,
 )

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from gascompile.core import serial
+from gascompile.core.budget import Budget
 from gascompile.core.config import CompileConfig
 from gascompile.core.errors import InfeasiblePlanError
-from gascompile.core.machine import Budget, Machine
+from gascompile.core.machine import Machine
 from gascompile.core.plan import Plan
 from gascompile.core.workload import Workload
 from gascompile.training.planning.step_plan import step_plan

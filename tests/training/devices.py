@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from gascompile import TrainingStep, compile_step
-from gascompile.core.machine import Budget, ComputeRate, Link, Machine, MemoryRate, Tier
+from gascompile.core.budget import Budget
+from gascompile.core.machine import ComputeRate, Link, Machine, MemoryRate, Place
 from gascompile.runtime.memory.device_moves import HOST_BYTES
 from tests.training.runs import PLANNING_S, batches, loss_fn
 
@@ -21,11 +22,7 @@ def link(source: str, target: str, rate: float) -> Link:
 
 EMULATED = Machine(
     name="an accelerator by hand",
-    tiers={
-        "gpu": Tier(size_bytes=1 << 26),
-        "cpu": Tier(size_bytes=1 << 34),
-        "nvme": Tier(size_bytes=1 << 40),
-    },
+    places=(Place.named("gpu", 1 << 26), Place.named("cpu", 1 << 34), Place.named("nvme", 1 << 40)),
     links=(
         link("cpu", "gpu", 8e9),
         link("gpu", "cpu", 6e9),

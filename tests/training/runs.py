@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 from gascompile import TrainingStep, compile_step
-from gascompile.core.machine import ComputeRate, Link, Machine, MemoryRate, Tier
+from gascompile.core.machine import ComputeRate, Link, Machine, MemoryRate, Place
 
 BUDGET_BYTES = (4 << 20) + 650_000
 """Four MiB of transfer buffers, and less than the states of ``TinyGPT``."""
@@ -19,7 +19,7 @@ PLANNING_S = 0.2
 """Tests look at what comes out, not at how fast the plan is: without an end, most searches use all they get."""
 MACHINE = Machine(
     name="by hand",
-    tiers={"cpu": Tier(size_bytes=1 << 34), "nvme": Tier(size_bytes=1 << 40)},
+    places=(Place.named("cpu", 1 << 34), Place.named("nvme", 1 << 40)),
     links=(
         Link(source_tier="nvme", target_tier="cpu", bandwidth_bytes_per_s=3e9, latency_s=1e-4),
         Link(source_tier="cpu", target_tier="nvme", bandwidth_bytes_per_s=3e9, latency_s=1e-4),

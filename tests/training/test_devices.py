@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from benchmarks import training_emulated
 from gascompile import TrainingStep, compile_step
+from gascompile.core.budget import Budget
 from gascompile.core.checks.machine_files import preset
 from gascompile.core.errors import (
     BudgetExceededError,
@@ -26,7 +27,7 @@ from gascompile.core.errors import (
     StorageError,
     UnsupportedOpError,
 )
-from gascompile.core.machine import Budget, Machine
+from gascompile.core.machine import Machine
 from gascompile.core.sizes import PAGE_BYTES
 from gascompile.core.steps import Offload, Reload
 from gascompile.machines.emulated import emulated_machine
@@ -314,10 +315,10 @@ def test_what_a_device_does_not_do_is_refused(tmp_path: Path) -> None:
     refused(DeviceError, "larger tier", budget="1GiB")
     refused(InfeasiblePlanError, "'cpu'", budget=Budget(gpu="4MiB", cpu=HOST_BYTES - 1))
     refused(InfeasiblePlanError, "'gpu'", budget=Budget(gpu="100KiB"))
-    tiers = {name: tier for name, tier in EMULATED.tiers.items() if name != "nvme"}
+    places = tuple(place for place in EMULATED.places if place.name != "nvme")
     links = tuple(x for x in EMULATED.links if "nvme" not in x.name)
     refused(
-        UnsupportedOpError, "no tier 'nvme'", machine=replace(EMULATED, tiers=tiers, links=links)
+        UnsupportedOpError, "no tier 'nvme'", machine=replace(EMULATED, places=places, links=links)
     )
 
 

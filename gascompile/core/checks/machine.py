@@ -10,12 +10,19 @@ from collections.abc import Iterator
 
 from gascompile.core import serial
 from gascompile.core.errors import FormatError
-from gascompile.core.machine import Machine
+from gascompile.core.machine import Machine, PlaceKind
 from gascompile.core.sizes import MAX_SIZE_BYTES
 
-COMPUTING_TIERS = ("gpu", "cpu")
-BACKENDS = {"": COMPUTING_TIERS, "cpu": ("cpu",), "cuda": ("gpu",), "emulated": ("gpu",)}
-"""Which tier may compute, by the backend that executes."""
+COMPUTING_KINDS = (PlaceKind.GPU, PlaceKind.CPU)
+"""Which kinds of places compute; the first of them that a machine has does."""
+BACKENDS = {
+    "": COMPUTING_KINDS,
+    "cpu": (PlaceKind.CPU,),
+    "cuda": (PlaceKind.GPU,),
+    "emulated": (PlaceKind.GPU,),
+}
+"""Which kind of place may compute, by the backend that executes."""
+_MAX_NAME = 64
 ENGINES = ("reads", "kvikio")
 RECOSTED = "re-costed"
 """What the source of settings starts with that are not those the machine was measured with."""
@@ -29,7 +36,7 @@ def check_machine(machine: Machine, *, where: str = "$") -> None:
     """Return if ``machine`` can be planned for.
 
     Args:
-        machine: tiers, links, pipes and rates from a file or from Python.
+        machine: places, links, pipes and rates from a file or from Python.
         where: what stands before a field's name in a message.
 
     Raises:
@@ -70,20 +77,14 @@ def _some(names: list[str]) -> str:
 
 def _problems(machine: Machine) -> Iterator[tuple[str, str]]:
     """Yield ``(path below the machine, what is wrong with it)``."""
-    if not set(COMPUTING_TIERS) & machine.tiers.keys():
-        yield ".tiers", "a machine needs a tier 'gpu' or 'cpu' that computes"
+    yield from _bad_places(machine)
     if machine.backend not in BACKENDS:
         known = ", ".join(name for name in BACKENDS if name)
         yield ".backend", f"there is no backend '{machine.backend}'; choose one of {known}"
-    if machine.compute_tier not in BACKENDS[machine.backend]:
-        wrong = f"'{machine.backend}' does not compute on the tier '{machine.compute_tier}'"
-        yield ".backend", f"{wrong}; name another backend, or give the machine its tier"
-    for name, tier in machine.tiers.items():
-        path = f".tiers.{name}.bytes"
-        if tier.size_bytes < 0:
-            yield path, f"the tier has the size {tier.size_bytes}; give zero or more"
-        if tier.size_bytes > MAX_SIZE_BYTES:
-            yield path, f"the tier has the size {tier.size_bytes}; give at most {MAX_SIZE_BYTES}"
+    site = machine.compute_tier
+    if machine.tiers[site].kind not in BACKENDS[machine.backend]:
+        wrong = f"'{machine.backend}' does not compute on the place '{site}'"
+        yield ".backend", f"{wrong}; name another backend, or give the machine its place"
     yield from _bad_names(machine)
     yield from _bad_links(machine)
     if machine.io.num_threads < 1 or machine.io.chunk_bytes < 1:
@@ -117,14 +118,39 @@ def _problems(machine: Machine) -> Iterator[tuple[str, str]]:
     yield from _bad_rates(machine)
 
 
+def _bad_places(machine: Machine) -> Iterator[tuple[str, str]]:
+    """Yield what is wrong with the places: one computes, each has a name of its own, of which links are made."""
+    kind = next((k for k in COMPUTING_KINDS for p in machine.places if p.kind is k), None)
+    if kind is None:
+        yield ".places", "a machine needs a place of the kind 'gpu' or 'cpu' that computes"
+    computing = [place.name for place in machine.places if place.kind is kind]
+    if len(computing) > 1:
+        several = f"'{computing[0]}' and '{computing[1]}' are both of the kind '{kind}'"
+        yield ".places", f"{several}, and one place computes in a plan; describe one of them"
+    first: dict[str, int] = {}
+    for i, place in enumerate(machine.places):
+        path, name = f".places[{i}]", place.name
+        if not name or len(name) > _MAX_NAME or not name.isprintable() or "->" in name:
+            wrong = f"{ascii(name)[:200]} is no name of a place"
+            yield f"{path}.name", f"{wrong}; write a short one, such as 'h0.nvme0', without '->'"
+        if first.setdefault(name, i) != i:
+            yield f"{path}.name", f"places[{first[name]}] is called '{name}' as well; rename one"
+        if place.size_bytes < 0:
+            yield f"{path}.bytes", f"the place has the size {place.size_bytes}; give zero or more"
+        if place.size_bytes > MAX_SIZE_BYTES:
+            most = f"give at most {MAX_SIZE_BYTES}"
+            yield f"{path}.bytes", f"the place has the size {place.size_bytes}; {most}"
+
+
 def _bad_links(machine: Machine) -> Iterator[tuple[str, str]]:
     pipes = {pipe.name for pipe in machine.pipes}
+    places = machine.tiers
     first: dict[str, int] = {}
     for i, link in enumerate(machine.links):
         for field, end in (("from", link.source_tier), ("to", link.target_tier)):
-            if end not in machine.tiers:
-                known = ", ".join(machine.tiers)
-                yield f".links[{i}].{field}", f"the machine has no tier '{end}'; it has {known}"
+            if end not in places:
+                known = ", ".join(places)
+                yield f".links[{i}].{field}", f"the machine has no place '{end}'; it has {known}"
         if link.source_tier == link.target_tier:
             yield f".links[{i}]", f"the link goes from '{link.source_tier}' to itself; remove it"
         if first.setdefault(link.name, i) != i:
@@ -139,7 +165,7 @@ def _bad_links(machine: Machine) -> Iterator[tuple[str, str]]:
 
 
 def _bad_names(machine: Machine) -> Iterator[tuple[str, str]]:
-    """Yield what is named twice; tiers cannot be, for they are the keys of an object."""
+    """Yield what else is named twice."""
     named = {
         "pipes": [f"pipe '{pipe.name}'" for pipe in machine.pipes],
         "rates": [f"{rate.dtype} on '{rate.device}'" for rate in machine.rates],

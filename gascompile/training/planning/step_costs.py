@@ -22,8 +22,9 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from gascompile.core import serial
+from gascompile.core.budget import Budget
 from gascompile.core.errors import BudgetExceededError, NanLossError
-from gascompile.core.machine import Budget, Machine
+from gascompile.core.machine import Machine
 from gascompile.core.program import Program
 from gascompile.core.workload import Workload
 from gascompile.cost_models.measure.rehearse import made_up

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
 
+from gascompile.core.budget import Budget
 from gascompile.core.config import CompileConfig
 from gascompile.core.errors import Demand, InfeasiblePlanError
-from gascompile.core.machine import Budget, Machine
+from gascompile.core.machine import Machine
 from gascompile.core.plan import Plan
 from gascompile.core.workload import PERSISTENT, TensorKind, Workload
 from gascompile.passes.plan.make_plan import make_plan
@@ -70,7 +70,9 @@ def _with_host(
     for tries_left in reversed(range(_TRIES)):
         if left_bytes < 0:
             break
-        plan, over_bytes = with_host(made(replace(budget, cpu=left_bytes)), limits_bytes, lasting)
+        plan, over_bytes = with_host(
+            made(budget.with_size(HOST, left_bytes)), limits_bytes, lasting
+        )
         if over_bytes <= 0:
             verify(plan)
             return plan

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gascompile.core.machine import IoSettings, Link, Machine, Pipe, Tier
+from gascompile.core.machine import IoSettings, Link, Machine, Pipe, Place
 from gascompile.core.sizes import GIB, MIB
 
 IO = IoSettings(num_threads=2, chunk_bytes=16 << 10)
@@ -30,11 +30,11 @@ def accelerator(
 
     return Machine(
         name="toy accelerator",
-        tiers={
-            "gpu": Tier(size_bytes=gpu_bytes),
-            "cpu": Tier(size_bytes=4 * GIB),
-            "nvme": Tier(size_bytes=64 * GIB),
-        },
+        places=(
+            Place.named("gpu", gpu_bytes),
+            Place.named("cpu", 4 * GIB),
+            Place.named("nvme", 64 * GIB),
+        ),
         links=(
             link("cpu", "gpu", up, "gpu-in"),
             link("nvme", "gpu", nvme, "gpu-in", "nvme-read"),
