@@ -20,7 +20,7 @@ from gascompile.runtime.memory.pinned import HOST
 from gascompile.runtime.transfer.engine import read_blocks
 from gascompile.training.capture.requirements import require_followed
 from gascompile.training.capture.traced_loss import LossFunction
-from gascompile.training.optimizers.optimizers import StateForm, require_rule
+from gascompile.training.optimizers.optimizers import SUPPORTED, StateForm, require_rule
 from gascompile.training.optimizers.unplanned import require_step
 from gascompile.training.saved_plans import SavedPlans
 from gascompile.training.settings import OnNan, Settings
@@ -54,7 +54,7 @@ def compile_step(
     Args:
         model: any module whose loss can be traced; its parameters are taken over until ``close``.
         loss_fn: ``loss_fn(model, batch)`` returns a scalar tensor.
-        optimizer: ``torch.optim.AdamW``, ``Adam`` or ``SGD`` over the model's parameters, or any with
+        optimizer: one with planned updates (see docs/training.md) over the model's parameters, or any with
             ``unplanned_optimizer``. Its ``param_groups`` are read at every step, so schedulers work as always.
         budget: memory the step may take in the tier that computes (``"2GiB"``, bytes), or a ``Budget``.
         example_batch: any pytree; planned for now. Without it, at the first call.
@@ -105,7 +105,10 @@ def compile_step(
         unplanned=unplanned_optimizer,
         on_exceed=on_exceed,
     )
-    (require_step if unplanned_optimizer else require_rule)(optimizer)
+    if unplanned_optimizer:
+        require_step(optimizer)
+    else:
+        require_rule(optimizer, states)
     require_followed(model, optimizer)
     options: dict[str, Any] = {"cache_dir": Path(cache_dir)} if cache_dir is not None else {}
     config = CompileConfig(time_limit_s=time_limit_s, mip_gap=mip_gap, **options)
@@ -170,8 +173,8 @@ def _require_runnable(machine: Machine, budget: Budget, settings: Settings) -> N
         )
     if settings.unplanned:
         raise UnsupportedOpError(
-            f"unplanned_optimizer updates in the host's memory, and '{machine.name}' computes on '{site}'; use AdamW, "
-            "Adam or SGD, or a machine that computes on the processor"
+            f"unplanned_optimizer updates in the host's memory, and '{machine.name}' computes on '{site}'; use "
+            f"one of {SUPPORTED}, or a machine that computes on the processor"
         )
     limit_bytes, size_bytes = budget.limits_bytes(machine)[site], machine.tiers[site].size_bytes
     if machine.compute_backend == "emulated" and limit_bytes > size_bytes:

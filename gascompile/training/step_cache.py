@@ -30,7 +30,7 @@ from gascompile.core.signature import same_memory, same_tensors
 from gascompile.formats.allocation import packing_fields
 from gascompile.passes.verify.walk import verify
 from gascompile.training.capture.traced_loss import LossFunction
-from gascompile.training.optimizers.optimizers import Rules
+from gascompile.training.optimizers.optimizers import Rules, fixed
 from gascompile.training.optimizers.unplanned import UnplannedRules, state_bytes
 from gascompile.training.planning.kinds import kind_of
 from gascompile.training.planning.step_costs import learnt_digest
@@ -104,8 +104,7 @@ def _updates(
     groups = [
         [
             [names.get(id(parameter), "") for parameter in group["params"]],
-            bool(group.get("momentum", True)),
-            bool(group.get("decoupled_weight_decay", False)),
+            [] if settings.unplanned else fixed(optimizer, group),
         ]
         for group in optimizer.param_groups
     ]

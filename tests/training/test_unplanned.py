@@ -52,10 +52,6 @@ def nadam(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.NAdam(model.parameters(), lr=1e-3, weight_decay=0.1)
 
 
-def amsgrad(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-3, amsgrad=True)
-
-
 class Signs(torch.optim.Optimizer):
     """An optimizer of a user's: steps by signs, and counts them in the group and in the state."""
 
@@ -103,7 +99,7 @@ def same(ours: Any, theirs: Any) -> bool:
     return bool(ours == theirs)
 
 
-@pytest.mark.parametrize("make", [rmsprop, adagrad, nadam, amsgrad, signs])
+@pytest.mark.parametrize("make", [rmsprop, signs])
 def test_any_optimizer_is_eager(make: Make, tmp_path: Path) -> None:
     trial = Trial(
         network(),

@@ -13,7 +13,9 @@ from torch.fx.node import Argument
 from gascompile.core.errors import CheckpointError, UnsupportedOpError
 from gascompile.runtime.kernels import state_codes
 from gascompile.runtime.kernels.state_codes import SIGNED, UNSIGNED, Code
-from gascompile.training.optimizers import coded_updates, update_ops
+from gascompile.training.optimizers import class_updates, coded_updates, update_ops
+from gascompile.training.optimizers.known_classes import RULES, rule_of
+from gascompile.training.optimizers.rule_trials import require_followed
 from gascompile.training.state.open_optimizer import listed
 
 StateForm = Literal["fp32", "8bit"]
@@ -25,7 +27,10 @@ _FEWEST_CODED = 4096
 """Elements of a parameter: the states of smaller ones stay in float32, as they take little and matter much."""
 TOTAL = "gradient"
 """Key of what gradients of several batches are added to."""
-_SUPPORTED = "torch.optim.AdamW, torch.optim.Adam and torch.optim.SGD"
+SUPPORTED = "AdamW, Adam, SGD, " + ", ".join(
+    dict.fromkeys(rule.kind for rule in RULES if rule.kind not in ("Adam", "AdamW"))
+)
+"""Names of the classes whose updates are planned."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,29 +104,42 @@ class Slot:
         )
 
 
-def require_rule(optimizer: torch.optim.Optimizer) -> None:
+def require_rule(optimizer: torch.optim.Optimizer, states: StateForm = "fp32") -> None:
     """Refuse what has no update rule; ``foreach``, ``fused`` and ``capturable`` only choose torch's kernels.
 
     Raises:
         UnsupportedOpError: names the optimizers and the options that have one.
     """
-    kind = type(optimizer)
-    if kind not in (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD):
+    kind, rule = type(optimizer), rule_of(optimizer)
+    if rule is None and kind not in (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD):
         raise UnsupportedOpError(
-            f"no update rule for {kind.__name__}; use one of {_SUPPORTED}, or pass unplanned_optimizer=True: torch "
+            f"no update rule for {kind.__name__}; use one of {SUPPORTED}, or pass unplanned_optimizer=True: torch "
             "then updates all parameters at once, which have to fit memory for that time"
         )
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         raise UnsupportedOpError(
             f"the {kind.__name__} has step hooks, which a planned step does not call; remove them"
         )
-    for group in optimizer.param_groups:
-        for option in ("amsgrad", "differentiable"):
-            if group.get(option):
-                raise UnsupportedOpError(
-                    f"{option}=True has no update rule; make the {kind.__name__} without it, or pass "
-                    "unplanned_optimizer=True"
-                )
+    if rule is not None:
+        require_followed(rule, optimizer)
+        if states != "fp32":
+            option = " with amsgrad=True" if rule.fused else ""
+            raise UnsupportedOpError(
+                f"states={states!r} is of AdamW, Adam and SGD; leave it out for {kind.__name__}{option}"
+            )
+    elif any(group.get("differentiable") for group in optimizer.param_groups):
+        raise UnsupportedOpError(
+            f"differentiable=True has no update rule; make the {kind.__name__} without it, or pass "
+            "unplanned_optimizer=True"
+        )
+
+
+def fixed(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> list[object]:
+    """Return what a program has in it of the options of a group; all others are inputs of its updates."""
+    rule = rule_of(optimizer)
+    if rule is not None:
+        return rule.fixed(group)
+    return [bool(group.get("momentum", True)), bool(group.get("decoupled_weight_decay", False))]
 
 
 def structure(optimizer: torch.optim.Optimizer, *, moments: bool = True) -> list[list[object]]:
@@ -129,8 +147,7 @@ def structure(optimizer: torch.optim.Optimizer, *, moments: bool = True) -> list
     return [
         [
             [id(parameter) for parameter in group["params"]],
-            moments and bool(group.get("momentum", True)),
-            moments and bool(group.get("decoupled_weight_decay", False)),
+            fixed(optimizer, group) if moments else [],
         ]
         for group in optimizer.param_groups
     ]
@@ -161,9 +178,12 @@ class Rules:
             UnsupportedOpError: an optimizer or an option without a rule.
             ValueError: the optimizer holds parameters that are not the model's.
         """
-        self.require(optimizer)
         self.optimizer, self.states = optimizer, states
-        self.is_adam = self.plans_updates and type(optimizer) is not torch.optim.SGD
+        self.require(optimizer)
+        self.by_class = rule_of(optimizer) if self.plans_updates else None
+        """Rule of an optimizer that updates by its own class."""
+        is_plain = self.plans_updates and self.by_class is None
+        self.is_adam = is_plain and type(optimizer) is not torch.optim.SGD
         self.slots: dict[str, Slot] = {}
         index = 0
         for number, group in enumerate(optimizer.param_groups):
@@ -188,10 +208,17 @@ class Rules:
 
     def require(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuse what has no rule; see ``require_rule``."""
-        require_rule(optimizer)
+        require_rule(optimizer, self.states)
+
+    @property
+    def counts_steps(self) -> bool:
+        """Return whether the optimizer keeps the number of a parameter's update as ``step``."""
+        return self.by_class.counts if self.by_class is not None else self.is_adam
 
     def ranges(self, parameter: torch.Tensor) -> list[tuple[int, int]]:
         """Return the ranges of a parameter that are updated one by one."""
+        if self.by_class is not None and self.by_class.whole:
+            return [(0, parameter.numel())]
         return update_ops.tiles(parameter.numel(), _TILE_BYTES // parameter.element_size())
 
     def _slot(self, name: str, index: int, group: int, parameter: torch.Tensor) -> Slot:
@@ -200,7 +227,7 @@ class Rules:
                 f"'{name}' is {parameter.dtype}; keep masters in float32 and compute under torch.autocast"
             )
         ranges = self.ranges(parameter)
-        keys = self.keys(self.optimizer.param_groups[group])
+        keys = self.keys(self.optimizer.param_groups[group], parameter.dim())
         is_coded = self.states == "8bit" and parameter.numel() >= _FEWEST_CODED
         codes = {key: UNSIGNED if key == "exp_avg_sq" else SIGNED for key in keys if is_coded}
         return Slot(
@@ -211,28 +238,57 @@ class Rules:
             is_frozen=not parameter.requires_grad,
             tiles=tuple(
                 tuple(
-                    Tile(parameter=name, key=key, begin=begin, end=end, code=codes.get(key))
+                    Tile(
+                        parameter=name,
+                        key=key,
+                        begin=begin if lies is None else lies[0],
+                        end=end if lies is None else lies[1],
+                        code=codes.get(key),
+                    )
                     for key in keys
+                    for lies in (self._own_place(key, parameter, number),)
                 )
-                for begin, end in ranges
+                for number, (begin, end) in enumerate(ranges)
             ),
             ranges=tuple(ranges),
         )
 
-    def keys(self, group: Mapping[str, Any]) -> tuple[str, ...]:
-        """Return the names of a group's moments."""
+    def _own_place(self, key: str, parameter: torch.Tensor, number: int) -> tuple[int, int] | None:
+        """Return the elements of a state in a range, where they are not those of the parameter."""
+        rule = self.by_class
+        if rule is None or key not in rule.lies:
+            return None
+        # Of one number each range has a copy.
+        scalar = (number, number + 1)
+        return scalar if rule.is_scalar(key) else (0, rule.like(key, parameter).numel())
+
+    def like(self, key: str, parameter: torch.Tensor) -> torch.Tensor:
+        """Return a tensor without memory that lies as a moment of ``parameter`` does."""
+        return parameter if self.by_class is None else self.by_class.like(key, parameter)
+
+    def is_scalar(self, key: str) -> bool:
+        """Return whether a moment is one number."""
+        return self.by_class is not None and self.by_class.is_scalar(key)
+
+    def first(self, group: Mapping[str, Any]) -> Mapping[str, float]:
+        """Return what moments have before the first update, where the optimizer has them from its start."""
+        return {} if self.by_class is None else self.by_class.first(group)
+
+    def keys(self, group: Mapping[str, Any], num_dimensions: int) -> tuple[str, ...]:
+        """Return the names of the moments that a parameter of a group has."""
+        if self.by_class is not None:
+            return self.by_class.states(group, num_dimensions)
         if self.is_adam:
             return ("exp_avg", "exp_avg_sq")
         return ("momentum_buffer",) if group["momentum"] else ()
 
-    @property
-    def options(self) -> tuple[str, ...]:
-        """Return the names of what a group's hyperparameters begin with."""
-        return update_ops.ADAM if self.is_adam else update_ops.SGD
-
     def hyper_length(self, group: int) -> int:
         """Return the number of elements of ``hyper``."""
-        return len(self.options) + len(self.rows[group]) + 1
+        if self.by_class is not None:
+            num_options = self.by_class.length
+        else:
+            num_options = len(update_ops.ADAM if self.is_adam else update_ops.SGD)
+        return num_options + len(self.rows[group]) + 1
 
     def hyper(self, group: int, counts: Mapping[str, int], number: int) -> torch.Tensor:
         """Return the hyperparameters of a group: its options, the number of each slot's update, and of the step.
@@ -243,9 +299,13 @@ class Rules:
             number: of the step, from one on.
         """
         values = dict(self.optimizer.param_groups[group])
-        if self.is_adam:
-            values["beta1"], values["beta2"] = values["betas"]
-        options = [float(values[name]) for name in self.options]
+        if self.by_class is not None:
+            options = self.by_class.numbers(values)
+        else:
+            if self.is_adam:
+                values["beta1"], values["beta2"] = values["betas"]
+            names = update_ops.ADAM if self.is_adam else update_ops.SGD
+            options = [float(values[name]) for name in names]
         steps = [counts[name] + 1 for name in self.rows[group]]
         return torch.tensor([*options, *steps, number], dtype=torch.float64)
 
@@ -273,11 +333,14 @@ class Rules:
             )
         for number, (group, mine) in enumerate(zip(groups, own_groups, strict=True)):
             lacking = sorted(set(mine) - set(group) - {"param_names", "initial_lr"})
-            if lacking or self.keys(group) != self.keys(mine):
+            if lacking or self._kind_of(group) != self._kind_of(mine):
                 raise CheckpointError(
                     f"group {number} of the optimizer's state is of another kind of optimizer than "
                     f"{type(self.optimizer).__name__}: {lacking or 'other moments'}"
                 )
+
+    def _kind_of(self, group: Mapping[str, Any]) -> object:
+        return self.by_class.fixed(group) if self.by_class is not None else self.keys(group, 2)
 
     def insert(
         self,
@@ -305,7 +368,11 @@ class Rules:
             moments = [tile_nodes[tile.name] for tile in tiles]
             is_coded = any(tile.code is not None for tile in tiles)
             args: tuple[Argument, ...]
-            if self.is_adam:
+            if self.by_class is not None:
+                padded = [*moments, *[None] * (class_updates.MOST_STATES - len(moments))]
+                args = (parameter, gradient, *padded, hyper, scale, begin, end, slot.row)
+                target = class_updates.OPS[self.by_class.name]
+            elif self.is_adam:
                 decoupled = bool(group.get("decoupled_weight_decay", False))
                 place = (begin, end, decoupled) if is_coded else (begin, decoupled)
                 args = (parameter, gradient, *moments, hyper, scale, *place, slot.row)

@@ -18,7 +18,7 @@ from gascompile.core.deferral import deferring
 from gascompile.core.errors import CheckpointError, UnsupportedOpError
 from gascompile.core.plan import Plan
 from gascompile.core.sizes import format_size
-from gascompile.training.optimizers.optimizers import Rules
+from gascompile.training.optimizers.optimizers import SUPPORTED, Rules
 from gascompile.training.state.open_optimizer import listed
 from gascompile.training.state.tensor_files import Entry, of_tensor
 from gascompile.training.state.train_state import States
@@ -41,7 +41,11 @@ class UnplannedRules(Rules):
         """Return one range: gradients are tensors of their own."""
         return [(0, parameter.numel())]
 
-    def keys(self, group: Mapping[str, Any]) -> tuple[str, ...]:  # noqa: ARG002 - of all groups
+    def keys(
+        self,
+        group: Mapping[str, Any],  # noqa: ARG002 - of all groups
+        num_dimensions: int,  # noqa: ARG002 - and parameters
+    ) -> tuple[str, ...]:
         """Return nothing: what the optimizer keeps is its own."""
         return ()
 
@@ -148,7 +152,7 @@ class BudgetWatch:
             f"{kind} is not planned: its updates hold parameters of {format_size(parameters)} and gradients of "
             f"{format_size(gradients)} in memory, and its state of {format_size(state)} stays there beside the plan of "
             f"{format_size(plan_bytes)}. With buffers for transfers that takes {format_size(needed)} of a budget of "
-            f"{format_size(budget_bytes)}. AdamW, Adam and SGD have planned updates, which keep it",
+            f"{format_size(budget_bytes)}. {SUPPORTED} have planned updates, which keep it",
             stacklevel=4,
         )
 

@@ -53,7 +53,8 @@ _OWN = ("aten", "prims", "gascompile")
 """Beginnings of the namespaces of ops that may be run on made-up values."""
 _OF_STEP = re.compile(r"\d+ threads ")
 """Beginning of ``_call``; kinds of forward passes' ops begin with the op."""
-_UPDATES = ("gascompile_updates.adam", "gascompile_updates.sgd")
+_NOT_UPDATES = ("accumulate", "clip_scale", "refuse_nan")
+"""Ops of the namespace of updates that are none."""
 _CALL_S = 6e-6
 """What it takes to call an op from a plan, beside the op."""
 _REFUSALS = (
@@ -212,7 +213,7 @@ def _call(node: fx.Node) -> str:
     target = node.target
     parts = [f"{torch.get_num_threads()} threads", str(node.target)]
     # Last of an update's arguments is the parameter's row, which costs nothing.
-    args = node.args[:-1] if str(target).startswith(_UPDATES) else node.args
+    args = node.args[:-1] if _is_update(target) else node.args
     for leaf in pytree.tree_leaves((args, node.kwargs)):
         if not isinstance(leaf, fx.Node):
             parts.append(repr(leaf))
@@ -223,6 +224,11 @@ def _call(node: fx.Node) -> str:
             if isinstance(value, torch.Tensor)
         ]
     return " ".join(parts)
+
+
+def _is_update(target: object) -> bool:
+    name = str(target).removeprefix("gascompile_updates.")
+    return name != str(target) and not name.startswith(_NOT_UPDATES)
 
 
 class _Rehearsal:

@@ -11,7 +11,7 @@ from gascompile.core.machine import Machine
 from gascompile.core.true_strides import true_strides
 from gascompile.core.workload import TensorKind, TensorSpec, Workload
 from gascompile.passes.graph.annotate import annotate
-from gascompile.training.optimizers import coded_updates, update_ops
+from gascompile.training.optimizers import class_updates, coded_updates, update_ops
 from gascompile.training.planning.step_program import RANDOM, StepProgram, is_random
 
 _SCALARS_BYTES = 512
@@ -53,6 +53,10 @@ def step_workload(program: StepProgram, machine: Machine, *, traced: bool = True
 def _own_bytes(node: fx.Node) -> int:
     """Return what an update op allocates inside, where fake tensors do not see it."""
     values: list[Any] = [arg.meta["val"] if isinstance(arg, fx.Node) else arg for arg in node.args]
+    if node.target in class_updates.RULE_OF:
+        parameter, gradient, *_, scale, begin, end, _ = values
+        rule, scaled = class_updates.RULE_OF[node.target], scale is not None
+        return class_updates.workspace_bytes(rule, parameter, gradient, end - begin, scaled=scaled)
     match node.target:
         case update_ops.adam:
             parameter, gradient, moment, _, _, scale, *_ = values

@@ -250,3 +250,11 @@ def _once(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
         if size > 1 and not step:
             tensor = tensor.narrow(dim, 0, 1)
     return tensor
+
+
+def in_order_of(like: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Return the elements of ``value`` in the order in which ``like`` lies in memory."""
+    laid = value.detach().to(torch.float32)
+    if laid.stride() != like.stride():
+        laid = torch.empty_strided(like.shape, like.stride()).copy_(laid)
+    return laid.as_strided((like.numel(),), (1,))

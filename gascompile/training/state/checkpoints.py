@@ -265,8 +265,9 @@ def _entries(
             for tile in tiles:
                 optimizer[f"{tile.name}{order}"] = made_of(persistent, tile.name)
             continue
-        entry = joined(like.shape, [tile.name for tile in tiles])
-        if not like.is_contiguous():
+        lies = states.like_kept(parameter, key)
+        entry = joined(lies.shape, [tile.name for tile in tiles])
+        if states.rules.is_scalar(key) or not lies.is_contiguous():
             entry = replace(
                 entry,
                 parts=(),

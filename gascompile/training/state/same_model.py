@@ -45,3 +45,34 @@ def shapes_of(state: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 def _some(names: list[str]) -> str:
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(f"'{name}'" for name in names[:3]) + more
+
+
+def require_moments(
+    parameter: str, entry: Mapping[str, Any], shapes: Mapping[str, torch.Size]
+) -> None:
+    """Refuse what an optimizer's state has of a parameter, where moments are missing or of another shape.
+
+    Raises:
+        CheckpointError: names the first that is.
+    """
+    for key, shape in shapes.items():
+        value = entry.get(key)
+        if not isinstance(value, torch.Tensor) or value.shape != shape:
+            raise CheckpointError(
+                f"the optimizer's state has no '{key}' of shape {list(shape)} for '{parameter}'; "
+                "it is of another model or optimizer"
+            )
+
+
+def require_begun(parameter: str, entry: Mapping[str, Any], first: Mapping[str, float]) -> None:
+    """Refuse moments that were changed before their first update, which begins with those of ``first``.
+
+    Raises:
+        CheckpointError: names the first that was.
+    """
+    for key, value in first.items():
+        begun = int(entry["step"]) > 0 or entry[key].is_meta
+        if not begun and bool((entry[key] != value).any()):
+            raise CheckpointError(
+                f"'{key}' of '{parameter}' is not {value} before its first update, as the optimizer's group has it"
+            )

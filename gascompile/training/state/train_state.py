@@ -17,12 +17,17 @@ from gascompile.core.errors import CheckpointError
 from gascompile.runtime.memory.persistent import Persistent
 from gascompile.runtime.memory.source_slots import SourceSlots
 from gascompile.training.optimizers.optimizers import TOTAL, Rules, Slot, Tile
-from gascompile.training.state.aliasing import Storages
+from gascompile.training.state.aliasing import Storages, in_order_of
 from gascompile.training.state.covers import Covers
 from gascompile.training.state.file_values import FileValues
 from gascompile.training.state.open_optimizer import OpenOptimizer, listed, restore
 from gascompile.training.state.open_tensors import behind
-from gascompile.training.state.same_model import require_same, shapes_of
+from gascompile.training.state.same_model import (
+    require_begun,
+    require_moments,
+    require_same,
+    shapes_of,
+)
 
 Keep = Callable[
     [
@@ -121,6 +126,7 @@ class States:
             for slot in self.rules.slots.values():
                 parameter = self.tensor(slot.name)
                 if self._keys(slot) and state.get(parameter):
+                    require_begun(slot.name, state[parameter], self._first(slot))
                     self._assign_moments(slot, state[parameter])
                     del state[parameter]
                     taken.add(slot.name)
@@ -227,27 +233,46 @@ class States:
         for slot in self.rules.slots.values():
             entry: dict[str, Any] = {}
             count = self.counts[slot.name]
-            if count and self.rules.is_adam:
+            first = self._first(slot)
+            if (count or first) and self.rules.counts_steps:
                 entry["step"] = torch.tensor(float(count))
             for key in self._keys(slot) if count else ():
                 entry[key] = self.kept(slot.name, key)
+            for key, value in first.items() if not count else ():
+                like = self.like_kept(slot.name, key)
+                entry[key] = torch.empty_like(like, device="cpu").fill_(value)
             if entry:
                 yield slot, slot.index, entry
 
     def _keys(self, slot: Slot) -> tuple[str, ...]:
-        return self.rules.keys(self.optimizer.param_groups[slot.group])
+        return tuple(tile.key for tile in slot.tiles[0])
+
+    def _first(self, slot: Slot) -> Mapping[str, float]:
+        return self.rules.first(self.optimizer.param_groups[slot.group])
+
+    def like_kept(self, parameter: str, key: str) -> torch.Tensor:
+        """Return a tensor without memory that lies as what is kept of a parameter does in torch."""
+        like = self.like(parameter)
+        return like if key == TOTAL else self.rules.like(key, like)
 
     def kept(self, parameter: str, key: str) -> torch.Tensor:
-        """Return a copy of what is kept of a parameter, in its shape."""
-        like = self.like(parameter)
+        """Return a copy of what is kept of a parameter, in torch's shape."""
+        like = self.like_kept(parameter, key)
+        if self.rules.is_scalar(key):
+            tile = self.tiles[parameter, key][0]
+            return tile.values(self.persistent.value(tile.name)).reshape(())
         flat = torch.empty(like.numel())
         for tile in self.tiles[parameter, key]:
             flat[tile.begin : tile.end] = tile.values(self.persistent.value(tile.name))
         return flat.as_strided(like.shape, like.stride())
 
     def keep(self, parameter: str, key: str, value: torch.Tensor) -> None:
-        """Replace what is kept of a parameter by a tensor of its shape."""
-        flat = _in_order_of(self.like(parameter), value)
+        """Replace what is kept of a parameter by a tensor of torch's shape."""
+        if self.rules.is_scalar(key):
+            for tile in self.tiles[parameter, key]:
+                self.persistent.assign(tile.name, value.detach().float().reshape(1))
+            return
+        flat = in_order_of(self.like_kept(parameter, key), value)
         for tile in self.tiles[parameter, key]:
             self.persistent.assign(tile.name, tile.kept(flat[tile.begin : tile.end]))
 
@@ -319,7 +344,7 @@ class States:
         for parameter in parameters:
             for key in keys:
                 if (parameter, key) in self.tiles:
-                    self.keep(parameter, key, torch.zeros(self.like(parameter).shape))
+                    self.keep(parameter, key, torch.zeros(self.like_kept(parameter, key).shape))
 
     def load_groups(self, groups: list[dict[str, Any]], **state: dict[int, Any]) -> None:
         """Replace the optimizer's hyperparameters by checked ones, and what else is its own by ``state``."""
@@ -335,16 +360,14 @@ class States:
         return {**found, "state": rest}
 
     def _check_moments(self, slot: Slot, entry: Mapping[str, Any]) -> None:
-        shape = tuple(self.like(slot.name).shape)
-        for key in self._keys(slot) if entry else ():
-            value = entry.get(key)
-            if not isinstance(value, torch.Tensor) or tuple(value.shape) != shape:
-                raise CheckpointError(
-                    f"the optimizer's state has no '{key}' of shape {list(shape)} for '{slot.name}'; "
-                    "it is of another model or optimizer"
-                )
+        if entry:
+            shapes = {key: self.like_kept(slot.name, key).shape for key in self._keys(slot)}
+            require_moments(slot.name, entry, shapes)
+            require_begun(slot.name, entry, self._first(slot))
 
     def _assign_moments(self, slot: Slot, entry: Mapping[str, Any]) -> None:
+        if self._first(slot) and not int(entry.get("step", 0)):
+            return  # the first update makes them
         for key in self._keys(slot):
             if entry.get(key) is not None:
                 self.keep(slot.name, key, entry[key])
@@ -357,10 +380,11 @@ class States:
         counts = {}
         for slot in self.rules.slots.values():
             entry = entries[slot.index]
-            if self.rules.is_adam:
+            if self.rules.counts_steps:
                 counts[slot.name] = int(entry["step"]) if entry else 0
             else:
-                counts[slot.name] = int(entry.get("momentum_buffer") is not None)
+                keys = self._keys(slot)
+                counts[slot.name] = int(any(entry.get(key) is not None for key in keys))
         return counts, max(steps, default=0)
 
     def shut(self) -> None:
@@ -373,11 +397,3 @@ class States:
         if name not in self._given:
             behind(self.tensors[name]).data = self.persistent.taken(name)
             self._given.add(name)
-
-
-def _in_order_of(like: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Return the elements of ``value`` in the order in which ``like`` lies in memory."""
-    laid = value.detach().to(torch.float32)
-    if laid.stride() != like.stride():
-        laid = torch.empty_strided(like.shape, like.stride()).copy_(laid)
-    return laid.as_strided((like.numel(),), (1,))
