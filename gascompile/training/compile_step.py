@@ -46,6 +46,8 @@ def compile_step(
     states: StateForm = "fp32",
     unplanned_optimizer: bool = False,
     on_exceed: str = "error",
+    fuse: str = "off",
+    fuse_runs: float = 1000.0,
     time_limit_s: float = 20.0,
     mip_gap: float = 0.01,
 ) -> TrainingStep:
@@ -79,6 +81,11 @@ def compile_step(
             backward passes are planned; parameters and gradients are all in memory for an update, and the
             optimizer's state all the time. A warning gives the numbers where that is more than the budget.
         on_exceed: where an op asks for more than the budget has, ``"error"`` plans again or stops, ``"warn"`` goes on.
+        fuse: ``"off"`` runs every op by itself, as eager does, bit for bit. ``"auto"`` compiles element-wise ops and
+            reductions between two moves into one kernel where that pays; results are eager's within rounding.
+            Steps that ``on_nan="locate"`` looks at are not fused.
+        fuse_runs: compiling kernels may take as long as they are predicted to save in so many steps. Infinity
+            fuses whatever gains anything.
         time_limit_s: wall clock for the solver.
         mip_gap: relative gap at which the solver may stop.
 
@@ -111,7 +118,13 @@ def compile_step(
         require_rule(optimizer, states)
     require_followed(model, optimizer)
     options: dict[str, Any] = {"cache_dir": Path(cache_dir)} if cache_dir is not None else {}
-    config = CompileConfig(time_limit_s=time_limit_s, mip_gap=mip_gap, **options)
+    config = CompileConfig(
+        time_limit_s=time_limit_s,
+        mip_gap=mip_gap,
+        fuse=fuse if on_nan != "locate" else "off",
+        fuse_runs=fuse_runs,
+        **options,
+    )
     saved = SavedPlans(Path(plan)) if plan is not None else None
     resolved, limits = _planned_for(saved, machine, budget, config.cache_dir)
     _require_runnable(resolved, limits, settings)

@@ -10,6 +10,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -28,7 +29,7 @@ from gascompile.machines.emulated import emulated_name
 from gascompile.machines.resolve import host_name, this_machine_name
 from gascompile.training.planning.step_workload import step_workload
 from gascompile.training.step_cache import PlannedStep, bundle_of
-from gascompile.training.units import Unit
+from gascompile.training.unit import Unit
 
 _REQUIRED = {
     "graph": "code or values behind the model and the loss",
@@ -93,7 +94,9 @@ def _save(unit: Unit, folder: Path) -> None:
     kind = "evaluation" if not unit.trains else "update" if changes else "accumulation"
     number = sum(1 for _ in (folder / "plans").glob(f"{kind}-*")) + 1
     target = folder / "plans" / f"{kind}-{number}"
-    write_bundle(bundle, target)
+    write_bundle(
+        replace(bundle, fusion=unit.bundle.fusion, kernels=unit.bundle.kernels), target
+    )
     write_known(target, known)
 
 

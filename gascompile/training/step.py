@@ -22,6 +22,7 @@ from gascompile.core.errors import (
     StorageError,
     UnsupportedOpError,
 )
+from gascompile.core.kernels import FusedReport
 from gascompile.core.machine import Machine
 from gascompile.core.plan import Plan
 from gascompile.core.reports import RunReport
@@ -41,7 +42,8 @@ from gascompile.training.state.holdings import Holdings
 from gascompile.training.state.open_tensors import values_of
 from gascompile.training.state.train_state import States
 from gascompile.training.unit_table import UnitTable
-from gascompile.training.units import Unit, UnitMaker, require_free
+from gascompile.training.unit import Unit
+from gascompile.training.units import UnitMaker, require_free
 
 
 class TrainingStep:
@@ -93,6 +95,11 @@ class TrainingStep:
     def pages(self) -> Pages | None:
         """Where large values lie; ``None`` where that is the heap."""
         return self._maker.pages
+
+    @property
+    def fused(self) -> FusedReport | None:
+        """How many ops of ``plan`` run as compiled kernels, or why none does; ``None`` for ``fuse="off"``."""
+        return next((unit.fused for unit in self._units if unit.plan is self.plan), None)
 
     @property
     def _states(self) -> States | None:
@@ -222,10 +229,7 @@ class TrainingStep:
             unit = self._unit(batch, trains=trains, updates=updates)
             return unit, *self._run(unit, batch)
 
-        def learn(error: BudgetExceededError) -> bool:
-            return unit is not None and self._learns(unit, error)
-
-        return planned_again(run, learn)
+        return planned_again(run, lambda error: unit is not None and self._learns(unit, error))
 
     def _learns(self, unit: Unit, error: BudgetExceededError) -> bool:
         """Return whether a plan that knows what was found may be tried: nothing has changed yet."""
@@ -261,8 +265,7 @@ class TrainingStep:
     def _open_states(self, *, whole: bool = True) -> States:
         self._require_open()
         if self._states is None:
-            said = "nothing has been planned yet; pass example_batch, or call prepare(batch) first"
-            raise ValueError(said)
+            raise ValueError("nothing is planned yet; pass example_batch, or call prepare(batch)")
         held = self._holdings
         if not held.failure and not held.unfinished.tidied(self._states.persistent):
             held.failure = "it was interrupted"

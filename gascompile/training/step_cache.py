@@ -7,11 +7,11 @@ optimizer's of the day. A step is found again only where all that a capture and 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from gascompile.bundles.bundle import Bundle
@@ -37,6 +37,9 @@ from gascompile.training.planning.step_costs import learnt_digest
 from gascompile.training.planning.step_program import StepOptions, StepProgram
 from gascompile.training.settings import Settings
 from gascompile.training.state.aliasing import Storages, named_tensors
+
+if TYPE_CHECKING:
+    from gascompile.codegen.fuse import LoadedFusion
 
 _OWN = ("aten.", "prims.", "gascompile_")
 """Beginnings of the names of ops whose gradients are torch's or ours."""
@@ -131,7 +134,10 @@ class PlannedStep:
     rules: Rules
     tensors: Mapping[str, torch.Tensor]
     """Of the model, by the names that the program has for them."""
-    basis: Basis
+    bundle: Bundle
+    """As it is kept, but for the kernels of a new one."""
+    record: CaptureRecord | None = None
+    """Of the capture; a kept step has none."""
 
 
 def bound_step(
@@ -185,16 +191,39 @@ def bound_step(
         gradients=frozenset(facts.gradients),
     )
     return PlannedStep(
-        program=step, plan=bundle.plan, rules=rules, tensors=tensors, basis=place.basis()
+        program=step, plan=bundle.plan, rules=rules, tensors=tensors, bundle=bundle
     )
 
 
-def keep_step(place: CachedPlan, step: StepProgram, plan: Plan, record: CaptureRecord) -> Basis:
+def with_kernels(
+    place: CachedPlan, made: PlannedStep, graph_module: fx.GraphModule, config: CompileConfig
+) -> tuple[PlannedStep, Basis, LoadedFusion | None]:
+    """Return a step whose bundle says which ops run as compiled kernels, what it rests on, and the kernels.
+
+    A new one is kept, unless another capture may give another one.
+    """
+    bundle, fusion = made.bundle, None
+    if config.fuse != "off":
+        from gascompile.codegen.fuse import fuse, load_kernels
+
+        folder, is_new = config.cache_dir, made.record is not None
+        # The casts of an autocast are ops of the step: they are not to be made once more of its kernels.
+        with torch.autocast("cpu", enabled=False):
+            if is_new:
+                bundle = fuse(bundle, graph_module, cache_dir=folder, runs=config.fuse_runs)
+        compile_s = bundle.fusion.compile_s if is_new and bundle.fusion is not None else 0.0
+        fusion = load_kernels(bundle, cache_dir=folder, compile_s=compile_s)
+    made = replace(made, bundle=bundle)
+    basis = place.basis() if made.record is None else _keep(place, made, made.record)
+    return made, basis, fusion
+
+
+def _keep(place: CachedPlan, made: PlannedStep, record: CaptureRecord) -> Basis:
     """Keep a new step, unless another capture may give another one; return what it rests on."""
-    bundle, why = bundle_of(step, plan, place.printed)
+    _, why = bundle_of(made.program, made.plan, place.printed)
     # Recorded is what runs in the forward pass.
     why = why or next(iter(record.running.backward), None)
-    basis = place.keep(bundle, record, why)
+    basis = place.keep(made.bundle, record, why)
     assert basis is not None, "there is a record"
     return basis
 

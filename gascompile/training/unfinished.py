@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from gascompile.runtime.memory.persistent import Persistent
-from gascompile.training.units import Unit
+from gascompile.training.unit import Unit
 
 _CHANGED = -1
 

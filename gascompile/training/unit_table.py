@@ -9,7 +9,8 @@ from typing import Any
 from gascompile.core.errors import CaptureError
 from gascompile.training.planning.kinds import leaf_kinds
 from gascompile.training.settings import Settings
-from gascompile.training.units import Unit, UnitMaker
+from gascompile.training.unit import Unit
+from gascompile.training.units import UnitMaker
 
 _MOST_VALUES = 12
 """Plans for batches of one kind, each for other values in Python: capturing and planning take seconds."""

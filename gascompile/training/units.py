@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -27,7 +26,6 @@ from gascompile.core.errors import (
 from gascompile.core.machine import Machine
 from gascompile.core.plan import Plan
 from gascompile.core.progress import task
-from gascompile.core.reports import RunReport
 from gascompile.core.sizes import SPILL_BUFFER_BYTES
 from gascompile.machines.resolve import profile_of
 from gascompile.machines.run_within_budget import log_replan
@@ -58,14 +56,13 @@ from gascompile.training.state.train_state import States
 from gascompile.training.step_cache import (
     PlannedStep,
     bound_step,
-    keep_step,
+    bundle_of,
     place_of_step,
     rules_of,
+    with_kernels,
 )
 from gascompile.training.step_session import on_device, open_session
-
-if TYPE_CHECKING:
-    from gascompile.runtime.run.recording import Recording
+from gascompile.training.unit import Unit
 
 OPEN: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """Models whose values a step has."""
@@ -85,37 +82,6 @@ def require_free(model: nn.Module) -> None:
     if model in OPEN:
         said = "the model belongs to another training step that is open; close that one first"
         raise ValueError(said)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Unit:
-    """The step, or the evaluation, for one kind of batch."""
-
-    program: StepProgram
-    plan: Plan
-    graph_module: torch.fx.GraphModule
-    executor: Executor
-    trains: bool
-    grader: Grader
-    basis: Basis
-    """What the program was made from beside the model's tensors and the batch."""
-    place: CachedPlan
-    """Where it is kept, or would be."""
-    entry: str = ""
-    """Key in the cache of a program that was kept by an earlier capture: it lacks the layouts of values."""
-
-    def run(
-        self, inputs: Sequence[Any], recording: Recording | None = None
-    ) -> tuple[tuple[Any, ...], RunReport]:
-        """Run it and compare what it took with the plan: see ``Executor.run``."""
-        executor = self.executor
-        run = executor.run if recording is None else partial(executor.run_recorded, recording)
-        found = run(*inputs)
-        assert executor.last_run is not None, "each run is measured"
-        self.grader.grade(executor.last_run)
-        # A device's memory is the budget's: what the user gets lies with the user.
-        on_host = (x if executor.computes_on_host else x.to("cpu", copy=True) for x in found)
-        return tuple(on_host), executor.last_run
 
 
 class Saved(Protocol):
@@ -199,10 +165,12 @@ class UnitMaker:
         program, plan = made.program, made.plan
         states = self._own(made.rules, program, made.tensors, accumulates=options.accumulates)
         graph_module = insert(on_device(program, self._moves), plan)
+        made, basis, fusion = with_kernels(place, made, graph_module, self._config)
         executor = Executor(
             self._session_over(states),
             graph_module,
             plan,
+            fused=fusion.segments if fusion is not None else (),
             graphs=False,
             counter=allocation_counter(self._config.cache_dir) if self._in_ram else None,
             on_exceed=self._settings.on_exceed,
@@ -214,8 +182,14 @@ class UnitMaker:
             graph_module=graph_module,
             executor=executor,
             trains=trains,
-            grader=Grader(plan, partial(profile_of, self._machine, self._config.cache_dir)),
-            basis=made.basis,
+            grader=Grader(
+                plan,
+                partial(profile_of, self._machine, self._config.cache_dir),
+                saved_s=fusion.report.gain_s if fusion is not None else 0.0,
+            ),
+            basis=basis,
+            bundle=made.bundle,
+            fused=fusion.report if fusion is not None else None,
             place=place,
             entry=entry,
         )
@@ -256,7 +230,7 @@ class UnitMaker:
         place = with_shapes(self.states, storages, look)
         # Outside, as what is compared may lead to values that are not in memory.
         saved = self._saved
-        bundle = place.read(lambda _: "") if saved is None else saved.find(place)
+        bundle = place.read(self._outdated) if saved is None else saved.find(place)
         if bundle is None:
             return place, None
         with task("Reading the plan"):
@@ -287,8 +261,22 @@ class UnitMaker:
             program, rules, joint = with_shapes(self.states, storages, captured)
         with task("Planning"):
             plan = self._plan(program, place.prints)
-        basis, tensors = keep_step(place, program, plan, joint.record), dict(joint.tensors)
-        return PlannedStep(program=program, plan=plan, rules=rules, tensors=tensors, basis=basis)
+        bundle, _ = bundle_of(program, plan, place.printed)
+        return PlannedStep(
+            program=program,
+            plan=plan,
+            rules=rules,
+            tensors=dict(joint.tensors),
+            bundle=bundle,
+            record=joint.record,
+        )
+
+    def _outdated(self, bundle: Bundle) -> str:
+        if bundle.fusion is None:
+            return ""
+        from gascompile.codegen.fuse import outdated
+
+        return outdated(bundle, cache_dir=self._config.cache_dir)
 
     def learns(self, unit: Unit, error: BudgetExceededError) -> bool:
         """Keep what a stopped run of ``unit`` has taught for the next plan; False where it taught nothing."""

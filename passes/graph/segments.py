@@ -21,9 +21,9 @@ from gascompile.core import moves
 from gascompile.core.kernels import ALIGNMENT_BYTES, Layout, Segment
 from gascompile.core.plan import Plan
 from gascompile.core.program import op_name
-from gascompile.core.steps import Offload
+from gascompile.core.steps import Compute
 from gascompile.core.workload import OpSpec
-from gascompile.passes.model.liveness import live_bytes
+from gascompile.passes.verify.heap import heap_before
 
 _aten = torch.ops.aten
 _COMPOSITE = {
@@ -119,10 +119,13 @@ class _Finder:
         self._ops = plan.workload.ops
         self._number = {op.name: i for i, op in enumerate(self._ops)}
         self._size_bytes = {t.name: t.size_bytes for t in plan.workload.tensors}
-        self._live_bytes = live_bytes(plan.workload)
-        # Where activations leave memory for a while, what is alive at other ops says nothing of this one.
-        self._moves_activations = any(isinstance(step, Offload) for step in plan.steps)
-        self._peak_bytes = max(self._live_bytes, default=0)
+        before, self._peak_bytes = heap_before(plan)
+        self._entering_bytes = [
+            held_bytes
+            for held_bytes, step in zip(before, plan.steps, strict=True)
+            if isinstance(step, Compute)
+        ]
+        """What is there when each op begins, all of which stays to the end of a segment."""
 
     def runs(self, graph: fx.Graph) -> Iterator[list[fx.Node]]:
         """Yield the longest runs of nodes that may be in a kernel."""
@@ -160,6 +163,8 @@ class _Finder:
         target = node.target
         if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
             return False
+        if not target._schema.returns:
+            return False  # it is called for what it does, such as to refuse a loss
         is_dropout = target is _aten.dropout.default and node.args[2] is False
         return is_dropout or torch.Tag.nondeterministic_seeded not in target.tags
 
@@ -195,10 +200,7 @@ class _Finder:
         if last - first + 1 != len(run):
             return None
         born_bytes = sum(self._size_bytes[f"%{node.name}"] for node in parts.outputs)
-        peak_bytes = self._peak_bytes
-        if self._moves_activations:
-            peak_bytes = max(self._live_bytes[first : last + 1])
-        limit_bytes = peak_bytes - self._entering_bytes(first)
+        limit_bytes = self._peak_bytes - self._entering_bytes[first]
         if born_bytes > limit_bytes:
             return None
         return Segment(
@@ -210,12 +212,6 @@ class _Finder:
             scratch_limit_bytes=limit_bytes - born_bytes,
             key=_key(run, parts),
         )
-
-    def _entering_bytes(self, op: int) -> int:
-        """Return what is alive when ``op`` begins, all of which stays to the end of a segment."""
-        spec = self._ops[op]
-        own = [n for n in dict.fromkeys(spec.writes) if n.startswith(f"%{spec.name}")]
-        return self._live_bytes[op] - spec.workspace_bytes - sum(self._size_bytes[n] for n in own)
 
     def _parts(self, run: Sequence[fx.Node]) -> _Parts:
         inside = set(run)

@@ -37,6 +37,17 @@ def heap(plan: Plan) -> dict[str, int]:
     return _Heap(plan).run()
 
 
+def heap_before(plan: Plan) -> tuple[list[int], int]:
+    """Return the bytes outside the arena in the tier that computes before each step of a plan, and their peak.
+
+    Raises:
+        PlanVerificationError: a step breaks one of the rules; names the first one.
+    """
+    walk = _Heap(plan)
+    peak = walk.run()
+    return walk.before, peak[walk.site]
+
+
 def heap_tensors(plan: Plan) -> frozenset[str]:
     """Return the tensors outside the arena; a caller's inputs are nobody's."""
     streamed = {step.tensor for step in plan.steps if isinstance(step, Prefetch)}
@@ -81,6 +92,8 @@ class _Heap:
     ends: frozenset[tuple[int, str, str]] = frozenset()
     """``(step, tensor, tier)``: after the step nothing needs the copy."""
     links: dict[str, Link] = field(default_factory=dict)
+    before: list[int] = field(default_factory=list)
+    """What the tier that computes holds before each step."""
     behind: dict[str, int] = field(default_factory=dict)
     """Bytes by which the value at home is older than it should be, at most, where only parts have changed since."""
 
@@ -97,11 +110,12 @@ class _Heap:
         self.last = last_touches(plan)
         self.ends = copy_ends(plan)
         self._begin()
-        before = self._state()
+        began = self._state()
         for i, step in enumerate(plan.steps):
+            self.before.append(self.held[self.site])
             self._step(i, step)
         self._finish()
-        changed = [name for name, state in self._state().items() if before[name] != state]
+        changed = [name for name, state in self._state().items() if began[name] != state]
         if plan.workload.repeats and changed:
             self._refuse(f"'{changed[0]}' ends the iteration elsewhere than it began it")
         return self.peak

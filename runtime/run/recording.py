@@ -6,7 +6,7 @@ A run that is not recorded makes the plain calls, so recording costs it nothing.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol, cast
@@ -80,15 +80,17 @@ class Recording:
     def schedule(self, of: prepared.Schedule, plan: Plan, mover: PlanMover) -> prepared.Schedule:
         """Return the calls of a schedule with those that belong to steps of the plan wrapped."""
         timed = (
-            call._replace(function=partial(self._timed, call, plan.steps[call.planned], mover))
+            call._replace(function=partial(self._timed, call, plan.steps, mover))
             if call.planned >= 0
             else call
             for call in of.steps
         )
         return replace(of, steps=tuple(timed))
 
-    def _timed(self, call: prepared.Step, step: Step, mover: PlanMover, *values: Any) -> Any:
-        live = mover.live
+    def _timed(
+        self, call: prepared.Step, steps: Sequence[Step], mover: PlanMover, *values: Any
+    ) -> Any:
+        live, step = mover.live, steps[call.planned]
         ticket = mover.tickets.get(step.tensor) if isinstance(step, Wait) else None
         bytes_before, begun_s = live.live_bytes, time.perf_counter() - self.begun_s
         result = call.function(*values)
@@ -100,14 +102,17 @@ class Recording:
             # What had to be done before an op is a part of its step.
             first = self.moments.pop()
             bytes_before, begun_s = first.bytes_before, first.begun_s
-        self.moments.append(
-            Moment(
-                step=step,
-                begun_s=begun_s,
-                ended_s=time.perf_counter() - self.begun_s,
-                bytes_before=bytes_before,
-                bytes_after=live.live_bytes,
-                ticket=cast("TimedTicket | None", ticket),
-            )
+        done = Moment(
+            step=step,
+            begun_s=begun_s,
+            ended_s=time.perf_counter() - self.begun_s,
+            bytes_before=bytes_before,
+            bytes_after=live.live_bytes,
+            ticket=cast("TimedTicket | None", ticket),
         )
+        self.moments.append(done)
+        # Ops of one kernel follow each other in the plan; all of its time is the first one's.
+        end = replace(done, begun_s=done.ended_s, bytes_before=done.bytes_after)
+        for other in steps[call.planned + 1 : call.planned + call.trait.num_ops]:
+            self.moments.append(replace(end, step=other))
         return result

@@ -188,17 +188,8 @@ class _Builder:
 
     def _detach(self, slot: int) -> None:
         """Copy an output that lies in the arena at once: its visit may end before the run does."""
-        self._steps.append(
-            Step(
-                self._mover.out_of_arena,
-                only(slot),
-                slot,
-                None,
-                (),
-                self._next_op,
-                Trait((slot,), ""),
-            )
-        )
+        call, trait = self._mover.out_of_arena, Trait((slot,), "")
+        self._steps.append(Step(call, only(slot), slot, None, (), self._next_op, trait))
 
     def _move(
         self, node: fx.Node, function: Callable[..., Value], arguments: Value, why: str = MOVE
@@ -290,24 +281,29 @@ class _Builder:
         is_first: bool,
     ) -> Callable[..., Value]:
         """Add what has to be done before an op beside what the session's store holds; return what to call for it."""
-        spec, store, memory = self._plan.workload.ops[op], self._session.store, self._session.memory
+        spec, store = self._plan.workload.ops[op], self._session.store
         made = [name for name in spec.writes if name not in self._store]
         size_bytes = sum(self._sizes[name] for name in made) + spec.workspace_bytes
-        calls: list[Callable[[], Value]] = []
-        if memory is not None and memory.is_due(size_bytes):
-            calls.append(partial(memory.make_room, size_bytes))
+        self._make_room(size_bytes, op, planned)
         changed = tuple(name for name in spec.writes if name in self._store)
         patched = changed if changed == tuple(spec.patches) else ()
         if patched and is_first and store is not None:
             function = patching(function, node.target, store, patched[0])
         elif changed and is_first and store is not None:
             # Before the op: an interrupt in between leaves no new value that is taken for the old one.
-            calls.append(partial(store.changed, changed))
-        for call in calls:
-            trait = Trait((), MOVE)
-            self._steps.append(Step(call, nothing, self._slot(None), None, (), op, trait, planned))
+            self._first(partial(store.changed, changed), op, planned)
         own = f"%{spec.name}"
         return trimmed(function, self._sizes[own]) if own in made else function
+
+    def _make_room(self, size_bytes: int, op: int, planned: int) -> None:
+        memory = self._session.memory
+        if memory is not None and memory.is_due(size_bytes):
+            self._first(partial(memory.make_room, size_bytes), op, planned)
+
+    def _first(self, call: Callable[[], Value], op: int, planned: int) -> None:
+        """Add what is done before an op, as a part of its step of the plan."""
+        slot, trait = self._slot(None), Trait((), MOVE)
+        self._steps.append(Step(call, nothing, slot, None, (), op, trait, planned))
 
     def _reads(self, node: fx.Node) -> tuple[int, ...]:
         return tuple(self._slot_of[n] for n in node.all_input_nodes if n in self._slot_of)
@@ -330,10 +326,12 @@ class _Builder:
         meters = {node: self._meters.get(node.meta.get(STEP, -1)) for node in ops}
         births = tuple(meters[node] for node in outputs)
         meter = fused_meter(births, tuple(meters.values()), sum(fused.kernel.scratch_bytes))
+        planned = ops[0].meta.get(STEP, -1)
+        born_bytes = sum(self._sizes[f"%{name}"] for name in segment.outputs)
+        self._make_room(born_bytes + sum(fused.kernel.scratch_bytes), first, planned)
         made = self._slot(outputs[0] if len(outputs) == 1 else None)
         reads = tuple(self._slot_of[named[name]] for name in segment.inputs)
         trait = Trait(reads, "", name=segment.ops[-1], num_ops=len(ops))
-        planned = ops[0].meta.get(STEP, -1)
         self._steps.append(Step(function, gather, made, meter, (), first, trait, planned))
         freed = {made} if len(outputs) > 1 else set()
         for i, node in enumerate(outputs if len(outputs) > 1 else ()):
