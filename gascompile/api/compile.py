@@ -351,7 +351,8 @@ def compile(  # noqa: A001 - the public name, as in torch.compile
         strategy: force one candidate plan, such as ``"first_fit"``, for comparison.
         weights: ``None`` moves weights as they are stored, which loses nothing. ``"bf16"``, ``"int8"`` and
             ``"int4"`` move fewer bytes and lose precision; ``"auto"`` plans with each and takes the fastest.
-        fuse: ``"auto"`` compiles the ops between two transfers where that pays, ``"off"`` never does.
+        fuse: ``"auto"`` compiles the ops between two transfers where that pays, ``"exact"`` those among them whose
+            results are the same bits, ``"off"`` none.
         fuse_runs: compiling kernels may take as long as they are predicted to save in so many runs. Infinity
             fuses whatever gains anything.
         graphs: ``"auto"`` gives a GPU the ops between two moves in one call, as a CUDA graph; ``"off"`` one by one.

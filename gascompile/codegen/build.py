@@ -20,7 +20,7 @@ from gascompile.core.errors import GASCompileError
 _TIMEOUT_S = 300.0
 _FIRST_TO_GO = ("sh", "-c", 'echo 1000 2>&- >/proc/self/oom_score_adj; exec "$0" "$@"')
 """Runs a command that the kernel kills before any other where memory runs out: it would kill the largest, this one."""
-_CODE_VERSION = "4"
+_CODE_VERSION = "5"
 """Raised where sources or calls change in meaning, so that older kernels are not taken for today's."""
 
 
@@ -80,9 +80,10 @@ def build(sources: Sequence[str]) -> bytes:
         source.write_text("\n".join((HEADER, *sources)), encoding="utf-8")
         try:
             with config.patch({"cpp.vec_isa_ok": True, "cpp.cxx": (compiler(),)}):
-                # Integers wrap around, as torch's do; to a C++ compiler they never overflow.
+                # Integers wrap around, as torch's do; to a C++ compiler they never overflow. Zeros have signs.
+                flags = ["-w", "-fwrapv", "-fsigned-zeros"]
                 options = CppTorchOptions(
-                    vec_isa=pick_vec_isa(), warning_all=False, extra_flags=["-w", "-fwrapv"]
+                    vec_isa=pick_vec_isa(), warning_all=False, extra_flags=flags
                 )
                 command = CppBuilder(
                     name="kernels",

@@ -38,7 +38,14 @@ if TYPE_CHECKING:
 _log = logging.getLogger("gascompile")
 
 
-def fuse(bundle: Bundle, graph_module: fx.GraphModule, *, cache_dir: Path, runs: float) -> Bundle:
+def fuse(
+    bundle: Bundle,
+    graph_module: fx.GraphModule,
+    *,
+    cache_dir: Path,
+    runs: float,
+    exact: bool = False,
+) -> Bundle:
     """Return ``bundle`` with its fusion and the kernels for it; nothing fused is a result, too, with a reason.
 
     Args:
@@ -46,6 +53,7 @@ def fuse(bundle: Bundle, graph_module: fx.GraphModule, *, cache_dir: Path, runs:
         graph_module: the program with the plan's moves.
         cache_dir: where kernels are kept.
         runs: how many runs a compilation may take to pay; infinity compiles whatever saves anything.
+        exact: leave ops by themselves whose results a kernel may round otherwise.
     """
     from gascompile.codegen.backends import backend_of
     from gascompile.codegen.build import KernelBuildError, NoCompilerError
@@ -57,7 +65,7 @@ def fuse(bundle: Bundle, graph_module: fx.GraphModule, *, cache_dir: Path, runs:
     if backend is None:
         return _unfused(bundle, reason)
     call_s = backend.call_s
-    found = _worthwhile(graph_module, plan, call_s)
+    found = _worthwhile(graph_module, plan, call_s, exact=exact)
     if not found:
         return _unfused(bundle, "no consecutive ops gain from being one kernel")
     libraries = _kept_libraries({s.key for s in found}, backend.built_for(), cache_dir)
@@ -105,8 +113,13 @@ def fused_unit(unit: Unit, config: CompileConfig) -> Unit:
     """Decide which ops of a new plan run as compiled kernels, and compile them."""
     if config.fuse == "off" or has_autocast():
         return unit
-    folder, runs = config.cache_dir, config.fuse_runs
-    unit.bundle = fuse(unit.bundle, unit.graph_module, cache_dir=folder, runs=runs)
+    unit.bundle = fuse(
+        unit.bundle,
+        unit.graph_module,
+        cache_dir=config.cache_dir,
+        runs=config.fuse_runs,
+        exact=config.fuse == "exact",
+    )
     fusion = unit.bundle.fusion
     return with_kernels(unit, config, compile_s=fusion.compile_s if fusion is not None else 0.0)
 
@@ -138,7 +151,9 @@ def outdated(bundle: Bundle, *, cache_dir: Path) -> str:
 # ------------------------------------------------------------ what to fuse
 
 
-def _worthwhile(graph_module: fx.GraphModule, plan: Plan, call_s: float) -> list[Segment]:
+def _worthwhile(
+    graph_module: fx.GraphModule, plan: Plan, call_s: float, *, exact: bool
+) -> list[Segment]:
     """Return the segments that are predicted to take less time than their ops."""
     from gascompile.passes.graph.segments import segments
 
@@ -146,7 +161,7 @@ def _worthwhile(graph_module: fx.GraphModule, plan: Plan, call_s: float) -> list
     nodes = {node.name: node for node in graph_module.graph.nodes}
     return [
         segment
-        for segment in segments(graph_module, plan)
+        for segment in segments(graph_module, plan, exact=exact)
         if call_s + _segment_s(segment, nodes, plan) < sum(times_s[name] for name in segment.ops)
     ]
 

@@ -11,7 +11,7 @@ from gascompile.core.own_files import own_cache
 CACHE_VARIABLE = "GASCOMPILE_CACHE_DIR"
 
 WEIGHT_FORMS = ("bf16", "int8", "int4", "auto")
-FUSE = ("auto", "off")
+FUSE = ("auto", "exact", "off")
 GRAPHS = ("auto", "off")
 ON_EXCEED = ("error", "warn")
 SITES = ("one", "all")
@@ -39,7 +39,8 @@ class CompileConfig:
     weights: str | None = None
     """The form that weights move in; ``None`` moves them as they are stored, which loses nothing."""
     fuse: str = "auto"
-    """``auto`` compiles the ops between two transfers into one kernel where that pays; ``off`` never does."""
+    """``auto`` compiles the ops between two transfers into one kernel where that pays, ``exact`` where it gives the
+    same bits, too; ``off`` never does."""
     fuse_runs: float = 1000.0
     """Compiling kernels may take as long as they save in so many runs; infinity fuses whatever gains anything."""
     sites: str = "one"

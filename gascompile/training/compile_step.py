@@ -81,9 +81,9 @@ def compile_step(
             backward passes are planned; parameters and gradients are all in memory for an update, and the
             optimizer's state all the time. A warning gives the numbers where that is more than the budget.
         on_exceed: where an op asks for more than the budget has, ``"error"`` plans again or stops, ``"warn"`` goes on.
-        fuse: ``"off"`` runs every op by itself, as eager does, bit for bit. ``"auto"`` compiles element-wise ops and
-            reductions between two moves into one kernel where that pays; results are eager's within rounding.
-            Steps that ``on_nan="locate"`` looks at are not fused.
+        fuse: ``"off"`` runs every op by itself. ``"exact"`` compiles element-wise ops between two moves into one kernel
+            where that pays and gives the same bits; ``"auto"`` more of them, and reductions, within rounding. Steps
+            that ``on_nan="locate"`` looks at are not fused.
         fuse_runs: compiling kernels may take as long as they are predicted to save in so many steps. Infinity
             fuses whatever gains anything.
         time_limit_s: wall clock for the solver.

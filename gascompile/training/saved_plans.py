@@ -94,9 +94,7 @@ def _save(unit: Unit, folder: Path) -> None:
     kind = "evaluation" if not unit.trains else "update" if changes else "accumulation"
     number = sum(1 for _ in (folder / "plans").glob(f"{kind}-*")) + 1
     target = folder / "plans" / f"{kind}-{number}"
-    write_bundle(
-        replace(bundle, fusion=unit.bundle.fusion, kernels=unit.bundle.kernels), target
-    )
+    write_bundle(replace(bundle, fusion=unit.bundle.fusion, kernels=unit.bundle.kernels), target)
     write_known(target, known)
 
 

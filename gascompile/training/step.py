@@ -41,8 +41,8 @@ from gascompile.training.state.file_values import FileValues
 from gascompile.training.state.holdings import Holdings
 from gascompile.training.state.open_tensors import values_of
 from gascompile.training.state.train_state import States
-from gascompile.training.unit_table import UnitTable
 from gascompile.training.unit import Unit
+from gascompile.training.unit_table import UnitTable
 from gascompile.training.units import UnitMaker, require_free
 
 

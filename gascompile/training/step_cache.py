@@ -190,9 +190,7 @@ def bound_step(
         num_groups=facts.num_groups,
         gradients=frozenset(facts.gradients),
     )
-    return PlannedStep(
-        program=step, plan=bundle.plan, rules=rules, tensors=tensors, bundle=bundle
-    )
+    return PlannedStep(program=step, plan=bundle.plan, rules=rules, tensors=tensors, bundle=bundle)
 
 
 def with_kernels(
@@ -210,7 +208,8 @@ def with_kernels(
         # The casts of an autocast are ops of the step: they are not to be made once more of its kernels.
         with torch.autocast("cpu", enabled=False):
             if is_new:
-                bundle = fuse(bundle, graph_module, cache_dir=folder, runs=config.fuse_runs)
+                exact, runs = config.fuse == "exact", config.fuse_runs
+                bundle = fuse(bundle, graph_module, cache_dir=folder, runs=runs, exact=exact)
         compile_s = bundle.fusion.compile_s if is_new and bundle.fusion is not None else 0.0
         fusion = load_kernels(bundle, cache_dir=folder, compile_s=compile_s)
     made = replace(made, bundle=bundle)

@@ -12,7 +12,7 @@ from torch import nn
 
 from gascompile.bundles import plan_cache
 from gascompile.bundles.bundle import Bundle
-from gascompile.bundles.reuse import Basis, CachedPlan
+from gascompile.bundles.reuse import CachedPlan
 from gascompile.codegen.allocator_library import allocation_counter, page_memory
 from gascompile.core.budget import Budget
 from gascompile.core.collection import no_collection

@@ -23,6 +23,7 @@ from gascompile.core.plan import Plan
 from gascompile.core.program import op_name
 from gascompile.core.steps import Compute
 from gascompile.core.workload import OpSpec
+from gascompile.passes.graph.exact_ops import is_exact
 from gascompile.passes.verify.heap import heap_before
 
 _aten = torch.ops.aten
@@ -44,16 +45,19 @@ _DTYPES = {
 _MIN_COMPUTED = 2
 
 
-def segments(graph_module: fx.GraphModule, plan: Plan) -> tuple[Segment, ...]:
+def segments(
+    graph_module: fx.GraphModule, plan: Plan, *, exact: bool = False
+) -> tuple[Segment, ...]:
     """Return the segments of an inserted graph, in its order; none where a shape is dynamic.
 
     Args:
         graph_module: what ``insert`` made of a freshly captured program: its nodes know their tensors.
         plan: the plan that was inserted.
+        exact: take only ops whose results are the same bits in a kernel.
     """
     if any(_is_dynamic(node) for node in graph_module.graph.nodes):
         return ()
-    finder = _Finder(plan)
+    finder = _Finder(plan, exact=exact)
     return tuple(s for run in finder.runs(graph_module.graph) for s in finder.cover(run))
 
 
@@ -115,7 +119,8 @@ class _Parts:
 class _Finder:
     """What the plan knows of its ops, by name."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, *, exact: bool) -> None:
+        self._exact = exact
         self._ops = plan.workload.ops
         self._number = {op.name: i for i, op in enumerate(self._ops)}
         self._size_bytes = {t.name: t.size_bytes for t in plan.workload.tensors}
@@ -185,6 +190,8 @@ class _Finder:
         ):
             return False
         if target.overloadpacket in _DIVISIONS and not node.meta["val"].dtype.is_floating_point:
+            return False
+        if self._exact and not is_exact(node):
             return False
         return all(layout(a) is not None for a in _read_nodes(node))
 

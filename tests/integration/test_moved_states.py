@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import dataclasses
 import gc
+import math
 import os
 import shutil
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ from gascompile.core.sizes import MIB
 from gascompile.core.steps import Offload, Reload
 from gascompile.core.workload import TensorKind
 from tests.allocator import peak_growth_bytes
+from tests.stand_in_kernels import stand_in
 
 BUDGET = 8 * MIB
 PLANNING_S = 3.0
@@ -49,6 +52,7 @@ def compiled_of(
     budget: int | Budget | None = None,
     *,
     plans_later: bool = False,
+    **options: Any,
 ) -> gascompile.CompiledModel:
     own = Budget(cpu=BUDGET) if machine is None else Budget(gpu=BUDGET)
     return gascompile.compile(
@@ -58,7 +62,7 @@ def compiled_of(
         machine=machine,
         cache_dir=cache,
         time_limit_s=PLANNING_S,
-        fuse="off",  # so that bits can be compared
+        **{"fuse": "off", **options},  # so that bits can be compared
     )
 
 
@@ -102,17 +106,17 @@ def check(compiled: Any, eager: nn.Module, *inputs: torch.Tensor) -> torch.Tenso
 
 
 def assert_states(found: nn.Module, eager: nn.Module) -> None:
-    values, wanted = found.state_dict(), eager.state_dict()
-    assert values.keys() == wanted.keys()
-    for name, value in wanted.items():
-        assert torch.equal(values[name], value), name
+    values, wanted = dict(found.state_dict()), dict(eager.state_dict())
+    torch.testing.assert_close(values, wanted, rtol=0, atol=0)
 
 
 @ON_BOTH
 def test_a_cache_of_four_times_its_tier_is_eagers(
     decoder: CachedDecoder, eager: CachedDecoder, cache: Path, machine: str | None
 ) -> None:
-    with compiled_of(decoder, cache, machine) as compiled:
+    fused = partial(compiled_of, fuse="auto", fuse_runs=math.inf)
+    with stand_in() as kernels, fused(decoder, cache, machine) as compiled:
+        assert kernels.written
         plan = compiled.plan
         states = {t.name for t in plan.workload.tensors if t.kind is TensorKind.STATE}
         stored = [s for s in plan.steps if isinstance(s, Offload) and s.tensor in states]
@@ -132,8 +136,7 @@ def test_a_cache_of_four_times_its_tier_is_eagers(
                 found = report.link_bytes.get(link, 0)
                 # What is written out begins and ends with pages, of which the plan takes the most there may be.
                 assert found <= moved if link.startswith(tier) else found == moved
-        grown = peak_growth_bytes(lambda: compiled(next_token, at(6)))
-        assert grown <= BUDGET
+        assert peak_growth_bytes(lambda: compiled(next_token, at(6))) <= BUDGET
         eager(next_token, at(6))
         assert_states(decoder, eager)
     assert_states(decoder, eager)

@@ -20,8 +20,8 @@ from gascompile.training.state.checkpoints import CheckpointFolder
 from gascompile.training.state.giving_back import give_back
 from gascompile.training.state.train_state import States
 from gascompile.training.unfinished import Unfinished
-from gascompile.training.unit_table import UnitTable
 from gascompile.training.unit import Unit
+from gascompile.training.unit_table import UnitTable
 from gascompile.training.units import OPEN, UnitMaker
 
 _log = logging.getLogger(__name__)
