@@ -29,16 +29,76 @@ class FixedCache(Cache):
 
     Attributes:
         position: tokens that it holds, a scalar tensor; who calls the model moves it on with ``advance``.
+        seen: a tensor whose length is that of the keys that the next call looks at. Programs have it as an input of
+            any length, so that the time of a token follows the text, not the size of the cache.
     """
 
     def __init__(
-        self, position: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor]
+        self,
+        position: torch.Tensor,
+        seen: torch.Tensor,
+        keys: Sequence[torch.Tensor],
+        values: Sequence[torch.Tensor],
     ) -> None:
-        self.position = position
+        self.position, self.seen = position, seen
         self._num_tokens = 0
-        super().__init__(
-            layers=[FixedLayer(*past, position) for past in zip(keys, values, strict=True)]
+        layers = [FixedLayer(*past, position) for past in zip(keys, values, strict=True)]
+        super().__init__(layers=layers)  # type: ignore[arg-type]  # a list of a class below that
+        self._show(seen)
+
+    @staticmethod
+    def empty(
+        like: Sequence[tuple[torch.Tensor, torch.Tensor]], size: int, rows: int
+    ) -> FixedCache:
+        """Return a cache that holds nothing yet and has room for ``size`` tokens of so many rows."""
+        keys, values = (
+            [empty_past(kind, size + _SPARE, rows) for kind in kinds]
+            for kinds in zip(*like, strict=True)
         )
+        return FixedCache(torch.tensor(0), _length(size), keys, values)
+
+    @property
+    def _fixed(self) -> list[FixedLayer]:
+        return self.layers  # type: ignore[return-value]  # as made
+
+    @property
+    def size(self) -> int:
+        """Tokens that it has room for."""
+        return int(self._fixed[0].keys.shape[-2]) - _SPARE
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all keys and values."""
+        pasts = [past for layer in self._fixed for past in (layer.keys, layer.values)]
+        return sum(past.numel() * past.element_size() for past in pasts)
+
+    @property
+    def is_compileable(self) -> bool:
+        """Whether masks are made for it before a call; a call makes them piece by piece."""
+        return self._has_masks
+
+    _has_masks = False
+
+    def take_masks(self, whether: bool) -> None:
+        """Have the next call come with the masks of all its tokens, or make its own."""
+        self._has_masks = whether
+
+    def _show(self, seen: torch.Tensor) -> None:
+        self.seen = seen
+        for layer in self._fixed:
+            layer.window = seen.shape[0]
+
+    def look(self, num_tokens: int) -> int:
+        """Have the next call, of so many tokens, look at as many positions as there will be; return how many."""
+        window = -(-(self._num_tokens + num_tokens) // _STEP) * _STEP
+        self._show(_length(min(window, self.size)))
+        return int(self.seen.shape[0])
+
+    def whole(self) -> FixedCache:
+        """Return the same cache for calls that look at all of it."""
+        layers = self._fixed
+        keys, values = [of.keys for of in layers], [of.values for of in layers]
+        return FixedCache(self.position, _length(self.size), keys, values)
 
     def update(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Write keys and values of a layer and return all of them; in captured programs alone.
@@ -53,19 +113,48 @@ class FixedCache(Cache):
             )
         return super().update(*args, **kwargs)
 
-    def require_room(self, num_tokens: int) -> None:
-        """Raise ``ValueError`` where so many tokens more do not fit."""
-        size = self.layers[0].get_max_length()
-        if self._num_tokens + num_tokens > size:
-            raise ValueError(
-                f"the cache holds {self._num_tokens} of at most {size} tokens, and {num_tokens} more are to come: "
-                "generate without past_key_values=, from the whole text"
-            )
+    def get_seq_length(self, layer_idx: int = 0) -> Any:
+        """Return how many tokens it holds; to a program that is captured, as a tensor."""
+        del layer_idx
+        return self.position if torch.compiler.is_exporting() else self._num_tokens
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Return the length of the keys that a call of so many tokens looks at, and the position of the first."""
+        if not torch.compiler.is_exporting():
+            self.look(query_length)
+        return super().get_mask_sizes(query_length, layer_idx)
+
+    def make_room(self, num_tokens: int) -> None:
+        """Have room for so many tokens more, in twice the memory or more where there is too little."""
+        needed = self._num_tokens + num_tokens
+        if needed <= self.size:
+            return
+        size = 1 << (needed - 1).bit_length()
+        for layer in self._fixed:
+            layer.keys = _longer(layer.keys, size + _SPARE)
+            layer.values = _longer(layer.values, size + _SPARE)
 
     def advance(self, num_tokens: int) -> None:
         """Count the tokens of a call that has been made."""
         self.position.add_(num_tokens)
         self._num_tokens += num_tokens
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget so many of the latest tokens, a number below zero; what comes next is written over them."""
+        if tokens_to_remove > 0 or -tokens_to_remove > self._num_tokens:
+            raise ValueError(
+                f"the cache holds {self._num_tokens} tokens: pass minus the number of those to forget, "
+                f"not {tokens_to_remove}"
+            )
+        self.advance(tokens_to_remove)
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Have each row go on from another one, as beams do."""
+        end = self._num_tokens
+        for layer in self._fixed:
+            for past in (layer.keys, layer.values):
+                # In place: rows that are swapped are no new memory.
+                past[:, :, :end] = past[:, :, :end].index_select(0, beam_idx.to(past.device))
 
     def reset(self) -> None:
         """Forget all tokens."""
@@ -74,13 +163,32 @@ class FixedCache(Cache):
         self._num_tokens = 0
 
 
+_STEP = 64
+"""Positions that calls look at are multiples of this, or all."""
+_SPARE = 1
+"""Positions that nothing is written to: a program in which all might be looked at holds for that alone."""
+
+
+def _length(size: int) -> torch.Tensor:
+    """Return a tensor that says nothing but its length."""
+    return torch.zeros(size, dtype=torch.int8)
+
+
+def _longer(past: torch.Tensor, length: int) -> torch.Tensor:
+    found = empty_past(past, length)
+    found[:, :, : past.shape[2]] = past
+    return found
+
+
 class FixedLayer(CacheLayerMixin):
     """Keys and values of one layer, as long as the whole cache."""
 
-    is_compileable = True
     is_sliding = False
+    is_croppable = True
     keys: torch.Tensor
     values: torch.Tensor
+    window: int | None = None
+    """Positions that a call looks at; ``None`` for all."""
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor, position: torch.Tensor) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -95,12 +203,14 @@ class FixedLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write the new keys and values at their positions and return all of them."""
+        """Write the new keys and values at their positions and return those that the call looks at."""
         del args, kwargs
         positions = torch.arange(key_states.shape[-2], device=key_states.device) + self._position
         self.keys.index_copy_(2, positions, key_states)
         self.values.index_copy_(2, positions, value_states)
-        return self.keys, self.values
+        if self.window is None:
+            return self.keys, self.values
+        return self.keys.narrow(2, 0, self.window), self.values.narrow(2, 0, self.window)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return the length of the keys and the position of the first."""
@@ -112,8 +222,9 @@ class FixedLayer(CacheLayerMixin):
         return self._position
 
     def get_max_length(self) -> int:
-        """Return how many tokens fit."""
-        return int(self.keys.shape[-2])
+        """Return how many tokens a call looks at."""
+        # A size that is open stays so while a program is captured.
+        return self.keys.shape[-2] if self.window is None else self.window
 
 
 def cache_shapes(lm: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -157,12 +268,13 @@ def empty_past(like: torch.Tensor, max_length: int, batch: int | None = None) ->
     return torch.zeros(batch or rows, heads, max_length, width, dtype=like.dtype)
 
 
-_PARTS = ("position", "keys", "values")
+_PARTS = ("position", "seen", "keys", "values")
 
 
 def _parts(cache: FixedCache) -> tuple[list[Any], None]:
     layers: list[Any] = cache.layers
-    return [cache.position, [one.keys for one in layers], [one.values for one in layers]], None
+    pasts = [[one.keys for one in layers], [one.values for one in layers]]
+    return [cache.position, cache.seen, *pasts], None
 
 
 def _with_names(cache: FixedCache) -> tuple[list[tuple[pytree.KeyEntry, Any]], None]:

@@ -1,23 +1,25 @@
 """``generate`` of a compiled language model: transformers' own loop, over calls of few shapes.
 
-Its loop, with sampling, beams and what else it knows, stays transformers'. What changes is the cache that it fills:
-one of fixed size, so that every token is a call of one plan, and a prompt of any length, in pieces, of another. Keys
-and values are the caller's, as under transformers: the budget does not count them. What fixed sizes cannot serve
-(encoder-decoders, states of another kind, drafts that are taken back) runs as it would, with a plan per length.
+Its loop, with sampling, beams, drafts and what else it knows, stays transformers'. What changes is the cache that it
+fills: one of fixed size, so that every token is a call of one plan, a prompt of any length, in pieces, of another, and
+drafts are verified by a third. Keys and values are the caller's, as under transformers: the budget does not count them.
+What fixed sizes cannot serve (encoder-decoders, states of another kind) runs as it would, with a plan per length.
 """
 
 from __future__ import annotations
 
 import inspect
 import logging
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
 
-from gascompile.capture.calls import RangedCall, bind_call
+from gascompile.capture.calls import bind_call
 from gascompile.core.errors import InfeasiblePlanError, PlanMismatchError, UnsupportedOpError
+from gascompile.integrations.pieces import is_cut, joined, piece_of, ranged, with_masks
 
 if TYPE_CHECKING:
     from gascompile.integrations.fixed_cache import FixedCache
@@ -28,13 +30,10 @@ _SHORTEST = 256
 """A cache holds so many tokens, or a power of two above it: calls of other lengths then meet the same plans."""
 _PIECES = (128, 32, 8, 1)
 """Tokens of a prompt that are read at once; fewer where the budget is too small for more."""
-_MODES = frozenset({"greedy_search", "sample", "beam_search", "beam_sample"})
-"""Modes of transformers' ``generate`` that never take a token back."""
-_KNOWN = frozenset(
-    {"input_ids", "position_ids", "attention_mask", "past_key_values", "use_cache", "logits_to_keep",
-     "return_dict"}
-)  # fmt: skip
-"""What a piece of a prompt can be cut out of."""
+_DRAFTS = 16
+"""Tokens whose logits are all wanted, as those of drafts, are read so many at once."""
+_MODES = frozenset({"greedy_search", "sample", "beam_search", "beam_sample", "assisted_generation"})
+"""Modes of transformers' ``generate`` in which rows fill a cache at one pace."""
 
 _pieces: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 _shapes: WeakKeyDictionary[Any, list[tuple[torch.Tensor, torch.Tensor]] | None] = (
@@ -48,7 +47,7 @@ def methods(cls: type) -> dict[str, Callable[..., Any]]:
         return {}
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not any(hasattr(value, "advance") for value in (*args, *kwargs.values())):
+        if not any(map(_is_fixed, (*args, *kwargs.values()))):
             return self._gascompile.call(args, kwargs)
         args, kwargs = bind_call(self._gascompile.positional, args, kwargs)
         return _forward(self, kwargs["past_key_values"], args, kwargs)
@@ -64,7 +63,29 @@ def methods(cls: type) -> dict[str, Callable[..., Any]]:
         generation_config.disable_compile = True
         return None
 
-    return {"forward": forward, "_prepare_cache_for_generation": prepare}
+    def inputs(self: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
+        cache: Any = kwargs.get("past_key_values")
+        if _is_fixed(cache):
+            # Masks that depend on more than positions are the model's to make, for the whole call.
+            cache.take_masks(any(kwargs.get(name) is not None for name in _SEEN))
+        return cls.prepare_inputs_for_generation(self, input_ids, *args, **kwargs)  # type: ignore[attr-defined]
+
+    return {
+        "forward": forward,
+        "_prepare_cache_for_generation": prepare,
+        "prepare_inputs_for_generation": inputs,
+    }
+
+
+_SEEN = ("token_type_ids", "mm_token_type_ids", "block_sequence_ids")
+"""What models let attention depend on beside positions."""
+
+
+def _is_fixed(value: Any) -> bool:
+    """Return whether a value is a cache of ours."""
+    # What loads transformers' caches is imported with the first of ours.
+    found = sys.modules.get("gascompile.integrations.fixed_cache")
+    return found is not None and isinstance(value, found.FixedCache)
 
 
 def _cache_for(
@@ -77,7 +98,7 @@ def _cache_for(
         return None
     if given.get("past_key_values") is not None or config.use_cache is False:
         return None
-    if config.cache_implementation is not None or getattr(config, "is_assistant", False):
+    if config.cache_implementation is not None:
         return None
     # What is returned of attention is as long as the cache.
     if getattr(config, "output_attentions", False):
@@ -90,14 +111,10 @@ def _cache_for(
     shapes = _past_of(compiled)
     if shapes is None:
         return None
-    from gascompile.integrations.fixed_cache import FixedCache, empty_past
+    from gascompile.integrations.fixed_cache import FixedCache
 
     rows *= max(config.num_beams or 1, config.num_return_sequences or 1)
-    size = max(_SHORTEST, 1 << (length - 1).bit_length())
-    keys, values = (
-        [empty_past(kind, size, rows) for kind in kinds] for kinds in zip(*shapes, strict=True)
-    )
-    return FixedCache(torch.tensor(0), keys, values)
+    return FixedCache.empty(shapes, max(_SHORTEST, 1 << (length - 1).bit_length()), rows)
 
 
 def _past_of(compiled: Any) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
@@ -116,94 +133,46 @@ def _past_of(compiled: Any) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
 def _forward(
     compiled: Any, cache: FixedCache, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Call the model with a cache of fixed size, in pieces where it is a prompt."""
+    """Call the model with a cache of fixed size, in pieces where it has several tokens."""
     ids: Any = kwargs.get("input_ids")
-    keep = kwargs.get("logits_to_keep")
-    is_known = not args and ids is not None and _is_cut(kwargs)
     sized = ids if ids is not None else kwargs.get("inputs_embeds")
     if sized is None:
         raise PlanMismatchError("a call with a cache has input_ids= or inputs_embeds=; pass one")
-    num_tokens = sized.shape[1]
-    cache.require_room(num_tokens)
-    if not is_known:
-        return _moved_on(compiled._gascompile.call(args, kwargs), cache, num_tokens)
-    if num_tokens > _PIECES[0] and keep != 1:
-        return _moved_on(compiled._gascompile.call(args, kwargs), cache, num_tokens)
-    done = 0
+    if kwargs.get("return_dict") == getattr(compiled.config, "return_dict", None):
+        # Loops that say what goes without saying meet the plans of those that do not.
+        kwargs.pop("return_dict", None)
+    rows, num_tokens = sized.shape[:2]
+    cache.make_room(num_tokens)
+    if args or not is_cut(compiled, kwargs):
+        call = with_masks(compiled, kwargs, rows, num_tokens)
+        return _moved_on(compiled._gascompile.call(args, call), cache, num_tokens)
+    keep = kwargs.get("logits_to_keep")
+    wanted = num_tokens if not isinstance(keep, int) or keep == 0 else min(keep, num_tokens)
+    results, done = [], 0
     while done < num_tokens:
-        most = _pieces.get(compiled, _PIECES[0]) if keep == 1 else _PIECES[0]
-        end = min(done + most, num_tokens)
-        piece = _cut(kwargs, done, end, num_tokens)
+        is_prompt = wanted == 1 or num_tokens - done > wanted
+        most = _pieces.get(compiled, _PIECES[0]) if is_prompt else _DRAFTS
+        end = min(done + most, num_tokens if wanted == 1 or not is_prompt else num_tokens - wanted)
+        asked = None if keep is None else int(is_prompt or end - done == 1)
+        piece = piece_of(compiled, kwargs, done, end, asked)
+        piece = with_masks(compiled, piece, rows, end - done)
         try:
-            result = compiled._gascompile.call((), piece, _ranged(piece, end - done, most))
+            result = compiled._gascompile.call((), piece, ranged(piece, end - done, most))
         except InfeasiblePlanError:
-            if most == 1 or end - done == 1 or keep != 1:
+            if end - done == 1 or not is_prompt:
                 raise
             _pieces[compiled] = next(size for size in _PIECES if size < end - done)
             continue
         result = _moved_on(result, cache, end - done)
+        if not is_prompt or wanted == 1:
+            results.append(result)
         done = end
-    return result
-
-
-def _is_cut(kwargs: dict[str, Any]) -> bool:
-    """Return whether pieces can be cut out of a call."""
-    mask = kwargs.get("attention_mask")
-    masks = mask.values() if isinstance(mask, dict) else (mask,)
-    return {name for name, value in kwargs.items() if value is not None} <= _KNOWN and all(
-        of is None or of.dim() == 4 for of in masks
-    )
+    return results[-1] if wanted == 1 else joined(results)
 
 
 def _moved_on(result: Any, cache: FixedCache, num_tokens: int) -> Any:
     cache.advance(num_tokens)
     if isinstance(result, tuple):
-        return tuple(cache if hasattr(value, "advance") else value for value in result)
+        return tuple(cache if _is_fixed(value) else value for value in result)
     result.past_key_values = cache
     return result
-
-
-def _cut(kwargs: dict[str, Any], begin: int, end: int, num_tokens: int) -> dict[str, Any]:
-    """Return the arguments for some of the tokens of a call."""
-    if (begin, end) == (0, num_tokens):
-        return kwargs
-    piece = dict(kwargs)
-    piece["input_ids"] = kwargs["input_ids"][:, begin:end].contiguous()
-    if (positions := kwargs.get("position_ids")) is not None:
-        piece["position_ids"] = positions[..., begin:end].contiguous()
-    mask = kwargs.get("attention_mask")
-    if isinstance(mask, dict):
-        piece["attention_mask"] = {name: _rows(of, begin, end) for name, of in mask.items()}
-    elif mask is not None:
-        piece["attention_mask"] = _rows(mask, begin, end)
-    return piece
-
-
-def _rows(mask: torch.Tensor | None, begin: int, end: int) -> torch.Tensor | None:
-    return None if mask is None else mask[:, :, begin:end].contiguous()
-
-
-def _ranged(piece: dict[str, Any], num_tokens: int, most: int) -> RangedCall | None:
-    """Return what the plan of a piece is made from: one for all of two to ``most`` tokens."""
-    if num_tokens == 1:
-        return None
-    tokens = torch.export.Dim("tokens", min=2, max=most)
-
-    def of(name: str, value: Any) -> tuple[Any, Any]:
-        """Return a value for ``most`` tokens and its dimensions."""
-        if name == "past_key_values":
-            nothing = [None] * len(value.layers)
-            return value, [None, nothing, nothing]
-        if isinstance(value, dict):
-            parts = {key: of(name, part) for key, part in value.items()}
-            return {k: p[0] for k, p in parts.items()}, {k: p[1] for k, p in parts.items()}
-        if not isinstance(value, torch.Tensor):
-            return value, None
-        dim = {"input_ids": 1, "position_ids": value.dim() - 1}.get(name, 2)
-        if value.shape[dim] != num_tokens:
-            return value, None
-        shape = [most if i == dim else size for i, size in enumerate(value.shape)]
-        return value.new_zeros(shape), {dim: tokens}
-
-    made = {name: of(name, value) for name, value in piece.items()}
-    return RangedCall({k: p[0] for k, p in made.items()}, {k: p[1] for k, p in made.items()})

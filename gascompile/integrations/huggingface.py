@@ -45,13 +45,9 @@ def _register_dynamic_cache() -> None:
 
     if DynamicCache in pytree.SUPPORTED_NODES:
         return
-    if "transformers.modeling_utils" in sys.modules:
-        from transformers.integrations.executorch import register_dynamic_cache_export_support
-
-        register_dynamic_cache_export_support()
-        return
-    # The library's own way imports all of its models' machinery, which takes seconds that a process
-    # without a model of it has no use for. Contexts are those of the library, as bundles hold them.
+    # The library's own way copies keys and values into new ones, laid out otherwise than those of a cache that was
+    # cropped, and forgets how many tokens a layer with a window has seen. It also imports all of the models' machinery.
+    # Contexts are those of the library, as bundles hold them.
     pytree.register_pytree_node(
         DynamicCache,
         _parts_of_cache,
@@ -63,10 +59,28 @@ def _register_dynamic_cache() -> None:
 
 
 def _parts_of_cache(cache: Any) -> tuple[list[Any], Any]:
+    for layer in cache.layers:
+        if type(layer).__name__ not in _LAYERS:
+            raise RuntimeError(f"the past of a layer is kept as {type(layer).__name__}")
     held = [layer for layer in cache.layers if layer.keys is not None]
     windows = [getattr(layer, "sliding_window", None) for layer in cache.layers]
     parts = [[layer.keys for layer in held], [layer.values for layer in held]]
-    return parts, [["key_cache", "value_cache"], windows]
+    context: list[Any] = [["key_cache", "value_cache"], windows]
+    seen = [_seen(layer) for layer in cache.layers]
+    # What shapes do not tell: such a cache is of another structure.
+    return parts, [*context, seen] if any(seen) else context
+
+
+_LAYERS = frozenset({"DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer"})
+
+
+def _seen(layer: Any) -> list[Any] | None:
+    """Return the tokens that a layer with a window has seen, if it has not kept all, and whether it keeps more."""
+    if layer.keys is None or not getattr(layer, "is_sliding", False):
+        return None
+    if layer.cumulative_length == layer.keys.shape[-2] and not layer.record_past:
+        return None
+    return [int(layer.cumulative_length), layer.record_past]
 
 
 def _with_keys(parts: list[Any], context: Any) -> tuple[list[tuple[pytree.KeyEntry, Any]], Any]:
@@ -75,12 +89,34 @@ def _with_keys(parts: list[Any], context: Any) -> tuple[list[tuple[pytree.KeyEnt
 
 
 def _cache_of_parts(parts: Iterable[Any], context: Any) -> Any:
-    from transformers.cache_utils import DynamicCache
+    from transformers.cache_utils import (
+        Cache,
+        DynamicCache,
+        DynamicLayer,
+        DynamicSlidingWindowLayer,
+    )
 
     found: dict[str, list[torch.Tensor]] = dict(zip(context[0], parts, strict=True))
     windows: list[int | None] = context[1]
-    sizes = (None if window is None else torch.tensor([window]) for window in windows)
-    return DynamicCache(zip_longest(found["key_cache"], found["value_cache"], sizes))
+    seen = context[2] if len(context) > 2 else [None] * len(windows)
+    cache: Any = DynamicCache()
+    if windows:
+        layers: list[Any] = [
+            DynamicLayer() if window is None else DynamicSlidingWindowLayer(window)
+            for window in windows
+        ]
+        Cache.__init__(cache, layers=layers)
+    for layer, past, count in zip_longest(
+        cache.layers, zip(found["key_cache"], found["value_cache"], strict=True), seen
+    ):
+        if past is None:
+            continue
+        layer.lazy_initialization(*past)
+        # As they are: their strides are part of a call.
+        layer.keys, layer.values = past
+        if layer.is_sliding:
+            layer.cumulative_length, layer.record_past = count or (past[0].shape[-2], False)
+    return cache
 
 
 def register_types(modules: Iterable[str]) -> None:

@@ -194,14 +194,31 @@ def _is_tuple_class(context: Any, num_children: int) -> bool:
 
 def _is_cache(context: Any, num_children: int) -> bool:
     data = _loaded(context)
-    if not isinstance(data, list) or len(data) != 2 or num_children != 2:
+    if not isinstance(data, list) or len(data) not in {2, 3} or num_children != 2:
         return False
-    windows = data[1]
+    windows, seen = data[1], data[2] if len(data) > 2 else []
     return bool(
         data[0] == ["key_cache", "value_cache"]
         and isinstance(windows, list)
         and len(windows) <= MAX_LEAVES
-        and all(w is None or (type(w) is int and 0 <= w < 1 << 31) for w in windows)
+        and all(w is None or _is_count(w) for w in windows)
+        and isinstance(seen, list)
+        and len(seen) in {0, len(windows)}
+        and all(of is None or _is_seen(of) for of in seen)
+    )
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 1 << 31
+
+
+def _is_seen(value: Any) -> bool:
+    """Return whether a value is a number of tokens, and whether all of them are kept."""
+    return (
+        isinstance(value, list)
+        and len(value) == 2
+        and _is_count(value[0])
+        and isinstance(value[1], bool)
     )
 
 

@@ -1,0 +1,156 @@
+"""Pieces: a call with a cache of fixed size as calls of few shapes.
+
+A prompt of any length is cut into pieces of at most ``most`` tokens. Masks are made piece by piece, so that none is
+larger than a piece times the text before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from gascompile.capture.calls import RangedCall
+from gascompile.core.errors import PlanMismatchError
+
+if TYPE_CHECKING:
+    from gascompile.integrations.fixed_cache import FixedCache
+
+KNOWN = frozenset(
+    {"input_ids", "position_ids", "attention_mask", "past_key_values", "use_cache", "logits_to_keep",
+     "return_dict"}
+)  # fmt: skip
+"""What a piece can be cut out of."""
+_OF_MASKS = ("token_type_ids", "mm_token_type_ids", "block_sequence_ids")
+_MORE = ("output_hidden_states", "output_attentions", "output_router_logits")
+"""Settings of a model with which it returns more than logits and a cache."""
+
+
+def is_cut(compiled: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Return whether pieces can be cut out of a call, and their results be put together."""
+    mask = kwargs.get("attention_mask")
+    return (
+        kwargs.get("input_ids") is not None
+        and {name for name, value in kwargs.items() if value is not None} <= KNOWN
+        and (mask is None or (isinstance(mask, torch.Tensor) and mask.dim() == 2))
+        and not any(getattr(compiled.config.get_text_config(), name, False) for name in _MORE)
+    )
+
+
+def piece_of(
+    compiled: Any, kwargs: Mapping[str, Any], begin: int, end: int, keep: int | None
+) -> dict[str, Any]:
+    """Return the arguments for the tokens of a call from ``begin`` up to ``end``.
+
+    Args:
+        compiled: the model.
+        kwargs: the whole call, whose mask has two dimensions if there is one.
+        begin: first token, of those that the cache does not hold.
+        end: token after the last.
+        keep: of how many tokens logits are wanted, 0 for all; ``None`` for a model that is not asked.
+    """
+    piece = dict(kwargs)
+    ids = kwargs["input_ids"]
+    num_tokens = ids.shape[1]
+    piece["input_ids"] = ids[:, begin:end].contiguous()
+    if (positions := kwargs.get("position_ids")) is not None:
+        piece["position_ids"] = positions[..., begin:end].contiguous()
+    if keep is not None:
+        piece["logits_to_keep"] = keep
+    mask = kwargs.get("attention_mask")
+    if mask is not None and end < num_tokens:
+        mask = mask[:, : mask.shape[1] - (num_tokens - end)]
+    piece["attention_mask"] = mask
+    return piece
+
+
+def with_masks(
+    compiled: Any, call: Mapping[str, Any], rows: int, num_tokens: int
+) -> dict[str, Any]:
+    """Return a call with the masks that its layers need, of one shape whatever they leave out.
+
+    Raises:
+        PlanMismatchError: the call has a mask of its own making, for keys of another length.
+    """
+    from transformers.masking_utils import create_masks_for_generate
+
+    cache: FixedCache = call["past_key_values"]
+    window = cache.look(num_tokens)
+    mask = call.get("attention_mask")
+    if mask is None:
+        mask = torch.ones(rows, cache.get_seq_length() + num_tokens, dtype=torch.long)
+    if isinstance(mask, torch.Tensor) and mask.dim() == 2:
+        make = getattr(compiled, "create_masks_for_generate", create_masks_for_generate)
+        mask = make(
+            config=compiled.config,
+            inputs_embeds=torch.empty(rows, num_tokens, 0, dtype=compiled.dtype),
+            attention_mask=mask,
+            past_key_values=cache,
+            position_ids=call.get("position_ids"),
+            **{name: call.get(name) for name in _OF_MASKS},
+        )
+    masks = mask.values() if isinstance(mask, dict) else (mask,)
+    if any(of is not None and of.shape[-1] != window for of in masks):
+        raise PlanMismatchError(
+            f"the mask is not for the {window} positions that this call looks at; pass attention_mask= of [rows, "
+            "tokens], from which the model makes what it needs"
+        )
+
+    def whole(of: torch.Tensor | None) -> torch.Tensor:
+        if of is not None:
+            return of.contiguous()
+        # Left out where all before a token counts; attention alone would take its shape for that.
+        past = cache.get_seq_length()
+        return (
+            (torch.arange(past, past + num_tokens)[:, None] >= torch.arange(window)[None])
+            .expand(rows, 1, num_tokens, window)
+            .contiguous()
+        )
+
+    made = {k: whole(of) for k, of in mask.items()} if isinstance(mask, dict) else whole(mask)
+    return dict(call) | {"attention_mask": made}
+
+
+def ranged(piece: Mapping[str, Any], num_tokens: int, most: int) -> RangedCall:
+    """Return what the plan of a piece is made from: one for texts of all lengths, and two to ``most`` tokens."""
+    cache: FixedCache = piece["past_key_values"]
+    window, size = cache.seen.shape[0], cache.size
+    dims = {"seen": torch.export.Dim("seen", min=2, max=size)}
+    if num_tokens > 1:
+        dims["tokens"] = torch.export.Dim("tokens", min=2, max=most)
+
+    def of(name: str, value: Any) -> tuple[Any, Any]:
+        """Return a value for the longest call and its dimensions."""
+        if name == "past_key_values":
+            nothing = [None] * len(value.layers)
+            return value.whole(), [None, {0: dims["seen"]}, nothing, nothing]
+        if isinstance(value, dict):
+            parts = {key: of(name, part) for key, part in value.items()}
+            return {k: p[0] for k, p in parts.items()}, {k: p[1] for k, p in parts.items()}
+        if not isinstance(value, torch.Tensor):
+            return value, None
+        open_dims: dict[int, Any] = {}
+        if name == "attention_mask" and value.shape[-1] == window:
+            open_dims[value.dim() - 1] = dims["seen"]
+        tokens_dim = {"input_ids": 1, "position_ids": value.dim() - 1}.get(name, 2)
+        if num_tokens > 1 and tokens_dim < value.dim() and value.shape[tokens_dim] == num_tokens:
+            open_dims[tokens_dim] = dims["tokens"]
+        shape = [
+            open_dims[i].max if i in open_dims else length for i, length in enumerate(value.shape)
+        ]
+        return value.new_zeros(shape), open_dims or None
+
+    made = {name: of(name, value) for name, value in piece.items()}
+    return RangedCall({k: p[0] for k, p in made.items()}, {k: p[1] for k, p in made.items()})
+
+
+def joined(results: list[Any]) -> Any:
+    """Return the result of a call from those of its pieces, whose logits are all wanted."""
+    last = results[-1]
+    if len(results) == 1:
+        return last
+    if isinstance(last, tuple):
+        return (torch.cat([result[0] for result in results], 1), *last[1:])
+    last.logits = torch.cat([result.logits for result in results], 1)
+    return last
