@@ -68,7 +68,10 @@ def methods(cls: type) -> dict[str, Callable[..., Any]]:
         if _is_fixed(cache):
             # Masks that depend on more than positions are the model's to make, for the whole call.
             cache.take_masks(any(kwargs.get(name) is not None for name in _SEEN))
-        return cls.prepare_inputs_for_generation(self, input_ids, *args, **kwargs)  # type: ignore[attr-defined]
+        found = cls.prepare_inputs_for_generation(self, input_ids, *args, **kwargs)  # type: ignore[attr-defined]
+        # What reads stop strings is passed on to models, none of which takes it.
+        found.pop("tokenizer", None)
+        return found
 
     return {
         "forward": forward,
