@@ -131,7 +131,8 @@ def _add_choices(model: Model, remakable: Collection[int]) -> None:
     longest: dict[tuple[int, int], int] = {}
     relevant: list[int] = []
     for j, interval in enumerate(plan.intervals):
-        if interval.start < 0:
+        # The columns of the wrapping interval are those of both ends, each by itself.
+        if interval.start < 0 or interval.behind:
             continue
         if any(low < high for low, high in (model.row_range(*s) for s in plan.spans(interval))):
             relevant.append(j)

@@ -17,6 +17,7 @@ from itertools import product
 
 from gascompile.core.steps import Compute, Offload, Recompute, Release, Reload, Step, Wait
 from gascompile.cost_models.simulate.clock import Clock
+from gascompile.passes.intervals.recompute import may_run_again
 from gascompile.passes.model.interval_problem import IntervalProblem
 from gascompile.passes.search.max_plus import Row, cycle_mean, later, nowhere_later, shifted
 from gascompile.passes.search.needed_steps import needed_steps
@@ -96,21 +97,10 @@ class _Search:
         ]
         self.left_s = [sum(task.op_times_s[i:]) for i in range(self.count + 1)]
         self.reruns = [
-            [s for s in range(p) if self._may_rerun(s, p)] for p in range(self.count + 1)
+            [s for s in range(p) if may_run_again(task, s, p)] for p in range(self.count + 1)
         ]
         self.wanted = [self._wanted(p) for p in range(self.count + 1)]
         self.starts: list[tuple[Status, ...]] = []
-
-    def _may_rerun(self, source: int, place: int) -> bool:
-        task = self.task
-        spec = task.workload.ops[source]
-        lasting = any(task.persistent[x] or task.stays_to_end[x] for x in task.writes[source])
-        if lasting or not task.writes[source] or set(spec.reads) & set(spec.writes):
-            return False
-        needed = (*task.reads[source], *task.writes[source])
-        return not any(
-            source < writer < place for x in needed for writer in task.writers.get(x, ())
-        )
 
     def _wanted(self, place: int) -> frozenset[int]:
         """Return what an op or a rerun from ``place`` on may still read, and what stays to the end."""

@@ -31,6 +31,7 @@ from gascompile.passes.intervals.exact import Optimum, interval_exact
 from gascompile.passes.intervals.queueing import interval_queues
 from gascompile.passes.intervals.recompute import Remake, interval_recompute, rerunnable
 from gascompile.passes.intervals.recompute_search import interval_sweep
+from gascompile.passes.intervals.rerun_moves import least_excess
 from gascompile.passes.intervals.search import FEW_TENSORS, Found, Search, improve, selection_of
 from gascompile.passes.intervals.seeds import (
     RECOMPUTE_RATIOS,
@@ -80,6 +81,8 @@ _MANY_TENSORS = 300
 _FEW_LABELS = 30_000
 _MOST_LABELS = 100_000
 """How far small problems are gone through: before and after all other searches."""
+_ATTEMPTS = 400
+"""Changes of reruns of few tensors after which a budget is refused."""
 _SEEDS = 64
 _FRUITLESS, _FEW_FRUITLESS = 60, 10
 """Changes in a row that may be in vain: in a walk, and before programs are rounded."""
@@ -190,18 +193,16 @@ def _refined(search: Search, remakes: Mapping[int, Remake], candidates: Iterator
         # The heuristics' plan stands, and so does the bound that needs no solver.
         solver = "none"
     few = len(search.task.names) <= FEW_TENSORS
-    for name, selection, dropped in candidates:
+    for name, selection in candidates:
         if search.finished:
             break
         for lead_s in (None, 0.0) if few else (None,):
-            search.try_once(name, selection, dropped, lead_s)
+            search.try_once(name, selection, lead_s)
     for found in search.leaders():
         improve(search, found, random.Random(0), patience=_FEW_FRUITLESS, share=_FEW_SHARE)
     guides = iter(_GUIDES if solver != "none" else ())
     fruitless = 0
     patience = _LONG_PATIENCE if few else _PATIENCE
-    # In a large layout one recomputation more changes little and takes a layout of its own.
-    optional = list(remakes.values()) if few else []
     for seed in range(_SEEDS):
         before = search.best
         # As above: without the solver's answer the best plan stands.
@@ -211,7 +212,7 @@ def _refined(search: Search, remakes: Mapping[int, Remake], candidates: Iterator
             break
         leaders = search.leaders()
         leader = leaders[seed % len(leaders)]
-        improve(search, leader, random.Random(seed), optional, patience=_FRUITLESS)
+        improve(search, leader, random.Random(seed), patience=_FRUITLESS)
         fruitless = fruitless + 1 if search.best is before else 0
     return solver
 
@@ -261,8 +262,8 @@ def _begin(search: Search, remakes: Mapping[int, Remake], candidates: Iterator[S
     """Consider heuristics, and where none fits whatever else might; return what needs least."""
     least: Selection | None = None
     begun = search.work
-    for name, selection, dropped in candidates:
-        search.try_once(name, selection, dropped)
+    for name, selection in candidates:
+        search.try_once(name, selection)
         first = least is None
         if least is None or selection.excess_bytes < least.excess_bytes:
             least = selection
@@ -272,14 +273,18 @@ def _begin(search: Search, remakes: Mapping[int, Remake], candidates: Iterator[S
         if search.done or late:
             break
     assert least is not None, "there are heuristics"
+    few = len(search.task.names) <= FEW_TENSORS
+    if search.best is None and few:
+        rest = least_excess(search.base, random.Random(0), _ATTEMPTS)
+        least = min(least, rest, key=lambda found: found.excess_bytes)
+        if rest.fits:
+            search.consider("all_moved_recompute", rest)
     if search.best is None:
         # What is quickly gone through is: no budget is refused because a machine was busy.
         large = len(search.task.names) > _MANY_TENSORS
-        for name, selection, dropped in last_resorts(search.base, remakes):
+        for name, selection in last_resorts(search.base, remakes):
             least = min(least, selection, key=lambda found: found.excess_bytes)
-            if search.consider(name, selection, dropped) is not None or (
-                large and search.out_of_time
-            ):
+            if search.consider(name, selection) is not None or (large and search.out_of_time):
                 break
     return least
 
@@ -294,7 +299,6 @@ def _reserve(search: Search, remakes: Mapping[int, Remake]) -> None:
             search,
             "reserved_recompute" if dropped else "reserved",
             selection,
-            dropped,
             share=_RESERVE_SHARE / len(variants),
         )
         if search.finished:
@@ -340,7 +344,7 @@ def _rounded(search: Search, remakes: Mapping[int, Remake], guide: Relaxation) -
     shares = {search.base.keys[j]: share for j, share in guide.leave.items()}
     rounded = selection_of(target, shares)
     for lead_s in (None, _LEAD * search.task.fill_s):
-        search.try_once("program", rounded, dropped, lead_s)
+        search.try_once("program", rounded, lead_s)
 
 
 def _relaxed(

@@ -17,7 +17,6 @@ def interval_queues(
     search: Search,
     strategy: str,
     selection: Selection,
-    recomputed: frozenset[tuple[int, int]],
     *,
     share: float,
 ) -> None:
@@ -27,7 +26,6 @@ def interval_queues(
         search: takes the schedules.
         strategy: the name that they carry.
         selection: the intervals that leave.
-        recomputed: what its layout recomputes.
         share: of the work that is left, after which to stop.
     """
     task = search.task
@@ -40,7 +38,7 @@ def interval_queues(
         if waits not in tried:
             out_s, in_s, lead_s = (wait * unit_s for wait in waits)
             balanced = interval_balance(selection, out_s=out_s, in_s=in_s)
-            found = search.consider(strategy, balanced, recomputed, lead_s=lead_s)
+            found = search.consider(strategy, balanced, lead_s=lead_s)
             tried[waits] = found.seconds if found is not None else float("inf")
         return tried[waits]
 
@@ -49,7 +47,7 @@ def interval_queues(
     def over() -> bool:
         return search.over(begun, share)
 
-    search.consider(strategy, selection, recomputed, lead_s=_STARTS[0][2] * unit_s)
+    search.consider(strategy, selection, lead_s=_STARTS[0][2] * unit_s)
     if len(task.routes) == 1:
         return
     for start in _STARTS:

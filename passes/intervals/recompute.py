@@ -71,6 +71,19 @@ def rerunnable(plan: Layout) -> Mapping[int, int]:
     return found
 
 
+def may_run_again(task: IntervalProblem, source: int, place: int) -> bool:
+    """Whether op ``source`` may run again before op ``place``: nothing of what it reads has changed by then."""
+    spec = task.workload.ops[source]
+    made = task.writes[source]
+    # An op that writes one of the caller's inputs changes what is not the plan's.
+    outside = len(made) < len(set(spec.writes))
+    lasting = any(task.persistent[x] or task.stays_to_end[x] for x in made)
+    if not task.recompute or outside or lasting or not made or set(spec.reads) & set(spec.writes):
+        return False
+    names = {*spec.reads, *spec.writes}
+    return all(names.isdisjoint(op.writes) for op in task.workload.ops[source + 1 : place])
+
+
 def _chain(
     task: IntervalProblem, last_use: Mapping[int, int], tensor: int, op: int
 ) -> list[int] | None:

@@ -167,7 +167,7 @@ def _consider(
     best_s = math.inf
     for out_s, in_s, lead_s in _waits(task.fill_s) if selection.routes else [(0.0, 0.0, 0.0)]:
         balanced = interval_balance(selection, out_s=out_s, in_s=in_s)
-        found = search.consider("swept_recompute", balanced, dropped, lead_s=lead_s, rounds=1)
+        found = search.consider("swept_recompute", balanced, lead_s=lead_s, rounds=1)
         best_s = min(best_s, found.seconds if found is not None else math.inf)
         if search.finished or found is None:
             break

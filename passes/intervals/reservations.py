@@ -101,6 +101,7 @@ class _Reserving(Scheduler):
         self._hold(run)
         self._load(run)
         if self.memory[run] > self.limit:
+            self._load_beside(run)
             while self.memory[run] > self.limit:
                 if self.flights:
                     self.now = max(self.now, self.flights[0][0])

@@ -21,6 +21,8 @@ from gascompile.passes.model.interval_problem import IntervalProblem
 
 _EAGER = 4.0
 """A tensor that is read on leaves at once where the reading ends within so many transfer times."""
+_CHANGE = {Kind.RELEASE: -1, Kind.DROP: -1, Kind.LOAD: 1}
+"""What moves add of their tensor to the bytes that are there."""
 
 
 def schedule(plan: Layout, chosen: Choices, before: Schedule | None = None) -> Schedule | None:
@@ -202,6 +204,7 @@ class Scheduler:
                 self._set_lag(number, run + 1)
         self._load(run)
         if self.memory[run] > self.limit:
+            self._load_beside(run)
             while self.memory[run] > self.limit:
                 if not self.flights:
                     return False
@@ -289,10 +292,31 @@ class Scheduler:
             self.tail_loads.add(number)
         ahead += size
         heapq.heappop(queue)
+        self._start_load(route, number, boundary)
+        return True
+
+    def _start_load(self, route: int, number: int, boundary: int) -> None:
         self.loaded[number] = boundary
         self.boundaries[boundary].append((Kind.LOAD, number))
         self.arrival[number] = self._enqueue(number, route, out=False)
-        return True
+
+    def _load_beside(self, boundary: int) -> None:
+        """Start copies back for the next run beside what has yet to leave, while what the run makes is not there."""
+        waited = [
+            j
+            for j in self.due_at[boundary]
+            if j not in self.loaded and (j in self.released or self.plan.intervals[j].wraps)
+        ]
+        sizes, intervals = self.task.sizes, self.plan.intervals
+        free = self.limit - int(self.memory[boundary]) + int(self.plan.made[boundary])
+        free += sum(sizes[intervals[j].tensor] for j in waited)
+        for route, queue in enumerate(self.queues):
+            while (
+                queue and queue[0][0] <= boundary and sizes[intervals[queue[0][1]].tensor] <= free
+            ):
+                number = heapq.heappop(queue)[1]
+                free -= sizes[intervals[number].tensor]
+                self._start_load(route, number, boundary)
 
     def _land_before(self, number: int, boundary: int) -> None:
         """Release what is out before a tensor is back, so that its room is used while that is waited for."""
@@ -344,5 +368,19 @@ class Scheduler:
         if latest == self.loaded.get(number):
             self.idle.add(number)
         self.memory[:latest] += size
-        self.boundaries[latest].insert(0, (Kind.RELEASE, number))
+        self.boundaries[latest].insert(self._beside(number, latest), (Kind.RELEASE, number))
         self.released[number] = latest
+
+    def _beside(self, number: int, boundary: int) -> int:
+        """Return before which of a boundary's moves to release: behind copies back that have room beside it."""
+        moves, sizes, intervals = self.boundaries[boundary], self.task.sizes, self.plan.intervals
+        changes = [_CHANGE.get(kind, 0) * sizes[intervals[j].tensor] for kind, j in moves]
+        held = int(self.memory[boundary]) - int(self.plan.made[boundary]) - sum(changes)
+        free, position = self.limit - held - sizes[intervals[number].tensor], 0
+        for k, (move, change) in enumerate(zip(moves, changes, strict=True)):
+            free -= change
+            if free < 0 or move[0] >= Kind.SETTLE or move == (Kind.LOAD, number):
+                break
+            if move[0] == Kind.LOAD:
+                position = k + 1
+        return position

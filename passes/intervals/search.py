@@ -11,14 +11,14 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from gascompile.cost_models.simulate.events import steady_iteration
 from gascompile.passes.bounds.interval_program import Relaxation
 from gascompile.passes.intervals.decisions import Schedule, choices
 from gascompile.passes.intervals.events import event_program
-from gascompile.passes.intervals.recompute import Remake
+from gascompile.passes.intervals.rerun_moves import rerun_moves
 from gascompile.passes.intervals.reservations import interval_reservations
 from gascompile.passes.intervals.schedule import schedule
 from gascompile.passes.intervals.selection import Selection
@@ -69,7 +69,6 @@ class Found:
     seconds: float
     schedule: Schedule
     selection: Selection
-    recomputed: frozenset[tuple[int, int]]
     stalls: tuple[tuple[int, float], ...]
     """``(interval, seconds)`` that its waits blocked."""
     lead_s: float | None = None
@@ -175,7 +174,6 @@ class Search:
         self,
         strategy: str,
         selection: Selection,
-        recomputed: frozenset[tuple[int, int]] = frozenset(),
         *,
         lead_s: float | None = None,
         rounds: int = _ROUNDS,
@@ -185,14 +183,13 @@ class Search:
         Args:
             strategy: the name that the schedule carries.
             selection: the intervals that leave.
-            recomputed: what its layout recomputes.
             lead_s: makes moves when their time has come, copies back by so much earlier; else at once.
             rounds: how often the schedule is made, each time with what the one before it showed.
         """
         best: Found | None = None
         before: Schedule | None = None
         for _ in range(rounds):
-            found = self._once(strategy, selection, recomputed, before, lead_s)
+            found = self._once(strategy, selection, before, lead_s)
             if found is None:
                 break
             if best is None or found.seconds < best.seconds:
@@ -216,22 +213,20 @@ class Search:
         self,
         strategy: str,
         selection: Selection,
-        recomputed: frozenset[tuple[int, int]],
         lead_s: float | None = None,
     ) -> Found | None:
         """Consider ``selection``, unless the same has been tried: of few tensors most have."""
         self.work += _PER_SCHEDULE
-        known = hash((recomputed, lead_s, frozenset(selection.routes.items())))
+        known = hash((selection.plan.runs, lead_s, frozenset(selection.routes.items())))
         if known in self._tried:
             return None
         self._tried.add(known)
-        return self.consider(strategy, selection, recomputed, lead_s=lead_s)
+        return self.consider(strategy, selection, lead_s=lead_s)
 
     def _once(
         self,
         strategy: str,
         selection: Selection,
-        recomputed: frozenset[tuple[int, int]],
         before: Schedule | None,
         lead_s: float | None,
     ) -> Found | None:
@@ -253,7 +248,7 @@ class Search:
         seconds = self.task.iteration_s(
             seconds, ops_s=float(plan.clock[-1]), moved_bytes=made.moved_bytes
         )
-        return Found(strategy, seconds, made, selection, recomputed, blocked, lead_s)
+        return Found(strategy, seconds, made, selection, blocked, lead_s)
 
 
 def _without_idle(found: Found) -> Selection:
@@ -303,7 +298,6 @@ def improve(
     search: Search,
     start: Found,
     chance: random.Random,
-    remakes: Sequence[Remake] = (),
     *,
     patience: int,
     share: float = 1.0,
@@ -314,7 +308,6 @@ def improve(
         search: takes the schedules.
         start: what to change.
         chance: what is drawn from.
-        remakes: recomputations that may be taken up or given up.
         patience: changes in a row that may be in vain.
         share: of the work that is left, after which to stop.
     """
@@ -322,20 +315,23 @@ def improve(
     best, fruitless, begun = start, 0, search.work
     while fruitless < patience and not search.over(begun, share):
         fruitless += 1
-        recomputed = best.recomputed
-        if remakes and chance.random() < _REMADE:
-            pairs = chance.choice(remakes).dropped
-            recomputed = recomputed - pairs if pairs <= recomputed else recomputed | pairs
-            selection = _moved_to(layout(search.task, recomputed), best.selection, chance)
-        elif (changed := _changed(best, chance)) is not None:
-            selection = changed
+        selection: Selection | None
+        # In a large layout one rerun more changes little and takes a layout of its own.
+        if few and search.task.recompute and chance.random() < _REMADE:
+            search.work += _PER_SCHEDULE
+            moved = rerun_moves(best.selection.plan, chance)
+            selection = _moved_to(moved, best.selection, chance) if moved is not None else None
         else:
+            selection = _changed(best, chance)
+        if selection is None:
             continue
         # Of few tensors it matters most whether moves are made at once or when their time has come.
         lead_s = chance.choice((best.lead_s, None, 0.0)) if few else best.lead_s
-        found = search.try_once(best.strategy, selection, recomputed, lead_s)
+        found = search.try_once(best.strategy, selection, lead_s)
         if found is not None and found.seconds < best.seconds:
             best, fruitless = found, 0
+        elif few and found is not None and found.seconds <= best.seconds:
+            best = found
 
 
 def _moved_to(plan: Layout, old: Selection, chance: random.Random) -> Selection:

@@ -14,8 +14,8 @@ from gascompile.passes.intervals.selection import Selection
 from gascompile.passes.intervals.strategies import STRATEGIES
 from gascompile.passes.model.interval_layout import Layout, layout
 
-Start = tuple[str, Selection, frozenset[tuple[int, int]]]
-"""A candidate's name, what leaves, and what is recomputed."""
+Start = tuple[str, Selection]
+"""A candidate's name and what leaves."""
 RECOMPUTE_RATIOS = (0.02, 0.1, 0.4, 1.0)
 """Recompute what takes at most this share of the time that moving it away and back would take."""
 _FEW_REMAKES = 12
@@ -28,19 +28,19 @@ def starts(base: Layout, remakes: Mapping[int, Remake]) -> Iterator[Start]:
     """Yield the heuristics, and two of them with what is cheap to recompute recomputed."""
     for name, strategy in STRATEGIES.items():
         selection = strategy(base)
-        yield name, selection, frozenset()
+        yield name, selection
         if not base.task.workload.repeats:
-            yield name, selection.rested(), frozenset()
+            yield name, selection.rested()
     for ratio in RECOMPUTE_RATIOS if remakes else ():
         dropped = cheap(base, remakes, ratio)
         if dropped:
             plan = layout(base.task, dropped)
             for name in ("furthest_use", "keep_everything"):
-                yield f"{name}_recompute", STRATEGIES[name](plan), dropped
+                yield f"{name}_recompute", STRATEGIES[name](plan)
     for remake in remakes.values() if len(remakes) <= _FEW_REMAKES else ():
         plan = layout(base.task, remake.dropped)
         for name, strategy in STRATEGIES.items():
-            yield f"{name}_recompute", strategy(plan), remake.dropped
+            yield f"{name}_recompute", strategy(plan)
 
 
 def cheap(base: Layout, remakes: Mapping[int, Remake], ratio: float) -> frozenset[tuple[int, int]]:
@@ -87,11 +87,11 @@ def last_resorts(base: Layout, remakes: Mapping[int, Remake]) -> Iterator[Start]
         plan = layout(base.task, dropped)
         if not attempt:
             for name, strategy in STRATEGIES.items():
-                yield name, strategy(plan), dropped
+                yield name, strategy(plan)
         selection = Selection(plan)
         order = sorted(
             range(len(plan.intervals)),
             key=lambda j: (not base.task.persistent[plan.intervals[j].tensor], chance.random()),
         )
         selection.fill((j, None) for j in order)
-        yield "all_moved", selection, dropped
+        yield "all_moved", selection

@@ -63,6 +63,10 @@ class Selection:
             return True
         interval = self.plan.intervals[j]
         tensor = interval.tensor
+        if interval.behind and any(
+            self.plan.intervals[k].wraps for k in self._of_tensor.get(tensor, ())
+        ):
+            return False
         clean = self.task.persistent[tensor] and not self.task.written[tensor]
         fixed = self.routes[self._of_tensor[tensor][0]] if self._of_tensor.get(tensor) else None
         order = [fixed] if clean and fixed is not None else self._by_load(tensor, route)
@@ -70,11 +74,18 @@ class Selection:
             if not self._has_room(j, choice):
                 continue
             inner = interval.start >= 0 and not interval.wraps
+            if interval.behind and self.task.routes[choice].link_out is None:
+                continue
             first = clean and inner and not self._of_tensor.get(tensor)
-            if first and not self.task.workload.repeats:
+            if first and not interval.behind and not self.task.workload.repeats:
                 around = next(k for k in self._number[tensor] if self.plan.intervals[k].wraps)
                 if around not in self.routes:
                     self._set(around, choice)
+            if interval.wraps:
+                for k in [
+                    k for k in self._of_tensor.get(tensor, ()) if self.plan.intervals[k].behind
+                ]:
+                    self.take_back(k)
             self._set(j, choice)
             return True
         return False
@@ -129,15 +140,26 @@ class Selection:
         for j, interval in enumerate(self.plan.intervals):
             tensor = interval.tensor
             clean = self.task.persistent[tensor] and not self.task.written[tensor]
-            if clean and interval.wraps and j in other.routes:
-                other.drop(j)
+            if clean and interval.wraps and j in other.routes and not other.drop(j):
+                other.begin_at_rest(j)
         return other
 
+    def begin_at_rest(self, j: int) -> bool:
+        """Let the tensor that is away around the ends leave behind its last use alone; return whether that fits."""
+        tensor, route = self.plan.intervals[j].tensor, self.routes[j]
+        before = self.copy()
+        behind = [k for k in self._number[tensor] if self.plan.intervals[k].behind]
+        if behind and self.take_back(j) and self.add(behind[0], route) and self.fits:
+            return True
+        self.routes, self.memory, self._used = before.routes, before.memory, before._used
+        self._busy_s, self._of_tensor = before._busy_s, before._of_tensor
+        return False
+
     def settle(self) -> None:
-        """Send away what no run accesses, where there is room."""
-        for j, interval in enumerate(self.plan.intervals):
-            if interval.start < 0:
-                self.add(j, len(self.task.routes) - 1)
+        """Send away what no run accesses, the largest first, where there is room."""
+        idle = [j for j, interval in enumerate(self.plan.intervals) if interval.start < 0]
+        for j in sorted(idle, key=lambda j: -self.task.sizes[self.plan.intervals[j].tensor]):
+            self.add(j, len(self.task.routes) - 1)
 
     def keyed(self) -> Mapping[Key, int]:
         """Return the routes by keys that other layouts understand."""

@@ -33,6 +33,11 @@ class Run:
     op: int
     source: int
 
+    @property
+    def again(self) -> bool:
+        """Whether the op has run before."""
+        return self.op != self.source
+
 
 @dataclass(frozen=True, slots=True)
 class Interval:
@@ -49,6 +54,8 @@ class Interval:
     """Tensor and run whose value the interval carries; -1 for the value from before the iteration."""
     age: int
     """How many intervals carried the same value before."""
+    behind: bool = False
+    """Of a list that runs once the part behind the last use, at whose end the tensor is back in its place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +71,8 @@ class Layout:
     keys: tuple[Key, ...]
     kept: npt.NDArray[np.int64]
     """Bytes at each run when nothing ever leaves, workspace included."""
+    made: npt.NDArray[np.int64]
+    """Of these what is there from the start of the run on and no earlier: new results and workspace."""
     dropped: Mapping[int, Sequence[int]]
     """Tensors that are released for a recomputation, by the boundary where that stands."""
     last_access: Mapping[int, int]
@@ -91,7 +100,15 @@ def layout(task: IntervalProblem, recomputed: AbstractSet[tuple[int, int]] = fro
     """
     num_ops = len(task.reads)
     runs = _runs(task, recomputed) if recomputed else [Run(i, i) for i in range(num_ops)]
-    runs.append(Run(num_ops, num_ops))
+    return layout_of(task, [*runs, Run(num_ops, num_ops)])
+
+
+def layout_of(task: IntervalProblem, runs: Sequence[Run]) -> Layout:
+    """Lay out ``runs``: each op once in its place, others before some of them, and the end of the list.
+
+    A tensor that a rerun makes anew is gone from its access before that one on.
+    """
+    num_ops = len(task.reads)
     accesses = _accesses(task, runs)
     count = len(runs)
     change = np.zeros(count + 1, dtype=np.int64)
@@ -107,7 +124,7 @@ def layout(task: IntervalProblem, recomputed: AbstractSet[tuple[int, int]] = fro
     intervals: list[Interval] = []
     keys: list[Key] = []
     for tensor, found in enumerate(accesses):
-        for interval in _intervals(task, tensor, found, count):
+        for interval in _intervals(task, tensor, found, runs):
             if interval.wraps or interval.end > interval.start + 1:
                 intervals.append(interval)
                 until = runs[interval.end] if interval.end < count else Run(num_ops, NEVER)
@@ -115,10 +132,15 @@ def layout(task: IntervalProblem, recomputed: AbstractSet[tuple[int, int]] = fro
     seconds = np.array([*(task.op_times_s[run.source] for run in runs[:-1]), 0.0])
     ops = task.workload.ops
     workspace = np.array([*(ops[run.source].workspace_bytes for run in runs[:-1]), 0], np.int64)
+    made = workspace.copy()
+    for tensor, found in enumerate(accesses):
+        if found and found[0][1] and not task.persistent[tensor]:
+            made[found[0][0]] += task.sizes[tensor]
     gone = _dropped(runs, accesses, task)
     for tensor, start, end in gone:
         change[start] -= task.sizes[tensor]
         change[end] += task.sizes[tensor]
+        made[end] += task.sizes[tensor]
     dropped: dict[int, list[int]] = {}
     for tensor, start, _ in gone:
         dropped.setdefault(start, []).append(tensor)
@@ -131,6 +153,7 @@ def layout(task: IntervalProblem, recomputed: AbstractSet[tuple[int, int]] = fro
         intervals=tuple(intervals),
         keys=tuple(keys),
         kept=np.cumsum(change)[:count] + workspace,
+        made=made,
         dropped=dropped,
         last_access={t: found[-1][0] for t, found in enumerate(accesses) if found},
         idle_s=_idle_s(intervals, clock.tolist()),
@@ -145,19 +168,20 @@ def _idle_s(intervals: Sequence[Interval], clock: Sequence[float]) -> tuple[floa
 
 
 def _dropped(
-    runs: list[Run], accesses: list[list[tuple[int, bool]]], task: IntervalProblem
+    runs: Sequence[Run], accesses: list[list[tuple[int, bool]]], task: IntervalProblem
 ) -> list[tuple[int, int, int]]:
     """Return ``(tensor, start, end)``: it is gone from run ``start`` on until run ``end`` makes it anew."""
     gone: list[tuple[int, int, int]] = []
-    for tensor in task.repeatable:
-        found = accesses[tensor]
+    if len(runs) == len(task.reads) + 1:
+        return gone
+    for tensor, found in enumerate(accesses):
         for (before, _), (run, is_write) in pairwise(found):
-            if is_write and runs[run].op != runs[run].source:
+            if is_write and runs[run].again:
                 gone.append((tensor, before + 1, run))
     return gone
 
 
-def _accesses(task: IntervalProblem, runs: list[Run]) -> list[list[tuple[int, bool]]]:
+def _accesses(task: IntervalProblem, runs: Sequence[Run]) -> list[list[tuple[int, bool]]]:
     """Return ``(run, whether it writes)`` per tensor."""
     found: list[list[tuple[int, bool]]] = [[] for _ in task.sizes]
     for number, run in enumerate(runs[:-1]):
@@ -172,18 +196,18 @@ def _accesses(task: IntervalProblem, runs: list[Run]) -> list[list[tuple[int, bo
 
 
 def _intervals(
-    task: IntervalProblem, tensor: int, found: list[tuple[int, bool]], count: int
+    task: IntervalProblem, tensor: int, found: list[tuple[int, bool]], runs: Sequence[Run]
 ) -> list[Interval]:
     """Return the intervals of one tensor in the order of the list, the wrapping one last."""
     if task.persistent[tensor]:
-        return _persistent_intervals(task, tensor, found, count)
+        return _persistent_intervals(task, tensor, found, len(runs))
     intervals: list[Interval] = []
     version, age = -1, 0
     for (start, is_write), (end, rewritten) in pairwise(found):
         if is_write:
             version, age = start, 0
         # A recomputation makes the value anew: what lies before it is no interval.
-        if rewritten and tensor in task.repeatable:
+        if rewritten and runs[end].again:
             continue
         intervals.append(Interval(tensor, start, end, False, (tensor, version), age))
         age += 1
@@ -207,8 +231,12 @@ def _persistent_intervals(
             version, age = begin, 0
         intervals.append(Interval(tensor, begin, until, False, (tensor, version), age))
         age += 1
-    wrapping_age = max(0, after - 1)
-    return [*intervals, Interval(tensor, start, end, True, (tensor, last_write), wrapping_age)]
+    wrapping = Interval(tensor, start, end, True, (tensor, last_write), max(0, after - 1))
+    if task.workload.repeats:
+        return [*intervals, wrapping]
+    age = after - 1 if last_write >= 0 else age
+    behind = Interval(tensor, start, count - 1, False, (tensor, last_write), age, behind=True)
+    return [*intervals, behind, wrapping]
 
 
 def _runs(task: IntervalProblem, recomputed: AbstractSet[tuple[int, int]]) -> list[Run]:
