@@ -132,7 +132,7 @@ def _add_choices(model: Model, remakable: Collection[int]) -> None:
     relevant: list[int] = []
     for j, interval in enumerate(plan.intervals):
         # The columns of the wrapping interval are those of both ends, each by itself.
-        if interval.start < 0 or interval.behind:
+        if interval.unused or interval.behind or interval.ahead:
             continue
         if any(low < high for low, high in (model.row_range(*s) for s in plan.spans(interval))):
             relevant.append(j)

@@ -76,7 +76,7 @@ def prove_all(
 def relaxed_bound_s(task: IntervalProblem, time_limit_s: float) -> float:
     """Return the optimum of the linear relaxation of all moves; 0 where the clock or the solver ends it."""
     base = layout(task)
-    away = sum(task.sizes[i.tensor] for i in base.intervals if i.start < 0)
+    away = sum(task.sizes[i.tensor] for i in base.intervals if i.unused)
     try:
         found = interval_program(
             base,

@@ -42,6 +42,24 @@ class Choices:
     """Intervals whose tensor has to be written out; the other ones that leave have a copy."""
 
 
+@dataclass(frozen=True, slots=True)
+class Order:
+    """In which order moves are made where a schedule could have them either way."""
+
+    eager: float = 4.0
+    """A tensor that is read on is written out at once where the reading ends within so many transfer times.
+
+    Infinite, also before the end of the list where the next one lets it go.
+    """
+    loads_first: bool = False
+    """Whether copies back are issued before the copies out of the same boundary."""
+    last_first: bool = False
+    """Whether of copies back for the same run those of later intervals go first."""
+
+
+IN_ORDER = Order()
+
+
 @dataclass(slots=True)
 class Schedule:
     """Moves in program order, and where the planner may do better."""
@@ -58,6 +76,8 @@ class Schedule:
     """Boundaries of release and reload per interval that left."""
     idle: set[int] = field(default_factory=set)
     """Intervals that left for no run at all."""
+    ahead: frozenset[int] = frozenset()
+    """Intervals whose tensor is written out in the iteration before."""
 
     @property
     def num_moves(self) -> int:
@@ -85,7 +105,7 @@ def choices(plan: Layout, routes: Mapping[int, int]) -> Choices:
     for number in routes:
         interval = plan.intervals[number]
         versions.setdefault(interval.version, []).append(number)
-        if interval.wraps or interval.start < 0:
+        if interval.wraps or interval.unused:
             homes[interval.tensor] = routes[number]
     for (tensor, run), members in versions.items():
         clean = task.persistent[tensor] and not task.written[tensor]

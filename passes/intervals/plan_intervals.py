@@ -28,11 +28,12 @@ from gascompile.passes.bounds.interval_program import Relaxation, interval_progr
 from gascompile.passes.bounds.prove_all import BOUND_SLOTS
 from gascompile.passes.intervals.events import interval_steps
 from gascompile.passes.intervals.exact import Optimum, interval_exact
+from gascompile.passes.intervals.improve import improve
 from gascompile.passes.intervals.queueing import interval_queues
 from gascompile.passes.intervals.recompute import Remake, interval_recompute, rerunnable
 from gascompile.passes.intervals.recompute_search import interval_sweep
 from gascompile.passes.intervals.rerun_moves import least_excess
-from gascompile.passes.intervals.search import FEW_TENSORS, Found, Search, improve, selection_of
+from gascompile.passes.intervals.search import FEW_TENSORS, Found, Search, selection_of
 from gascompile.passes.intervals.seeds import (
     RECOMPUTE_RATIOS,
     Start,
@@ -350,7 +351,7 @@ def _rounded(search: Search, remakes: Mapping[int, Remake], guide: Relaxation) -
 def _relaxed(
     search: Search, plan: Layout, remakable: Mapping[int, int], num_slots: int
 ) -> Relaxation:
-    away = sum(plan.task.sizes[i.tensor] for i in plan.intervals if i.start < 0)
+    away = sum(plan.task.sizes[i.tensor] for i in plan.intervals if i.unused)
     found = interval_program(
         plan,
         remakable,
@@ -382,9 +383,8 @@ def _homes(found: Found) -> dict[str, str]:
     for j, route in found.selection.routes.items():
         interval = plan.intervals[j]
         clean = task.persistent[interval.tensor] and not task.written[interval.tensor]
-        idle = interval.start < 0
-        if (clean and (idle or task.workload.repeats)) or (
-            task.persistent[interval.tensor] and interval.wraps
-        ):
+        given = clean and (interval.unused or task.workload.repeats)
+        around = task.persistent[interval.tensor] and interval.wraps
+        if given or around or j in found.schedule.ahead:
             homes[task.names[interval.tensor]] = task.routes[route].tier
     return homes

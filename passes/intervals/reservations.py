@@ -16,24 +16,30 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from gascompile.passes.intervals.decisions import Choices, Schedule, base_memory
+from gascompile.passes.intervals.decisions import IN_ORDER, Choices, Order, Schedule, base_memory
 from gascompile.passes.intervals.schedule import Scheduler
 from gascompile.passes.model.interval_layout import Layout
 
 
 def interval_reservations(
-    plan: Layout, chosen: Choices, before: Schedule | None = None, *, lead_s: float
+    plan: Layout,
+    chosen: Choices,
+    before: Schedule | None = None,
+    *,
+    lead_s: float,
+    order: Order = IN_ORDER,
 ) -> Schedule | None:
     """Return the schedule of ``chosen``; ``None`` if its intervals leave too much behind.
 
     Args:
         before: an earlier schedule of nearly the same choices, whose times say when things are through.
         lead_s: how long before its reserved time a copy back may start.
+        order: of moves that could stand either way.
     """
     memory = base_memory(plan, chosen)
     if plan.num_runs and int(memory.max()) > plan.task.limit_bytes:
         return None
-    return _Reserving(plan, chosen, memory, before, lead_s).run()
+    return _Reserving(plan, chosen, memory, before, lead_s, order).run()
 
 
 def latest_starts(
@@ -50,7 +56,7 @@ def latest_starts(
     due_on: list[list[tuple[float, int]]] = [[] for _ in plan.task.routes]
     for number, route in enumerate(chosen.route):
         interval = plan.intervals[number]
-        if route is not None and interval.start >= 0:
+        if route is not None and not interval.unused:
             due_on[route].append((run_starts[interval.end], number))
     for route, found in enumerate(due_on):
         found.sort(reverse=True)
@@ -73,8 +79,9 @@ class _Reserving(Scheduler):
         memory: npt.NDArray[np.int64],
         before: Schedule | None,
         lead_s: float,
+        order: Order,
     ) -> None:
-        super().__init__(plan, chosen, memory, before)
+        super().__init__(plan, chosen, memory, before, order)
         self.lead_s = lead_s
         self.ready: list[list[int]] = [[] for _ in plan.task.routes]
         """Per route the copies out that wait for their link."""
@@ -91,6 +98,8 @@ class _Reserving(Scheduler):
     def _boundary(self, run: int) -> bool:
         """Make all moves before ``run``; return whether it fits."""
         self._land(run)
+        if self.order.loads_first:
+            self._load_first(run)
         for number in self.store_at[run]:
             route = self.chosen.route[number]
             assert route is not None, "only what leaves is written out"
@@ -100,6 +109,8 @@ class _Reserving(Scheduler):
             self._begin(number, run)
         self._hold(run)
         self._load(run)
+        if self.order.loads_first:
+            self._load_ahead(run)
         if self.memory[run] > self.limit:
             self._load_beside(run)
             while self.memory[run] > self.limit:
@@ -124,7 +135,10 @@ class _Reserving(Scheduler):
         waiting = [number for _, number in self.flights if lag_end[number] <= run]
         if any(self.ready):
             waiting += [
-                j for queue in self.ready for j in queue if j in self.begun and lag_end[j] <= run
+                j
+                for queue in self.ready
+                for j in queue
+                if j in self.begun and j not in self.ahead and lag_end[j] <= run
             ]
         for number in waiting:
             if number not in self.idle:
@@ -163,7 +177,7 @@ class _Reserving(Scheduler):
         number = self.ready[route].pop(0)
         self._store(number, boundary)
         self.issued.add(number)
-        if number in self.begun:
+        if number in self.begun and number not in self.ahead:
             expected_s = self.arrival[number] - self.now + self.starts[boundary]
             through = bisect_left(self.starts, expected_s, boundary, self.count)
             self._set_lag(number, through)
@@ -172,13 +186,14 @@ class _Reserving(Scheduler):
     def _begin(self, number: int, boundary: int) -> None:
         """Let the tensor go, unless its copy waits for the link still."""
         self.begun.add(number)
-        if number in self.issued or number not in self.chosen.stored:
+        at_hand = number in self.issued or number in self.ahead
+        if at_hand or number not in self.chosen.stored:
             super()._begin(number, boundary)
 
     def _arrive(self, number: int, boundary: int) -> None:
         """Wait for what the next run needs; what has not left by then stays."""
         interval = self.plan.intervals[number]
-        late = number in self.chosen.stored and number not in self.issued
+        late = number in self.chosen.stored and number not in self.issued | self.ahead
         if late and not interval.wraps:
             route = self.chosen.route[number]
             assert route is not None, "only what leaves is written out"
@@ -194,7 +209,7 @@ class _Reserving(Scheduler):
         """Start the copies back whose time has come and whose link is free before the next boundary."""
         while True:
             heads = [
-                (self._reserved_s(*queue[0]), route)
+                (self._reserved_s(queue[0][0], abs(queue[0][1])), route)
                 for route, queue in enumerate(self.queues)
                 if queue
             ]

@@ -25,7 +25,7 @@ def interval_balance(found: Selection, *, out_s: float, in_s: float) -> Selectio
     balanced = Selection(plan)
     inner: list[int] = []
     for j, route in found.routes.items():
-        if plan.intervals[j].start < 0 or plan.intervals[j].wraps:
+        if plan.intervals[j].unused or plan.intervals[j].wraps:
             balanced.add(j, route)
         else:
             inner.append(j)

@@ -15,26 +15,36 @@ import numpy as np
 import numpy.typing as npt
 
 from gascompile.cost_models.simulate.clock import Clock
-from gascompile.passes.intervals.decisions import Choices, Kind, Move, Schedule, base_memory
-from gascompile.passes.model.interval_layout import Interval, Layout
+from gascompile.passes.intervals.decisions import (
+    IN_ORDER,
+    Choices,
+    Kind,
+    Move,
+    Order,
+    Schedule,
+    base_memory,
+)
+from gascompile.passes.intervals.departures import departures
+from gascompile.passes.model.interval_layout import Layout
 from gascompile.passes.model.interval_problem import IntervalProblem
 
-_EAGER = 4.0
-"""A tensor that is read on leaves at once where the reading ends within so many transfer times."""
-_CHANGE = {Kind.RELEASE: -1, Kind.DROP: -1, Kind.LOAD: 1}
+_CHANGE = {int(Kind.RELEASE): -1, int(Kind.DROP): -1, int(Kind.LOAD): 1}
 """What moves add of their tensor to the bytes that are there."""
 
 
-def schedule(plan: Layout, chosen: Choices, before: Schedule | None = None) -> Schedule | None:
+def schedule(
+    plan: Layout, chosen: Choices, before: Schedule | None = None, order: Order = IN_ORDER
+) -> Schedule | None:
     """Return the schedule of ``chosen``; ``None`` if its intervals leave too much behind.
 
     Args:
         before: an earlier schedule of nearly the same choices, whose times say when things are through.
+        order: of moves that could stand either way.
     """
     memory = base_memory(plan, chosen)
     if plan.num_runs and int(memory.max()) > plan.task.limit_bytes:
         return None
-    return Scheduler(plan, chosen, memory, before).run()
+    return Scheduler(plan, chosen, memory, before, order).run()
 
 
 class Scheduler:
@@ -46,8 +56,10 @@ class Scheduler:
         chosen: Choices,
         memory: npt.NDArray[np.int64],
         before: Schedule | None,
+        order: Order,
     ) -> None:
         self.plan = plan
+        self.order = order
         self.task: IntervalProblem = plan.task
         self.chosen = chosen
         self.memory = memory
@@ -70,19 +82,15 @@ class Scheduler:
         self.loaded: dict[int, int] = {}
         self.tail_loads: set[int] = set()
         self.idle: set[int] = set()
-        self.away: set[int] = set()
-        """Tensors that are away around the end of the list."""
         self.crowded: dict[int, int] = {}
         """Per copy back that found no room the run that had none."""
-        self.first_age: dict[tuple[int, int], int] = {}
-        """Per value the age at which it leaves for the first time."""
         self.carried = before.carried if before is not None and same else {}
-        self.store_at: list[list[int]] = [[] for _ in range(self.count)]
-        self.begin_at: list[list[int]] = [[] for _ in range(self.count)]
-        self.due_at: list[list[int]] = [[] for _ in range(self.count)]
+        leave = departures(plan, chosen, self.starts, order)
+        self.store_at, self.begin_at, self.due_at = leave.store_at, leave.begin_at, leave.due_at
+        self.ahead = leave.ahead
+        self.arrival |= {j: self.carried.get(j, 0.0) for j in self.ahead}
 
     def run(self) -> Schedule | None:
-        self._register()
         self._project_lags()
         self._open()
         for run in range(self.count):
@@ -92,7 +100,8 @@ class Scheduler:
             self.now += self.run_s[run]
         self.clock[self.count] = self.now
         self._close()
-        carried = {j: max(0.0, self.arrival[j] - self.now) for j in self.tail_loads}
+        crossing = self.ahead | self.tail_loads
+        carried = {j: max(0.0, self.arrival[j] - self.now) for j in crossing}
         gone = {
             j: (at, self.loaded.get(j, self.count))
             for j, at in self.released.items()
@@ -107,47 +116,8 @@ class Scheduler:
             carried=carried,
             gone=gone,
             idle=self.idle,
+            ahead=self.ahead,
         )
-
-    def _register(self) -> None:
-        """Sort the intervals that leave by where their tensor can be written, leaves and is due."""
-        self.away = {
-            interval.tensor
-            for interval, route in zip(self.plan.intervals, self.chosen.route, strict=True)
-            if interval.wraps and route is not None
-        }
-        for number, route in enumerate(self.chosen.route):
-            interval = self.plan.intervals[number]
-            if route is None or interval.start < 0:
-                continue
-            first = self.first_age.setdefault(interval.version, interval.age)
-            self.first_age[interval.version] = min(first, interval.age)
-            self.begin_at[interval.start + 1].append(number)
-            self.due_at[interval.end].append(number)
-        for number in self.chosen.stored:
-            interval, route = self.plan.intervals[number], self.chosen.route[number]
-            assert route is not None, "only what leaves is written out"
-            self.store_at[self._store_boundary(interval, route)].append(number)
-        for found in self.store_at:
-            found.sort(key=lambda j: (self._due(self.plan.intervals[j]), j))
-
-    def _due(self, interval: Interval) -> int:
-        return interval.end + (self.count if interval.wraps else 0)
-
-    def _store_boundary(self, interval: Interval, route: int) -> int:
-        """Return the boundary at which the copy out starts: after the write if the reads end soon."""
-        if interval.age > self.first_age[interval.version]:
-            return interval.start + 1
-        written = interval.version[1]
-        carried = written > interval.start or written < 0
-        if carried and not interval.wraps and interval.tensor not in self.away:
-            written = -1
-        elif not 0 <= written < interval.start:
-            return interval.start + 1
-        reading_s = self.starts[interval.start] - self.starts[written + 1]
-        if reading_s <= _EAGER * self.task.store_s(interval.tensor, route):
-            return written + 1
-        return interval.start + 1
 
     def _project_lags(self) -> None:
         """Plan the memory of copies on their way out, as if runs started when expected."""
@@ -156,6 +126,8 @@ class Scheduler:
             for number in found:
                 interval, route = self.plan.intervals[number], self.chosen.route[number]
                 assert route is not None, "only what leaves is written out"
+                if number in self.ahead:
+                    continue
                 start = max(free[route], self.starts[boundary])
                 free[route] = start + self.task.store_s(interval.tensor, route)
                 through = bisect_left(self.starts, free[route], 0, self.count)
@@ -189,20 +161,21 @@ class Scheduler:
                 self.arrival[number] = self.carried[number]
                 self.boundaries[0].append((Kind.LOAD, number))
             else:
-                heapq.heappush(self.queues[route], (interval.end, number))
+                self._queue(route, interval.end, number)
 
     def _boundary(self, run: int) -> bool:
         """Make all moves before ``run``; return whether it fits."""
         self._land(run)
+        if self.order.loads_first:
+            self._load_first(run)
         for number in self.store_at[run]:
             self._store(number, run)
         for number in self.begin_at[run]:
             self._begin(number, run)
-        for _, number in self.flights:
-            # Runs were faster than expected: what is still on its way takes room in this one, too.
-            if number not in self.idle and self.lag_end[number] <= run:
-                self._set_lag(number, run + 1)
+        self._hold(run)
         self._load(run)
+        if self.order.loads_first:
+            self._load_ahead(run)
         if self.memory[run] > self.limit:
             self._load_beside(run)
             while self.memory[run] > self.limit:
@@ -218,6 +191,12 @@ class Scheduler:
             self._land(run)
             self._load(run)
         return True
+
+    def _hold(self, run: int) -> None:
+        """Count what has not left yet into the memory of ``run``: runs before it were faster than expected."""
+        for _, number in self.flights:
+            if number not in self.idle and self.lag_end[number] <= run:
+                self._set_lag(number, run + 1)
 
     def _store(self, number: int, boundary: int) -> None:
         route = self.chosen.route[number]
@@ -256,9 +235,14 @@ class Scheduler:
         interval, route = self.plan.intervals[number], self.chosen.route[number]
         assert route is not None, "only what leaves can be gone"
         if not interval.wraps:
-            heapq.heappush(self.queues[route], (interval.end, number))
+            self._queue(route, interval.end, number)
         elif self.task.workload.repeats:
-            heapq.heappush(self.queues[route], (interval.end + self.count, number))
+            self._queue(route, interval.end + self.count, number)
+
+    def _queue(self, route: int, due: int, number: int) -> None:
+        """Let a tensor wait for its way back; the sign of its number says which of those due together is first."""
+        sign = -1 if self.order.last_first else 1
+        heapq.heappush(self.queues[route], (due, sign * number))
 
     def _load(self, boundary: int) -> None:
         """Start what fits into the memory of all runs up to its use."""
@@ -269,7 +253,7 @@ class Scheduler:
     def _fetch(self, route: int, boundary: int) -> bool:
         """Start the first copy back of a route if it fits; return whether it started."""
         queue = self.queues[route]
-        due, number = queue[0]
+        due, number = queue[0][0], abs(queue[0][1])
         size = self.task.sizes[self.plan.intervals[number].tensor]
         # Mostly asked in vain: the run that had no room the last time answers before all runs are looked at.
         crowded = self.crowded.get(number, -1)
@@ -300,23 +284,52 @@ class Scheduler:
         self.boundaries[boundary].append((Kind.LOAD, number))
         self.arrival[number] = self._enqueue(number, route, out=False)
 
+    def _load_first(self, boundary: int) -> None:
+        """Start what fits before anything leaves."""
+        self._hold(boundary)
+        leaving = sum(map(self._size, self.begin_at[boundary]))
+        self.memory[boundary] += leaving
+        self._load(boundary)
+        self._load_beside(boundary)
+        self.memory[boundary] -= leaving
+
     def _load_beside(self, boundary: int) -> None:
         """Start copies back for the next run beside what has yet to leave, while what the run makes is not there."""
-        waited = [
-            j
+        free = self._free_before(boundary)
+        for route, queue in enumerate(self.queues):
+            while queue and queue[0][0] <= boundary and self._size(abs(queue[0][1])) <= free:
+                number = abs(heapq.heappop(queue)[1])
+                free -= self._size(number)
+                self._start_load(route, number, boundary)
+
+    def _load_ahead(self, boundary: int) -> None:
+        """Start copies back for later runs in the room of what is leaving; the next run waits until that is gone."""
+        leaving = sum(self._size(j) for _, j in self.flights if j not in self.idle)
+        for route, queue in enumerate(self.queues):
+            while queue and boundary < queue[0][0] < self.count:
+                due, number = queue[0][0], abs(queue[0][1])
+                size = self._size(number)
+                most = max(
+                    int(self.memory[boundary]) - leaving, *self.memory[boundary + 1 : due], 0
+                )
+                if size > min(self._free_before(boundary), self.limit - most):
+                    break
+                heapq.heappop(queue)
+                self.memory[boundary:due] += size
+                self._start_load(route, number, boundary)
+
+    def _free_before(self, boundary: int) -> int:
+        """Return the bytes that are free before a run makes anything, and before what is due is back."""
+        due = (
+            self._size(j)
             for j in self.due_at[boundary]
             if j not in self.loaded and (j in self.released or self.plan.intervals[j].wraps)
-        ]
-        sizes, intervals = self.task.sizes, self.plan.intervals
-        free = self.limit - int(self.memory[boundary]) + int(self.plan.made[boundary])
-        free += sum(sizes[intervals[j].tensor] for j in waited)
-        for route, queue in enumerate(self.queues):
-            while (
-                queue and queue[0][0] <= boundary and sizes[intervals[queue[0][1]].tensor] <= free
-            ):
-                number = heapq.heappop(queue)[1]
-                free -= sizes[intervals[number].tensor]
-                self._start_load(route, number, boundary)
+        )
+        memory = int(self.memory[boundary]) - int(self.plan.made[boundary])
+        return self.limit - memory + sum(due)
+
+    def _size(self, number: int) -> int:
+        return self.task.sizes[self.plan.intervals[number].tensor]
 
     def _land_before(self, number: int, boundary: int) -> None:
         """Release what is out before a tensor is back, so that its room is used while that is waited for."""

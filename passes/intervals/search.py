@@ -9,16 +9,14 @@ gained: a machine that is busy finds the same plan, only later. The clock is the
 from __future__ import annotations
 
 import math
-import random
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from gascompile.cost_models.simulate.events import steady_iteration
 from gascompile.passes.bounds.interval_program import Relaxation
-from gascompile.passes.intervals.decisions import Schedule, choices
+from gascompile.passes.intervals.decisions import IN_ORDER, Order, Schedule, choices
 from gascompile.passes.intervals.events import event_program
-from gascompile.passes.intervals.rerun_moves import rerun_moves
 from gascompile.passes.intervals.reservations import interval_reservations
 from gascompile.passes.intervals.schedule import schedule
 from gascompile.passes.intervals.selection import Selection
@@ -45,17 +43,9 @@ _HOPEFUL = 1.02
 
 [Empirical] of 760 that were slower at first, over training steps and published traces, no later round beat the best.
 """
-_REMADE = 0.3
-"""How often a change takes up or gives up a recomputation, where it may."""
-_RESTED = 0.5
-"""How often a change of a list that runs once also lets clean tensors rest in memory around its ends."""
 FEW_TENSORS = 64
 """Workloads of no more are searched with all their freedom."""
-_EXTRA = 0.3
-"""How often a change lets one leave that need not."""
-_NEAR = 3
-"""Runs that are near any other in a short list."""
-_PER_SCHEDULE = 50
+PER_SCHEDULE = 50
 """Work of any schedule beside its runs and moves."""
 _PIVOT = 10
 """Work of an iteration of the solver; [empirical] 90 to 150 us in programs of 4,000 to 17,000 rows."""
@@ -73,6 +63,7 @@ class Found:
     """``(interval, seconds)`` that its waits blocked."""
     lead_s: float | None = None
     """How long before its reserved time a copy back may start; ``None`` where nothing is reserved."""
+    order: Order = IN_ORDER
 
 
 class Search:
@@ -176,6 +167,7 @@ class Search:
         selection: Selection,
         *,
         lead_s: float | None = None,
+        order: Order = IN_ORDER,
         rounds: int = _ROUNDS,
     ) -> Found | None:
         """Schedule ``selection``; return the best of a few rounds, ``None`` where it does not fit.
@@ -184,12 +176,13 @@ class Search:
             strategy: the name that the schedule carries.
             selection: the intervals that leave.
             lead_s: makes moves when their time has come, copies back by so much earlier; else at once.
+            order: of moves that could stand either way.
             rounds: how often the schedule is made, each time with what the one before it showed.
         """
         best: Found | None = None
         before: Schedule | None = None
         for _ in range(rounds):
-            found = self._once(strategy, selection, before, lead_s)
+            found = self._once(strategy, selection, before, lead_s, order)
             if found is None:
                 break
             if best is None or found.seconds < best.seconds:
@@ -214,14 +207,15 @@ class Search:
         strategy: str,
         selection: Selection,
         lead_s: float | None = None,
+        order: Order = IN_ORDER,
     ) -> Found | None:
         """Consider ``selection``, unless the same has been tried: of few tensors most have."""
-        self.work += _PER_SCHEDULE
-        known = hash((selection.plan.runs, lead_s, frozenset(selection.routes.items())))
+        self.work += PER_SCHEDULE
+        known = hash((selection.plan.runs, lead_s, order, frozenset(selection.routes.items())))
         if known in self._tried:
             return None
         self._tried.add(known)
-        return self.consider(strategy, selection, lead_s=lead_s)
+        return self.consider(strategy, selection, lead_s=lead_s, order=order)
 
     def _once(
         self,
@@ -229,16 +223,17 @@ class Search:
         selection: Selection,
         before: Schedule | None,
         lead_s: float | None,
+        order: Order,
     ) -> Found | None:
         if not selection.fits:
             return None
         plan = selection.plan
         chosen = choices(plan, selection.routes)
         if lead_s is None:
-            made = schedule(plan, chosen, before)
+            made = schedule(plan, chosen, before, order)
         else:
-            made = interval_reservations(plan, chosen, before, lead_s=lead_s)
-        self.work += _PER_SCHEDULE + plan.num_runs
+            made = interval_reservations(plan, chosen, before, lead_s=lead_s, order=order)
+        self.work += PER_SCHEDULE + plan.num_runs
         if made is None:
             return None
         self.work += made.num_moves
@@ -248,7 +243,7 @@ class Search:
         seconds = self.task.iteration_s(
             seconds, ops_s=float(plan.clock[-1]), moved_bytes=made.moved_bytes
         )
-        return Found(strategy, seconds, made, selection, blocked, lead_s)
+        return Found(strategy, seconds, made, selection, blocked, lead_s, order)
 
 
 def _without_idle(found: Found) -> Selection:
@@ -292,100 +287,3 @@ def _route(share: tuple[float, ...], size: int, owed: list[float]) -> int:
     best = max((r for r, part in enumerate(share) if part > 0), key=lambda r: owed[r])
     owed[best] -= size
     return best
-
-
-def improve(
-    search: Search,
-    start: Found,
-    chance: random.Random,
-    *,
-    patience: int,
-    share: float = 1.0,
-) -> None:
-    """Change a schedule where it stalls, for a share of the work left, until so many changes in a row were in vain.
-
-    Args:
-        search: takes the schedules.
-        start: what to change.
-        chance: what is drawn from.
-        patience: changes in a row that may be in vain.
-        share: of the work that is left, after which to stop.
-    """
-    few = len(search.task.names) <= FEW_TENSORS
-    best, fruitless, begun = start, 0, search.work
-    while fruitless < patience and not search.over(begun, share):
-        fruitless += 1
-        selection: Selection | None
-        # In a large layout one rerun more changes little and takes a layout of its own.
-        if few and search.task.recompute and chance.random() < _REMADE:
-            search.work += _PER_SCHEDULE
-            moved = rerun_moves(best.selection.plan, chance)
-            selection = _moved_to(moved, best.selection, chance) if moved is not None else None
-        else:
-            selection = _changed(best, chance)
-        if selection is None:
-            continue
-        # Of few tensors it matters most whether moves are made at once or when their time has come.
-        lead_s = chance.choice((best.lead_s, None, 0.0)) if few else best.lead_s
-        found = search.try_once(best.strategy, selection, lead_s)
-        if found is not None and found.seconds < best.seconds:
-            best, fruitless = found, 0
-        elif few and found is not None and found.seconds <= best.seconds:
-            best = found
-
-
-def _moved_to(plan: Layout, old: Selection, chance: random.Random) -> Selection:
-    """Return the same for another layout: more leaves where memory is short, less where it is not."""
-    selection, keyed = Selection(plan), old.keyed()
-    selection.settle()
-    order = list(range(len(plan.intervals)))
-    chance.shuffle(order)
-    for j in order:
-        if plan.keys[j] in keyed:
-            selection.add(j, keyed[plan.keys[j]])
-    selection.fill((j, None) for j in order)
-    selection.thin(order)
-    return selection
-
-
-def _changed(found: Found, chance: random.Random) -> Selection | None:
-    """Return the selection with one thing changed at a place where the schedule stalls."""
-    selection = found.selection.copy()
-    plan = selection.plan
-    # Of many intervals one more that leaves in vain is seldom a way to anything.
-    if len(plan.task.names) <= FEW_TENSORS and chance.random() < _EXTRA:
-        staying = [k for k in range(len(plan.intervals)) if k not in selection.routes]
-        return selection if staying and selection.add(chance.choice(staying)) else None
-    if not found.stalls:
-        return None
-    stalls = sorted(found.stalls, key=lambda stall: -stall[1])[:40]
-    j, _ = chance.choices(stalls, weights=[time_s for _, time_s in stalls])[0]
-    at = plan.intervals[j].end
-    routes = plan.task.routes
-    near = [
-        k
-        for k in selection.routes
-        if plan.intervals[k].start >= 0
-        and abs(plan.intervals[k].end - at) < max(_NEAR, plan.num_runs // 8)
-    ]
-    what = chance.randrange(3)
-    picked = [j, *chance.sample(near, min(len(near), chance.choice((0, 1, 2, 4))))]
-    for k in picked:
-        if k not in selection.routes:
-            continue
-        route = selection.routes[k]
-        if not selection.take_back(k):
-            continue
-        if what == 0 and len(routes) > 1:
-            selection.add(k, chance.choice([r for r in range(len(routes)) if r != route]))
-    if not selection.fits:
-        rest = [
-            k for k in range(len(plan.intervals)) if k not in selection.routes and k not in picked
-        ]
-        chance.shuffle(rest)
-        rest.sort(key=lambda k: -plan.idle_s[k] * chance.uniform(0.7, 1.3))
-        selection.fill((k, None) for k in rest)
-        selection.fill((k, None) for k in picked)
-    if not plan.task.workload.repeats and chance.random() < _RESTED:
-        selection = selection.rested()
-    return selection

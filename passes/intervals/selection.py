@@ -63,7 +63,7 @@ class Selection:
             return True
         interval = self.plan.intervals[j]
         tensor = interval.tensor
-        if interval.behind and any(
+        if self._at_an_end(j) and any(
             self.plan.intervals[k].wraps for k in self._of_tensor.get(tensor, ())
         ):
             return False
@@ -73,7 +73,7 @@ class Selection:
         for choice in order:
             if not self._has_room(j, choice):
                 continue
-            inner = interval.start >= 0 and not interval.wraps
+            inner = not (interval.unused or interval.wraps)
             if interval.behind and self.task.routes[choice].link_out is None:
                 continue
             first = clean and inner and not self._of_tensor.get(tensor)
@@ -82,18 +82,20 @@ class Selection:
                 if around not in self.routes:
                     self._set(around, choice)
             if interval.wraps:
-                for k in [
-                    k for k in self._of_tensor.get(tensor, ()) if self.plan.intervals[k].behind
-                ]:
+                for k in [k for k in self._of_tensor.get(tensor, ()) if self._at_an_end(k)]:
                     self.take_back(k)
             self._set(j, choice)
             return True
         return False
 
+    def _at_an_end(self, j: int) -> bool:
+        """Whether interval ``j`` is a part of the one around the ends of a list that runs once."""
+        return self.plan.intervals[j].behind or self.plan.intervals[j].ahead
+
     def drop(self, j: int) -> bool:
         """Let interval ``j`` stay; return whether memory and its tensor's other intervals allow it."""
         interval = self.plan.intervals[j]
-        if interval.start < 0 or self.most(j) + self.task.sizes[interval.tensor] > (
+        if interval.unused or self.most(j) + self.task.sizes[interval.tensor] > (
             self.task.limit_bytes
         ):
             return False
@@ -157,7 +159,7 @@ class Selection:
 
     def settle(self) -> None:
         """Send away what no run accesses, the largest first, where there is room."""
-        idle = [j for j, interval in enumerate(self.plan.intervals) if interval.start < 0]
+        idle = [j for j, interval in enumerate(self.plan.intervals) if interval.unused]
         for j in sorted(idle, key=lambda j: -self.task.sizes[self.plan.intervals[j].tensor]):
             self.add(j, len(self.task.routes) - 1)
 
@@ -177,7 +179,7 @@ class Selection:
             self.memory[start:end] -= sign * size
         first, last = self._held(j)
         self._used[route][first:last] += sign * size
-        if interval.start >= 0:
+        if not interval.unused:
             self._busy_s[route][0] += sign * self.task.load_s(interval.tensor, route)
             if self.task.written[interval.tensor]:
                 self._busy_s[route][1] += sign * self.task.store_s(interval.tensor, route)

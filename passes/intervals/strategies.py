@@ -91,7 +91,7 @@ def largest_area(plan: Layout) -> Selection:
     task = plan.task
     limit = task.limit_bytes
     channels = _Channels(plan)
-    pending = {j: 0.0 for j, interval in enumerate(plan.intervals) if interval.start >= 0}
+    pending = {j: 0.0 for j, interval in enumerate(plan.intervals) if not interval.unused}
     while found.excess_bytes > 0 and pending:
         above = np.minimum(np.maximum(found.memory - limit, 0), np.iinfo(np.int32).max * 1024)
         scores: list[tuple[float, int]] = []

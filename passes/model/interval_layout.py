@@ -45,7 +45,7 @@ class Interval:
 
     tensor: int
     start: int
-    """Run after which the interval begins; -1 where the tensor is never accessed."""
+    """Run after which the interval begins; -1 where that is none."""
     end: int
     """Run that needs the tensor again; the number of runs where none does."""
     wraps: bool
@@ -56,6 +56,13 @@ class Interval:
     """How many intervals carried the same value before."""
     behind: bool = False
     """Of a list that runs once the part behind the last use, at whose end the tensor is back in its place."""
+    ahead: bool = False
+    """Of a list that runs once the part before the first use, of a tensor that was in its place."""
+
+    @property
+    def unused(self) -> bool:
+        """Whether no run accesses the tensor."""
+        return self.start < 0 and not self.ahead
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +243,9 @@ def _persistent_intervals(
         return [*intervals, wrapping]
     age = after - 1 if last_write >= 0 else age
     behind = Interval(tensor, start, count - 1, False, (tensor, last_write), age, behind=True)
-    return [*intervals, behind, wrapping]
+    # What is never written comes from a copy that is given, for nothing.
+    ahead = Interval(tensor, -1, end, False, (tensor, -1), 0, ahead=True)
+    return [*intervals, *([ahead] if last_write >= 0 else []), behind, wrapping]
 
 
 def _runs(task: IntervalProblem, recomputed: AbstractSet[tuple[int, int]]) -> list[Run]:
