@@ -32,10 +32,23 @@ MOST_MISSED = 3
 WORST = 1.5
 """Times the optimum that such a plan may take."""
 NUM_SEARCHED = int(os.environ.get("GASCOMPILE_SMALL_PROBLEMS", "60"))
-"""Problems that are searched without going through all lists of steps; 2,000 take an hour."""
-FOUND = 0.95
-"""Share of the optima that the searches find by themselves; 97.6 % of 494 (see ``how-a-plan-is-chosen.md``)."""
-WORST_SEARCHED = 1.3
+"""Problems that are searched without going through all lists of steps; 2,000 take some minutes."""
+SEARCHED_LABELS = 3_000
+FOUND = 0.97
+"""Share of the optima that the searches find by themselves; 99.8 % of 1,175 (see ``how-a-plan-is-chosen.md``)."""
+WORST_SEARCHED = 1.1
+FREEDOMS = {
+    "leaves behind the last use of a list that runs once": 258,
+    "leaves before the first use of a list that runs once": 1870,
+    "runs again before an earlier op": 1029,
+    "runs again twice": 265,
+    "runs again though its result is changed later": 407,
+    "comes back while another is still leaving": 999,
+    "is written out in the iteration before": 1223,
+    "is written out long before it leaves": 677,
+    "makes way for good, the largest first": 910,
+}
+"""Problems whose optimum takes one of the ways to leave or to come back that few others need."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +120,7 @@ def test_searches_find_most_optima_without_the_exact_one(monkeypatch: pytest.Mon
     ratios: dict[int, float] = {}
     for seed in range(NUM_SEARCHED):
         case = draw_case(seed, max_tensors=10, max_ops=10)
-        best = move_optimum(case.workload, case.machine, case.limits_bytes, max_labels=MAX_LABELS)
+        best = _searched_optimum(case)
         if best is None or best.seconds == math.inf:
             continue
         found = outcome(case)
@@ -118,13 +131,27 @@ def test_searches_find_most_optima_without_the_exact_one(monkeypatch: pytest.Mon
     refused = [seed for seed, ratio in missed.items() if ratio == math.inf]
     worst = max((r for r in ratios.values() if r < math.inf), default=1.0)
     share = 1 - len(missed) / len(ratios)
-    print(
-        f"{len(ratios)} problems, {share:.2%} optimal, worst {worst:.3f}, refused {refused}, {missed}"
-    )
+    above = {most: sum(ratio > most for ratio in missed.values()) for most in (1.01, 1.05, 1.1)}
+    print(f"{len(ratios)} problems, {share:.2%} optimal, worst {worst:.3f}, refused {refused}")
+    print(f"above {above}; {missed}")
     assert len(ratios) >= NUM_SEARCHED // 3
     assert share >= FOUND
     assert worst <= WORST_SEARCHED
-    assert len(refused) <= NUM_SEARCHED // 100
+    assert not refused
+
+
+@pytest.mark.parametrize("freedom", FREEDOMS)
+def test_searches_use_all_freedom(monkeypatch: pytest.MonkeyPatch, freedom: str) -> None:
+    monkeypatch.setattr(plan_intervals_module, "interval_exact", lambda *_, **__: None)
+    case = draw_case(FREEDOMS[freedom], max_tensors=10, max_ops=10)
+    best = _searched_optimum(case)
+    assert best is not None
+    assert outcome(case).seconds == pytest.approx(best.seconds, rel=1e-9)
+
+
+def _searched_optimum(case: Case) -> Optimum | None:
+    limits = case.limits_bytes
+    return move_optimum(case.workload, case.machine, limits, max_labels=SEARCHED_LABELS)
 
 
 def check_not_slower(less: Outcome, more: Outcome) -> None:
