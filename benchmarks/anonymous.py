@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 _STATUS = Path("/proc/self/status")
@@ -39,12 +38,7 @@ class PeakSampler:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self._done.set()
         self._thread.join()
 

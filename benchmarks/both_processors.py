@@ -10,7 +10,6 @@ and results are compared with eager's bit for bit. It writes
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
 import statistics
@@ -28,7 +27,7 @@ from torch.nn import functional
 
 import gascompile
 from benchmarks.emulated import slower
-from benchmarks.environment import describe_environment, result_path
+from benchmarks.environment import headed, write_result
 from gascompile.core.budget import Budget
 from gascompile.core.serial import to_json
 from gascompile.core.sizes import MIB, format_size
@@ -232,18 +231,14 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
             for case in (TOY if options.toy else CASES)
         ]
     result = {
-        "benchmark": "both_processors",
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "environment": describe_environment(),
+        **headed("both_processors"),
         "load_average": os.getloadavg()[0],
         "scheduler": _SCHEDULERS.get(os.sched_getscheduler(0), "other"),
         "runs": options.runs,
         "slower": options.slower,
         "cases": cases,
     }
-    output = options.output or result_path("both_processors")
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(result, indent=1) + "\n")
+    output = write_result(result, options.output)
     console = Console(stderr=True, width=_WIDTH)
     show(cases, console)
     console.print(f"written: {output}")

@@ -13,8 +13,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
-import datetime
-import json
 import statistics
 import sys
 import tempfile
@@ -30,7 +28,7 @@ from rich.table import Table
 import gascompile
 from benchmarks.cached_decoder import build_decoder, cache_bytes
 from benchmarks.emulated import slower
-from benchmarks.environment import describe_environment, result_path
+from benchmarks.environment import headed, write_result
 from benchmarks.throttled import can_throttle, throttled
 from gascompile.core.budget import Budget
 from gascompile.core.machine import Machine
@@ -238,22 +236,17 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
                 row = measure(case, machine, cache, options.tokens)
             rows.append({**row, "drive_is_held": is_held})
         result = {
-            "benchmark": "decode_cache",
-            "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-            "environment": describe_environment(),
+            **headed("decode_cache"),
             "tokens": options.tokens,
             "least_share": LEAST_SHARE,
             "machines": machines,
             "cases": rows,
         }
-    text = json.dumps(result, indent=1) + "\n"
-    output = options.output or result_path("decode_cache")
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(text)
+    output = write_result(result, options.output)
     show(rows, console)
     console.print(f"written: {output}")
     if options.json:
-        sys.stdout.write(text)
+        sys.stdout.write(output.read_text())
     return result
 
 

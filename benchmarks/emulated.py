@@ -9,8 +9,6 @@ seconds count as predicted within 10 %. Beside each run stands how busy other pr
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
 import statistics
 import tempfile
 import time
@@ -24,7 +22,7 @@ from rich.table import Table
 from torch.utils import _pytree as pytree
 
 import gascompile
-from benchmarks.environment import describe_environment, result_path
+from benchmarks.environment import headed, write_result
 from benchmarks.llama_checkpoint import write_llama
 from gascompile.core.budget import Budget
 from gascompile.core.machine import Machine
@@ -220,18 +218,14 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
             write_llama(folder, SHAPES[pair.model])
             rows.append(grade(pair, folder, machine, cache, options.runs))
         result = {
-            "benchmark": "emulated",
-            "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-            "environment": describe_environment(),
+            **headed("emulated"),
             "runs": options.runs,
             "time_tolerance": TIME_TOLERANCE,
             "slower": options.slower,
             "machine": to_json(machine),
             "pairs": rows,
         }
-    output = options.output or result_path("emulated")
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(result, indent=1) + "\n")
+    output = write_result(result, options.output)
     show(rows, console)
     console.print(f"written: {output}")
     return result

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import importlib.metadata
+import json
 import os
 import platform
 from pathlib import Path
@@ -41,6 +42,20 @@ def result_path(theme: str) -> Path:
     machine = f"{_cpu_model()}-{os.cpu_count()}cores".lower().replace(" ", "-")
     date = datetime.datetime.now(datetime.UTC).date().isoformat()
     return Path(__file__).parent / "results" / f"{theme}-{machine}-{date}.json"
+
+
+def headed(benchmark: str) -> dict[str, Any]:
+    """Return what a result begins with: the benchmark, the date and the environment."""
+    date = datetime.datetime.now(datetime.UTC).date().isoformat()
+    return {"benchmark": benchmark, "date": date, "environment": describe_environment()}
+
+
+def write_result(result: dict[str, Any], output: Path | None) -> Path:
+    """Write a result where it was asked for, or among the others; return where."""
+    path = output or result_path(result["benchmark"])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    return path
 
 
 def _cpu_model() -> str:

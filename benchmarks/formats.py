@@ -9,7 +9,6 @@ random, which is the hard case for low-bit forms: no value is more likely than a
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import statistics
 import subprocess
@@ -24,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 from safetensors.torch import load_file, save_file
 
-from benchmarks.environment import describe_environment, result_path
+from benchmarks.environment import headed, write_result
 from benchmarks.llama_checkpoint import SHAPE_1B, write_llama
 from gascompile.core.serial import dumps, to_json
 from gascompile.core.sizes import format_size
@@ -176,9 +175,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         bench.run("eager")
         rows = summarise(measure(bench, budgets, options.rounds, console), budgets)
     result = {
-        "benchmark": "formats",
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "environment": describe_environment(),
+        **headed("formats"),
         "model": shape,
         "threads": torch.get_num_threads(),
         "rounds": options.rounds,
@@ -187,9 +184,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         "machine": to_json(machine),
         "rows": rows,
     }
-    output = options.output or result_path("formats")
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(result, indent=1) + "\n")
+    output = write_result(result, options.output)
     report(rows, console)
     console.print(f"written: {output}")
     return result

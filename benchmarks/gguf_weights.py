@@ -24,7 +24,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import gascompile
-from benchmarks.environment import describe_environment, result_path
+from benchmarks.environment import headed, write_result
 
 TOKENS = (1, 128)
 BUDGETS = ("1.5GiB", "300MiB")
@@ -194,7 +194,7 @@ def main() -> None:
     ]
     sizes = {tensor.name: int(tensor.n_bytes) for tensor in gguf.GGUFReader(file).tensors}
     found = {
-        "environment": describe_environment(),
+        **headed("gguf_weights"),
         "file_bytes": file.stat().st_size,
         "tensor_bytes": sum(sizes.values()),
         "table_bytes": sizes["token_embd.weight"],
@@ -202,7 +202,7 @@ def main() -> None:
     }
     for row in rows:
         print(json.dumps(row))
-    result_path("gguf_weights").write_text(json.dumps(found, indent=1) + "\n")
+    write_result(found, None)
 
 
 if __name__ == "__main__":

@@ -6,16 +6,14 @@ Results of the emulated accelerator say nothing about a GPU and are never shown.
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.readme_section import fill_in, read_result, table
 from gascompile.core.sizes import format_size
 
-ROOT = Path(__file__).resolve().parent.parent
 BEGIN = "<!-- gpu:begin -->"
 END = "<!-- gpu:end -->"
 TITLES = ("weights in", "model", "contender", "budget", "batch", "tokens/s", "of limit", "peak")
@@ -37,7 +35,7 @@ def newest_result(folder: Path) -> Path | None:
     """
     found = []
     for path in folder.glob("gpu-*.json"):
-        result = _read(path)
+        result = read_result(path)
         if result["environment"]["gpu"] is not None and result["machine"] == "this machine":
             found.append((result["date"], path))
     return max(found)[1] if found else None
@@ -57,30 +55,7 @@ def render(result: dict[str, Any], source: str) -> str:
         for job in section["contenders"]
         if "failed" in job
     ]
-    lines = [TITLES, ["---:"] * len(TITLES), *rows]
-    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    return "\n\n".join((_setting(result, source), table, *failed))
-
-
-def replaced(text: str, body: str) -> str:
-    """Return ``text`` with ``body`` between the markers.
-
-    Raises:
-        SystemExit: the markers are not there exactly once and in order.
-    """
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end or BEGIN in rest or END in after:
-        raise SystemExit(f"the text needs {BEGIN} and {END}, once each and in this order")
-    return f"{before}{BEGIN}\n{body}\n{END}{after}"
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise SystemExit(f"cannot read {path}: {error}; measure again or remove it") from error
-    return data
+    return "\n\n".join((_setting(result, source), table(TITLES, rows), *failed))
 
 
 def _setting(result: dict[str, Any], source: str) -> str:
@@ -116,23 +91,14 @@ def _row(section: str, job: dict[str, Any], row: dict[str, Any]) -> list[str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Fill in the README; 1 where there is no result, or where ``--check`` finds another table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results")
-    parser.add_argument("--readme", type=Path, default=ROOT / "README.md")
-    parser.add_argument("--check", action="store_true", help="compare, and write nothing")
-    options = parser.parse_args(argv)
-    path = newest_result(options.results)
-    if path is None:
-        sys.stderr.write(f"no result of a GPU in {options.results}; measure with: make bench-gpu\n")
-        return 1
-    old = options.readme.read_text(encoding="utf-8")
-    new = replaced(old, render(_read(path), f"benchmarks/results/{path.name}"))
-    if options.check:
-        if new != old:
-            sys.stderr.write(f"{options.readme.name} does not show {path.name}\n")
-        return int(new != old)
-    options.readme.write_text(new, encoding="utf-8")
-    return 0
+    return fill_in(
+        argv,
+        about=__doc__,
+        markers=(BEGIN, END),
+        newest=newest_result,
+        render=render,
+        missing="no result of a GPU in {}; measure with: make bench-gpu",
+    )
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ own, one after the other, and writes ``benchmarks/results/inference_offload-<mac
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import shutil
 import sys
@@ -18,7 +17,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.environment import describe_environment, result_path
+from benchmarks.environment import headed, write_result
 from benchmarks.limited import can_limit, run_limited
 from benchmarks.llama_checkpoint import SHAPE_1B, write_llama
 from gascompile.core.serial import dumps, to_json
@@ -189,9 +188,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         bench.machine = scratch / "machine.json"
         bench.machine.write_text(dumps(machine))
         result = {
-            "benchmark": "inference_offload",
-            "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-            "environment": describe_environment(),
+            **headed("inference_offload"),
             "model": shape,
             "runs": options.runs,
             "machine": to_json(machine),
@@ -199,9 +196,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
             "first_output": first_output(bench, scratch),
             "curve": budget_curve(bench),
         }
-    output = options.output or result_path("inference_offload")
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(result, indent=1) + "\n")
+    output = write_result(result, options.output)
     report(result, console)
     console.print(f"written: {output}")
     return result

@@ -11,9 +11,7 @@ is written to ``benchmarks/results/optimizer_phase-<machine>-<date>.json``.
 from __future__ import annotations
 
 import argparse
-import datetime
 import itertools
-import json
 import mmap
 import os
 import statistics
@@ -29,7 +27,7 @@ from rich.console import Console
 from torch import nn
 
 import gascompile
-from benchmarks.environment import describe_environment, result_path
+from benchmarks.environment import headed, write_result
 from benchmarks.training_contenders import LEARNING_RATE, PLANNING_S, SHAPES, build_model
 from gascompile.commands.output import fields
 from gascompile.core.sizes import PAGE_BYTES, align_up, format_size, format_time
@@ -253,17 +251,13 @@ def main(arguments: list[str] | None = None) -> int:
         budget = options.budget or BUDGETS[shape]
         found = measure(shape, budget, options.rounds, Path(folder))
     result = {
-        "benchmark": "optimizer_phase",
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "environment": describe_environment(),
+        **headed("optimizer_phase"),
         "load": os.getloadavg()[0],
         "model": SHAPES[shape],
         "threads": THREADS,
         **found,
     }
-    output = options.output or result_path("optimizer_phase")
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    output = write_result(result, options.output)
     console = Console(stderr=True)
     console.print(fields("AdamW with its states on the drive", rows(found)))
     console.print(f"written: {output}")

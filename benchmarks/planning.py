@@ -8,7 +8,6 @@ saved and verified plan, in a process of its own, and then one shape with ever m
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import subprocess
 import sys
@@ -23,7 +22,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.environment import describe_environment, result_path
+from benchmarks.environment import headed, write_result
 from gascompile.core.budget import Budget
 from gascompile.core.errors import InfeasiblePlanError
 from gascompile.core.plan import Plan
@@ -255,16 +254,12 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         replace(model, batch=batch, tokens=tokens) for model in models for batch, tokens in inputs
     ]
     result = {
-        "benchmark": "planning",
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "environment": describe_environment(),
+        **headed("planning"),
         "machine": MACHINE,
         "cases": [run_case(case, console) for case in cases],
         "layers": [run_case(deep.with_layers(count), console) for count in layers],
     }
-    output = options.output or result_path("planning")
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(result, indent=1) + "\n")
+    output = write_result(result, options.output)
     report(result, console)
     console.print(f"written: {output}")
     return result

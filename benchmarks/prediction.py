@@ -10,7 +10,6 @@ machine was at that moment, compared with the calibration, and how busy others k
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
 import shutil
@@ -25,7 +24,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.environment import describe_environment, result_path
+from benchmarks.environment import headed, write_result
 from benchmarks.llama_checkpoint import SHAPE_1B, write_llama
 from gascompile.api.calibrate import calibrate_machine
 from gascompile.core.machine import Machine
@@ -218,18 +217,14 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
                 f"{row['median_s'] * 1e3:8.1f} ms, {row['time_error']:+.1%}"
             )
         result = {
-            "benchmark": "prediction",
-            "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-            "environment": describe_environment(),
+            **headed("prediction"),
             "runs": options.runs,
             "time_tolerance": TIME_TOLERANCE,
             "peak_tolerance": PEAK_TOLERANCE,
             "machines": {model: to_json(machine) for model, machine in machines.items()},
             "combinations": rows,
         }
-    output = options.output or result_path("prediction")
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(result, indent=1) + "\n")
+    output = write_result(result, options.output)
     report(result, console)
     console.print(f"written: {output}")
     return result

@@ -6,16 +6,14 @@ date. What a result does not hold is shown as ``-``, so that results of older fo
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.readme_section import fill_in, read_result, table
 from gascompile.core.sizes import format_size
 
-ROOT = Path(__file__).resolve().parent.parent
 BEGIN = "<!-- inference_offload:begin -->"
 END = "<!-- inference_offload:end -->"
 _MISSING = "-"
@@ -32,7 +30,8 @@ def newest_result(folder: Path) -> Path | None:
         SystemExit: a file cannot be read.
     """
     found = [
-        (str(_read(path).get("date", "")), path) for path in folder.glob("inference_offload-*.json")
+        (str(read_result(path).get("date", "")), path)
+        for path in folder.glob("inference_offload-*.json")
     ]
     return max(found)[1] if found else None
 
@@ -42,41 +41,18 @@ def render(result: dict[str, Any], source: str) -> str:
     return "\n\n".join(
         (
             _setting(result, source),
-            _table(
+            table(
                 ("tokens", "GASCompile", "accelerate", "speed-up", "limit", "of limit", "peak"),
                 [_steady_row(row) for row in _rows(result, "steady_state")],
             ),
             _LIMIT,
             _first_output(result),
-            _table(
+            table(
                 ("budget", "one token", "predicted", "peak", "streamed"),
                 [_curve_row(row) for row in _rows(result, "curve")],
             ),
         )
     )
-
-
-def replaced(text: str, body: str) -> str:
-    """Return ``text`` with ``body`` between the markers.
-
-    Raises:
-        SystemExit: the markers are not there exactly once and in order.
-    """
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end or BEGIN in rest or END in after:
-        raise SystemExit(f"the text needs {BEGIN} and {END}, once each and in this order")
-    return f"{before}{BEGIN}\n{body}\n{END}{after}"
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise SystemExit(f"cannot read {path}: {error}; measure again or remove it") from error
-    if not isinstance(data, dict):
-        raise SystemExit(f"{path} holds no result; measure again or remove it")
-    return data
 
 
 def _get(data: Any, *path: str) -> Any:
@@ -102,11 +78,6 @@ def _shown(value: float | None, pattern: str) -> str:
 
 def _size(value: float | None) -> str:
     return _MISSING if value is None else format_size(value)
-
-
-def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [titles, ["---:"] * len(titles), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def _setting(result: dict[str, Any], source: str) -> str:
@@ -191,25 +162,14 @@ def _curve_row(row: dict[str, Any]) -> list[str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Fill in the README; 1 where there is no result, or where ``--check`` finds another table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results")
-    parser.add_argument("--readme", type=Path, default=ROOT / "README.md")
-    parser.add_argument("--check", action="store_true", help="compare, and write nothing")
-    options = parser.parse_args(argv)
-    path = newest_result(options.results)
-    if path is None:
-        sys.stderr.write(f"no result in {options.results}; measure with: make bench\n")
-        return 1
-    old = options.readme.read_text(encoding="utf-8")
-    new = replaced(old, render(_read(path), f"benchmarks/results/{path.name}"))
-    if options.check:
-        if new != old:
-            sys.stderr.write(
-                f"{options.readme.name} does not show {path.name}; run: python -m benchmarks.readme_table\n"
-            )
-        return int(new != old)
-    options.readme.write_text(new, encoding="utf-8")
-    return 0
+    return fill_in(
+        argv,
+        about=__doc__,
+        markers=(BEGIN, END),
+        newest=newest_result,
+        render=render,
+        missing="no result in {}; measure with: make bench",
+    )
 
 
 if __name__ == "__main__":

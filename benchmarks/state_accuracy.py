@@ -12,7 +12,6 @@ best of several runs over one piece, on one thread.
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,7 +22,7 @@ from rich.table import Table
 from torch import nn
 from torch.nn import functional
 
-from benchmarks.environment import describe_environment, result_path
+from benchmarks.environment import headed, write_result
 from gascompile.runtime.kernels import state_codes
 from gascompile.runtime.kernels.state_codes import BLOCK, DITHERS, SIGNED, UNSIGNED, Code
 
@@ -198,14 +197,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     costs_ns = coding_ns(runs=5 if options.toy else 200)
     Console().print({name: round(value, 2) for name, value in costs_ns.items()})
     result = {
-        "environment": describe_environment(),
+        **headed("state_accuracy"),
         "steps": steps,
         "losses": rows,
         "coding_ns_per_value": costs_ns,
     }
-    output = options.output or result_path("state_accuracy")
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(result, indent=1) + "\n")
+    write_result(result, options.output)
     return 0
 
 

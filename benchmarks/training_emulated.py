@@ -10,8 +10,6 @@ goes, beside the seconds, how busy other processes kept the processor.
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
 import statistics
 import tempfile
 import time
@@ -24,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from benchmarks.environment import describe_environment, result_path
+from benchmarks.environment import headed, write_result
 from benchmarks.training_contenders import LEARNING_RATE, PLANNING_S, batch_of, build_model, loss_fn
 from gascompile import compile_step
 from gascompile.core.budget import Budget
@@ -173,9 +171,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
             for cpu_bytes in hosts
         ]
         result = {
-            "benchmark": "training_emulated",
-            "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-            "environment": describe_environment(),
+            **headed("training_emulated"),
             "model": shape,
             "steps": options.steps,
             "time_tolerance": TIME_TOLERANCE,
@@ -184,9 +180,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
             "eager_s": eager_s,
             "plans": rows,
         }
-    output = options.output or result_path("training_emulated")
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(result, indent=1) + "\n")
+    output = write_result(result, options.output)
     show(rows, eager_s, console)
     console.print(f"written: {output}")
     return result

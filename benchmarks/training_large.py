@@ -27,7 +27,7 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 from benchmarks.anonymous import PeakSampler, anonymous_bytes
-from benchmarks.environment import describe_environment, result_path
+from benchmarks.environment import headed, write_result
 from benchmarks.limited import run_limited
 from benchmarks.training_contenders import LEARNING_RATE, loss_fn
 from benchmarks.training_planning import WIDTHS, Clock, build_model
@@ -225,8 +225,7 @@ def main(arguments: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="gascompile-large-", dir=options.scratch) as folder:
         rows = train(options, Path(folder), console)
     result = {
-        "benchmark": "training_large",
-        "environment": describe_environment(),
+        **headed("training_large"),
         "layers": options.layers,
         "budget": options.budget,
         "batch": options.batch,
@@ -235,9 +234,7 @@ def main(arguments: list[str] | None = None) -> int:
         "threads": THREADS,
         "rows": rows,
     }
-    output = options.output or result_path("training_large")
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    output = write_result(result, options.output)
     console.print(f"written: {output}")
     return int(len(rows) != 1 + options.eager)
 

@@ -12,7 +12,6 @@ environment of their own that has torch and transformers as well: ``--peer-pytho
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
 import subprocess
@@ -24,7 +23,7 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.environment import describe_environment, result_path
+from benchmarks.environment import headed, write_result
 from benchmarks.limited import can_limit, run_limited
 from benchmarks.training_contenders import CONTENDERS, LEARNING_RATE, OURS, SHAPES
 from benchmarks.training_peers import PACKAGES, missing, versions
@@ -224,9 +223,7 @@ def main(arguments: list[str] | None = None) -> int:
         bench = Bench(Path(folder), options, console)
         rows = compared([bench.run(job) for job in jobs])
     result = {
-        "benchmark": "training_offload",
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "environment": describe_environment(),
+        **headed("training_offload"),
         "load_before": load_before,
         "model": SHAPES[options.shape],
         "optimizer": f"AdamW, lr {LEARNING_RATE}",
@@ -236,9 +233,7 @@ def main(arguments: list[str] | None = None) -> int:
         "steps": options.steps,
         "rows": rows,
     }
-    output = options.output or result_path("training_offload")
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    output = write_result(result, options.output)
     report(rows, console)
     console.print(f"written: {output}")
     problems = failures(rows)

@@ -26,7 +26,7 @@ import torch
 import transformers
 from rich.console import Console
 
-from benchmarks.environment import describe_environment, result_path
+from benchmarks.environment import headed, write_result
 from benchmarks.training_contenders import LEARNING_RATE, loss_fn
 from gascompile.commands.output import grid
 from gascompile.core.budget import Budget
@@ -183,14 +183,11 @@ def main(arguments: list[str] | None = None) -> int:
                 return 1
             rows.append({**json.loads(done.stdout.splitlines()[-1]), "load_before": load})
     result = {
-        "benchmark": "training_planning",
-        "environment": describe_environment(),
+        **headed("training_planning"),
         "machine": machine.name,
         "rows": rows,
     }
-    output = options.output or result_path("training_planning")
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    output = write_result(result, options.output)
     report(rows, console)
     console.print(f"written: {output}")
     return 0

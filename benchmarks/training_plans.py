@@ -10,14 +10,13 @@ G10's artifact publishes for hardware paging and for moves by software, and writ
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.environment import describe_environment, result_path
+from benchmarks.environment import headed, write_result
 from benchmarks.training_traces import NETS, PUBLISHED, published_trace, reference_machine
 from gascompile.api.plan import plan
 from gascompile.core.budget import Budget
@@ -159,9 +158,8 @@ def main(names: list[str], time_limit_s: float, output: Path | None) -> None:
             f"planned in {row['wall_s']:.1f} s; published {row['published_share']}",
             flush=True,
         )
-    path = output or result_path("training_plans")
-    found = {"environment": describe_environment(), "time_limit_s": time_limit_s, "rows": rows}
-    path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    found = {**headed("training_plans"), "time_limit_s": time_limit_s, "rows": rows}
+    path = write_result(found, output)
     print(f"The rows are in {path}.")
 
 

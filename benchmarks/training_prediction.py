@@ -9,7 +9,6 @@ per run what is computed again, what is moved, and predicted and measured second
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
 import subprocess
@@ -21,7 +20,7 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.environment import describe_environment, result_path
+from benchmarks.environment import headed, write_result
 from benchmarks.throttled import can_throttle
 from gascompile.api.calibrate import calibrate_machine
 from gascompile.commands.output import grid
@@ -145,18 +144,14 @@ def main(arguments: list[str] | None = None) -> int:
             console.print("  " + "  ".join(cells(row)))
     within = [abs(row["error"]) <= TOLERANCE for row in rows if "error" in row]
     result = {
-        "benchmark": "training_prediction",
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "environment": describe_environment(),
+        **headed("training_prediction"),
         "load_before": load_before,
         "machine": to_json(machine),
         "steps": options.steps,
         "within_tolerance": sum(within),
         "rows": rows,
     }
-    output = options.output or result_path("training_prediction")
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    output = write_result(result, options.output)
     columns = ("budget", "drive", "computed again", "moved", "predicted", "measured", "off", "peak")
     heads = [("model", False), *((name, True) for name in columns)]
     console.print(grid("Training steps, predicted and measured", heads, [cells(r) for r in rows]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import importlib.util
 import os
@@ -15,6 +16,11 @@ import torch
 from hypothesis import settings
 
 from gascompile.codegen.build import compiler
+from gascompile.core.machine import Machine
+from gascompile.cost_models.measure import machine as measuring
+from gascompile.cost_models.measure.disk import Reader
+from gascompile.machines import resolve
+from gascompile.runtime.transfer.engine import read_blocks
 from tests.compiler import remembering_compiler
 
 # Timings on shared machines vary too much for a deadline; fixed examples make a failure repeatable.
@@ -55,16 +61,40 @@ def _private_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def _compiler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Compile each source once for all workers and for the processes that tests start."""
-    folder = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        folder = folder.parent
-    found = remembering_compiler(compiler(), folder / "compiler")
+    found = remembering_compiler(compiler(), _shared(tmp_path_factory) / "compiler")
     with pytest.MonkeyPatch.context() as patch:
         if found is not None:
             # By its name: a process without a path has no compiler.
             patch.setenv("PATH", str(found.parent), prepend=os.pathsep)
             patch.setenv("CXX", found.name)
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _measured_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Measure this machine once for all workers; tests of measuring put something in the place of its parts."""
+    measure, of_parts = resolve.measure_briefly, measuring.measure_machine
+    folder = _shared(tmp_path_factory) / "machine"
+    folder.mkdir(exist_ok=True)
+
+    def once(*, cache_dir: str | os.PathLike[str], read: Reader) -> Machine:
+        if read is not read_blocks or measuring.measure_machine is not of_parts:
+            return measure(cache_dir=cache_dir, read=read)
+        with (folder / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            machine = resolve.remembered_machine(folder) or measure(cache_dir=folder, read=read)
+        resolve.remember_machine(machine, resolve.made_folder(Path(cache_dir)))
+        return machine
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(resolve, "measure_briefly", once)
+        yield
+
+
+def _shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder of this run of the tests that all workers have."""
+    folder = tmp_path_factory.getbasetemp()
+    return folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
 
 
 @pytest.fixture(scope="session", autouse=True)

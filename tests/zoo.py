@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import transformers
 from torch import nn
 from torch.nn import functional
+from torch.utils import _pytree as pytree
+
+from gascompile.integrations.huggingface import register_pytrees
 
 Case = tuple[nn.Module, dict[str, Any]]
 
@@ -288,3 +291,21 @@ def make(name: str) -> Case:
     torch.manual_seed(0)
     model, inputs = CASES[name]()
     return model.eval(), inputs
+
+
+def eager(model: nn.Module, inputs: Mapping[str, Any]) -> list[Any]:
+    """Return the values that a model's output is made of."""
+    register_pytrees()
+    with torch.no_grad():
+        return pytree.tree_leaves(model(**inputs))
+
+
+def assert_same(outputs: Any, expected: list[Any]) -> None:
+    """Assert that an output is made of values that are equal but for rounding."""
+    found = pytree.tree_leaves(outputs)
+    assert len(found) == len(expected)
+    for value, wanted in zip(found, expected, strict=True):
+        if isinstance(wanted, torch.Tensor):
+            torch.testing.assert_close(value, wanted, rtol=0, atol=1e-5)
+        else:
+            assert value == wanted

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from gascompile.core.machine import Machine
-from gascompile.core.program import Program
+from gascompile.core.program import Program, draws
 from gascompile.core.workload import TensorKind
 from gascompile.passes.graph.annotate import Annotation
 from gascompile.passes.plan.move_anything import OnHeap
@@ -36,7 +36,6 @@ def on_heap(program: Program, annotation: Annotation, machine: Machine) -> OnHea
         return None
     changed = {name for op in workload.ops for name in op.writes}
     inputs = {t.name for t in workload.tensors if t.kind is TensorKind.INPUT}
-    draws = any(torch.Tag.nondeterministic_seeded in t.tags for t in plain)
     return OnHeap(
         reserved_bytes=TRANSFER_BYTES if is_host else 0,
         staying=frozenset(
@@ -51,7 +50,7 @@ def on_heap(program: Program, annotation: Annotation, machine: Machine) -> OnHea
             )
         ),
         # What draws or changes what the caller has would not do the same again.
-        recompute=not draws and not changed & inputs,
+        recompute=not any(map(draws, plain)) and not changed & inputs,
         # A device's rows would pass through memory that nobody counts there.
         gathers=is_host,
         # Nor is it known what a device would lose with its compiled kernels and graphs.

@@ -70,6 +70,14 @@ def graph_module_of(root: torch.nn.Module, graph: torch.fx.Graph) -> torch.fx.Gr
     return _LazyGraphModule(root, graph)
 
 
+def draws(target: object) -> bool:
+    """Return whether an op draws random numbers."""
+    return (
+        isinstance(target, torch._ops.OpOverload)
+        and torch.Tag.nondeterministic_seeded in target.tags
+    )
+
+
 def op_name(node: torch.fx.Node) -> str:
     """Return the name of the op that ``node`` is."""
     name: str = node.meta.get(OP_NAME, node.name)

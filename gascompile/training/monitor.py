@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
-from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, Self, TextIO
 
 import torch
@@ -101,12 +100,7 @@ class Monitor:
             self._live.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         if self._live is not None:
             self._live.stop()
             self._live = None

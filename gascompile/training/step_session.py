@@ -9,7 +9,7 @@ import torch
 
 from gascompile.core.errors import UnsupportedOpError
 from gascompile.core.machine import IoSettings
-from gascompile.core.program import Program
+from gascompile.core.program import Program, draws
 from gascompile.passes.graph.to_device import to_device
 from gascompile.runtime.memory.device_moves import DeviceMoves
 from gascompile.runtime.memory.pages import Pages
@@ -17,7 +17,7 @@ from gascompile.runtime.memory.persistent import Persistent
 from gascompile.runtime.memory.run_memory import RunMemory
 from gascompile.runtime.memory.spill import Spill
 from gascompile.runtime.run.session import Session
-from gascompile.training.planning.step_program import StepProgram, is_random
+from gascompile.training.planning.step_program import StepProgram
 
 
 def open_session(
@@ -67,7 +67,7 @@ def on_device(program: StepProgram, moves: DeviceMoves | None) -> Program:
             f"torch.autocast('{device.type}') would cast once more what a planned step computes: it is captured on the "
             "processor; use torch.autocast('cpu'), whose casts are a part of the step"
         )
-    drawing = [node.name for node in program.program.op_nodes() if is_random(node)]
+    drawing = [node.name for node in program.program.op_nodes() if draws(node.target)]
     if drawing and device.type != "cpu":
         raise UnsupportedOpError(
             f"op '{drawing[0]}' draws random numbers, and those of '{device}' are kept in no checkpoint: train "

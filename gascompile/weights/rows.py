@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-from types import TracebackType
 from typing import BinaryIO, Self
 
 import torch
@@ -33,12 +32,7 @@ class WeightRows:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self._stack.close()
 
     def rows(self, source: WeightSource, begin: int, end: int, columns: int) -> torch.Tensor:

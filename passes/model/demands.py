@@ -3,15 +3,8 @@
 from __future__ import annotations
 
 from gascompile.core.errors import Demand
-from gascompile.core.workload import TensorKind
+from gascompile.passes.model.liveness import lifetimes
 from gascompile.passes.model.problem import Problem
-
-_COUNTED = (
-    TensorKind.ACTIVATION,
-    TensorKind.GRADIENT,
-    TensorKind.OUTPUT,
-    TensorKind.WORKSPACE,
-)
 
 
 def demands(problem: Problem, arena_bytes: int) -> tuple[Demand, ...]:
@@ -63,13 +56,7 @@ def _live(problem: Problem) -> list[Demand]:
     ops = problem.workload.ops
     if not ops:
         return []
-    first: dict[str, int] = {}
-    last: dict[str, int] = {}
-    for i, op in enumerate(ops):
-        for name in (*op.reads, *op.writes):
-            first.setdefault(name, i)
-            last[name] = i
-    peak = problem.live.peak_op
+    peak, live = problem.live.peak_op, lifetimes(problem.workload)
     found = [
         Demand(
             kind=tensor.kind.value,
@@ -78,10 +65,7 @@ def _live(problem: Problem) -> list[Demand]:
             op=ops[peak].name,
         )
         for tensor in problem.workload.tensors
-        if tensor.kind in _COUNTED
-        and tensor.name in first
-        and first[tensor.name] <= peak
-        and (tensor.kind == TensorKind.OUTPUT or peak <= last[tensor.name])
+        if peak in live.get(tensor.name, ())
     ]
     if ops[peak].workspace_bytes:
         size_bytes = ops[peak].workspace_bytes

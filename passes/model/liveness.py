@@ -54,23 +54,29 @@ def liveness(workload: Workload) -> Liveness:
     )
 
 
-def live_bytes(workload: Workload) -> list[int]:
-    """Return the bytes of live activations and outputs at each op, workspace included."""
-    tensors = {tensor.name: tensor for tensor in workload.tensors}
+def lifetimes(workload: Workload) -> dict[str, range]:
+    """Return the ops at which each activation and output is live; those that no op touches never are."""
+    kinds = {tensor.name: tensor.kind for tensor in workload.tensors}
     first: dict[str, int] = {}
     last: dict[str, int] = {}
     for i, op in enumerate(workload.ops):
         for name in (*op.reads, *op.writes):
             first.setdefault(name, i)
-            last[name] = i
-    num_ops = len(workload.ops)
-    change = [0] * (num_ops + 1)
-    for name, begin in first.items():
-        tensor = tensors[name]
-        if tensor.kind in _OWN_KINDS:
-            end = num_ops if tensor.kind == TensorKind.OUTPUT else last[name] + 1
-            change[begin] += tensor.size_bytes
-            change[end] -= tensor.size_bytes
+            last[name] = len(workload.ops) - 1 if kinds[name] == TensorKind.OUTPUT else i
+    return {
+        name: range(begin, last[name] + 1)
+        for name, begin in first.items()
+        if kinds[name] in _OWN_KINDS
+    }
+
+
+def live_bytes(workload: Workload) -> list[int]:
+    """Return the bytes of live activations and outputs at each op, workspace included."""
+    sizes = {tensor.name: tensor.size_bytes for tensor in workload.tensors}
+    change = [0] * (len(workload.ops) + 1)
+    for name, ops in lifetimes(workload).items():
+        change[ops.start] += sizes[name]
+        change[ops.stop] -= sizes[name]
     live: list[int] = []
     current = 0
     for i, op in enumerate(workload.ops):

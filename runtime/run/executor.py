@@ -18,6 +18,7 @@ from torch import fx
 from gascompile.core.errors import DeviceError, PlanMismatchError, UnsupportedOpError
 from gascompile.core.op_sites import plan_sites
 from gascompile.core.plan import Plan
+from gascompile.core.program import draws
 from gascompile.core.reports import GraphReport, RunReport
 from gascompile.runtime.devices.graphs import GraphRuns, make_room
 from gascompile.runtime.kernels.fused import FusedSegment
@@ -103,8 +104,8 @@ class Executor:
         self._graphs = GraphRuns(session, plan, self._schedule) if is_wanted else None
         self._counted: CountedRuns | None = None
         if counter is not None and session.device.torch_device.type == "cpu":
-            draws = any(_draws(node.target) for node in graph_module.graph.nodes)
-            self._counted = CountedRuns(counter, session, plan, on_exceed, draws=draws)
+            is_random = any(draws(node.target) for node in graph_module.graph.nodes)
+            self._counted = CountedRuns(counter, session, plan, on_exceed, draws=is_random)
             self._schedule = self._counted.prepared(self._schedule)
         self.last_run: RunReport | None = None
         self._lane: Lane | None = None
@@ -362,12 +363,6 @@ class Executor:
 def _line(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
-
-
-def _draws(target: object) -> bool:
-    return isinstance(target, torch._ops.OpOverload) and (
-        torch.Tag.nondeterministic_seeded in target.tags
-    )
 
 
 def _check_session(session: Session, plan: Plan) -> None:

@@ -10,7 +10,6 @@ import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Self, TypeVar
 
 import torch
@@ -391,10 +390,5 @@ class Session:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self.close()

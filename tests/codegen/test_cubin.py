@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +12,7 @@ from gascompile.codegen.build import NoCompilerError
 from gascompile.codegen.cubin import Image, compile_image, joined, missing_triton
 from gascompile.codegen.triton import TritonSource
 from gascompile.core.kernels import GpuFunction
+from tests.hopper import compiled_by
 from tests.interpreted_gpu import HOPPER
 
 
@@ -28,21 +26,10 @@ def _without_ptxas() -> str:
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory, root: Path) -> list[dict[str, Any]]:
-    """Compile in another process, because the kernels of this one may be interpreted."""
     if reason := _without_ptxas():
         pytest.skip(reason)
-    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton"))}
-    environment.pop("TRITON_INTERPRET", None)
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.codegen.compile_for_hopper", "9.0"],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=environment,
-        cwd=root,
-    )
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    cache = tmp_path_factory.mktemp("triton")
+    return compiled_by("tests.codegen.compile_for_hopper", "9.0", cache=cache, root=root)
 
 
 def test_every_source_becomes_an_image_for_the_capability(compiled: list[dict[str, Any]]) -> None:

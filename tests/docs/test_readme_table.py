@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from benchmarks.llama_checkpoint import SHAPE_1B
-from benchmarks.readme_table import BEGIN, END, main, newest_result, render, replaced
+from benchmarks.readme_section import replaced
+from benchmarks.readme_table import BEGIN, END, main, newest_result, render
 
 _GIB = 1 << 30
 
@@ -135,7 +136,7 @@ def test_a_damaged_result_is_named(tmp_path: Path, content: str) -> None:
 @pytest.mark.parametrize("text", ["", BEGIN, f"{END}{BEGIN}", f"{BEGIN}{BEGIN}{END}"])
 def test_markers_must_be_there_once(text: str) -> None:
     with pytest.raises(SystemExit, match="once each"):
-        replaced(text, "body")
+        replaced(text, "body", BEGIN, END)
 
 
 def test_the_readme_shows_the_newest_result(root: Path) -> None:

@@ -2,39 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
-from torch.utils import _pytree as pytree
 
 import gascompile
 from gascompile.api.device_budget import placed_bytes
-from gascompile.integrations.huggingface import register_pytrees
 from gascompile.runtime.memory.pinned import pinned_bytes
 from tests import zoo
+from tests.zoo import assert_same, eager
 
 MACHINE = "emulated"
 NAMES = ("convnet", "bert")
-
-
-def eager(model: nn.Module, inputs: Mapping[str, Any]) -> list[Any]:
-    register_pytrees()
-    with torch.no_grad():
-        return pytree.tree_leaves(model(**inputs))
-
-
-def assert_same(outputs: Any, expected: list[Any]) -> None:
-    found = pytree.tree_leaves(outputs)
-    assert len(found) == len(expected)
-    for value, wanted in zip(found, expected, strict=True):
-        if isinstance(wanted, torch.Tensor):
-            torch.testing.assert_close(value, wanted, rtol=0, atol=1e-5)
-        else:
-            assert value == wanted
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
-import subprocess
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +13,7 @@ pytest.importorskip("transformers")
 
 from benchmarks import formats_worker
 from benchmarks.formats import FORMS, TOKENS, TOY_SHAPE, main, summarise, write_models
+from tests.in_process import run_here
 
 
 def measured(factor: float, moved_bytes: int) -> dict[str, Any]:
@@ -59,26 +55,11 @@ def test_both_checkpoints_hold_the_same_values(tmp_path: Path) -> None:
     assert json.loads((folders["fp32"] / "config.json").read_text())["dtype"] == "float32"
 
 
-def run_here(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``run`` but for workers, which run in this process: each would load the same libraries first."""
-
-    def found(command: list[str], **options: Any) -> Any:
-        if "benchmarks.formats_worker" not in command:
-            return run(command, **options)
-        output = io.StringIO()
-        with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(output):
-            patch.setattr(sys, "argv", command[2:])
-            formats_worker.main()
-        return subprocess.CompletedProcess(command, 0, output.getvalue(), "")
-
-    return found
-
-
 def test_a_toy_run_moves_fewer_bytes_and_says_what_that_costs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("accelerate")
-    monkeypatch.setattr(subprocess, "run", run_here(subprocess.run))
+    run_here(monkeypatch, "benchmarks.formats_worker", formats_worker.main)
     output = tmp_path / "formats.json"
     result = main(["--toy", "--rounds", "1", "--runs", "1", "-o", str(output)])
     assert json.loads(output.read_text()) == result

@@ -18,7 +18,7 @@ import gascompile
 from gascompile.bundles.files import digest_of
 from tests import zoo
 from tests.integration.fused_models import ALWAYS, Gated, assert_close
-from tests.integration.test_models import eager
+from tests.zoo import eager
 
 NO_COMPILER = """
 import os, subprocess, sys

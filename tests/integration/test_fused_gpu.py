@@ -21,8 +21,8 @@ from gascompile.codegen.triton import TritonSource
 from tests import zoo
 from tests.integration.fused_gpu import FusedGpu
 from tests.integration.fused_models import ALWAYS, Gated, assert_close
-from tests.integration.test_models import eager
 from tests.interpreted_gpu import needs_interpreter
+from tests.zoo import eager
 
 pytestmark = needs_interpreter
 

@@ -14,7 +14,8 @@ import gascompile
 from gascompile.codegen import store as kernel_store
 from tests import zoo
 from tests.integration.fused_models import ALWAYS, Corners, Gated, assert_close
-from tests.integration.test_models import eager, flat_run_bytes
+from tests.integration.test_models import flat_run_bytes
+from tests.zoo import eager
 
 
 @pytest.mark.parametrize("name", ["llama", "mamba2"])

@@ -13,7 +13,8 @@ import torch
 
 pytest.importorskip("transformers")
 
-from benchmarks import gpu, gpu_models, gpu_table
+from benchmarks import gpu, gpu_models, gpu_table, gpu_worker
+from tests.in_process import run_here
 
 
 def row(batch: int, median_s: float, **more: Any) -> dict[str, Any]:
@@ -23,8 +24,11 @@ def row(batch: int, median_s: float, **more: Any) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_a_toy_run_measures_two_contenders_that_agree(tmp_path: Path) -> None:
+def test_a_toy_run_measures_two_contenders_that_agree(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("accelerate")
+    run_here(monkeypatch, "benchmarks.gpu_worker", gpu_worker.main)
     output = tmp_path / "gpu.json"
     command = ["--machine", "emulated", "--toy", "--runs", "2", "--sections", "memory"]
     assert gpu.main([*command, "--scratch", str(tmp_path), "-o", str(output)]) == 0

@@ -15,33 +15,17 @@ from torch.utils import _pytree as pytree
 import gascompile
 from gascompile.capture.calls import bind_call
 from gascompile.capture.export import capture
-from gascompile.integrations.huggingface import register_pytrees
 from tests import zoo
 from tests.allocator import peak_growth_bytes
+from tests.zoo import assert_same, eager
 
 MIB = 1 << 20
-
-
-def eager(model: nn.Module, inputs: Mapping[str, Any]) -> list[Any]:
-    register_pytrees()
-    with torch.no_grad():
-        return pytree.tree_leaves(model(**inputs))
 
 
 def smallest_budget(model: nn.Module, inputs: Mapping[str, Any], cache: Path) -> int:
     with pytest.raises(gascompile.InfeasiblePlanError) as error:
         gascompile.compile(model, 0, example_inputs=inputs, cache_dir=cache)
     return error.value.required_bytes
-
-
-def assert_same(outputs: Any, expected: list[Any]) -> None:
-    found = pytree.tree_leaves(outputs)
-    assert len(found) == len(expected)
-    for value, wanted in zip(found, expected, strict=True):
-        if isinstance(wanted, torch.Tensor):
-            torch.testing.assert_close(value, wanted, rtol=0, atol=1e-5)
-        else:
-            assert value == wanted
 
 
 def flat_run_bytes(compiled: gascompile.CompiledModel, inputs: Mapping[str, Any]) -> int:

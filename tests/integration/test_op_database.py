@@ -10,7 +10,6 @@ import pytest
 
 from gascompile.codegen.build import has_compiler
 from gascompile.core.config import default_cache_dir
-from tests.integration.op_database import Found, modules, tried
 
 pytestmark = pytest.mark.skipif(not has_compiler(), reason="needs a C++ compiler")
 
@@ -22,6 +21,9 @@ _SCALES = (1, 20) if _ALL else (8,)
 
 @pytest.mark.timeout(3600 if _ALL else 600)
 def test_ops_keep_their_smallest_budget() -> None:
+    # Three seconds of imports that no other test needs: not every worker comes here.
+    from tests.integration.op_database import Found, modules, tried
+
     found: list[Found] = []
     with warnings.catch_warnings():
         # Ops of the database warn of what they are about to lose.

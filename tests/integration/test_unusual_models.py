@@ -16,7 +16,8 @@ from torch.nn import functional
 import gascompile
 from gascompile.core.errors import CaptureError, InfeasiblePlanError, UnsupportedOpError
 from tests.allocator import peak_growth_bytes
-from tests.integration.test_models import assert_same, eager, smallest_budget
+from tests.integration.test_models import smallest_budget
+from tests.zoo import assert_same, eager
 
 
 class Pair(NamedTuple):

@@ -20,6 +20,8 @@ from tests import zoo
 ELSEWHERE = torch.device("cuda:0")
 NEED_CUDA = {"hubert", "mamba2", "modules", "reduced"}
 """Fake convolutions and recurrences on that device ask a build of torch that has it."""
+SLOW = {"gemma3"}
+"""Captured four times over for a list that it keeps; its ops are those of other decoders."""
 
 
 class MakesTensors(nn.Module):
@@ -103,7 +105,7 @@ def test_the_program_it_was_given_stays_as_it_is() -> None:
     assert moved.bindings == program.bindings
 
 
-@pytest.mark.parametrize("name", sorted(zoo.CASES.keys() - NEED_CUDA)[::3])
+@pytest.mark.parametrize("name", sorted(zoo.CASES.keys() - NEED_CUDA - SLOW)[::3])
 def test_models_run_on_the_new_device(name: str) -> None:
     model, kwargs = zoo.make(name)
     program = captured(model, kwargs)

@@ -6,7 +6,6 @@ that is imported anew before and after it, as by two processes that share a cach
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import os
 import sys
@@ -14,7 +13,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
@@ -24,6 +22,7 @@ from gascompile.capture.export import capture
 from gascompile.capture.fingerprint.fingerprint import module_print
 from gascompile.capture.record.dependencies import Dependencies
 from gascompile.core.errors import CaptureError
+from tests.packages import fresh
 from tests.staleness.code import EDITS, CodeEdit
 from tests.staleness.values import KINDS, WAYS, Kind, Way, sources
 
@@ -38,18 +37,6 @@ class Kept:
     key: str
     known: Dependencies | None
     why: str | None
-
-
-def fresh(folder: Path, texts: dict[str, str]) -> ModuleType:
-    """Write a package and import it as a new process would."""
-    for name in [name for name in sys.modules if name.partition(".")[0] == "pkg"]:
-        del sys.modules[name]
-    package = folder / "pkg"
-    package.mkdir(exist_ok=True)
-    for name, text in texts.items():
-        (package / name).write_text(text)
-    importlib.invalidate_caches()
-    return importlib.import_module("pkg.main")
 
 
 def eager(model: nn.Module, x: torch.Tensor) -> list[object]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib
 import logging
 import os
 import subprocess
@@ -24,6 +23,7 @@ from gascompile import compile_step
 from gascompile.bundles import plan_cache
 from gascompile.cli import app
 from gascompile.core.errors import BudgetExceededError, FormatError
+from tests.packages import fresh
 from tests.training.keeping_worker import (
     CAPTURE,
     MLP,
@@ -38,18 +38,6 @@ from tests.training.trials import MACHINE, Trial
 
 STEP = int(os.environ.get("GASCOMPILE_EDITS_STEP", "13"))
 """Every how manyth edit is tried."""
-
-
-def fresh(folder: Path, texts: dict[str, str]) -> ModuleType:
-    """Write a package and import it as a new process would."""
-    for name in [name for name in sys.modules if name.partition(".")[0] == "pkg"]:
-        del sys.modules[name]
-    package = folder / "pkg"
-    package.mkdir(exist_ok=True)
-    for name, text in texts.items():
-        (package / name).write_text(text)
-    importlib.invalidate_caches()
-    return importlib.import_module("pkg.main")
 
 
 def captures_of(patch: pytest.MonkeyPatch) -> list[object]:

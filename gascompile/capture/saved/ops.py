@@ -186,11 +186,3 @@ def _check_function(target: Target, entry: Mapping[str, Any], nodes: Any, where:
         len(args) == 2 and type(args[1]) in (int, float) and abs(args[1]) <= _MAX_EXPONENT
     ):
         grammar.refuse(where, f"an exponent is a number up to {_MAX_EXPONENT}")
-
-
-def draws(target: object) -> bool:
-    """Return whether an op draws random numbers."""
-    return (
-        isinstance(target, torch._ops.OpOverload)
-        and torch.Tag.nondeterministic_seeded in target.tags
-    )

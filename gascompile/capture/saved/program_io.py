@@ -25,7 +25,6 @@ from gascompile.capture.saved.ops import (
     FUNCTION_NAMES,
     OPS_OF_LIBRARIES,
     check_call,
-    draws,
     find_target,
 )
 from gascompile.core import serial
@@ -38,6 +37,7 @@ from gascompile.core.program import (
     Program,
     Stride,
     add_node,
+    draws,
     graph_module_of,
 )
 from gascompile.core.workload import Forms

@@ -14,7 +14,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from gascompile.core.errors import PlanMismatchError
-from gascompile.core.program import BoundSpec, InputSpec, Program
+from gascompile.core.program import BoundSpec, InputSpec, Program, draws
 from gascompile.passes.graph.bound_aliases import bound_aliases
 from gascompile.training.capture.joint import Joint
 from gascompile.training.optimizers import update_ops
@@ -321,14 +321,5 @@ def _remove_unused(graph: fx.Graph) -> None:
         target = node.target
         mutable = isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
         mutable = mutable or target is update_ops.refuse_nan
-        if not mutable and not is_random(node):
+        if not mutable and not draws(node.target):
             graph.erase_node(node)
-
-
-def is_random(node: fx.Node) -> bool:
-    """Return whether an op draws random numbers."""
-    target = node.target
-    return (
-        isinstance(target, torch._ops.OpOverload)
-        and torch.Tag.nondeterministic_seeded in target.tags
-    )

@@ -8,11 +8,12 @@ from typing import Any
 from torch import fx
 
 from gascompile.core.machine import Machine
+from gascompile.core.program import draws
 from gascompile.core.true_strides import true_strides
 from gascompile.core.workload import TensorKind, TensorSpec, Workload
 from gascompile.passes.graph.annotate import annotate
 from gascompile.training.optimizers import class_updates, coded_updates, update_ops
-from gascompile.training.planning.step_program import RANDOM, StepProgram, is_random
+from gascompile.training.planning.step_program import RANDOM, StepProgram
 
 _SCALARS_BYTES = 512
 """Results of one element, as the allocator rounds them up."""
@@ -29,7 +30,7 @@ def step_workload(program: StepProgram, machine: Machine, *, traced: bool = True
     with true_strides():
         found = annotate(program.program, machine).workload
     nodes = {node.name: node for node in program.program.op_nodes()}
-    drawing = {op.name for op in found.ops if is_random(nodes[op.name])}
+    drawing = {op.name for op in found.ops if draws(nodes[op.name].target)}
     ops = tuple(
         replace(
             op,

@@ -2,30 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.hopper import compiled_by
+
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Compile in another process, because the kernels of this one may be interpreted."""
-    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton"))}
-    environment.pop("TRITON_INTERPRET", None)
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("hopper.py"))],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=environment,
-    )
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
+def compiled(tmp_path_factory: pytest.TempPathFactory, root: Path) -> list[dict[str, Any]]:
+    cache = tmp_path_factory.mktemp("triton")
+    return compiled_by("tests.runtime.kernels.hopper", cache=cache, root=root)
 
 
 def test_all_kernels_compile(compiled: list[dict[str, Any]]) -> None:
