@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from gascompile.core.errors import Demand
+from gascompile.core.workload import TensorKind
 from gascompile.passes.model.liveness import lifetimes
 from gascompile.passes.model.problem import Problem
 

@@ -30,23 +30,19 @@ def _normalized(
     bias: torch.Tensor | None,
     mean: torch.Tensor,
     variance: torch.Tensor,
-    count: torch.Tensor | float,
+    count: torch.Tensor,
     eps: float,
 ) -> _Stats:
-    factor = 1.0 / float(count)
+    # Without values there is no count, and shapes do not depend on it.
+    factor = 1.0 if count.is_meta else 1.0 / float(count)
     found: _Stats = _aten._native_batch_norm_legit_functional.default(
         image, weight, bias, mean, variance, True, factor, eps
     )
     return found
 
 
-def _described(*given: Any) -> _Stats:
-    """Return results without values, which no count makes otherwise."""
-    return _normalized(*given[:5], 1.0, given[6])
-
-
-_library.impl("native_batch_norm_mean", _normalized, "CPU")
-_library.impl("native_batch_norm_mean", _described, "Meta")
+for _backend in ("CPU", "Meta"):
+    _library.impl("native_batch_norm_mean", _normalized, _backend)
 _normalize = torch.ops.gascompile_norms.native_batch_norm_mean.default
 
 
