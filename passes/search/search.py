@@ -39,14 +39,15 @@ _Single = tuple[Family, int] | ResidentSet | Placement
 class Effort:
     """What a search may still do: so much work, and no longer than the clock allows."""
 
-    def __init__(self, time_limit_s: float) -> None:
+    def __init__(self, time_limit_s: float, most_work: int = _MOST_WORK) -> None:
         self._deadline_s = time.perf_counter() + time_limit_s
+        self._most_work = most_work
         self.work = 0
 
     @property
     def over(self) -> bool:
         """Whether a schedule, once there is one, is not improved further."""
-        return self.work >= _MOST_WORK or time.perf_counter() > self._deadline_s
+        return self.work >= self._most_work or time.perf_counter() > self._deadline_s
 
 
 def search(
@@ -56,14 +57,16 @@ def search(
     best: Schedule | None = None,
     *,
     time_limit_s: float = math.inf,
+    most_work: int = _MOST_WORK,
 ) -> Schedule | None:
     """Return the fastest schedule of ``candidates`` whose arena is at most ``arena_bytes``.
 
     Args:
         best: a schedule to beat; returned when nothing is faster.
         time_limit_s: seconds after which a schedule, once there is one, is not improved further.
+        most_work: visits that are placed, after which it is the same.
     """
-    effort = Effort(time_limit_s)
+    effort = Effort(time_limit_s, most_work)
     fitting = [
         _numbered(number, _fitting(problem, item, arena_bytes))
         for number, item in enumerate(candidates)

@@ -7,6 +7,7 @@ weights stays with its inputs where that costs less.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -77,10 +78,8 @@ def closed(task: Problem, chosen: frozenset[int], tier: str) -> frozenset[int]:
 
 def _changed(task: Problem) -> frozenset[str]:
     """Return the tensors that several ops write: they stay where they are."""
-    written = [name for op in task.workload.ops for name in dict.fromkeys(op.writes)]
-    return (
-        frozenset(name for name in written if written.count(name) > 1) if written else frozenset()
-    )
+    writers = Counter(name for op in task.workload.ops for name in dict.fromkeys(op.writes))
+    return frozenset(name for name, count in writers.items() if count > 1)
 
 
 def _can_run(

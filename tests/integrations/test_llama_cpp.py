@@ -19,11 +19,12 @@ from gascompile.core.sizes import reserve_bytes
 from gascompile.core.steps import Offload, Prefetch, Reload
 from gascompile.core.workload import OpSpec, TensorKind, TensorSpec, Workload
 from gascompile.integrations.llama_cpp import LlamaCppPlacement, llama_cpp_plan
+from gascompile.passes.plan.make_plan import make_plan
 from tests.passes.planning import cpu_machine
 from tests.passes.planning import workload as workload_of
 from tests.passes.test_sites import SIZE, machine
 
-ROOM = reserve_bytes(SIZE)
+ROOM, PAGE = reserve_bytes(SIZE), 4096
 
 
 def language_model(num_layers: int, *, gpu_s: float = 1.0, cpu_s: float = 3.0) -> Workload:
@@ -97,6 +98,16 @@ def test_a_chain_takes_the_sum_of_its_ops(num_layers: int, ngl: int, cpu_s: floa
     where = (op.time_s[sites[op.name]] for op in plan.workload.ops)
     assert plan.certificate.predicted_s == pytest.approx(sum(where), rel=1e-3)
     assert plan.certificate.limit_s <= plan.certificate.predicted_s * (1 + 1e-9)
+
+
+@settings(max_examples=12, deadline=None)
+@given(ngl=st.integers(0, 8), cpu_s=st.floats(1, 4), link_s=st.floats(0.5, 8))
+def test_a_plan_of_our_own_is_never_slower(ngl: int, cpu_s: float, link_s: float) -> None:
+    workload, two = language_model(5, cpu_s=cpu_s), machine(link_s)
+    theirs = llama_cpp_plan(LlamaCppPlacement.of(ngl), workload, two)
+    budget = Budget(gpu=theirs.peak_bytes["gpu"] + PAGE)
+    ours = make_plan(workload, two, budget, fingerprint={}, time_limit_s=1)
+    assert ours.certificate.predicted_s <= theirs.certificate.predicted_s * 1.001
 
 
 def test_what_cannot_be_is_refused() -> None:
