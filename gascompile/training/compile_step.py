@@ -18,7 +18,7 @@ from gascompile.machines.resolve import resolve_machine
 from gascompile.runtime.memory.host_slots import FILE
 from gascompile.runtime.memory.pinned import HOST
 from gascompile.runtime.transfer.engine import read_blocks
-from gascompile.training.capture.requirements import require_followed
+from gascompile.training.capture.requirements import prepared, require_followed
 from gascompile.training.capture.traced_loss import LossFunction
 from gascompile.training.optimizers.optimizers import SUPPORTED, StateForm, require_rule
 from gascompile.training.optimizers.unplanned import require_step
@@ -57,7 +57,8 @@ def compile_step(
         model: any module whose loss can be traced; its parameters are taken over until ``close``.
         loss_fn: ``loss_fn(model, batch)`` returns a scalar tensor.
         optimizer: one with planned updates (see docs/training.md) over the model's parameters, or any with
-            ``unplanned_optimizer``. Its ``param_groups`` are read at every step, so schedulers work as always.
+            ``unplanned_optimizer``; also as accelerate has prepared it. Its ``param_groups`` are read at every step,
+            so schedulers work as always.
         budget: memory the step may take in the tier that computes (``"2GiB"``, bytes), or a ``Budget``.
         example_batch: any pytree; planned for now. Without it, at the first call.
         checkpoint: .safetensors file, sharded or Hugging Face directory that holds the model's weights; the model
@@ -112,6 +113,7 @@ def compile_step(
         unplanned=unplanned_optimizer,
         on_exceed=on_exceed,
     )
+    optimizer = prepared(optimizer)
     if unplanned_optimizer:
         require_step(optimizer)
     else:

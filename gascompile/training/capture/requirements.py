@@ -28,6 +28,25 @@ _SHARED = (
 _ONE_PROCESS = "a planned step averages nothing between processes or devices; train in one process"
 
 
+def prepared(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Return the optimizer that accelerate's ``prepare`` has wrapped, or the same one.
+
+    Raises:
+        UnsupportedOpError: its wrapper scales losses, which planned steps do not.
+    """
+    kind = type(optimizer)
+    if (kind.__module__, kind.__qualname__) != ("accelerate.optimizer", "AcceleratedOptimizer"):
+        return optimizer
+    wrapper: Any = optimizer
+    if wrapper.scaler is not None:
+        raise UnsupportedOpError(
+            "accelerate has made the optimizer for losses that it scales (fp16), which planned steps do not; use "
+            "Accelerator(mixed_precision='bf16')"
+        )
+    own: torch.optim.Optimizer = wrapper.optimizer
+    return own
+
+
 def require_followed(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Refuse what a step of ``model`` and ``optimizer`` would leave out or cannot trace.
 
