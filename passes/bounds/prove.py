@@ -17,11 +17,19 @@ _QUICK_SOLVED = 200
 """Programs of ``occupancy`` that are solved before there is a plan."""
 
 
-def prove(problem: Problem, predicted_s: float, *, time_limit_s: float, mip_gap: float) -> Proof:
+def prove(
+    problem: Problem,
+    predicted_s: float,
+    *,
+    time_limit_s: float,
+    mip_gap: float,
+    relaxed_s: float = 0.0,
+) -> Proof:
     """Return the best bound that the solver finds in ``time_limit_s``, stopping when it is good enough.
 
     Args:
         predicted_s: time of the plan at hand; a bound within ``mip_gap`` of it needs no improving.
+        relaxed_s: the relaxation's bound where it is known; it is not solved again.
     """
     deadline_s = time.perf_counter() + time_limit_s
     limit_s, binding = _limit(problem)
@@ -43,6 +51,8 @@ def prove(problem: Problem, predicted_s: float, *, time_limit_s: float, mip_gap:
             )
         elif method == "integral" and len(problem.weights) >= MANY_WEIGHTS:
             break
+        elif method == "relaxed" and relaxed_s:
+            found_s = relaxed_s
         else:
             found = place(
                 problem,

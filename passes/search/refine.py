@@ -31,8 +31,8 @@ _LARGE_GAP = 0.01
 
 def refine(
     problem: Problem, least_arena_bytes: int, best: Schedule | None, *, time_limit_s: float
-) -> Schedule | None:
-    """Return the faster of ``best`` and the solver's schedules.
+) -> tuple[Schedule | None, float]:
+    """Return the faster of ``best`` and the solver's schedules, and the relaxation's bound where it was solved whole.
 
     Args:
         least_arena_bytes: the smallest arena of any plan; the ladder starts here.
@@ -40,7 +40,7 @@ def refine(
         time_limit_s: seconds for all solves together.
     """
     if not problem.links:
-        return best
+        return best, 0.0
     deadline_s = time.perf_counter() + time_limit_s
     if len(problem.weights) >= MANY_WEIGHTS:
         return _refine_large(problem, best, deadline_s)
@@ -59,11 +59,13 @@ def refine(
             best,
             time_limit_s=deadline_s - time.perf_counter(),
         )
-    return best
+    return best, 0.0
 
 
-def _refine_large(problem: Problem, best: Schedule | None, deadline_s: float) -> Schedule | None:
-    """Return the faster of ``best`` and what the relaxation's order of residents gives.
+def _refine_large(
+    problem: Problem, best: Schedule | None, deadline_s: float
+) -> tuple[Schedule | None, float]:
+    """Return the faster of ``best`` and what the relaxation's order of residents gives, and its bound.
 
     It is solved only where ``best`` is far from what a much quicker program proves.
     """
@@ -79,15 +81,15 @@ def _refine_large(problem: Problem, best: Schedule | None, deadline_s: float) ->
             occupancy(problem, arena_bytes, enough_s=enough_s, time_limit_s=left_s()),
         )
         if limit_s >= enough_s or left_s() == 0:
-            return best
+            return best, 0.0
     relaxation = place(
         problem, arena_bytes, time_limit_s=left_s(), mip_gap=_CANDIDATE_GAP, relaxed=True
     )
+    known_s = 0.0 if relaxation.timed_out else relaxation.bound_s
     if best is not None and not relaxation.order:
-        return best
-    return search(
-        problem, [Family("ilp", relaxation.order)], arena_bytes, best, time_limit_s=left_s()
-    )
+        return best, known_s
+    family = Family("ilp", relaxation.order)
+    return search(problem, [family], arena_bytes, best, time_limit_s=left_s()), known_s
 
 
 def _ladder(problem: Problem, least_arena_bytes: int) -> list[int]:

@@ -79,8 +79,10 @@ def stream(
     """
 
     def solve(task: Problem) -> Solution:
-        found = pin(task, pinned) if pinned else _choose(task, strategy, left_s, notes)
-        proof = _prove(task, found.seconds, left_s(), mip_gap, notes)
+        found, relaxed_s = (
+            (pin(task, pinned), 0.0) if pinned else _choose(task, strategy, left_s, notes)
+        )
+        proof = _prove(task, found.seconds, left_s(), mip_gap, notes, relaxed_s)
         return Solution(task=task, schedule=found, proof=proof)
 
     candidates = (
@@ -216,31 +218,38 @@ def _keeps_budget(task: Problem, found: SitedSchedule) -> bool:
 
 def _choose(
     task: Problem, strategy: str | None, left_s: Callable[[], float], notes: list[str]
-) -> Schedule:
-    """Return the best schedule of one strategy, or of all of them."""
+) -> tuple[Schedule, float]:
+    """Return the best schedule of one strategy, or of all of them, and what the relaxation showed on the way."""
     least_arena_bytes = feasible(task).arena_bytes
     found: Schedule | None = None
+    relaxed_s = 0.0
     if strategy == "ilp":
-        found = refine(task, least_arena_bytes, None, time_limit_s=left_s())
+        found, relaxed_s = refine(task, least_arena_bytes, None, time_limit_s=left_s())
     elif strategy is not None:
         found = _as_peer(task, strategy)
     # A forced strategy may have nothing that fits a budget which others keep.
     found = found or search(task, strategies(task), task.arena_limit_bytes, time_limit_s=left_s())
     if strategy is None:
         try:
-            found = refine(task, least_arena_bytes, found, time_limit_s=left_s())
+            found, relaxed_s = refine(task, least_arena_bytes, found, time_limit_s=left_s())
         except SolverError as error:
             notes.append(f"planned without the integer program: {error}")
     assert found is not None, "a feasible problem has a schedule"
-    return found
+    return found, relaxed_s
 
 
 def _prove(
-    task: Problem, predicted_s: float, time_limit_s: float, mip_gap: float, notes: list[str]
+    task: Problem,
+    predicted_s: float,
+    time_limit_s: float,
+    mip_gap: float,
+    notes: list[str],
+    relaxed_s: float,
 ) -> Proof:
     """Return the solver's bound, or the physical limit alone where the solver fails."""
     try:
-        return prove(task, predicted_s, time_limit_s=time_limit_s, mip_gap=mip_gap)
+        limits = {"time_limit_s": time_limit_s, "mip_gap": mip_gap}
+        return prove(task, predicted_s, **limits, relaxed_s=relaxed_s)
     except SolverError as error:
         notes.append(f"the lower bound is the physical limit alone: {error}")
         return prove(task, 0.0, time_limit_s=time_limit_s, mip_gap=mip_gap)
