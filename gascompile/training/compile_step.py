@@ -48,6 +48,7 @@ def compile_step(
     on_exceed: str = "error",
     fuse: str = "off",
     fuse_runs: float = 1000.0,
+    graphs: str = "off",
     time_limit_s: float = 20.0,
     mip_gap: float = 0.01,
 ) -> TrainingStep:
@@ -87,6 +88,8 @@ def compile_step(
             that ``on_nan="locate"`` looks at are not fused.
         fuse_runs: compiling kernels may take as long as they are predicted to save in so many steps. Infinity
             fuses whatever gains anything.
+        graphs: ``"auto"`` gives a GPU the ops between two moves in one call, as CUDA graphs, where the budget has room
+            for what these keep.
         time_limit_s: wall clock for the solver.
         mip_gap: relative gap at which the solver may stop.
 
@@ -125,6 +128,7 @@ def compile_step(
         mip_gap=mip_gap,
         fuse=fuse if on_nan != "locate" else "off",
         fuse_runs=fuse_runs,
+        graphs=graphs,
         **options,
     )
     saved = SavedPlans(Path(plan)) if plan is not None else None

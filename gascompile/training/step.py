@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -25,7 +26,7 @@ from gascompile.core.errors import (
 from gascompile.core.kernels import FusedReport
 from gascompile.core.machine import Machine
 from gascompile.core.plan import Plan
-from gascompile.core.reports import RunReport
+from gascompile.core.reports import GraphReport, RunReport
 from gascompile.machines.run_within_budget import planned_again
 from gascompile.runtime.memory.pages import Pages
 from gascompile.runtime.run.recording import Recording
@@ -102,6 +103,11 @@ class TrainingStep:
         return next((unit.fused for unit in self._units if unit.plan is self.plan), None)
 
     @property
+    def graphs(self) -> GraphReport | None:
+        """How many ops of ``plan`` run in how many CUDA graphs, or why none does; ``None`` where none can be."""
+        return next((u.executor.graph_report for u in self._units if u.plan is self.plan), None)
+
+    @property
     def _states(self) -> States | None:
         return self._holdings.states
 
@@ -128,7 +134,7 @@ class TrainingStep:
         unit, states, loss = self._run_within_budget(batch, trains=True, updates=updates)
         states.pending |= unit.program.gradients
         if updates and self._settings.unplanned:
-            self._update_unplanned(states, unit)
+            self._holdings.change(unit, partial(update, states, self._settings.max_grad_norm))
         states.num_batches = 0 if updates else states.num_batches + 1
         self.plan, self.graph_module = unit.plan, unit.graph_module
         if updates:
@@ -139,15 +145,6 @@ class TrainingStep:
             self.optimizer._opt_called = True  # type: ignore[attr-defined]
         self._holdings.unfinished.end()
         return loss
-
-    def _update_unplanned(self, states: States, unit: Unit) -> None:
-        self._holdings.settle(unit)
-        self._holdings.unfinished.changes()
-        try:
-            update(states, self._settings.max_grad_norm)
-        except BaseException as error:
-            self._holdings.failed_by(error)
-            raise
 
     def eval(self, batch: Any) -> torch.Tensor:
         """Return the loss in evaluation mode, without an update, under the same budget.

@@ -171,7 +171,7 @@ class UnitMaker:
             graph_module,
             plan,
             fused=fusion.segments if fusion is not None else (),
-            graphs=False,
+            graphs=self._config.graphs == "auto",
             counter=allocation_counter(self._config.cache_dir) if self._in_ram else None,
             on_exceed=self._settings.on_exceed,
             on_host=[spec.name for spec in program.program.inputs[-program.num_groups :]],

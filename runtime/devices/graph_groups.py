@@ -113,6 +113,20 @@ def more_bytes(parts: Sequence[Group | Step], sizes: Mapping[int, int]) -> int:
     return 2 * copied_bytes + kept_bytes + max(longer, default=0)
 
 
+def pool_bytes(parts: Sequence[Group | Step], sizes: Mapping[int, int]) -> int:
+    """Return the most that graphs of ``parts`` take for what their steps make, by ``sizes`` of results by slot."""
+    alive: dict[int, int] = {}
+    peak_bytes = 0
+    for group in (part for part in parts if isinstance(part, Group)):
+        for step in group.steps:
+            alive[step.result] = sizes.get(step.result, 0)
+            peak_bytes = max(peak_bytes, sum(alive.values()))
+            for slot in step.frees:
+                if slot not in group.exits:
+                    alive.pop(slot, None)
+    return peak_bytes
+
+
 def _leave(slots: Sequence[int], made_in: Mapping[int, Group]) -> None:
     for slot in slots:
         group = made_in.get(slot)

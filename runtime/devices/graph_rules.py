@@ -26,6 +26,7 @@ RANDOM: Final = "it draws random numbers"
 FOREIGN: Final = "it is no op of torch's or GASCompile's own"
 MASK: Final = "it selects with a mask, whose elements are counted on the host"
 ELSEWHERE: Final = "it reads or makes a tensor outside of the device's memory"
+MOVES: Final = "it touches a value whose memory comes and goes, or that outlives runs and changes"
 WAITS: Final = "its kernels wait for the device"
 UNKNOWN: Final = "nobody says that it can be captured"
 

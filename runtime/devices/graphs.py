@@ -13,7 +13,7 @@ each group of such steps and replays it at once; later ones replay. All graphs s
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,7 +25,13 @@ from gascompile.core.errors import PlanMismatchError
 from gascompile.core.plan import Plan
 from gascompile.core.reports import GraphReport
 from gascompile.core.sizes import format_size
-from gascompile.runtime.devices.graph_groups import Group, divide, interpret, more_bytes
+from gascompile.runtime.devices.graph_groups import (
+    Group,
+    divide,
+    interpret,
+    more_bytes,
+    pool_bytes,
+)
 from gascompile.runtime.devices.graph_replay import Entries, Replay
 from gascompile.runtime.devices.graph_rules import tensors_in, value_reason
 from gascompile.runtime.protocols import Graphs
@@ -59,11 +65,14 @@ class GraphRuns:
     ``begin`` comes before a run; ``done`` after it or, where it was not completed, ``undone``.
     """
 
-    def __init__(self, session: Session, plan: Plan, schedule: Schedule) -> None:
+    def __init__(
+        self, session: Session, plan: Plan, schedule: Schedule, on_host: Collection[str] = ()
+    ) -> None:
+        """Capture nothing yet; inputs ``on_host`` stay where they are."""
         self._session = session
         self._device = session.device
         self._plan = plan
-        self._plain = schedule
+        self._plain, self._on_host = schedule, frozenset(on_host)
         self._mode = _OP_BY_OP
         self._reason = _NOT_YET
         self._at_hand: tuple[Signature, list[tuple[torch.Tensor, int]]] = ((), [])
@@ -76,6 +85,8 @@ class GraphRuns:
         self._replays: dict[int, Replay] = {}
         self._parts: list[Group | Step] = []
         self._captured: _Captured | None = None
+        self._addresses: list[tuple[torch.Tensor, int]] = []
+        """Where a store has what graphs read: others that share it may move that."""
         self._checks = 0
         session.sharers.add(self)
 
@@ -111,6 +122,8 @@ class GraphRuns:
     def begin(self, inputs: Sequence[Value]) -> Schedule:
         """Return the steps that the run of ``inputs`` takes."""
         signature, self._mode = _signature(inputs), _OP_BY_OP
+        if any(tensor.data_ptr() != address for tensor, address in self._addresses):
+            self._drop()
         is_same = self._captured is not None and self._captured.signature == signature
         make_room(self._session, self._plan, but=self if is_same else None)
         self._at_hand = (signature, [(x, _version(x)) for x in tensors_in(inputs)])
@@ -132,9 +145,9 @@ class GraphRuns:
             return None
         assert self._entries is not None, "a capture has begun"
         taken_bytes = 0
-        for (_, slot), value in zip(self._plain.inputs, inputs, strict=True):
+        for (name, slot), value in zip(self._plain.inputs, inputs, strict=True):
             values[slot] = value
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, torch.Tensor) and name not in self._on_host:
                 values[slot] = self._entries.input(slot, value)
                 taken_bytes += value.nbytes
         return taken_bytes
@@ -192,7 +205,12 @@ class GraphRuns:
         here = self._device.torch_device.type
         more = sum(x.nbytes for x, _ in inputs if x.device.type == here)
         more += sum(self._sizes.get(slot, 0) for slot in set(self._plain.outputs))
-        more += more_bytes(divide(self._plain, self._refused), self._sizes)
+        parts = divide(self._plain, self._refused)
+        more += more_bytes(parts, self._sizes)
+        if self._session.store is not None:
+            # What moves has its peak at another time than what graphs keep throughout.
+            more += pool_bytes(parts, self._sizes)
+            more += max((op.workspace_bytes for op in self._plan.workload.ops), default=0)
         # Graphs may keep at once what ops have one after the other, for which the plan's own peak is the bound.
         planned = self._plan.peak_bytes.get(self._plan.machine.compute_tier, 0)
         self._keep_budget(more, "with graphs a run would take", least_bytes=planned)
@@ -270,6 +288,10 @@ class GraphRuns:
             num_graphs=len(groups),
             num_ops=sum(group.num_ops for group in groups),
         )
+        if self._session.store is not None:
+            read = {slot for group in groups for step in group.steps for slot in step.trait.reads}
+            found = tensors_in([self._plain.slots[slot] for slot in sorted(read)])
+            self._addresses = [(tensor, tensor.data_ptr()) for tensor in found]
 
     def _replay(self, i: int, values: list[Value]) -> None:
         try:
@@ -305,7 +327,8 @@ class GraphRuns:
             )
 
     def _drop(self) -> None:
-        self._captured, self._entries = None, None
+        self._captured, self._entries, self._addresses = None, None, []
+        self._mode = _OP_BY_OP
         self._replays = {}
         if self._graphs is not None:
             self._graphs.close()

@@ -101,7 +101,7 @@ class Executor:
         )
         is_wanted = graphs and not paranoid and not self._schedule.site
         is_wanted = is_wanted and session.device.graphs() is not None
-        self._graphs = GraphRuns(session, plan, self._schedule) if is_wanted else None
+        self._graphs = GraphRuns(session, plan, self._schedule, on_host) if is_wanted else None
         self._counted: CountedRuns | None = None
         if counter is not None and session.device.torch_device.type == "cpu":
             is_random = any(draws(node.target) for node in graph_module.graph.nodes)
@@ -195,6 +195,7 @@ class Executor:
         self, inputs: tuple[Any, ...], warm: bool, of: tuple[Schedule, Recording] | None
     ) -> tuple[Any, ...]:
         if of is not None:
+            make_room(self._session, self._plan)
             return self._run(of[0], inputs, warm=warm, recording=of[1])
         if self._graphs is None:
             make_room(self._session, self._plan)

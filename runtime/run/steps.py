@@ -27,6 +27,7 @@ from gascompile.runtime.run.calls import (
     with_keywords,
 )
 from gascompile.runtime.run.meter import Meter, fused_meter, make_meters, make_site_meters, op_of
+from gascompile.runtime.run.moving import moving, steady
 from gascompile.runtime.run.schedule import (
     Gather,
     Schedule,
@@ -89,6 +90,7 @@ class _Builder:
         self._sizes = {tensor.name: tensor.size_bytes for tensor in plan.workload.tensors}
         self._store: Mapping[str, int] = session.store.sizes if session.store is not None else {}
         self._dues = [due for _, due in due_ops(plan)]
+        self._moving = moving(graph_module.graph, plan, self._store)
         self._awaited: set[str] = set()
         self._next_op = 0
         self._returned = set(graph_module.graph.output_node().all_input_nodes)
@@ -263,7 +265,8 @@ class _Builder:
         if num_ops and self._session.store is not None:
             function = self._before(node, op, planned, function, is_first=not is_again)
         slot = self._slot(node)
-        frees, trait = self._freed(node, slot), trait_of(node, self._reads(node), num_ops)
+        trait = steady((node,), trait_of(node, self._reads(node), num_ops), self._moving)
+        frees = self._freed(node, slot)
         self._steps.append(Step(function, gather, slot, meter, frees, op, trait, planned))
 
     def _meter(self, planned: int) -> Meter | None:
@@ -332,13 +335,13 @@ class _Builder:
         made = self._slot(outputs[0] if len(outputs) == 1 else None)
         reads = tuple(self._slot_of[named[name]] for name in segment.inputs)
         trait = Trait(reads, "", name=segment.ops[-1], num_ops=len(ops))
+        trait = steady(ops, trait, self._moving)
         self._steps.append(Step(function, gather, made, meter, (), first, trait, planned))
-        freed = {made} if len(outputs) > 1 else set()
+        freed, host = {made} if len(outputs) > 1 else set(), trait.host
         for i, node in enumerate(outputs if len(outputs) > 1 else ()):
-            trait, slot = Trait((made,), "", launches=False), self._slot(node)
-            self._steps.append(
-                Step(operator.itemgetter(i), only(made), slot, None, (), first, trait)
-            )
+            part, slot = operator.itemgetter(i), self._slot(node)
+            trait = Trait((made,), host, launches=False)
+            self._steps.append(Step(part, only(made), slot, None, (), first, trait))
         for name in segment.views_after:
             self._view(named[name], first)
         for node in ops:
@@ -349,6 +352,7 @@ class _Builder:
         """Take a view of a segment's inputs or outputs."""
         function, gather = self._prepare(node, op)
         slot, trait = self._slot(node), trait_of(node, self._reads(node))
+        trait = steady((node,), trait, self._moving)
         self._steps.append(Step(function, gather, slot, None, (), op, trait))
         if node in self._returned:
             self._detach(slot)
@@ -357,12 +361,8 @@ class _Builder:
         """Before the first op that reads a resident weight, wait for it to be loaded."""
         for argument in node.all_input_nodes:
             name = argument.args[1] if argument.target is moves.resident else None
-            if (
-                not isinstance(name, str)
-                or name in self._session.kept.tensors
-                or name in self._store
-                or name in self._awaited
-            ):
+            known = (self._session.kept.tensors, self._store, self._awaited)
+            if not isinstance(name, str) or any(name in names for names in known):
                 continue
             self._awaited.add(name)
             call: Callable[..., Value] = partial(self._mover.resident_at, self._next_op, name)

@@ -77,6 +77,16 @@ class Holdings:
             self.failure = str(error)
             raise
 
+    def change(self, unit: Unit, function: Callable[[], object]) -> None:
+        """Let ``function`` change values after a run of ``unit``; where it fails, they are half changed."""
+        self.settle(unit)
+        self.unfinished.changes()
+        try:
+            function()
+        except BaseException as error:
+            self.failed_by(error)
+            raise
+
     def failed_by(self, error: BaseException) -> None:
         """Note what ended a step after which values may be half updated."""
         self.failure = traceback.format_exception_only(error)[-1].strip()
