@@ -162,6 +162,8 @@ class Executor:
         self.mover.close()
         if self._session.memory is not None:
             self._session.memory.end()
+        if self._graphs is not None:
+            self._graphs.give_back()
         # Constants of the steps are tensors that others may want to be gone.
         self._schedule = self._metered = replace(self._schedule, steps=(), slots=())
 
@@ -194,12 +196,10 @@ class Executor:
     def _run_alone(
         self, inputs: tuple[Any, ...], warm: bool, of: tuple[Schedule, Recording] | None
     ) -> tuple[Any, ...]:
-        if of is not None:
+        if of is not None or self._graphs is None:
             make_room(self._session, self._plan)
-            return self._run(of[0], inputs, warm=warm, recording=of[1])
-        if self._graphs is None:
-            make_room(self._session, self._plan)
-            return self._run(self._schedule, inputs, warm=warm)
+            schedule, recording = of or (self._schedule, None)
+            return self._run(schedule, inputs, warm=warm, recording=recording)
         try:
             outputs = self._run(self._graphs.begin(inputs), inputs, warm=warm)
             self._graphs.done(self.mover.live.peak_bytes)
