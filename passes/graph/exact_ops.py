@@ -39,8 +39,10 @@ def is_exact(node: fx.Node) -> bool:
         return False
     packet, made = target.overloadpacket, node.meta["val"].dtype
     read = {a.meta["val"].dtype for a in node.all_input_nodes if "val" in a.meta}
-    if packet in _CASTS | _COPIES:
-        return True
+    if packet in _CASTS:
+        return _casts_exactly(read, made)
+    if packet in _COPIES:
+        return read == {made} or (not read and made in _DTYPES)
     if packet not in _ARITHMETIC | _CHOICES or not {made, *read} <= _DTYPES:
         return False
     if node.kwargs.get("alpha", 1) != 1 or (packet is _aten.rsub and len(node.args) > 2):
@@ -50,4 +52,17 @@ def is_exact(node: fx.Node) -> bool:
     if packet is _aten.pow:
         return target is _aten.pow.Tensor_Scalar and node.args[1] in _POWERS
     # Without promotion, whose place is nobody's either; what chooses is of another type than what is chosen.
-    return len(read - {torch.bool}) <= 1 and (packet in _CHOICES or read == {made})
+    numbers = read - {torch.bool}
+    is_promoted = any(isinstance(x, float) for x in (*node.args, *node.kwargs.values())) and any(
+        not dtype.is_floating_point for dtype in numbers
+    )
+    if packet in _CHOICES:
+        return len(numbers) <= 1 and made in {torch.bool, *read} and not is_promoted
+    return read == {made} and not is_promoted
+
+
+def _casts_exactly(read: set[torch.dtype], made: torch.dtype) -> bool:
+    """Return whether there is one right result: not for a number that is too large for an integer, or rounded twice."""
+    if not made.is_floating_point:
+        return made is torch.bool or not any(dtype.is_floating_point for dtype in read)
+    return made in _DTYPES or read <= {torch.float32, made}

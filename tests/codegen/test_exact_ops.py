@@ -136,8 +136,27 @@ def test_kernels_have_torchs_bits_whatever_torch_computes_with(tmp_path: Path) -
         lambda x, y, z: torch.div(x, y, rounding_mode="floor"),
         lambda x, y, z: x + y.double(),
         lambda x, y, z: x.bfloat16() + 1,
+        lambda x, y, z: x.long(),
+        lambda x, y, z: x.double().bfloat16(),
+        lambda x, y, z: torch.arange(3) > 0.5,
+        lambda x, y, z: torch.full_like(x, 0.1, dtype=torch.float64),
     ],
-    ids=["alpha", "sqrt", "tanh", "pow", "power", "addcmul", "sum", "floor", "promoted", "short"],
+    ids=[
+        "alpha",
+        "sqrt",
+        "tanh",
+        "pow",
+        "power",
+        "addcmul",
+        "sum",
+        "floor",
+        "promoted",
+        "short",
+        "integer",
+        "twice",
+        "compared",
+        "constant",
+    ],
 )
 def test_what_may_round_otherwise_is_left_alone(function: Callable[..., Any]) -> None:
     nodes = [node for node in traced(function).graph.nodes if node.op == "call_function"]
