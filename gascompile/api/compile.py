@@ -87,6 +87,10 @@ class Job:
         """Return the job of the same model and budget for ranges of sizes."""
         return replace(self, dynamic_shapes=dynamic_shapes)
 
+    def leaving(self, taken_bytes: int) -> Job:
+        """Return the job of the same model with so much of the budget for others."""
+        return replace(self, reserved_bytes=self.reserved_bytes + taken_bytes)
+
     @property
     def limit_bytes(self) -> int:
         """Bytes that the budget allows in the tier that computes."""

@@ -5,27 +5,28 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch import nn
 from torch.utils import _pytree as pytree
 
 from gascompile.api.given_forward import GivenForward
 from gascompile.api.guards import Parameters, refuse, require_no_gradients
 from gascompile.api.matching import Misfit, advice
-from gascompile.api.moved_states import has_taken_states, open_session
+from gascompile.api.moved_states import has_taken_states
+from gascompile.api.open_units import OpenUnits
+from gascompile.api.planning import Args, Kwargs, Planning
 from gascompile.api.ranges import Ranges
 from gascompile.api.shared_budget import SharedBudget
 from gascompile.api.unit import Unit
 from gascompile.bundles.bundle import content_stamp, require_unchanged, write_bundle
 from gascompile.bundles.files import Weights
-from gascompile.capture.calls import Call, RangedCall, copies
+from gascompile.capture.calls import Call, copies
 from gascompile.capture.saved.call_types import unflatten
-from gascompile.codegen.allocator_library import allocation_counter
 from gascompile.core.config import default_cache_dir
 from gascompile.core.errors import (
     CaptureError,
@@ -33,66 +34,25 @@ from gascompile.core.errors import (
     PlanMismatchError,
     UnsupportedOpError,
 )
-from gascompile.core.machine import Machine
 from gascompile.core.model_libraries import register_pytrees
-from gascompile.core.progress import LoadingBar, task
+from gascompile.core.progress import task
 from gascompile.core.waiting import Turn
 from gascompile.machines.admission import device_of
 from gascompile.machines.run_within_budget import run_within_budget
-from gascompile.runtime.memory.lasting import moves_lasting
 from gascompile.runtime.run.executor import Executor
 from gascompile.runtime.run.session import Session
 from gascompile.weights.store import is_spilled
 
 if TYPE_CHECKING:
     from gascompile.precision.report import MeasuredError
-    from gascompile.weights.checkpoint import Checkpoint
 
 _log = logging.getLogger(__name__)
 
 MOST_PLANS = 16
 """That a model has at a time; others stay in the cache on disk."""
-Args = tuple[Any, ...]
-Kwargs = Mapping[str, Any]
-
-
-class Planning(Protocol):
-    """Makes the plans of a model; a ``Job``."""
-
-    @property
-    def model(self) -> nn.Module:
-        """What plans are made of."""
-        ...
-
-    @property
-    def machine(self) -> Machine:
-        """What they are made for."""
-        ...
-
-    def prepare(self, args: Args, kwargs: Kwargs, /) -> Unit:
-        """Return the plan for one input signature."""
-        ...
-
-    @property
-    def dynamic_shapes(self) -> Any:
-        """What the user said of sizes; ``None`` for nothing, ``False`` for one plan per size."""
-        ...
-
-    def ranged(self, dynamic_shapes: Any, /) -> Planning:
-        """Return the same for ranges of sizes."""
-        ...
-
-    def without_loss(self) -> Planning:
-        """Return the same for weights as they are stored."""
-        ...
-
-    def planned_again(self, unit: Unit, /) -> Unit:
-        """Return a plan with what runs have taught about the memory of ops."""
-        ...
-
-    def open_checkpoint(self) -> Checkpoint | None:
-        """Read the checkpoint's headers, under the names that the model uses."""
-        ...
+Made = TypeVar("Made")
+Together = tuple[int, tuple[Unit, ...]]
+"""Plans that share an arena, and which of several lists of calls they are for."""
 
 
 class Runner:
@@ -133,21 +93,17 @@ class Runner:
         self._given_forward = GivenForward(planning.model) if planning is not None else None
         self._values = Parameters(planning.model) if planning is not None else None
         self._cache_dir = cache_dir or default_cache_dir()
-        self._on_exceed = on_exceed
-        self._active: Unit | None = None
-        self.session: Session | None = None
-        self.executor: Executor | None = None
-        self._bar: LoadingBar | None = None
+        self._open = OpenUnits(self._cache_dir, on_exceed=on_exceed, from_file=planning is None)
         self._last: Unit | None = units[0] if units else None
         if units:
             self._activate(units[0])
 
-    def call(self, args: Args, kwargs: Kwargs, ranged: RangedCall | None = None) -> Any:
+    def call(self, args: Args, kwargs: Kwargs, taken_bytes: int = 0) -> Any:
         """Run the model; raises as ``CompiledModel.forward`` does.
 
-        ``ranged`` is what a plan is made from, if this call needs one.
+        ``taken_bytes`` of the budget are left free by a plan that is made for this call.
         """
-        call = Call.of(self.positional, args, kwargs, ranged)
+        call = Call.of(self.positional, args, kwargs, taken_bytes)
 
         def run() -> Any:
             unit = self._unit_for(call)
@@ -162,10 +118,10 @@ class Runner:
 
     def _run(self, unit: Unit, leaves: list[Any]) -> tuple[Any, ...]:
         i, self._last = self.units.index(unit), unit
-        start, again = self._activate, self.planning.planned_again if self.planning else None
+        start, again = self._activate, self._planned_again if self.planning else None
         unit, outputs = run_within_budget(unit, leaves, start, again, self._cache_dir)
         self.units[i] = self._last = unit
-        executor = self.executor
+        executor = self._open.executor
         assert executor is not None, "it has just run"
         unit.last_run, unit.graph_report = executor.last_run, executor.graph_report
         return outputs
@@ -196,9 +152,18 @@ class Runner:
             found, wanted = self._turn.take(both)
         return output_error(found, wanted)
 
+    def _planned_again(self, unit: Unit) -> Unit:
+        """Return a plan with what runs have taught about the memory of ops; all that share an arena are made again."""
+        assert self.planning is not None
+        if unit.again is None:
+            return self.planning.planned_again(unit)
+        new = dict(zip(unit.beside, self._planned(self.planning, unit.again), strict=True))
+        self.units = [new.get(of, of) for of in self.units]
+        return new[unit]
+
     def _run_unchanged(self, unit: Unit, leaves: list[Any]) -> Any:
         """Run a plan once in a session of its own; what this changes is as before."""
-        self._close_session()
+        self._open.close()
         before = {name: tensor.detach().clone() for name, tensor in unit.bundle.held.items()}
         on_host = device_of(unit.bundle.plan.machine).type == "cpu"
         try:
@@ -206,7 +171,7 @@ class Runner:
                 outputs = self._activate(unit).run(*unit.given(copies(leaves))[0])
             found = pytree.tree_map_only(torch.Tensor, torch.Tensor.clone, outputs)
         finally:
-            self._close_session()
+            self._open.close()
             for name, tensor in unit.bundle.held.items():
                 tensor.detach().copy_(before[name])
         return unflatten(found, unit.out_spec)
@@ -216,8 +181,8 @@ class Runner:
         self._turn.take(self._pull_states)
 
     def _pull_states(self) -> None:
-        if self.session is not None:
-            self.session.pull_states()
+        if self._open.session is not None:
+            self._open.session.pull_states()
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """See ``CompiledModel.save``."""
@@ -243,17 +208,12 @@ class Runner:
 
     def close(self) -> None:
         """Free the arena and close the weight files."""
-        self._turn.take(self._close_session)
+        self._turn.take(self._open.close)
 
-    def _close_session(self) -> None:
-        self.executor = None
-        if self.session is not None:
-            self.session.close()
-            self.session = None
-        if self._bar is not None:
-            self._bar.close()
-            self._bar = None
-        self._active = None
+    @property
+    def session(self) -> Session | None:
+        """The memory of the plan in use."""
+        return self._open.session
 
     def current(self) -> Unit:
         """Return the plan of the latest call, or of the example inputs before any call."""
@@ -264,30 +224,12 @@ class Runner:
         return self._last
 
     def _activate(self, unit: Unit) -> Executor:
-        # A child of a fork opens a session of its own.
-        is_open = self.session is not None and self.session.is_open
-        if self._active is unit and self.executor is not None and is_open:
-            return self.executor
+        if self._open.has(unit):
+            return self._open.use(unit)
         self.close()
         if self._shared is not None:
             self._shared.give_way(self)
-        early, unit.early = unit.early, None
-        self._bar = LoadingBar("Loading resident weights")
-        bundle = unit.bundle
-        self.session = open_session(bundle, self._cache_dir, early=early, progress=self._bar)
-        fused = unit.fusion.segments if unit.fusion is not None else ()
-        self.executor = Executor(
-            self.session,
-            unit.graph_module,
-            unit.bundle.plan,
-            fused=fused,
-            graphs=unit.graphs == "auto" and not moves_lasting(bundle.plan),
-            counter=allocation_counter(self._cache_dir),
-            on_exceed=self._on_exceed,
-            from_file=self.planning is None,
-        )
-        self._active = unit
-        return self.executor
+        return self._open.open(unit)
 
     def _unit_for(self, call: Call) -> Unit:
         if self._is_planning:
@@ -295,14 +237,19 @@ class Runner:
                 "the model that it was made from calls it while that is captured, by an attribute or a hook set since",
                 "Take that away, or compile a part of the model that does not lead back to it",
             )
-        if self._given_forward is None:
-            return self._matching(call)
-        with self._given_forward.beside(self):
+        with self._beside():
             return self._matching(call)
 
+    def _beside(self) -> AbstractContextManager[None]:
+        """Have the model's own forward back meanwhile, if its calls are led here."""
+        given = self._given_forward
+        return nullcontext() if given is None else given.beside(self)
+
     def _matching(self, call: Call) -> Unit:
+        # What can run without reading weights anew comes first.
+        units = sorted(self.units, key=lambda unit: unit not in self._open.units)
         misfits = []
-        for unit in self.units:
+        for unit in units:
             found = unit.misfit(call.leaves, call.spec) or self._changed()
             if found is None:
                 return self._used(unit)
@@ -316,26 +263,14 @@ class Runner:
         if near is not None and near.is_value:
             _log.warning("%s: the model is planned again, as at each change of it", near.reason)
             # In the place of the one that is out of date: a value may change at every call.
-            del self.units[misfits.index(near)]
+            self.units.remove(units[misfits.index(near)])
             near = None
         elif near is not None and near.is_near:
             _log.info("%s: this call gets a plan of its own", near.reason)
-        asked = self._asked_for(self.planning, call, call.ranged) if call.ranged else None
-        if asked is not None:
-            return asked
+        planning = self.planning.leaving(call.taken_bytes)
         if near is None or near.is_near:
-            return self._add(self.planning, call)
-        return self._in_range(self.planning, call)
-
-    def _asked_for(self, planning: Planning, call: Call, ranged: RangedCall) -> Unit | None:
-        """Return a plan for the range that a call is said to be in; ``None`` where there is none."""
-        wanted = Call.of(self.positional, (), ranged.kwargs)
-        try:
-            unit = self._add(planning.ranged(ranged.dynamic_shapes), wanted)
-        except (CaptureError, UnsupportedOpError) as error:
-            _log.info("no plan for the range of a call: %s", error)
-            return None
-        return unit if unit.misfit(call.leaves, call.spec) is None else None
+            return self._add(planning, call)
+        return self._in_range(planning, call)
 
     def _used(self, unit: Unit) -> Unit:
         """Have the plans in the order in which they were used."""
@@ -360,7 +295,35 @@ class Runner:
     def _add(self, planning: Planning, call: Call, sizes: str = "") -> Unit:
         """Return a new plan, which takes the place of the one used least lately if there are too many."""
         begun_s = time.perf_counter()
-        unit = self._planned(planning, call)
+        unit = self._planned(planning, lambda: planning.prepare(call.args, call.kwargs))
+        if (found := unit.misfit(call.leaves, call.spec)) is not None:
+            raise PlanMismatchError(
+                f"{found.reason}, though it was made for this call: its arguments change as a container of theirs is "
+                "taken apart. Pass tensors in lists or dicts, or copies of them that are contiguous"
+            )
+        self._keep(unit, sizes, begun_s)
+        return unit
+
+    def holds(self, units: Sequence[Unit]) -> bool:
+        """Return whether all of some plans are still there."""
+        return all(unit in self.units for unit in units)
+
+    def together(self, plan: Callable[[Any], Together]) -> Together:
+        """Have the plans that ``plan`` makes with a planning, which share an arena; return what it does."""
+
+        def run() -> Together:
+            begun_s, planning = time.perf_counter(), self.planning
+            if planning is None or self._is_fixed:
+                raise PlanMismatchError("plans were made for given inputs alone")
+            with self._beside():
+                number, units = self._planned(planning, lambda: plan(planning))
+            for unit in units:
+                self._keep(unit, "", begun_s)
+            return number, units
+
+        return self._turn.take(run)
+
+    def _keep(self, unit: Unit, sizes: str, begun_s: float) -> None:
         self.units.append(unit)
         seconds = time.perf_counter() - begun_s
         _log.info("plan %d of %s", len(self.units), unit.in_words(sizes, seconds))
@@ -373,22 +336,21 @@ class Runner:
                 MOST_PLANS,
                 dropped.sizes_in_words,
             )
-        return unit
 
-    def _planned(self, planning: Planning, call: Call) -> Unit:
+    def _planned(self, planning: Planning, make: Callable[[], Made]) -> Made:
         values, forward = Parameters(planning.model), GivenForward(planning.model)
         if self._changed():
             self.units.clear()
         if has_taken_states(self.session):
             # The model is looked at.
-            self._close_session()
+            self._open.close()
         self._is_planning = True
         try:
-            unit = planning.prepare(call.args, call.kwargs)
+            made = make()
         finally:
             self._is_planning = False
         self._values, self._given_forward = values, forward
-        return unit
+        return made
 
     def _changed(self) -> Misfit | None:
         """Return what of the model is another than when plans were made: weights, which they read, or its forward."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -48,6 +49,10 @@ class Unit:
     graph_report: GraphReport | None = None
     is_kept: bool = False
     """Whether it was read from the cache."""
+    beside: tuple[Unit, ...] = ()
+    """All plans that share its arena, this one among them; none where it has one of its own."""
+    again: Callable[[], tuple[Unit, ...]] | None = None
+    """Makes all of those again, with what runs have taught about the memory of ops."""
     basis: Basis | None = None
     """The Python values that are part of the plan; ``None`` where no model is there."""
     _fit: tuple[Any, ...] = ()

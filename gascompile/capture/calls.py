@@ -125,8 +125,8 @@ class RangedCall:
 
     kwargs: dict[str, Any]
     """A call in the range, the same one whichever call needs the plan."""
-    dynamic_shapes: dict[str, Any]
-    """As ``torch.export`` takes them."""
+    dynamic_shapes: dict[str, Any] | None
+    """As ``torch.export`` takes them; ``None`` for one size alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,16 +137,16 @@ class Call:
     kwargs: dict[str, Any]
     leaves: list[Any]
     spec: pytree.TreeSpec
-    ranged: RangedCall | None
-    """What a plan is made from, if the call needs one; ``None`` for the call itself."""
+    taken_bytes: int
+    """Of the budget, what the caller has for what it passes."""
 
     @staticmethod
     def of(
         names: tuple[str, ...],
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
-        ranged: RangedCall | None = None,
+        taken_bytes: int = 0,
     ) -> Call:
         """Return a call with its positional arguments under their names."""
         bound = bind_call(names, args, kwargs)
-        return Call(*bound, *flatten_call(*bound), ranged)
+        return Call(*bound, *flatten_call(*bound), taken_bytes)

@@ -73,11 +73,19 @@ class FixedCache(Cache):
         return sum(past.numel() * past.element_size() for past in pasts)
 
     @property
+    def keys_bytes(self) -> int:
+        """Bytes of the keys, or the values, of the largest layer."""
+        pasts = [past for layer in self._fixed for past in (layer.keys, layer.values)]
+        return max(past.numel() * past.element_size() for past in pasts)
+
+    @property
     def is_compileable(self) -> bool:
         """Whether masks are made for it before a call; a call makes them piece by piece."""
         return self._has_masks
 
     _has_masks = False
+    has_drafts = False
+    """Whether tokens come that are taken back where the model would not have chosen them."""
 
     def take_masks(self, whether: bool) -> None:
         """Have the next call come with the masks of all its tokens, or make its own."""

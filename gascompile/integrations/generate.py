@@ -17,25 +17,35 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from gascompile.api.together import plan_together
 from gascompile.capture.calls import bind_call
-from gascompile.core.errors import InfeasiblePlanError, PlanMismatchError, UnsupportedOpError
-from gascompile.integrations.pieces import is_cut, joined, piece_of, ranged, with_masks
+from gascompile.core.errors import CaptureError, PlanMismatchError, UnsupportedOpError
+from gascompile.integrations.pieces import (
+    held_bytes,
+    is_cut,
+    joined,
+    piece_of,
+    ranged,
+    with_masks,
+)
 
 if TYPE_CHECKING:
+    from gascompile.api.unit import Unit
     from gascompile.integrations.fixed_cache import FixedCache
 
 _log = logging.getLogger(__name__)
 
 _SHORTEST = 256
 """A cache holds so many tokens, or a power of two above it: calls of other lengths then meet the same plans."""
-_PIECES = (128, 32, 8, 1)
+_PIECES = (128, 32, 8)
 """Tokens of a prompt that are read at once; fewer where the budget is too small for more."""
 _DRAFTS = 16
 """Tokens whose logits are all wanted, as those of drafts, are read so many at once."""
 _MODES = frozenset({"greedy_search", "sample", "beam_search", "beam_sample", "assisted_generation"})
 """Modes of transformers' ``generate`` in which rows fill a cache at one pace."""
 
-_pieces: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+_arenas: WeakKeyDictionary[Any, dict[Any, tuple[int, tuple[Unit, ...]]]] = WeakKeyDictionary()
+"""By model and kind of call: tokens of a prompt that are read at once, and the plans that share an arena."""
 _shapes: WeakKeyDictionary[Any, list[tuple[torch.Tensor, torch.Tensor]] | None] = (
     WeakKeyDictionary()
 )
@@ -117,7 +127,9 @@ def _cache_for(
     from gascompile.integrations.fixed_cache import FixedCache
 
     rows *= max(config.num_beams or 1, config.num_return_sequences or 1)
-    return FixedCache.empty(shapes, max(_SHORTEST, 1 << (length - 1).bit_length()), rows)
+    cache = FixedCache.empty(shapes, max(_SHORTEST, 1 << (length - 1).bit_length()), rows)
+    cache.has_drafts = mode == "assisted_generation"
+    return cache
 
 
 def _past_of(compiled: Any) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
@@ -148,29 +160,57 @@ def _forward(
     cache.make_room(num_tokens)
     if args or not is_cut(compiled, kwargs):
         call = with_masks(compiled, kwargs, rows, num_tokens)
-        return _moved_on(compiled._gascompile.call(args, call), cache, num_tokens)
+        result = compiled._gascompile.call(args, call, held_bytes(cache))
+        return _moved_on(result, cache, num_tokens)
     keep = kwargs.get("logits_to_keep")
     wanted = num_tokens if not isinstance(keep, int) or keep == 0 else min(keep, num_tokens)
+    most = _planned_for(compiled, cache, kwargs, rows)
     results, done = [], 0
     while done < num_tokens:
         is_prompt = wanted == 1 or num_tokens - done > wanted
-        most = _pieces.get(compiled, _PIECES[0]) if is_prompt else _DRAFTS
-        end = min(done + most, num_tokens if wanted == 1 or not is_prompt else num_tokens - wanted)
+        size = most if is_prompt or keep is None else _DRAFTS
+        end = min(done + size, num_tokens if wanted == 1 or not is_prompt else num_tokens - wanted)
         asked = None if keep is None else int(is_prompt or end - done == 1)
         piece = piece_of(compiled, kwargs, done, end, asked)
         piece = with_masks(compiled, piece, rows, end - done)
-        try:
-            result = compiled._gascompile.call((), piece, ranged(piece, end - done, most))
-        except InfeasiblePlanError:
-            if end - done == 1 or not is_prompt:
-                raise
-            _pieces[compiled] = next(size for size in _PIECES if size < end - done)
-            continue
+        result = compiled._gascompile.call((), piece, held_bytes(cache))
         result = _moved_on(result, cache, end - done)
         if not is_prompt or wanted == 1:
             results.append(result)
         done = end
     return results[-1] if wanted == 1 else joined(results)
+
+
+def _planned_for(compiled: Any, cache: FixedCache, kwargs: dict[str, Any], rows: int) -> int:
+    """Have plans for all pieces of calls like this one, which share an arena; return how many tokens they have.
+
+    Raises:
+        InfeasiblePlanError: the budget is too small for the cache and a token; names the smallest feasible one.
+    """
+    names = tuple(name for name, value in kwargs.items() if value is not None)
+    key = (rows, cache.size, cache.has_drafts, names)
+    known = _arenas.setdefault(compiled, {})
+    if key in known and compiled._gascompile.holds(known[key][1]):
+        return known[key][0]
+    keep = None if kwargs.get("logits_to_keep") is None else 1
+    piece = with_masks(compiled, piece_of(compiled, kwargs, 0, 1, keep), rows, 1)
+    drafts = []
+    if cache.has_drafts and keep is not None:
+        drafts.append(ranged(piece | {"logits_to_keep": 0}, _DRAFTS))
+    token, prompts = ranged(piece, 1), [ranged(piece, size) for size in _PIECES]
+    choices = [[token, prompt, *drafts] for prompt in prompts] + [[token, *drafts]]
+    taken_bytes = [
+        held_bytes(cache, longest) for longest in (*prompts, drafts[0] if drafts else token)
+    ]
+    try:
+        choice, units = compiled._gascompile.together(
+            lambda job: plan_together(job, choices, taken_bytes=taken_bytes)
+        )
+    except (CaptureError, UnsupportedOpError) as error:
+        _log.info("%s gets a plan for each length: %s", type(compiled).__name__, error)
+        choice, units = 0, ()
+    known[key] = ([*_PIECES, 1][choice], units)
+    return known[key][0]
 
 
 def _moved_on(result: Any, cache: FixedCache, num_tokens: int) -> Any:

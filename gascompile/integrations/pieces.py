@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from gascompile.capture.calls import RangedCall
 from gascompile.core.errors import PlanMismatchError
@@ -112,37 +113,53 @@ def with_masks(
     return dict(call) | {"attention_mask": made}
 
 
-def ranged(piece: Mapping[str, Any], num_tokens: int, most: int) -> RangedCall:
-    """Return what the plan of a piece is made from: one for texts of all lengths, and two to ``most`` tokens."""
+def ranged(piece: Mapping[str, Any], most: int) -> RangedCall:
+    """Return what the plan for pieces of two to ``most`` tokens, or of one, is made from, after texts of any length.
+
+    Args:
+        piece: a call of any number of tokens, with its masks.
+        most: tokens of the longest one.
+    """
     cache: FixedCache = piece["past_key_values"]
-    window, size = cache.seen.shape[0], cache.size
-    dims = {"seen": torch.export.Dim("seen", min=2, max=size)}
-    if num_tokens > 1:
-        dims["tokens"] = torch.export.Dim("tokens", min=2, max=most)
+    window = cache.seen.shape[0]
+    seen = torch.export.Dim("seen", min=2, max=cache.size)
+    tokens = torch.export.Dim("tokens", min=2, max=most) if most > 1 else None
 
     def of(name: str, value: Any) -> tuple[Any, Any]:
         """Return a value for the longest call and its dimensions."""
         if name == "past_key_values":
             nothing = [None] * len(value.layers)
-            return value.whole(), [None, {0: dims["seen"]}, nothing, nothing]
+            return value.whole(), [None, {0: seen}, nothing, nothing]
         if isinstance(value, dict):
             parts = {key: of(name, part) for key, part in value.items()}
             return {k: p[0] for k, p in parts.items()}, {k: p[1] for k, p in parts.items()}
         if not isinstance(value, torch.Tensor):
             return value, None
-        open_dims: dict[int, Any] = {}
-        if name == "attention_mask" and value.shape[-1] == window:
-            open_dims[value.dim() - 1] = dims["seen"]
-        tokens_dim = {"input_ids": 1, "position_ids": value.dim() - 1}.get(name, 2)
-        if num_tokens > 1 and tokens_dim < value.dim() and value.shape[tokens_dim] == num_tokens:
-            open_dims[tokens_dim] = dims["tokens"]
-        shape = [
-            open_dims[i].max if i in open_dims else length for i, length in enumerate(value.shape)
-        ]
-        return value.new_zeros(shape), open_dims or None
+        shape, dims = list(value.shape), {}
+        if name == "attention_mask" and shape[-1] == window:
+            dims[value.dim() - 1], shape[-1] = seen, cache.size
+        dim = {"input_ids": 1, "position_ids": value.dim() - 1}.get(name, 2)
+        if dim < value.dim():
+            shape[dim] = most
+            dims |= {dim: tokens} if tokens is not None else {}
+        return value.new_zeros(shape), dims or None
 
     made = {name: of(name, value) for name, value in piece.items()}
     return RangedCall({k: p[0] for k, p in made.items()}, {k: p[1] for k, p in made.items()})
+
+
+def held_bytes(cache: FixedCache, call: RangedCall | None = None) -> int:
+    """Return what the caller of a piece has in memory: the cache, a layer of it that is put in order, and masks."""
+    num_bytes = cache.num_bytes + cache.keys_bytes
+    if call is None:
+        return num_bytes
+    given = dict(call.kwargs) | {"past_key_values": None}
+    # A mask is put together from another one.
+    return num_bytes + 2 * sum(
+        leaf.numel() * leaf.element_size()
+        for leaf in pytree.tree_leaves(given)
+        if isinstance(leaf, torch.Tensor)
+    )
 
 
 def joined(results: list[Any]) -> Any:

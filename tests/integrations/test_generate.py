@@ -14,8 +14,9 @@ import torch
 from transformers import DynamicCache
 
 import gascompile
-from gascompile.core.errors import PlanMismatchError, UnsupportedOpError
+from gascompile.core.errors import InfeasiblePlanError, PlanMismatchError, UnsupportedOpError
 from gascompile.integrations.generation import Generator
+from tests.allocator import peak_growth_bytes
 from tests.integrations import generation_table as table
 from tests.integrations.generation_table import DECODERS, MODES, OTHERS, made, text
 
@@ -104,16 +105,38 @@ def test_long_prompts_are_read_in_pieces(compiled: Compiled) -> None:
     assert len(it._gascompile.units) <= 6, "two or three for each size of the cache"
 
 
-def test_a_small_budget_reads_smaller_pieces(
-    compiled: Compiled, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.mark.parametrize("least", [240_000, 330_000])
+def test_the_cache_is_part_of_the_budget(least: int, compiled: Compiled) -> None:
+    """All that a whole ``generate`` takes: the arena, and what torch has handed out to plans, cache and loop."""
     model = made("Llama")
-    least = 220 << 10
     it = compiled(model, f"{least}")
-    with caplog.at_level(logging.INFO):
-        wanted, found = both(model, it, text(1, 100))
+    wanted, found = both(model, it, text(1, 100))
     assert torch.equal(found, wanted)
-    assert it.last_run.peak_bytes["cpu"] <= least
+    taken = peak_growth_bytes(lambda: it.generate(text(1, 100), max_new_tokens=3, do_sample=False))
+    assert taken + it.plan.arena_bytes["cpu"] <= least
+    assert taken > 2 * 2 * 2 * 256 * 8 * 4, "keys and values are among it"
+    with pytest.raises(InfeasiblePlanError):
+        it.generate(text(1, 100), max_new_tokens=1000, do_sample=False)
+
+
+def test_prompts_tokens_and_drafts_share_an_arena(compiled: Compiled) -> None:
+    model = made("Llama")
+    it = compiled(model)
+    sessions, moved = set(), []
+
+    class Watch(table.Heard):
+        def put(self, value: torch.Tensor) -> None:
+            if it.last_run is not None:
+                sessions.add(it._gascompile.session)
+                moved.append(sum(it.last_run.link_bytes.values()))
+
+    ids = text(1, 7).repeat(1, 2)
+    options = {"max_new_tokens": 7, "do_sample": False, "prompt_lookup_num_tokens": 3}
+    wanted = model.generate(ids, **options)
+    assert torch.equal(it.generate(ids, streamer=Watch(), **options), wanted)
+    assert len(sessions) == 1
+    assert moved[0] > 0
+    assert not any(moved[1:]), "weights are read once"
 
 
 def test_later_tokens_go_on_from_the_cache(compiled: Compiled) -> None:
