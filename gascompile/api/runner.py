@@ -215,6 +215,11 @@ class Runner:
         """The memory of the plan in use."""
         return self._open.session
 
+    @property
+    def executor(self) -> Executor | None:
+        """What runs the plan in use."""
+        return self._open.executor
+
     def current(self) -> Unit:
         """Return the plan of the latest call, or of the example inputs before any call."""
         if self._last is None:
