@@ -37,6 +37,17 @@ def register_pytrees() -> None:
             lambda cache: ([cache.self_attention_cache, cache.cross_attention_cache], None),
             lambda values, _: EncoderDecoderCache(*values),
             serialized_type_name="transformers.cache_utils.EncoderDecoderCache",
+            flatten_with_keys_fn=lambda cache: (
+                [
+                    (pytree.MappingKey("self_attention_cache"), cache.self_attention_cache),
+                    (pytree.MappingKey("cross_attention_cache"), cache.cross_attention_cache),
+                ],
+                None,
+            ),
+        )
+        register_pytree_flatten_spec(
+            EncoderDecoderCache,
+            lambda cache, _: [cache.self_attention_cache, cache.cross_attention_cache],
         )
 
 

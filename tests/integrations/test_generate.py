@@ -49,9 +49,10 @@ def both(model: Any, it: Any, ids: torch.Tensor, **options: Any) -> tuple[Any, A
 
 
 _FAMILIES = {
-    "Bloom": ["beams"],
+    "Bloom": ["greedy"],
     "Gemma3": ["greedy", "assistant"],
     "Llama": [mode for mode in MODES if mode not in {"scores", "negative prompt"}],
+    "T5": ["greedy"],
 }
 """Families and modes that are tried each time; all of them with ``GASCOMPILE_FAMILIES=all``, or those named there."""
 
