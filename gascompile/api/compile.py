@@ -169,9 +169,8 @@ class Job:
         """Bind a cached program to the model's weights of today."""
         from gascompile.capture.fake_twin import canonical_names
 
-        resolved = self._resolve(
-            cached.program, canonical_names(self.model), self._constants(cached), checkpoint
-        )
+        names, constants = canonical_names(self.model), self._constants(cached)
+        resolved = self._resolve(cached.program, names, constants, checkpoint)
         return replace(cached, weights=resolved.weights, held=resolved.held)
 
     def _constants(self, bundle: Bundle) -> dict[str, torch.Tensor]:
