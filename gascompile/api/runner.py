@@ -251,8 +251,9 @@ class Runner:
         return nullcontext() if given is None else given.beside(self)
 
     def _matching(self, call: Call) -> Unit:
-        # What can run without reading weights anew comes first.
-        units = sorted(self.units, key=lambda unit: unit not in self._open.units)
+        # What can run without reading weights anew comes first, and of that what ran last.
+        units = [*reversed(self.units)]
+        units.sort(key=lambda unit: unit not in self._open.units)
         misfits = []
         for unit in units:
             found = unit.misfit(call.leaves, call.spec) or self._changed()

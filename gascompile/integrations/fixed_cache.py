@@ -73,6 +73,11 @@ class FixedCache(Cache):
         return sum(past.numel() * past.element_size() for past in pasts)
 
     @property
+    def dtype(self) -> torch.dtype:
+        """That of keys and values, which models compute in."""
+        return self._fixed[0].keys.dtype
+
+    @property
     def keys_bytes(self) -> int:
         """Bytes of the keys, or the values, of the largest layer."""
         pasts = [past for layer in self._fixed for past in (layer.keys, layer.values)]

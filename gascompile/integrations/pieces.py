@@ -85,7 +85,7 @@ def with_masks(
         make = getattr(compiled, "create_masks_for_generate", create_masks_for_generate)
         mask = make(
             config=compiled.config,
-            inputs_embeds=torch.empty(rows, num_tokens, 0, dtype=compiled.dtype),
+            inputs_embeds=torch.empty(rows, num_tokens, 0, dtype=cache.dtype),
             attention_mask=mask,
             past_key_values=cache,
             position_ids=call.get("position_ids"),
