@@ -20,8 +20,10 @@ def _nets() -> tuple[nn.Module, nn.Module, torch.optim.Optimizer, torch.optim.Op
     torch.manual_seed(0)
     generator = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 16))
     critic = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 1))
-    made = (torch.optim.Adam(net.parameters(), lr=1e-2, fused=True) for net in (generator, critic))
-    return generator, critic, *made
+    first, second = (
+        torch.optim.Adam(net.parameters(), lr=1e-2, fused=True) for net in (generator, critic)
+    )
+    return generator, critic, first, second
 
 
 def _judged(critic: nn.Module, pair: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
