@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
 
 from gascompile.core.budget import Budget
@@ -85,7 +84,7 @@ def _whole(plan: Plan, limits_bytes: Mapping[str, int]) -> tuple[Plan, int]:
     """Return a plan for the whole budget of the host, and by how much it takes more of that."""
     if moves_lasting(plan):
         return with_host(plan, limits_bytes, frozenset().union(*lasting_names(plan)))
-    plan = replace(plan, budget_bytes=dict(limits_bytes))
+    plan = plan.with_accounts(budget_bytes=limits_bytes)
     return plan, host_bytes(plan) - limits_bytes[HOST]
 
 

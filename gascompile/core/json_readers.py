@@ -138,7 +138,13 @@ def _union_reader(args: tuple[Any, ...]) -> Reader:
 
 
 def _step_reader(members: list[Any]) -> Reader:
-    by_tag = {member.__name__.lower(): member for member in members}
+    by_tag: dict[str, list[tuple[str | None, Reader]]] = {}
+    for member in members:
+        told_by = getattr(member, "WITH", None)
+        by_tag.setdefault(member.TAG, []).append((told_by, reader_of(member)))
+    for found in by_tag.values():
+        # Who is told by a field stands before who is not.
+        found.sort(key=lambda pair: pair[0] is None)
 
     def read(data: Any, where: Where) -> Any:
         if not isinstance(data, dict):
@@ -146,7 +152,9 @@ def _step_reader(members: list[Any]) -> Reader:
         tag = data.get("step")
         if not isinstance(tag, str) or tag not in by_tag:
             raise FormatError(f"{_words(where)}: unknown step {shown(tag)}")
-        return reader_of(by_tag[tag])({k: v for k, v in data.items() if k != "step"}, where)
+        fields = {k: v for k, v in data.items() if k != "step"}
+        readers = (reader for told_by, reader in by_tag[tag] if told_by is None or told_by in data)
+        return next(readers)(fields, where)
 
     return read
 

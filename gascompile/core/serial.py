@@ -2,7 +2,7 @@
 
 A reader refuses what it does not know: an unknown field, a missing one, a wrong type, another format
 or version. What a class's ``older(format)`` returns reads a format of before and turns it into the class.
-Members of a union of dataclasses carry their class name, in lower case, as ``"step"``.
+Members of a union of dataclasses carry their ``TAG`` as ``"step"``.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _step_types() -> tuple[type, ...]:
 def _tagged(value: object) -> JsonValue:
     data = to_json(value)
     if isinstance(data, dict) and isinstance(value, _step_types()):
-        return {"step": type(value).__name__.lower(), **data}
+        return {"step": vars(type(value))["TAG"], **data}
     return data
 
 

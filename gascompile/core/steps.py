@@ -1,8 +1,13 @@
-"""Steps of a plan: what is done when, in the order of issue. A closed union, which ``verify`` walks."""
+"""Steps of a plan: what is done when, in the order of issue. A closed union, which ``verify`` walks.
+
+A file calls a step by its ``TAG``. Two steps share one where a field, named in ``WITH``, tells them apart: what runs
+for the first time and ``again``, what is loaded to an ``address`` of the arena and to the heap.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from gascompile.core.serial import json_name
 
@@ -11,12 +16,17 @@ from gascompile.core.serial import json_name
 class Compute:
     """Run op ``op`` of the workload."""
 
+    TAG: ClassVar[str] = "run"
+
     op: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prefetch:
     """Start reading ``tensor`` over ``link`` to ``address`` of the compute tier's arena."""
+
+    TAG: ClassVar[str] = "load"
+    WITH: ClassVar[str] = "address"
 
     op: int
     """Index of the op before which the step stands; ``len(ops)`` at the end of an iteration."""
@@ -30,49 +40,60 @@ class Prefetch:
 class Wait:
     """Block until the newest transfer of ``tensor`` (at ``address``) is complete."""
 
+    TAG: ClassVar[str] = "wait"
+
     op: int
     tensor: str
-    address: int | None = None
+    address: int | None = field(default=None, metadata={"left_out": True})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Release:
     """From here on the bytes of ``tensor`` (at ``address``) may be overwritten."""
 
+    TAG: ClassVar[str] = "free"
+
     op: int
     tensor: str
-    address: int | None = None
+    address: int | None = field(default=None, metadata={"left_out": True})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offload:
     """Start copying ``tensor`` out of the compute tier over ``link``. Its bytes stay until a ``Release``."""
 
+    TAG: ClassVar[str] = "store"
+    address: ClassVar[None] = None
+    """The tensor has no fixed place in the arena; the same holds for the steps around it."""
+
     op: int
     tensor: str
     link: str
     size_bytes: int = field(metadata=json_name("bytes"))
-    address: int | None = None
-    """``None``: the tensor has no fixed place in the arena; the same holds for the steps around it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reload:
     """Take memory for ``tensor`` and start copying it back over ``link``."""
 
+    TAG: ClassVar[str] = "load"
+    address: ClassVar[None] = None
+
     op: int
     tensor: str
     link: str
     size_bytes: int = field(metadata=json_name("bytes"))
-    address: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recompute:
     """Run op ``source`` again: what it writes comes back without a transfer."""
 
+    TAG: ClassVar[str] = "run"
+    WITH: ClassVar[str] = "again"
+
     op: int
-    source: int
+    source: int = field(metadata=json_name("again"))
 
 
 Step = Compute | Prefetch | Wait | Release | Offload | Reload | Recompute

@@ -153,9 +153,8 @@ class _Search:
         """Return the plan for a machine and a budget; ``None`` where none keeps the budget."""
         self._progress(label)
         # What else a step takes of a device's host is as it was.
-        left = (
-            {**limits, "cpu": limits["cpu"] - self._plan.host_bytes} if "cpu" in limits else limits
-        )
+        beside = self._plan.beside_bytes
+        left = {tier: size - beside.get(tier, 0) for tier, size in limits.items()}
         try:
             return make_plan(
                 self._plan.workload,

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 from gascompile.core.machine import Machine
-from gascompile.core.plan import Certificate, OpPlan, Plan
+from gascompile.core.plan import Certificate, OpPlan, Plan, accounts
 from gascompile.passes.plan.draft import Draft
 from gascompile.passes.verify.account import account
 
@@ -29,10 +28,12 @@ def assemble(
     plan = Plan(
         fingerprint=dict(fingerprint),
         strategy=draft.strategy,
-        budget_bytes=dict(limits_bytes),
-        arena_bytes={machine.compute_tier: draft.arena_bytes},
-        peak_bytes={},
-        link_bytes={},
+        places=accounts(
+            budget_bytes=limits_bytes,
+            arena_bytes={machine.compute_tier: draft.arena_bytes},
+            reserved_bytes={machine.compute_tier: reserved_bytes},
+        ),
+        links=(),
         tensors=draft.tensors,
         ops=tuple(
             OpPlan(name=op.name, site=site, time_s=op.time_s[site])
@@ -43,7 +44,6 @@ def assemble(
         workload=draft.workload,
         machine=machine,
         warnings=warnings,
-        reserved_bytes=reserved_bytes,
     )
     peak_bytes, link_bytes = account(plan)
-    return replace(plan, peak_bytes=peak_bytes, link_bytes=link_bytes)
+    return plan.with_accounts(peak_bytes=peak_bytes, link_bytes=link_bytes)

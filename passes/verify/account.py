@@ -8,8 +8,6 @@ from gascompile.core.workload import TensorKind
 from gascompile.cost_models.formulas.gathers import gather_link_bytes
 from gascompile.passes.verify.heap import heap, heap_tensors
 
-_HOST = "cpu"
-
 
 def account(plan: Plan) -> tuple[dict[str, int], dict[str, int]]:
     """Return the peak bytes per tier and the bytes moved per link; the plan's own claims are not read.
@@ -24,8 +22,8 @@ def account(plan: Plan) -> tuple[dict[str, int], dict[str, int]]:
         if tensor.kind == TensorKind.WEIGHT and tensor.home != site and name not in apart:
             held[tensor.home] = held.get(tensor.home, 0) + tensor.size_bytes
     held[site] += plan.arena_bytes.get(site, 0)
-    if plan.host_bytes:
-        held[_HOST] = held.get(_HOST, 0) + plan.host_bytes
+    for name, size_bytes in plan.beside_bytes.items():
+        held[name] = held.get(name, 0) + size_bytes
     moved = {link.name: 0 for link in plan.machine.links}
     for step in plan.steps:
         if isinstance(step, (Prefetch, Offload, Reload)):

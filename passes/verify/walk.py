@@ -335,13 +335,13 @@ def _check_accounts(plan: Plan) -> None:
     site = plan.machine.compute_tier
     if set(plan.arena_bytes) != {site}:
         _refuse(f"the plan has arenas in {sorted(plan.arena_bytes)} instead of '{site}' alone")
-    if min(plan.reserved_bytes, plan.host_bytes) < 0:
-        _refuse(f"the plan reserves {plan.reserved_bytes} bytes, and {plan.host_bytes} of the host")
+    _check_listed(plan)
+    reserved = {place.name: place.reserved_bytes for place in plan.places}
     held, moved = account(plan)
     if dict(plan.peak_bytes) != held:
         _refuse(f"the plan claims peaks of {dict(plan.peak_bytes)} bytes, its steps need {held}")
     for tier, size_bytes in held.items():
-        limit = plan.budget_bytes.get(tier, 0) - (plan.reserved_bytes if tier == site else 0)
+        limit = plan.budget_bytes.get(tier, 0) - reserved.get(tier, 0)
         if size_bytes > limit:
             _refuse(
                 f"tier '{tier}' would hold {format_size(size_bytes)} ({size_bytes} bytes), "
@@ -349,6 +349,20 @@ def _check_accounts(plan: Plan) -> None:
             )
     if dict(plan.link_bytes) != moved:
         _refuse(f"the plan claims to move {dict(plan.link_bytes)} bytes, its steps move {moved}")
+
+
+def _check_listed(plan: Plan) -> None:
+    """Check that each place and each link has one account, and that nothing in one is less than nothing."""
+    for listed in (plan.places, plan.links):
+        names = [one.name for one in listed]
+        if len(set(names)) != len(names):
+            _refuse(f"one of {', '.join(map(repr, names))} has two accounts in the plan")
+    for place in plan.places:
+        if min(place.reserved_bytes, place.beside_bytes) < 0:
+            _refuse(
+                f"the plan reserves {place.reserved_bytes} bytes of '{place.name}' and takes "
+                f"{place.beside_bytes} beside tensors"
+            )
 
 
 def _check_certificate(plan: Plan) -> None:

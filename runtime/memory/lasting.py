@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import gc
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import replace
 
 import torch
 
@@ -59,11 +58,11 @@ def with_host(
         limits_bytes: what each tier may give.
         lasting: names of what the plan keeps slots for.
     """
-    plan = replace(plan, budget_bytes=dict(limits_bytes))
+    plan = plan.with_accounts(budget_bytes=limits_bytes)
     taken_bytes = HOST_BYTES + Outside.of(plan, lasting, taken_bytes=HOST_BYTES).size_bytes
     beside_bytes = max(taken_bytes - plan.peak_bytes[HOST], 0)
     peak_bytes = {**plan.peak_bytes, HOST: plan.peak_bytes[HOST] + beside_bytes}
-    plan = replace(plan, host_bytes=beside_bytes, peak_bytes=peak_bytes)
+    plan = plan.with_accounts(beside_bytes={HOST: beside_bytes}, peak_bytes=peak_bytes)
     return plan, taken_bytes - limits_bytes[HOST]
 
 

@@ -159,8 +159,9 @@ def test_plan_prints_a_summary(toy: str) -> None:
 
 def test_plan_json(toy: str, plan_file: Path) -> None:
     data = _data("plan", toy, "--budget", _BUDGET, "-m", "cpu-nvme")
-    assert data["budget_bytes"]["cpu"] == 1 << 20
-    assert data["peak_bytes"]["cpu"] <= 1 << 20
+    (cpu, nvme) = data["places"]
+    assert (cpu["name"], cpu["budget_bytes"], nvme["name"]) == ("cpu", 1 << 20, "nvme")
+    assert cpu["peak_bytes"] <= 1 << 20
     weights = [tensor for tensor in data["tensors"].values() if tensor["kind"] == "weight"]
     assert len(weights) == 12
     assert sum(weight["bytes"] for weight in weights) == 6 * (256 * 256 + 256) * 4

@@ -22,6 +22,7 @@ from gascompile.core.budget import Budget
 from gascompile.core.checks.workload import MAX_ITEMS
 from gascompile.core.errors import FormatError, StorageError, UnsupportedOpError
 from gascompile.core.machine import Machine, Place
+from gascompile.core.plan import Plan
 from gascompile.core.workload import Workload
 from tests.core.bad_files import BUDGET, MACHINE, WORKLOAD, changed, data_of, write
 
@@ -340,4 +341,5 @@ def test_planning_a_workload_loads_no_torch(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stderr == "False"
-    assert json.loads(done.stdout)["budget_bytes"]["gpu"] == 1 << 30
+    planned = serial.from_json(Plan, json.loads(done.stdout))
+    assert planned.budget_bytes["gpu"] == 1 << 30

@@ -12,7 +12,15 @@ import pytest
 from gascompile.core import serial
 from gascompile.core.errors import FormatError, StorageError
 from gascompile.core.machine import ComputeRate, IoSettings, Link, Machine, MemoryRate, Pipe, Place
-from gascompile.core.plan import Certificate, OpPlan, Plan, SolverStatus, TensorPlan
+from gascompile.core.plan import (
+    Certificate,
+    LinkAccount,
+    OpPlan,
+    PlaceAccount,
+    Plan,
+    SolverStatus,
+    TensorPlan,
+)
 from gascompile.core.steps import Compute, Prefetch, Release, Wait
 from gascompile.core.workload import OpSpec, TensorKind, TensorSpec, Workload
 
@@ -45,10 +53,11 @@ MACHINE = Machine(
 PLAN = Plan(
     fingerprint={"graph": "ab", "machine": "cd"},
     strategy="ilp",
-    budget_bytes={"cpu": 8192},
-    arena_bytes={"cpu": 8192},
-    peak_bytes={"cpu": 8256},
-    link_bytes={"nvme->cpu": 4096},
+    places=(
+        PlaceAccount(name="cpu", budget_bytes=8192, arena_bytes=8192, peak_bytes=8256),
+        PlaceAccount(name="nvme", peak_bytes=4096, beside_bytes=8),
+    ),
+    links=(LinkAccount(name="nvme->cpu", moved_bytes=4096),),
     tensors={
         "w": TensorPlan(home="nvme", kind=TensorKind.WEIGHT, size_bytes=4096),
         "%mm": TensorPlan(home="cpu", kind=TensorKind.OUTPUT, size_bytes=64, address=None),
@@ -94,7 +103,7 @@ def test_names_in_the_file_are_those_of_the_format() -> None:
     assert data["tensors"][0] == {"name": "w", "bytes": 4096, "kind": "weight"}
     assert data["ops"][0]["seconds"] == {"cpu": 0.5}
     steps: Any = serial.to_json(PLAN.steps)
-    assert [step["step"] for step in steps] == ["prefetch", "wait", "compute", "release"]
+    assert [step["step"] for step in steps] == ["load", "wait", "run", "free"]
 
 
 def test_a_field_with_a_default_may_be_missing() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from gascompile.core.machine import Link, Machine, Place
-from gascompile.core.plan import Certificate, OpPlan, Plan, SolverStatus, TensorPlan
+from gascompile.core.plan import Certificate, OpPlan, Plan, SolverStatus, TensorPlan, accounts
 from gascompile.core.sizes import GIB, reserve_bytes
 from gascompile.core.steps import Compute, Offload, Prefetch, Recompute, Release, Reload, Step, Wait
 from gascompile.core.workload import OpSpec, TensorKind, TensorSpec, Workload
@@ -86,10 +86,10 @@ def hand_plan(
     plan = Plan(
         fingerprint={},
         strategy="by hand",
-        budget_bytes={"gpu": budget, "cpu": GIB},
-        arena_bytes={"gpu": max(arena, default=0)},
-        peak_bytes={},
-        link_bytes={},
+        places=accounts(
+            budget_bytes={"gpu": budget, "cpu": GIB}, arena_bytes={"gpu": max(arena, default=0)}
+        ),
+        links=(),
         tensors={
             t.name: TensorPlan(
                 home=(homes or {}).get(t.name, "gpu"),
@@ -110,7 +110,9 @@ def hand_plan(
     )
     peak_bytes, link_bytes = account(plan)
     certificate = _certificate(replay_plan(plan).seconds)
-    return replace(plan, peak_bytes=peak_bytes, link_bytes=link_bytes, certificate=certificate)
+    return replace(
+        plan.with_accounts(peak_bytes=peak_bytes, link_bytes=link_bytes), certificate=certificate
+    )
 
 
 def _certificate(seconds: float) -> Certificate:

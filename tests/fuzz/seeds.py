@@ -22,6 +22,7 @@ from tests.core.bad_files import MACHINE, WORKLOAD, plan
 from tests.gguf_files import TYPES, random_blocks
 
 INPUT_SHAPE = (3, 8)
+OLDER = Path(__file__).parent.parent / "core" / "older"
 
 
 class Net(nn.Module):
@@ -118,6 +119,9 @@ def make_seeds(folder: Path) -> None:
     made = plan()
     for kind, value in (("workload", WORKLOAD), ("machine", MACHINE), ("plan", made)):
         (folder / f"{kind}.json").write_text(serial.dumps(value))
+    # As the version before wrote them.
+    for kind, name in (("plan_one", "again.plan.json"), ("machine_one", "machine.json")):
+        (folder / f"{kind}.json").write_bytes((OLDER / name).read_bytes())
     (folder / "run.json").write_text(serial.dumps(_run(made)))
     for path in folder.rglob("*"):
         path.chmod(0o700 if path.is_dir() else 0o600)

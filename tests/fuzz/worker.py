@@ -33,7 +33,9 @@ from tests.fuzz.oracle import Hang, Watch, limit_memory
 from tests.fuzz.seeds import inputs
 
 KINDS = ("program", "program", "program", "program", "plan_in", "weights", "manifest", "held", "bytes", "plan",
-         "run", "workload", "machine", "header", "index", "gguf", "gguf")  # fmt: skip
+         "run", "workload", "machine", "header", "index", "gguf", "gguf", "plan_one", "machine_one")  # fmt: skip
+_OLDER = {"plan_one": "plan", "machine_one": "machine"}
+"""Files of formats of before, which are used as those of today are."""
 _PARTS = {"program": "program.json", "plan_in": "plan.json", "weights": "weights.json"}
 
 
@@ -57,7 +59,7 @@ class Cases:
         kind = rng.choice(KINDS)
         place = self._scratch / "case"
         shutil.rmtree(place, ignore_errors=True)
-        if kind in ("workload", "machine", "plan", "run"):
+        if kind in ("workload", "machine", "plan", "run", *_OLDER):
             self._spoil_json(self._seeds / f"{kind}.json", place.with_suffix(".json"), rng)
             return kind, place.with_suffix(".json")
         if kind == "gguf":
@@ -116,6 +118,7 @@ class Cases:
 
     def use(self, kind: str, place: Path) -> str:
         """Do with the files what a user does; return what came of it."""
+        kind = _OLDER.get(kind, kind)
         if kind == "workload":
             _check(gascompile.plan(place, BUDGET, MACHINE, time_limit_s=1))
         elif kind == "machine":

@@ -76,7 +76,7 @@ def resident(model: nn.Module, inputs: dict[str, Any], cache: Path) -> Unit:
 def with_budget(unit: Unit, budget_bytes: int) -> Unit:
     plan = unit.bundle.plan
     budget = {**plan.budget_bytes, "gpu": budget_bytes}
-    bundle = dataclasses.replace(unit.bundle, plan=dataclasses.replace(plan, budget_bytes=budget))
+    bundle = dataclasses.replace(unit.bundle, plan=plan.with_accounts(budget_bytes=budget))
     return dataclasses.replace(unit, bundle=bundle)
 
 

@@ -139,7 +139,7 @@ def test_gathered_bytes_are_counted_and_checked() -> None:
     assert found.tensors["table"].home == "nvme"
     assert found.link_bytes["nvme->cpu"] == moved + row_bytes
     with pytest.raises(PlanVerificationError, match="claims to move"):
-        verify(replace(found, link_bytes={**found.link_bytes, "nvme->cpu": moved}))
+        verify(found.with_accounts(link_bytes={**found.link_bytes, "nvme->cpu": moved}))
     strange = replace(found.workload.ops[0], gathers={"nothing": row_bytes})
     ops = (strange, *found.workload.ops[1:])
     with pytest.raises(PlanVerificationError, match=r"gathers .* 'nothing'"):

@@ -8,7 +8,7 @@ import pytest
 
 from gascompile.core.errors import PlanVerificationError
 from gascompile.core.machine import Link, Machine, Place
-from gascompile.core.plan import Certificate, OpPlan, Plan, SolverStatus, TensorPlan
+from gascompile.core.plan import Certificate, OpPlan, Plan, SolverStatus, TensorPlan, accounts
 from gascompile.core.steps import Compute, Offload, Recompute, Release, Reload, Step, Wait
 from gascompile.core.workload import OpSpec, TensorKind, TensorSpec, Workload
 from gascompile.passes.verify.heap import heap
@@ -64,10 +64,8 @@ def plan_of(
     return Plan(
         fingerprint={},
         strategy="hand",
-        budget_bytes={"gpu": 100, "cpu": 100},
-        arena_bytes={"gpu": 0},
-        peak_bytes={},
-        link_bytes={},
+        places=accounts(budget_bytes={"gpu": 100, "cpu": 100}, arena_bytes={"gpu": 0}),
+        links=(),
         tensors={
             n: TensorPlan(
                 home=(homes or {}).get(n, "gpu"), kind=KINDS[n][1], size_bytes=KINDS[n][0]

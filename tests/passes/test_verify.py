@@ -49,7 +49,7 @@ def with_steps(plan: Plan, steps: Sequence[Step]) -> Plan:
         upcoming += isinstance(step, Compute)
         if isinstance(step, Prefetch) and step.link in moved:
             moved[step.link] += step.size_bytes
-    return dataclasses.replace(plan, steps=tuple(renumbered), link_bytes=moved)
+    return dataclasses.replace(plan.with_accounts(link_bytes=moved), steps=tuple(renumbered))
 
 
 def changed(value: Edited, name: str, new: object) -> Edited:
@@ -166,7 +166,7 @@ def shrink_arena(plan: Plan, chance: random.Random) -> Plan | None:
     ((tier, size),) = plan.arena_bytes.items()
     if not size:
         return None
-    return dataclasses.replace(plan, arena_bytes={tier: size - PAGE})
+    return plan.with_accounts(arena_bytes={tier: size - PAGE})
 
 
 MUTATIONS: dict[str, Mutation] = {

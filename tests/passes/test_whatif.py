@@ -120,7 +120,7 @@ def test_a_forced_plan_is_compared_with_the_best_one() -> None:
 
 def test_training_is_planned_with_everything_movable() -> None:
     plan = training()
-    tight = replace(plan, budget_bytes={**plan.budget_bytes, "gpu": 7 * 10**6})
+    tight = plan.with_accounts(budget_bytes={**plan.budget_bytes, "gpu": 7 * 10**6})
     found = whatif(tight, step_bytes=10**6, time_limit_s=1.0)
     # Kept in 9 MB it takes its ops alone, 12 s.
     assert found.base_s >= 12.0

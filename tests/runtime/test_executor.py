@@ -124,7 +124,7 @@ def test_two_executors_take_turns(tmp_path: Path) -> None:
     residents = frozenset(["layers.1.weight", "layers.0.bias"])
     plans = [make_plan(toy.workload, residents=residents, seed=seed) for seed in (1, 2)]
     size = max(plan.arena_bytes["cpu"] for plan in plans)
-    plans = [dataclasses.replace(plan, arena_bytes={"cpu": size}) for plan in plans]
+    plans = [plan.with_accounts(arena_bytes={"cpu": size}) for plan in plans]
     with toy.session(plans[0]) as session:
         executors = [toy.executor(session, plan) for plan in plans]
         for turn in (0, 1, 1, 0, 0, 1, 0):

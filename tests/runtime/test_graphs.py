@@ -151,13 +151,11 @@ def test_memory_is_given_back_to_runs_that_need_it(tmp_path: Path) -> None:
     toy = mlp(tmp_path, layers=4, width=WIDTH)
     plan = plan_over(toy, {"cpu"}, 1)
     needed = plan.arena_bytes["gpu"] + 8 * 4 * WIDTH * 4
-    plan = dataclasses.replace(
-        plan, peak_bytes={"gpu": needed}, budget_bytes={"gpu": needed + 9000}
-    )
+    plan = plan.with_accounts(peak_bytes={"gpu": needed}, budget_bytes={"gpu": needed + 9000})
     api, cuda = fake_cuda()
     with session_of(toy, plan, api) as session:
         ours = executor_on(toy, session, plan)
-        larger = dataclasses.replace(plan, peak_bytes={"gpu": needed + 9000})
+        larger = plan.with_accounts(peak_bytes={"gpu": needed + 9000})
         other = executor_on(toy, session, larger, graphs=False)
         for _ in range(2):
             for _ in range(3):

@@ -12,7 +12,15 @@ import torch
 from safetensors.torch import save_file
 
 from gascompile.core.machine import IoSettings, Link, Machine, Place
-from gascompile.core.plan import Certificate, OpPlan, Plan, SolverStatus, TensorPlan
+from gascompile.core.plan import (
+    Certificate,
+    LinkAccount,
+    OpPlan,
+    Plan,
+    SolverStatus,
+    TensorPlan,
+    accounts,
+)
 from gascompile.core.program import BoundSpec, InputSpec, Program
 from gascompile.core.sizes import reserve_bytes
 from gascompile.core.sources import Extent, FileStamp, WeightSource
@@ -161,15 +169,18 @@ def make_plan(
     return Plan(
         fingerprint={},
         strategy="toy",
-        budget_bytes={tier: 1 << 40},
-        arena_bytes={tier: top + slot_bytes * len(slots)},
-        peak_bytes={},
-        link_bytes={
-            link.name: sum(
-                s.size_bytes for s in steps if isinstance(s, Prefetch) and s.link == link.name
+        places=accounts(
+            budget_bytes={tier: 1 << 40}, arena_bytes={tier: top + slot_bytes * len(slots)}
+        ),
+        links=tuple(
+            LinkAccount(
+                name=link.name,
+                moved_bytes=sum(
+                    s.size_bytes for s in steps if isinstance(s, Prefetch) and s.link == link.name
+                ),
             )
             for link in into
-        },
+        ),
         tensors=tensors,
         ops=tuple(OpPlan(name=op.name, site=tier, time_s=1e-3) for op in workload.ops),
         steps=steps,

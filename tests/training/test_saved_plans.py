@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 from gascompile import TrainingStep, compile_step
 from gascompile.bundles.files import digest_of
 from gascompile.cli import app
+from gascompile.core import serial
 from gascompile.core.errors import (
     FormatError,
     GASCompileError,
@@ -26,6 +27,7 @@ from gascompile.core.errors import (
     PlanVerificationError,
     StorageError,
 )
+from gascompile.core.plan import Plan
 from gascompile.core.sizes import parse_size
 from gascompile.training.saved_plans import is_step_op
 from tests.training.keeping_worker import MLP, batches, loss_fn, neither_captured_nor_planned
@@ -277,7 +279,8 @@ def test_verbs_take_saved_plans(tmp_path: Path, saved: Path) -> None:
     ):
         result = CliRunner().invoke(app, [*verb, "--json"])
         assert result.exit_code == 0, (verb, result.output)
-    assert json.loads(result.stdout)["budget_bytes"]["cpu"] == parse_size("6MiB")
+    planned = serial.from_json(Plan, json.loads(result.stdout))
+    assert planned.budget_bytes["cpu"] == parse_size("6MiB")
     assert json.loads(Path(workload).read_text())["name"] == "step of MLP"
     several = CliRunner().invoke(app, ["verify", str(saved)])
     assert several.exit_code == 1

@@ -5,10 +5,13 @@ What fits together is for ``passes.verify`` to say; here it is only made sure th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import fields
+
 from gascompile.core.checks.machine import check_machine
 from gascompile.core.checks.workload import check_content, check_count
 from gascompile.core.errors import FormatError
-from gascompile.core.plan import Plan
+from gascompile.core.plan import LinkAccount, PlaceAccount, Plan
 from gascompile.core.sizes import MAX_SIZE_BYTES
 from gascompile.core.steps import Compute, Recompute
 
@@ -27,10 +30,8 @@ def check_plan_content(plan: Plan, *, where: str) -> None:
     check_content(plan.workload, where=f"{where}.workload", is_captured=True)
     if len(plan.steps) > _MAX_STEPS_PER_OP * (len(plan.ops) + 1):
         raise FormatError(f"{where}.steps: {len(plan.steps)} for {len(plan.ops)} ops; plan again")
-    for field in ("budget_bytes", "arena_bytes", "peak_bytes", "link_bytes"):
-        for name, size_bytes in getattr(plan, field).items():
-            if not 0 <= size_bytes <= 2 * MAX_SIZE_BYTES:
-                raise FormatError(f"{where}.{field}.{name!a}: {size_bytes} is no size; plan again")
+    for listed, field in ((plan.places, "places"), (plan.links, "links")):
+        _check_accounts(listed, f"{where}.{field}")
     for i, step in enumerate(plan.steps):
         _check_step(plan, step, f"{where}.steps[{i}]")
     for name, tensor in plan.tensors.items():
@@ -38,6 +39,21 @@ def check_plan_content(plan: Plan, *, where: str) -> None:
             raise FormatError(f"{where}.tensors.{name!a}: {tensor.address} is no address")
         if not 0 <= tensor.size_bytes <= MAX_SIZE_BYTES:
             raise FormatError(f"{where}.tensors.{name!a}: {tensor.size_bytes} is no size")
+
+
+def _check_accounts(listed: Sequence[PlaceAccount | LinkAccount], where: str) -> None:
+    seen: set[str] = set()
+    for i, account in enumerate(listed):
+        if account.name in seen:
+            raise FormatError(
+                f"{where}[{i}].name: {ascii(account.name)[:200]} has two accounts; plan again"
+            )
+        seen.add(account.name)
+        for field in fields(account):
+            size_bytes = getattr(account, field.name)
+            is_size = not isinstance(size_bytes, int) or 0 <= size_bytes <= 2 * MAX_SIZE_BYTES
+            if not is_size:
+                raise FormatError(f"{where}[{i}].{field.name}: {size_bytes} is no size; plan again")
 
 
 def _check_step(plan: Plan, step: object, where: str) -> None:

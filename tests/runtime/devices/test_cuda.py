@@ -196,7 +196,7 @@ def test_the_host_budget_holds_what_is_pinned(tmp_path: Path) -> None:
     needed = plan.machine.io.staging_bytes + sum(reserve_bytes(size) for size in homes)
     assert pinned_bytes(plan) == needed
     for limit, fits in ((needed, True), (needed - 1, False)):
-        tight = dataclasses.replace(plan, budget_bytes={**plan.budget_bytes, "cpu": limit})
+        tight = plan.with_accounts(budget_bytes={**plan.budget_bytes, "cpu": limit})
         api, cuda = fake_cuda()
         if fits:
             with toy.session(tight, device=CudaDevice(api=api)) as session:
