@@ -236,6 +236,8 @@ def streaming_plan() -> Plan:
 def false_claims() -> dict[str, Plan]:
     plan = streaming_plan()
     peak, budget, op = plan.peak_bytes, plan.budget_bytes, plan.ops[0]
+    left = budget["gpu"] - peak["gpu"]
+    reserving = dataclasses.replace(plan.places[0], reserved_bytes=left + 1)
 
     def with_op(op: OpPlan) -> Plan:
         return changed(plan, "ops", (op, *plan.ops[1:]))
@@ -244,14 +246,21 @@ def false_claims() -> dict[str, Plan]:
         return changed(plan, "certificate", changed(plan.certificate, name, value))
 
     return {
-        "link bytes": changed(plan, "link_bytes", {n: b + 1 for n, b in plan.link_bytes.items()}),
-        "no link bytes": changed(plan, "link_bytes", {}),
-        "peak": changed(plan, "peak_bytes", {**peak, "gpu": peak["gpu"] - 1}),
-        "slow peak": changed(plan, "peak_bytes", {**peak, "nvme": 1}),
-        "budget": changed(plan, "budget_bytes", {**budget, "gpu": peak["gpu"] - 1}),
-        "no budget": changed(plan, "budget_bytes", {}),
-        "two arenas": changed(plan, "arena_bytes", {**plan.arena_bytes, "cpu": 1}),
-        "no arena": changed(plan, "arena_bytes", {}),
+        "link bytes": plan.with_accounts(link_bytes={n: b + 1 for n, b in plan.link_bytes.items()}),
+        "no link bytes": plan.with_accounts(link_bytes={}),
+        "peak": plan.with_accounts(peak_bytes={**peak, "gpu": peak["gpu"] - 1}),
+        "slow peak": plan.with_accounts(peak_bytes={**peak, "nvme": 1}),
+        "budget": plan.with_accounts(budget_bytes={**budget, "gpu": peak["gpu"] - 1}),
+        "no budget": plan.with_accounts(budget_bytes={}),
+        "two arenas": plan.with_accounts(arena_bytes={**plan.arena_bytes, "cpu": 1}),
+        "no arena": plan.with_accounts(arena_bytes={}),
+        "reserved": dataclasses.replace(plan, places=(reserving, *plan.places[1:])),
+        "beside tensors": plan.with_accounts(beside_bytes={"cpu": 1}),
+        "less than nothing": plan.with_accounts(
+            beside_bytes={"cpu": -1}, peak_bytes={**peak, "cpu": peak["cpu"] - 1}
+        ),
+        "two accounts": dataclasses.replace(plan, places=(*plan.places, plan.places[0])),
+        "two accounts of a link": dataclasses.replace(plan, links=(*plan.links, plan.links[0])),
         "op name": with_op(dataclasses.replace(op, name="x")),
         "op site": with_op(dataclasses.replace(op, site="nvme")),
         "op time": with_op(dataclasses.replace(op, time_s=0.5)),
