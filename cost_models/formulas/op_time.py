@@ -75,7 +75,7 @@ def op_time_s(
     return max(flops / rate.flops_per_s, memory_s) + memory.op_overhead_s
 
 
-def decoding_bytes(num_weights: int, form: str, *, device: str, rows: int) -> float:
+def decoding_bytes(num_weights: int, form: str, *, is_gpu: bool, rows: int) -> float:
     """Return how many bytes more a product with a weight in ``form`` costs than its wire bytes.
 
     A processor decodes into a scratch in its caches: [Empirical] bytes from memory that take as long. A GPU
@@ -84,10 +84,10 @@ def decoding_bytes(num_weights: int, form: str, *, device: str, rows: int) -> fl
     Args:
         num_weights: values that are decoded.
         form: their wire form.
-        device: the tier that computes.
+        is_gpu: whether a GPU computes.
         rows: of the product's input.
     """
-    if device != "gpu":
+    if not is_gpu:
         return _CPU_DECODING_BYTES[form] * num_weights
     return 0.0 if rows <= _FUSED_ROWS else 2 * _GPU_COMPUTE_BYTES * num_weights
 

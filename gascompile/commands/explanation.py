@@ -41,6 +41,7 @@ def explain_verb(
     budget: opt.BudgetSize = None,
     cpu: opt.CpuSize = None,
     nvme: opt.NvmeSize = None,
+    place: opt.PlaceSizes = None,
     machine: opt.MachineName = None,
     batch: opt.Batch = 1,
     tokens: opt.Tokens = 128,
@@ -58,13 +59,13 @@ def explain_verb(
     with reserved_stdout(json):
         made, _ = plan_to_look_at(
             source,
-            limits=(budget, cpu, nvme),
+            limits=opt.Limits(budget, cpu, nvme, place or ()),
             machine=machine,
             shape=(batch, tokens),
             strategy=strategy,
             time_limit_s=time_limit,
             cache_dir=opt.cache_dir_of(cache_dir),
-            options="--budget, --cpu, --nvme, --machine and --strategy",
+            options="--budget, --cpu, --nvme, --place, --machine and --strategy",
         )
         with opt.usage_errors():
             found = explain(made, name)

@@ -87,7 +87,7 @@ def generate(
         ids, decode = _read(folder, prompt, prompt_ids, chat=chat)
         data = _generated(
             folder,
-            (budget, cpu, nvme),
+            opt.Limits(budget, cpu, nvme),
             {"machine": machine, "weights": weights, "time_limit_s": time_limit},
             opt.cache_dir_of(cache_dir),
             (ids, decode),
@@ -125,7 +125,7 @@ def _read(folder: Path, prompt: str | None, prompt_ids: str | None, *, chat: boo
 
 def _generated(
     folder: Path,
-    limits: tuple[int | None, int | None, int | None],
+    limits: opt.Limits,
     options: dict[str, Any],
     cache_dir: Path,
     prompt: Any,
@@ -144,7 +144,7 @@ def _generated(
     with opt.usage_errors():
         compiled: Any = compile_model(
             str(folder),
-            opt.budget_of(*limits, machine),
+            opt.budget_of(limits, machine),
             machine=machine,
             cache_dir=cache_dir,
             **options,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import typer
 
@@ -61,6 +61,14 @@ CpuSize = Annotated[
 NvmeSize = Annotated[
     int | None,
     typer.Option("--nvme", parser=size, metavar="SIZE", help="NVMe space the plan may use."),
+]
+PlaceSizes = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--place",
+        metavar="NAME=SIZE",
+        help="What the plan may use of any place of the machine: h0.nvme1=1TB. May stand several times.",
+    ),
 ]
 MachineName = Annotated[
     str | None,
@@ -146,15 +154,46 @@ def machine_of(given: str | None, cache_dir: Path) -> Machine:
         return planning.machine_of(given, cache_dir)
 
 
-def budget_of(budget: int | None, cpu: int | None, nvme: int | None, machine: Machine) -> Budget:
-    """Return the budget; ``--budget`` means the tier of ``machine`` that computes."""
-    tier = machine.compute_tier
-    if budget is not None and cpu is not None and tier == "cpu":
-        raise typer.BadParameter(
-            f"--budget and --cpu both set the memory of '{tier}', which computes on '{machine.name}'; give one of them"
-        )
-    own = {} if budget is None else {tier: budget}
-    return Budget({"cpu": cpu, "nvme": nvme, **own})
+class Limits(NamedTuple):
+    """Sizes given on the command line."""
+
+    budget: int | None
+    """Of the place that computes, whatever it is called."""
+    cpu: int | None
+    nvme: int | None
+    places: Sequence[str] = ()
+    """``NAME=SIZE`` each."""
+
+    @property
+    def is_given(self) -> bool:
+        """Whether there is any."""
+        return any(size is not None for size in self[:3]) or bool(self.places)
+
+
+def budget_of(limits: Limits, machine: Machine) -> Budget:
+    """Return the budget; ``--budget`` means the place of ``machine`` that computes."""
+    site = machine.compute_tier
+    named = [("--cpu", "cpu", limits.cpu), ("--nvme", "nvme", limits.nvme)]
+    sizes: dict[str, int] = {} if limits.budget is None else {site: limits.budget}
+    options = dict.fromkeys(sizes, "--budget")
+    named += [("--place", *_place_size(text)) for text in limits.places]
+    for option, name, value in named:
+        if value is None:
+            continue
+        if name in sizes:
+            which = f", which computes on '{machine.name}'" if name == site else ""
+            raise typer.BadParameter(
+                f"{options[name]} and {option} both set the memory of '{name}'{which}; give one of them"
+            )
+        sizes[name], options[name] = value, option
+    return Budget(sizes)
+
+
+def _place_size(text: str) -> tuple[str, int]:
+    name, separator, value = text.rpartition("=")
+    if not separator or not name:
+        raise typer.BadParameter(f"--place takes NAME=SIZE, such as h0.nvme1=1TB, not {text!r}")
+    return name, size(value)
 
 
 def format_of(path: Path) -> str:

@@ -64,6 +64,7 @@ def plan(
     budget: opt.BudgetSize = None,
     cpu: opt.CpuSize = None,
     nvme: opt.NvmeSize = None,
+    place: opt.PlaceSizes = None,
     machine: opt.MachineName = None,
     output: opt.Output = None,
     batch: opt.Batch = 1,
@@ -87,7 +88,7 @@ def plan(
         raise typer.BadParameter(f"{given} and --strategy both say how to plan; give one of them")
     if given is not None and weights is not None:
         raise typer.BadParameter(f"{given} moves weights as they are stored; leave out --weights")
-    limits, folder = (budget, cpu, nvme), opt.cache_dir_of(cache_dir)
+    limits, folder = opt.Limits(budget, cpu, nvme, place or ()), opt.cache_dir_of(cache_dir)
     with reserved_stdout(json):
         if device_map is not None:
             made = _mapped(source, device_map, limits, machine, (batch, tokens), folder)
@@ -125,7 +126,7 @@ def _given_placement(device_map: Path | None, ngl: int | None, ot: list[str]) ->
 def _layered(
     source: str,
     said: tuple[int, list[str]],
-    limits: tuple[int | None, int | None, int | None],
+    limits: opt.Limits,
     machine: str | None,
     shape: tuple[int, int],
     cache_dir: Path,
@@ -138,7 +139,7 @@ def _layered(
         placement,
         source,
         resolved,
-        opt.budget_of(*limits, resolved),
+        opt.budget_of(limits, resolved),
         batch=shape[0],
         tokens=shape[1],
         cache_dir=cache_dir,
@@ -148,7 +149,7 @@ def _layered(
 def _mapped(
     source: str,
     device_map: Path,
-    limits: tuple[int | None, int | None, int | None],
+    limits: opt.Limits,
     machine: str | None,
     shape: tuple[int, int],
     cache_dir: Path,
@@ -160,7 +161,7 @@ def _mapped(
         read_device_map(device_map),
         source,
         resolved,
-        opt.budget_of(*limits, resolved),
+        opt.budget_of(limits, resolved),
         batch=shape[0],
         tokens=shape[1],
         cache_dir=cache_dir,
@@ -170,7 +171,7 @@ def _mapped(
 def make_plan_of(
     source: str,
     *,
-    limits: tuple[int | None, int | None, int | None],
+    limits: opt.Limits,
     machine: str | None,
     shape: tuple[int, int],
     strategy: str | None,
@@ -179,11 +180,11 @@ def make_plan_of(
     weights: str | None = None,
     sites: str = "one",
 ) -> Plan:
-    """Plan a source as the command line names it; ``limits`` are those of the computing tier, CPU and NVMe."""
+    """Plan a source as the command line names it; ``limits`` are those of the command line."""
     from gascompile.api.plan import plan as plan_source
 
     resolved = opt.machine_of(machine, cache_dir)
-    allowed = opt.budget_of(*limits, resolved)
+    allowed = opt.budget_of(limits, resolved)
     path = Path(source)
     finished = opt.is_finished(path)
     with opt.usage_errors():
@@ -204,13 +205,13 @@ def make_plan_of(
 def plan_to_look_at(
     source: str,
     *,
-    limits: tuple[int | None, int | None, int | None],
+    limits: opt.Limits,
     machine: str | None,
     shape: tuple[int, int],
     time_limit_s: float,
     cache_dir: Path,
     strategy: str | None = None,
-    options: str = "--budget, --cpu, --nvme and --machine",
+    options: str = "--budget, --cpu, --nvme, --place and --machine",
 ) -> tuple[Plan, bool]:
     """Return the verified plan of a plan file or a bundle, else one that is made; and whether it was finished.
 
@@ -230,7 +231,7 @@ def plan_to_look_at(
             cache_dir=cache_dir,
         )
         return made, False
-    if any(given is not None for given in (*limits, machine, strategy)):
+    if limits.is_given or machine is not None or strategy is not None:
         raise typer.BadParameter(
             f"{source} is a finished plan, so {options} do not apply; plan its source again to change them"
         )

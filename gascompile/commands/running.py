@@ -139,7 +139,7 @@ def run(
             _require_form(source, weights, for_bundles=any_machine or allow_code)
             options = {"machine": machine, "time_limit_s": time_limit, "strategy": strategy}
             job, difference = _compile(
-                source, (budget, cpu, nvme), inputs, (batch, tokens), opt.cache_dir_of(cache_dir),
+                source, opt.Limits(budget, cpu, nvme), inputs, (batch, tokens), opt.cache_dir_of(cache_dir),
                 {**options, "weights": weights}, repeat, check,
             )  # fmt: skip
         job.formats = job.compiled.format_report
@@ -201,7 +201,7 @@ def _load(
 
 def _compile(
     source: str,
-    limits: tuple[int | None, int | None, int | None],
+    limits: opt.Limits,
     inputs: Path | None,
     shape: tuple[int, int],
     cache_dir: Path,
@@ -234,7 +234,7 @@ def _compile(
     with opt.usage_errors():
         compiled = compile_model(
             opened.model,
-            opt.budget_of(*limits, machine),
+            opt.budget_of(limits, machine),
             checkpoint=opened.checkpoint,
             machine=machine,
             cache_dir=cache_dir,

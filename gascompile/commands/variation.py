@@ -41,6 +41,7 @@ def whatif_verb(
     budget: opt.BudgetSize = None,
     cpu: opt.CpuSize = None,
     nvme: opt.NvmeSize = None,
+    place: opt.PlaceSizes = None,
     machine: opt.MachineName = None,
     batch: opt.Batch = 1,
     tokens: opt.Tokens = 128,
@@ -58,7 +59,7 @@ def whatif_verb(
     with reserved_stdout(json):
         made, finished = plan_to_look_at(
             source,
-            limits=(budget, cpu, nvme),
+            limits=opt.Limits(budget, cpu, nvme, place or ()),
             machine=machine,
             shape=(batch, tokens),
             time_limit_s=time_limit,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from gascompile.core.errors import UnsupportedOpError
-from gascompile.core.machine import Machine
+from gascompile.core.machine import Machine, PlaceKind
 from gascompile.core.program import Dim, Program
 from gascompile.core.workload import OpSpec, TensorKind, TensorSpec, Workload
 from gascompile.cost_models.formulas.op_time import decoding_bytes, op_time_s
@@ -132,10 +132,11 @@ def _op_spec(
 
 
 def _time_s(op: OpFacts, device: str, machine: Machine) -> float:
+    is_gpu = machine.tiers[device].kind is PlaceKind.GPU
     return sum(
         op_time_s(
             flops=leaf.flops,
-            read_bytes=leaf.read_bytes + _decoding_bytes(leaf, device),
+            read_bytes=leaf.read_bytes + _decoding_bytes(leaf, is_gpu=is_gpu),
             write_bytes=leaf.write_bytes,
             dtype=leaf.dtype,
             device=device,
@@ -166,11 +167,11 @@ def _with_sites(
     return tuple(found)
 
 
-def _decoding_bytes(leaf: LeafOp, device: str) -> int:
+def _decoding_bytes(leaf: LeafOp, *, is_gpu: bool) -> int:
     if leaf.decoded is None:
         return 0
     form, num_weights, rows = leaf.decoded
-    return round(decoding_bytes(num_weights, form, device=device, rows=rows))
+    return round(decoding_bytes(num_weights, form, is_gpu=is_gpu, rows=rows))
 
 
 def _tensors(program: Program, facts: Facts) -> tuple[TensorSpec, ...]:

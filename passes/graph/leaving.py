@@ -12,11 +12,10 @@ from collections.abc import Collection, Iterable
 import torch
 from torch import fx
 
-from gascompile.core.machine import Machine
+from gascompile.core.machine import Machine, PlaceKind
 from gascompile.core.workload import OpSpec, TensorKind, TensorSpec
 from gascompile.passes.graph.mutated_tensors import written_arguments
 
-HOST = "cpu"
 _NAMED = ("device", "pin_memory", "generator", "layout")
 """Arguments that tie an op to where it is."""
 _CHANCE = (
@@ -27,14 +26,15 @@ _CHANCE = (
 
 
 def other_sites(machine: Machine) -> tuple[str, ...]:
-    """Return the tiers besides the one that computes whose processor the machine knows the speed of."""
+    """Return the place besides the one that computes whose processor the machine knows the speed of, if any."""
     own = machine.compute_tier
     links = {(link.source_tier, link.target_tier) for link in machine.links}
     known = {rate.device for rate in machine.memory} & {rate.device for rate in machine.rates}
     # What slows links down was measured beside ops of the tier that computes.
     is_calm = not (machine.interference.points or machine.interference.op_s_per_byte)
-    found = own != HOST and HOST in known and {(own, HOST), (HOST, own)} <= links and is_calm
-    return (HOST,) if found else ()
+    hosts = (place.name for place in machine.places if place.kind is PlaceKind.CPU)
+    found = (h for h in hosts if h != own and h in known and {(own, h), (h, own)} <= links)
+    return tuple(found)[:1] if is_calm else ()
 
 
 def may_leave(node: fx.Node) -> bool:

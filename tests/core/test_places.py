@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
 import gascompile
 from gascompile import Budget
+from gascompile.cli import app
 from gascompile.core import serial
 from gascompile.core.checks.machine_files import load_machine, preset
 from gascompile.core.errors import UnknownPlaceError, UnsupportedOpError
@@ -162,3 +164,32 @@ def test_a_plan_over_places_of_any_name(tmp_path: Path) -> None:
         UnsupportedOpError, match=r"'r0.gpu'.*run only on places called gpu, cpu and nvme"
     ):
         admit(plan.machine)
+
+
+def verb(*args: str) -> Any:
+    return CliRunner().invoke(app, [*args, "--json"])
+
+
+def test_places_on_the_command_line(tmp_path: Path) -> None:
+    machine, workload = tmp_path / "two.json", tmp_path / "chain.workload.json"
+    machine.write_text(serial.dumps(TWO_DRIVES))
+    workload.write_text(serial.dumps(chain(4, 99 * 4096)))
+    asked = ["plan", str(workload), "-m", str(machine), "--budget", "800KiB", "--place"]
+    done = verb(*asked, "h0.cpu=0", "--place", "h0.nvme1=1GB")
+    assert done.exit_code == 0, done.output
+    plan = serial.from_json(gascompile.Plan, json.loads(done.stdout))
+    verify(plan)
+    assert dict(plan.budget_bytes) == {
+        "r0.gpu": 800 << 10,
+        "h0.cpu": 0,
+        "h0.nvme0": 1 << 30,
+        "h0.nvme1": 10**9,
+    }
+    for place, code, message in (
+        ("tape=1GB", 1, "its places are r0.gpu, h0.cpu"),
+        ("r0.gpu=1GB", 2, "--budget and --place both set"),
+        ("h0.cpu", 2, "takes NAME=SIZE"),
+        ("h0.cpu=much", 2, "cannot read the size"),
+    ):
+        done = verb(*asked, place)
+        assert (done.exit_code, message in done.output) == (code, True), done.output
