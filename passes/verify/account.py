@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import NoReturn
+
+from gascompile.core.errors import PlanVerificationError
 from gascompile.core.plan import Plan
 from gascompile.core.steps import Offload, Prefetch, Reload
 from gascompile.core.workload import TensorKind
@@ -31,3 +34,25 @@ def account(plan: Plan) -> tuple[dict[str, int], dict[str, int]]:
     for link, size_bytes in gather_link_bytes(plan.workload.ops, plan.machine).items():
         moved[link] += size_bytes
     return held, moved
+
+
+def require_accounts(plan: Plan) -> None:
+    """Return if each place and each link has one account, and nothing in one is less than nothing.
+
+    Raises:
+        PlanVerificationError: names the account.
+    """
+    for listed in (plan.places, plan.links):
+        names = [one.name for one in listed]
+        if len(set(names)) != len(names):
+            _refuse(f"one of {', '.join(map(repr, names))} has two accounts in the plan")
+    for place in plan.places:
+        if min(place.reserved_bytes, place.beside_bytes) < 0:
+            _refuse(
+                f"the plan reserves {place.reserved_bytes} bytes of '{place.name}' and takes "
+                f"{place.beside_bytes} beside tensors"
+            )
+
+
+def _refuse(message: str) -> NoReturn:
+    raise PlanVerificationError(f"{message}; the plan is refused, make it again from its workload")

@@ -24,7 +24,7 @@ from gascompile.cost_models.simulate.replay import replay_plan, up_front_transfe
 from gascompile.passes.bounds.certify import EVERYTHING, WEIGHTS
 from gascompile.passes.bounds.least_time import least_time
 from gascompile.passes.model.liveness import liveness
-from gascompile.passes.verify.account import account
+from gascompile.passes.verify.account import account, require_accounts
 from gascompile.passes.verify.heap import heap_tensors
 
 _NUM_ITERATIONS = 3
@@ -335,7 +335,7 @@ def _check_accounts(plan: Plan) -> None:
     site = plan.machine.compute_tier
     if set(plan.arena_bytes) != {site}:
         _refuse(f"the plan has arenas in {sorted(plan.arena_bytes)} instead of '{site}' alone")
-    _check_listed(plan)
+    require_accounts(plan)
     reserved = {place.name: place.reserved_bytes for place in plan.places}
     held, moved = account(plan)
     if dict(plan.peak_bytes) != held:
@@ -349,20 +349,6 @@ def _check_accounts(plan: Plan) -> None:
             )
     if dict(plan.link_bytes) != moved:
         _refuse(f"the plan claims to move {dict(plan.link_bytes)} bytes, its steps move {moved}")
-
-
-def _check_listed(plan: Plan) -> None:
-    """Check that each place and each link has one account, and that nothing in one is less than nothing."""
-    for listed in (plan.places, plan.links):
-        names = [one.name for one in listed]
-        if len(set(names)) != len(names):
-            _refuse(f"one of {', '.join(map(repr, names))} has two accounts in the plan")
-    for place in plan.places:
-        if min(place.reserved_bytes, place.beside_bytes) < 0:
-            _refuse(
-                f"the plan reserves {place.reserved_bytes} bytes of '{place.name}' and takes "
-                f"{place.beside_bytes} beside tensors"
-            )
 
 
 def _check_certificate(plan: Plan) -> None:
