@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +55,7 @@ def _room(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def with_room(*args: Any, **kwargs: Any) -> Plan:
         found = step_plan(*args, **kwargs)
-        return replace(found, budget_bytes={**found.budget_bytes, "gpu": 1 << 24})
+        return found.with_accounts(budget_bytes={**found.budget_bytes, "gpu": 1 << 24})
 
     monkeypatch.setattr(units, "step_plan", with_room)
 
