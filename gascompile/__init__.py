@@ -74,6 +74,8 @@ model_libraries.register("gascompile.integrations.transformers_library")
 
 def __getattr__(name: str) -> Any:
     """Import a public name on first use, so that ``import gascompile`` stays light (PEP 562)."""
+    if name == "errors":
+        return importlib.import_module("gascompile.errors")
     module = _MODULE_OF.get(name)
     if module is None:
         raise AttributeError(f"module 'gascompile' has no attribute {name!r}")

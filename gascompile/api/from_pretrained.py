@@ -39,7 +39,8 @@ def from_pretrained(
 
     require_sense(budget, options.get("strategy"))
     path = Path(name_or_path)
-    if path.exists():
+    # Of os: what is too long for a path is not there, either.
+    if os.path.exists(path):
         if revision is not None:
             raise ValueError(f"revision is of a name on the Hub, and {path} is here; leave it out")
     else:

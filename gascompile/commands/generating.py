@@ -37,17 +37,25 @@ MaxNew = Annotated[
 ]
 Sample = Annotated[bool, typer.Option("--sample", help="Draw tokens instead of the likeliest.")]
 Temperature = Annotated[
-    float, typer.Option("--temperature", min=1e-6, max=1e6, help="Of drawn tokens.")
+    float | None,
+    typer.Option("--temperature", min=1e-6, max=1e6, help="Of drawn tokens; 1 by default."),
 ]
 TopK = Annotated[
-    int, typer.Option("--top-k", min=0, max=1 << 31, help="Draw from so many; 0: from all.")
+    int | None,
+    typer.Option(
+        "--top-k", min=0, max=1 << 31, help="Draw from so many, by default 50; 0: from all."
+    ),
 ]
 TopP = Annotated[
-    float,
-    typer.Option("--top-p", min=1e-6, max=1.0, help="Draw from this share of what is likely."),
+    float | None,
+    typer.Option(
+        "--top-p", min=1e-6, max=1.0, help="Draw from this share of what is likely, by default all."
+    ),
 ]
 Beams = Annotated[int, typer.Option("--beams", min=1, max=1024, help="Texts to follow at once.")]
-Seed = Annotated[int | None, typer.Option("--seed", min=0, help="Of drawn tokens.")]
+Seed = Annotated[
+    int | None, typer.Option("--seed", min=0, max=(1 << 63) - 1, help="Of drawn tokens.")
+]
 
 
 def generate(
@@ -61,9 +69,9 @@ def generate(
     machine: opt.MachineName = None,
     max_new_tokens: MaxNew = 64,
     sample: Sample = False,
-    temperature: Temperature = 1.0,
-    top_k: TopK = 50,
-    top_p: TopP = 1.0,
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
     beams: Beams = 1,
     seed: Seed = None,
     weights: opt.WeightForm = None,
@@ -79,7 +87,13 @@ def generate(
         raise typer.BadParameter("give either --prompt TEXT or --prompt-ids 1,2,3")
     if chat and prompt is None:
         raise typer.BadParameter("--chat takes a --prompt, which it puts into the chat template")
-    drawn = {"temperature": temperature, "top_k": top_k, "top_p": top_p} if sample else {}
+    drawn = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+    said = [name for name, value in {**drawn, "seed": seed}.items() if value is not None]
+    if said and not sample:
+        option = said[0].replace("_", "-")
+        raise typer.BadParameter(f"--{option} is of drawn tokens; give --sample as well")
+    usual = {"temperature": 1.0, "top_k": 50, "top_p": 1.0}
+    drawn = {n: usual[n] if v is None else v for n, v in drawn.items()} if sample else {}
     mode = {"do_sample": sample, "num_beams": beams, "max_new_tokens": max_new_tokens, **drawn}
     with reserved_stdout(json):
         # Beams are known at the end alone.
@@ -113,8 +127,8 @@ def _read(folder: Path, prompt: str | None, prompt_ids: str | None, *, chat: boo
             raise typer.BadParameter(
                 f"--prompt-ids are numbers apart by commas: {error}"
             ) from error
-        if not tokens:
-            raise typer.BadParameter("--prompt-ids holds no number")
+        if not tokens or not all(0 <= token < 1 << 31 for token in tokens):
+            raise typer.BadParameter("--prompt-ids are numbers of tokens, 0 and more")
         return torch.tensor([tokens]), lambda found: " ".join(map(str, found)) + " " * bool(found)
     assert prompt is not None
     tokenizer = tokenizer_of(folder)

@@ -1,8 +1,9 @@
 """Deferral: signals wait while something runs that an exception at any moment would leave half done.
 
 Torch's traces change the interpreter's state, such as stacks of modes, and put it back in Python, where a handler
-that raises leaves it changed for good: ops of other models fail then, or the process ends. So handlers wait for
-``safe_point``, which traces come by at every op, or for the end.
+that raises leaves it changed for good: ops of other models fail then, or the process ends. So handlers wait for the
+end. Python's own of Ctrl-C is called before, at a ``safe_point``, which traces come by at every op: others might
+compute, or raise what a trace takes for the model's.
 """
 
 from __future__ import annotations
@@ -58,18 +59,28 @@ class _Deferral:
             if signal.getsignal(number) is self:
                 signal.signal(number, handler)
 
+    def interrupt(self) -> None:
+        """Raise ``KeyboardInterrupt`` where that is what a signal has asked for."""
+        for number in self._noted:
+            if self._handlers[number] is signal.default_int_handler:
+                self._noted.remove(number)
+                signal.default_int_handler(number, sys._getframe())
+
     def deliver(self) -> None:
-        """Call the handlers of what was noted."""
-        while self._noted:
+        """Call the handlers of all that was noted, whatever one of them raises."""
+        if self._noted:
             number = self._noted.pop(0)
-            self._handlers[number](number, sys._getframe())
+            try:
+                self._handlers[number](number, sys._getframe())
+            finally:
+                self.deliver()
 
 
 _current: list[_Deferral] = []
 
 
 def deferred(work: Callable[[], Result]) -> Result:
-    """Return what ``work`` returns. Signals that come meanwhile are handled at its safe points, or after it."""
+    """Return what ``work`` returns. Signals that come meanwhile are handled after it, Ctrl-C at its safe points."""
     if _current or threading.current_thread() is not threading.main_thread():
         # Handlers run on the main thread alone.
         return work()
@@ -96,6 +107,6 @@ def deferring(function: Callable[Given, Result]) -> Callable[Given, Result]:
 
 
 def safe_point() -> None:
-    """Handle what has waited, here, where an exception does no harm."""
+    """Raise the ``KeyboardInterrupt`` that has waited, here, where it does no harm."""
     if _current and threading.current_thread() is threading.main_thread():
-        _current[0].deliver()
+        _current[0].interrupt()

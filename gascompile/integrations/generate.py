@@ -2,7 +2,7 @@
 
 Its loop, with sampling, beams, drafts and what else it knows, stays transformers'. What changes is the cache that it
 fills: one of fixed size, so that every token is a call of one plan, a prompt of any length, in pieces, of another, and
-drafts are verified by a third. Keys and values are the caller's, as under transformers: the budget does not count them.
+drafts are verified by a third. The plans share an arena and the budget, of which keys and values take a part.
 What fixed sizes cannot serve (encoder-decoders, states of another kind) runs as it would, with a plan per length.
 """
 
@@ -111,7 +111,8 @@ def _cache_for(
         return None
     if given.get("past_key_values") is not None or config.use_cache is False:
         return None
-    if config.cache_implementation is not None:
+    # Static caches are of a fixed size, too.
+    if config.cache_implementation not in (None, "static"):
         return None
     # What is returned of attention is as long as the cache.
     if getattr(config, "output_attentions", False):

@@ -43,8 +43,12 @@ def prompt_tokens(tokenizer: Any, text: str, *, chat: bool) -> torch.Tensor:
 
     Raises:
         CheckpointError: the model has no chat template.
-        ValueError: the prompt has no tokens.
+        ValueError: the prompt has no tokens, or is no text.
     """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"the prompt is no text in UTF-8: {error}") from error
     if chat:
         if not getattr(tokenizer, "chat_template", None):
             raise CheckpointError("the model has no chat template; leave out --chat")

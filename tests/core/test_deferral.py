@@ -5,9 +5,13 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
+import gascompile
 from gascompile.core import deferral
 from gascompile.core.deferral import deferred, deferring, safe_point
 
@@ -24,10 +28,15 @@ def handler(number: int, frame: object) -> None:
 @pytest.fixture(autouse=True)
 def handled() -> Iterator[None]:
     """Let a signal have a handler that raises, and another one none."""
-    before = signal.signal(signal.SIGUSR1, handler), signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    mine = {
+        signal.SIGUSR1: handler,
+        signal.SIGUSR2: signal.SIG_IGN,
+        signal.SIGINT: signal.default_int_handler,
+    }
+    before = {number: signal.signal(number, own) for number, own in mine.items()}
     yield
-    signal.signal(signal.SIGUSR1, before[0])
-    signal.signal(signal.SIGUSR2, before[1])
+    for number, own in before.items():
+        signal.signal(number, own)
 
 
 def come() -> None:
@@ -57,20 +66,59 @@ def test_a_safe_point_raises_and_what_comes_on_the_way_out_waits() -> None:
     @deferring
     def inner() -> None:
         come()
+        signal.raise_signal(signal.SIGINT)
         try:
             safe_point()
             left.append("not raised")
         finally:
-            come()
             left.append("out")
 
     with pytest.raises(HandledError) as raised:
         deferred(inner)
     assert left == ["out"]
-    assert isinstance(raised.value.__context__, HandledError)
+    assert isinstance(raised.value.__context__, KeyboardInterrupt)
     safe_point()
     with pytest.raises(HandledError):
         come()
+
+
+class Interrupting(nn.Module):
+    """Is interrupted by a signal while it is captured, once."""
+
+    number: int | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x + 1
+        if self.number is not None:
+            signal.raise_signal(self.number)
+        return torch.relu(y)
+
+
+def test_a_capture_is_interrupted_and_other_handlers_see_torch_as_it_is(tmp_path: Path) -> None:
+    found = []
+    signal.signal(signal.SIGUSR1, lambda *_: found.append(type(nn.Linear(2, 2)(torch.ones(2)))))
+    model, x = Interrupting().eval(), torch.randn(3)
+    compiled = gascompile.compile(model, "1MiB", machine="cpu-nvme", cache_dir=tmp_path)
+    model.number = signal.SIGINT
+    with pytest.raises(KeyboardInterrupt):
+        compiled(x)
+    assert torch._C._len_torch_dispatch_stack() == 0
+    model.number = signal.SIGUSR1
+    assert torch.equal(compiled(x), torch.relu(x + 1))
+    assert set(found) == {torch.Tensor}
+
+
+def test_one_that_raises_takes_no_other_along() -> None:
+    seen = []
+    signal.signal(signal.SIGUSR2, lambda number, _: seen.append(number))
+
+    def work() -> None:
+        come()
+        signal.raise_signal(signal.SIGUSR2)
+
+    with pytest.raises(HandledError):
+        deferred(work)
+    assert seen == [signal.SIGUSR2]
 
 
 def test_a_handler_that_is_set_meanwhile_stays() -> None:

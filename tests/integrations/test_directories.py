@@ -79,6 +79,8 @@ def test_a_model_is_found_by_its_name(
         gascompile.from_pretrained("some/other", "1MiB", **options)
     with pytest.raises(CheckpointError, match="neither a folder here"):
         gascompile.from_pretrained("no such: folder", "1MiB", **options)
+    with pytest.raises(CheckpointError, match="neither a folder here"):
+        gascompile.from_pretrained("x" * 5000, "1MiB", **options)
     with pytest.raises(ValueError, match="revision"):
         gascompile.from_pretrained(named, "1MiB", revision="main", **options)
     with pytest.raises(ValueError, match="nonsense"):
