@@ -45,7 +45,7 @@ def copy_range(
 
 
 def write_all(
-    target: int, data: bytes | memoryview, offset: int, writer: Writer = os.pwrite
+    target: int, data: bytes | memoryview, offset: int, writer: Writer | None = None
 ) -> None:
     """Write all of ``data``.
 
@@ -53,6 +53,8 @@ def write_all(
         OSError: the file cannot be written.
     """
     view = memoryview(data)
+    # Looked up now, as faults are put in its place.
+    writer = writer or os.pwrite
     done = 0
     while done < len(view):
         taken = writer(target, view[done:], offset + done)

@@ -284,7 +284,9 @@ def test_forms_on_the_command_line(cache: Path, tmp_path: Path) -> None:
 def test_plan_takes_a_form(cache: Path, tmp_path: Path) -> None:
     shared = ("-m", MACHINE, "--budget", "9MiB", "--cache-dir", str(cache))
     moved = {
-        form: sum(json_of("plan", SOURCE, *shared, "--weights", form)["link_bytes"].values())
+        form: sum(
+            link["bytes"] for link in json_of("plan", SOURCE, *shared, "--weights", form)["links"]
+        )
         for form in ("bf16", "int8", "auto")
     }
     assert moved["int8"] < 0.6 * moved["bf16"]

@@ -59,7 +59,7 @@ def test_a_pipe_slower_than_its_link_does_not_hold_up_the_last_transfer() -> Non
     st.integers(1, 100),
 )
 def test_the_least_time_is_exact(links: list[tuple[int, int]], size_bytes: int) -> None:
-    names = ["cpu", "nvme", "far"][: len(links)]
+    names = ["cpu", "nvme", "nvme1"][: len(links)]
     rates = {name: float(rate) for name, (rate, _) in zip(names, links, strict=True)}
     room = {name: most for name, (_, most) in zip(names, links, strict=True)}
     found_s, _ = physical_limit(0.0, size_bytes, 0, machine(rates), room)

@@ -235,9 +235,9 @@ def test_nothing_is_read_before_a_plan(tmp_path: Path, cache: Path) -> None:
         machine=MACHINE,
         cache_dir=cache,
     )
-    with pytest.raises(ValueError, match="nothing has been planned"):
+    with pytest.raises(ValueError, match="nothing is planned"):
         step.state_dict()
-    with pytest.raises(ValueError, match="nothing has been planned"):
+    with pytest.raises(ValueError, match="nothing is planned"):
         step.load_state_dict({"model": {}, "optimizer": {}})
     step.close()
     assert all(parameter.is_meta for parameter in model.parameters())
