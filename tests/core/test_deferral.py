@@ -6,6 +6,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,7 +29,7 @@ def handler(number: int, frame: object) -> None:
 @pytest.fixture(autouse=True)
 def handled() -> Iterator[None]:
     """Let a signal have a handler that raises, and another one none."""
-    mine = {
+    mine: dict[int, Any] = {
         signal.SIGUSR1: handler,
         signal.SIGUSR2: signal.SIG_IGN,
         signal.SIGINT: signal.default_int_handler,
