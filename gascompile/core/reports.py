@@ -63,6 +63,8 @@ class RunReport:
     """Who counted: torch's ``allocator``, the ``device``, or the runtime: results and ``planned workspace``."""
     site_s: Mapping[str, float] = field(default_factory=dict)
     """Seconds that each processor was at ops, where they run on several; a device: that it did not wait."""
+    grad_norm: float | None = None
+    """Of a training step with an update: the norm of all gradients before clipping, where it clips or was asked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,9 +25,9 @@ _TRAINERS_OWN = ("accumulate", "max_grad_norm", "example_batch", "optimizer", "l
 class GasTrainer(Trainer):
     """A ``Trainer`` that keeps a memory budget.
 
-    Losses, learning rates and checkpoints are those of ``Trainer`` with the same arguments; only the norm of the
-    gradients is not in the logs, as clipping is part of the planned step. Between ``train()`` and its end
-    the model's values are where the step keeps them; saving, evaluating and callbacks read them as ever.
+    Losses, learning rates, norms of gradients and checkpoints are those of ``Trainer`` with the same arguments.
+    Between ``train()`` and its end the model's values are where the step keeps them; saving, evaluating and
+    callbacks read them as ever.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class GasTrainer(Trainer):
                 batch,
                 accumulate=arguments.gradient_accumulation_steps,
                 max_grad_norm=arguments.max_grad_norm if arguments.max_grad_norm > 0 else None,
-                **self._step_options,
+                **{"grad_norm": True, **self._step_options},
             )
         updates: bool = self.accelerator.gradient_state.sync_gradients
         return self._step(batch, updates=updates)
@@ -163,8 +163,10 @@ class GasTrainer(Trainer):
     def _clip_grad_norm(self, model: nn.Module) -> None:
         """The planned step has clipped."""
 
-    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> None:
-        """Nothing is logged: gradients are gone when ``Trainer`` asks."""
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> float | None:  # noqa: ARG002
+        """Return the norm before clipping, which the step has seen: gradients are gone by now."""
+        run = self._step.last_run if self._step is not None else None
+        return run.grad_norm if run is not None else None
 
 
 def _batch(

@@ -40,6 +40,7 @@ def compile_step(
     machine: Machine | str | os.PathLike[str] | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
     max_grad_norm: float | None = None,
+    grad_norm: bool = False,
     accumulate: int = 1,
     on_nan: OnNan = "raise",
     replan: bool = True,
@@ -70,6 +71,8 @@ def compile_step(
             is an accelerator of bounded memory behind links of set bandwidths.
         cache_dir: where the machine profile is kept and what leaves memory goes.
         max_grad_norm: clip gradients by their global norm, as ``torch.nn.utils.clip_grad_norm_`` does.
+        grad_norm: let ``last_run`` say the norm of all gradients of each update; where they are clipped it always
+            does.
         accumulate: batches per update. Gradients are summed as by repeated ``loss.backward()``, and every
             ``accumulate``-th call updates; divide the loss in ``loss_fn`` where a mean is wanted.
         on_nan: ``raise`` ends a step whose loss is NaN before anything has changed; ``locate`` looks at every
@@ -109,6 +112,7 @@ def compile_step(
     """
     settings = Settings(
         max_grad_norm=max_grad_norm,
+        grad_norm=grad_norm,
         accumulate=accumulate,
         on_nan=on_nan,
         replan=replan,

@@ -27,6 +27,8 @@ class Settings:
     """See ``compile_step``."""
 
     max_grad_norm: float | None = None
+    grad_norm: bool = False
+    """The norm of gradients is wanted where nothing is clipped, too."""
     accumulate: int = 1
     on_nan: OnNan = "raise"
     replan: bool = True
@@ -77,6 +79,7 @@ class Settings:
         return StepOptions(
             trains=trains,
             max_grad_norm=self.max_grad_norm,
+            grad_norm=self.grad_norm,
             accumulates=self.accumulate > 1 or self.unplanned,
             updates=updates and not self.unplanned,
             pending=pending,

@@ -19,6 +19,8 @@ from gascompile.core.errors import CheckpointError, UnsupportedOpError
 from gascompile.core.plan import Plan
 from gascompile.core.sizes import format_size
 from gascompile.training.optimizers.optimizers import SUPPORTED, Rules
+from gascompile.training.optimizers.update_ops import total_norm_of
+from gascompile.training.settings import Settings
 from gascompile.training.state.open_optimizer import listed
 from gascompile.training.state.tensor_files import Entry, of_tensor
 from gascompile.training.state.train_state import States
@@ -79,8 +81,10 @@ def require_step(optimizer: torch.optim.Optimizer) -> None:
 
 
 @deferring
-def update(states: States, max_grad_norm: float | None) -> None:
-    """Let the optimizer take a step, whole; no transfer may be under way.
+def update(states: States, settings: Settings) -> torch.Tensor | None:
+    """Let the optimizer take a step, whole, and return the norm of gradients where that is wanted.
+
+    No transfer may be under way.
 
     Parameters that have gradients are in memory then, and these, too. Others have none, as in eager.
 
@@ -98,11 +102,17 @@ def update(states: States, max_grad_norm: float | None) -> None:
             like, total = states.like(slot.name), persistent.tensors[totals[slot.name]]
             tensor(slot.name).data = states.in_memory(slot.name)
             tensor(slot.name).grad = total.as_strided(like.shape, like.stride())
-        if max_grad_norm is not None:
-            torch.nn.utils.clip_grad_norm_([tensor(name) for name in totals], max_grad_norm)
+        norm = None
+        if settings.max_grad_norm is not None:
+            clipped = [tensor(name) for name in totals]
+            norm = torch.nn.utils.clip_grad_norm_(clipped, settings.max_grad_norm)
+        elif settings.grad_norm and totals:
+            each = [torch.linalg.vector_norm(persistent.tensors[n]) for n in totals.values()]
+            norm = total_norm_of(each)
         states.optimizer.step()
         for name in totals.values():
             persistent.tensors[name].zero_()
+        return norm
     finally:
         for own in map(tensor, totals):
             own.grad, own.data = None, torch.empty(0, dtype=own.dtype)

@@ -39,6 +39,7 @@ _library.define(
     "accumulate(Tensor(a!) total, Tensor gradient, int[] shape, int[] stride, int begin) -> ()"
 )
 _library.define("clip_scale(Tensor[] norms, float limit) -> Tensor")
+_library.define("total_norm(Tensor[] norms) -> Tensor")
 _library.define("refuse_nan(Tensor loss, Tensor hyper) -> ()")
 
 
@@ -200,8 +201,12 @@ def _accumulate(
 
 def _clip_scale(norms: list[torch.Tensor], limit: float) -> torch.Tensor:
     """Return what ``torch.nn.utils.clip_grad_norm_`` multiplies gradients by."""
-    total = torch.linalg.vector_norm(torch.stack(norms))
-    return torch.clamp(limit / (total + 1e-6), max=1.0)
+    return torch.clamp(limit / (total_norm_of(norms) + 1e-6), max=1.0)
+
+
+def total_norm_of(norms: list[torch.Tensor]) -> torch.Tensor:
+    """Return the norm of what has ``norms``, as ``torch.nn.utils.clip_grad_norm_`` does."""
+    return torch.linalg.vector_norm(torch.stack(norms))
 
 
 def _refuse_nan(loss: torch.Tensor, hyper: torch.Tensor) -> None:
@@ -224,12 +229,15 @@ for _name, _implementation in (
     _library.impl(_name, nothing, "Meta")
 for _key in ("CPU", "CUDA"):
     _library.impl("clip_scale", _clip_scale, _key)
+    _library.impl("total_norm", total_norm_of, _key)
 _library.impl("clip_scale", lambda norms, limit: norms[0].new_empty(()), "Meta")
+_library.impl("total_norm", lambda norms: norms[0].new_empty(()), "Meta")
 
 adam = torch.ops.gascompile_updates.adam.default
 sgd = torch.ops.gascompile_updates.sgd.default
 accumulate = torch.ops.gascompile_updates.accumulate.default
 clip_scale = torch.ops.gascompile_updates.clip_scale.default
+total_norm = torch.ops.gascompile_updates.total_norm.default
 refuse_nan = torch.ops.gascompile_updates.refuse_nan.default
 
 

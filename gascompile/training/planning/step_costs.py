@@ -53,7 +53,7 @@ _OWN = ("aten", "prims", "gascompile")
 """Beginnings of the namespaces of ops that may be run on made-up values."""
 _OF_STEP = re.compile(r"\d+ threads ")
 """Beginning of ``_call``; kinds of forward passes' ops begin with the op."""
-_NOT_UPDATES = ("accumulate", "clip_scale", "refuse_nan")
+_NOT_UPDATES = ("accumulate", "clip_scale", "refuse_nan", "total_norm")
 """Ops of the namespace of updates that are none."""
 _CALL_S = 6e-6
 """What it takes to call an op from a plan, beside the op."""

@@ -31,6 +31,8 @@ class StepOptions:
     trains: bool = True
     """False for the loss alone."""
     max_grad_norm: float | None = None
+    grad_norm: bool = False
+    """The norm of all gradients is a result even where nothing is clipped."""
     accumulates: bool = False
     """Gradients are added to totals that persist, and updates take the totals."""
     updates: bool = True
@@ -43,7 +45,7 @@ class StepOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepProgram:
-    """A program whose single output is the loss."""
+    """A program whose outputs are the loss and, where that is computed, the norm of all gradients."""
 
     program: Program
     tiles: Mapping[str, Tile]
@@ -83,7 +85,7 @@ def step_program(joint: Joint, rules: Rules, *, name: str, options: StepOptions)
     if options.trains:
         builder.take_gradients()
     output = graph.output_node()
-    output.args = ((joint.loss,),)
+    output.args = ((joint.loss, *builder.norm),)
     output.meta.pop("desc", None)
     _remove_unused(graph)
     graph.lint()
@@ -107,6 +109,9 @@ class _Builder:
         self._tiles: dict[str, Tile] = {}
         self._tile_nodes: dict[str, fx.Node] = {}
         self._hyper: list[fx.Node] = []
+        self._norms: list[fx.Node] = []
+        self.norm: tuple[fx.Node, ...] = ()
+        """That of all gradients, of a step that computes it."""
         with self._graph.inserting_before(next(iter(self._graph.nodes))):
             self._add_placeholders()
 
@@ -199,7 +204,7 @@ class _Builder:
     def take_gradients(self) -> None:
         """Add what becomes of gradients: sums, their norm, updates."""
         options, slots = self._options, self._updated()
-        clips = options.max_grad_norm is not None and options.updates
+        clips = options.max_grad_norm is not None and options.updates and bool(slots)
         sharing: dict[str, list[Slot]] = {}
         for slot in slots:
             sharing.setdefault(self._owner(slot.name), []).append(slot)
@@ -211,14 +216,22 @@ class _Builder:
                     if options.accumulates and slot.name in self._gradient:
                         self._accumulate(slot)
                     if options.updates and not clips:
+                        if options.grad_norm:
+                            self._measure(slot)
                         self._update(slot, self._taken(slot), None)
             self._graph.erase_node(anchor)
         if clips:
             assert options.max_grad_norm is not None
             with self._graph.inserting_before(self._graph.output_node()):
-                scale = self._clip(options.max_grad_norm)
+                for slot in slots:
+                    self._measure(slot)
+                scale = self._of_norms(update_ops.clip_scale, options.max_grad_norm)
+                self.norm = (self._of_norms(update_ops.total_norm),)
                 for slot in slots:
                     self._update(slot, self._taken(slot), scale)
+        elif self._norms:
+            with self._graph.inserting_before(self._graph.output_node()):
+                self.norm = (self._of_norms(update_ops.total_norm),)
 
     def _updated(self) -> list[Slot]:
         """Return the parameters that have a gradient; as in eager, others do not even decay."""
@@ -243,20 +256,18 @@ class _Builder:
             node = self._graph.call_function(update_ops.accumulate, args)
             node.meta["val"] = None
 
-    def _clip(self, limit: float) -> fx.Node:
-        """Add the norm of all gradients; return what they are multiplied by."""
-        val = self._joint.loss.meta["val"]
-        norms = []
-        for slot in self._updated():
-            for gradient in self._taken(slot):
-                norm = self._graph.call_function(
-                    torch.ops.aten.linalg_vector_norm.default, (gradient,)
-                )
-                norm.meta["val"] = val.new_empty(())
-                norms.append(norm)
-        scale = self._graph.call_function(update_ops.clip_scale, (norms, limit))
-        scale.meta["val"] = val.new_empty(())
-        return scale
+    def _measure(self, slot: Slot) -> None:
+        """Add the norm of a gradient."""
+        for gradient in self._taken(slot):
+            norm = self._graph.call_function(torch.ops.aten.linalg_vector_norm.default, (gradient,))
+            norm.meta["val"] = gradient.meta["val"].new_empty(())
+            self._norms.append(norm)
+
+    def _of_norms(self, op: torch._ops.OpOverload, *args: float) -> fx.Node:
+        """Add an op of the norms of all gradients, whose result is one number."""
+        found = self._graph.call_function(op, (list(self._norms), *args))
+        found.meta["val"] = self._norms[0].meta["val"].new_empty(())
+        return found
 
     def _update(self, slot: Slot, gradients: list[fx.Node], scale: fx.Node | None) -> None:
         nodes = (self._parameter[slot.name], *gradients, self._hyper[slot.group])
@@ -287,7 +298,7 @@ class _Builder:
             bound=bound,
             states=frozenset(states),
             in_spec=pytree.treespec_dumps(pytree.tree_structure((inputs, {}))),
-            out_spec=pytree.treespec_dumps(pytree.tree_structure((0,))),
+            out_spec=pytree.treespec_dumps(pytree.tree_structure((0, *(0 for _ in self.norm)))),
         )
         return StepProgram(
             program=program,

@@ -79,6 +79,6 @@ def _own_bytes(node: fx.Node) -> int:
             total, gradient, shape, stride, _ = values
             layout = gradient.new_empty_strided(shape, stride)
             return update_ops.workspace_bytes(layout, gradient, total.numel(), scaled=False)
-        case update_ops.clip_scale:
+        case update_ops.clip_scale | update_ops.total_norm:
             return _SCALARS_BYTES + 8 * len(node.all_input_nodes)
     return 0

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from torch import nn
 
@@ -25,6 +26,7 @@ from gascompile.training.unit_table import UnitTable
 from gascompile.training.units import OPEN, UnitMaker
 
 _log = logging.getLogger(__name__)
+Result = TypeVar("Result")
 
 
 class Holdings:
@@ -77,12 +79,12 @@ class Holdings:
             self.failure = str(error)
             raise
 
-    def change(self, unit: Unit, function: Callable[[], object]) -> None:
+    def change(self, unit: Unit, function: Callable[[], Result]) -> Result:
         """Let ``function`` change values after a run of ``unit``; where it fails, they are half changed."""
         self.settle(unit)
         self.unfinished.changes()
         try:
-            function()
+            return function()
         except BaseException as error:
             self.failed_by(error)
             raise

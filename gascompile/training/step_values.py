@@ -1,0 +1,163 @@
+"""Step values: what an open step has, as it is read, saved and restored from outside."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from gascompile.core.errors import CheckpointError, ClosedStepError, StorageError
+from gascompile.training.optimizers.unplanned import changed_by
+from gascompile.training.state.checkpoints import CheckpointFolder
+from gascompile.training.state.file_values import FileValues
+from gascompile.training.state.holdings import Holdings
+from gascompile.training.state.train_state import States
+from gascompile.training.unit_table import UnitTable
+
+
+class StepValues:
+    """Parameters, moments and buffers of one model and optimizer, which a step has while it is open."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        values: FileValues | None,
+        units: UnitTable,
+        holdings: Holdings,
+    ) -> None:
+        """Know where values are: ``values`` before the first plan, ``holdings`` after it."""
+        self._model, self.optimizer = model, optimizer
+        self._values, self._units, self._holdings = values, units, holdings
+
+    @property
+    def _states(self) -> States | None:
+        return self._holdings.states
+
+    @property
+    def num_steps(self) -> int:
+        """Updates made so far, with those that were taken over from the optimizer or a checkpoint."""
+        return self._states.num_steps if self._states else 0
+
+    def _require_open(self) -> None:
+        if self._holdings.is_closed:
+            raise ClosedStepError(
+                "the step is closed and has given its values back; compile a new step with compile_step"
+            )
+
+    def _open_states(self, *, whole: bool = True) -> States:
+        self._require_open()
+        if self._states is None:
+            raise ValueError("nothing is planned yet; pass example_batch, or call prepare(batch)")
+        held = self._holdings
+        if not held.failure and not held.unfinished.tidied(self._states.persistent):
+            held.failure = "it was interrupted"
+        if whole:
+            held.require_whole()
+        return self._states
+
+    def settle(self) -> None:
+        """Let no transfer be under way; the next step takes longer, as it begins with none.
+
+        Raises:
+            StorageError: a transfer failed.
+        """
+        self._open_states()
+        self._holdings.settle_all()
+
+    def state_places(self) -> dict[str, tuple[int, int]]:
+        """Return the file and offset of each value's copy, which may be old; for measurements after ``settle``."""
+        return self._open_states().persistent.places()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return copies in memory of ``model.state_dict()`` and ``optimizer.state_dict()``, by these words.
+
+        Raises:
+            StorageError: a value cannot be read.
+        """
+        self._require_open()
+        if self._states is None and self._values is None:
+            return {"model": self._model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        states = self._open_states()
+        self._holdings.settle_all()
+        return states.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over ``{"model": model.state_dict(), "optimizer": optimizer.state_dict()}``.
+
+        Raises:
+            CheckpointError: the state is of another model or optimizer; names the keys. Nothing has changed then.
+            StorageError: a value cannot be kept.
+        """
+        self._require_open()
+        if self._states is None and self._values is None:
+            self._model.load_state_dict(state["model"])
+            self.optimizer.load_state_dict(state["optimizer"])
+            return
+        with self._restoring() as states:
+            states.load_state_dict(state)
+
+    def save(self, folder: str | os.PathLike[str], extra: Mapping[str, Any] | None = None) -> Path:
+        """Write a checkpoint in ``folder``, in place of the one before, and return where it lies.
+
+        Args:
+            folder: this run's own until ``close``.
+            extra: JSON values that ``load`` returns, such as ``scheduler.state_dict()``.
+
+        Raises:
+            StorageError: another job saves there, or it cannot be written; the checkpoint before stays valid.
+            ValueError: nothing has been planned yet, or ``extra`` is no JSON.
+        """
+        states = self._open_states()
+        self._holdings.settle_all()
+        return self._checkpoints(folder).save(states, self._changing(states), extra or {})
+
+    def load(self, folder: str | os.PathLike[str]) -> dict[str, Any]:
+        """Restore all of the newest checkpoint, torch's random numbers included; return its ``extra``.
+
+        Raises:
+            CheckpointError: there is none, it is damaged, or it is of another run. Nothing has changed then.
+            StorageError: another job saves there, or a value cannot be kept.
+            ValueError: nothing has been planned yet.
+        """
+        with self._restoring() as states:
+            return self._checkpoints(folder).load(states, self._changing(states))
+
+    @contextlib.contextmanager
+    def _restoring(self) -> Iterator[States]:
+        """Make values whole again that a failed step has left half updated."""
+        states = self._open_states(whole=False)
+        failure = self._holdings.failure
+        # Until all is done, as an interrupt may come between any two lines.
+        self._holdings.unfinished.changes()
+        self._holdings.failure = ""
+        try:
+            with contextlib.suppress(*([StorageError] if failure else [])):
+                self._holdings.settle_all()
+            if failure:
+                self._holdings.failure = failure
+                states.persistent.recover()
+            yield states
+        except CheckpointError:
+            # Found before anything was changed.
+            self._holdings.failure = failure
+            self._holdings.unfinished.end()
+            raise
+        except BaseException as error:
+            self._holdings.failed_by(error)
+            raise
+        self._holdings.unfinished.end()
+        self._holdings.failure = ""
+
+    def _checkpoints(self, folder: str | os.PathLike[str]) -> CheckpointFolder:
+        found = CheckpointFolder(Path(folder).resolve())
+        return self._holdings.folders.setdefault(found.folder, found)
+
+    def _changing(self, states: States) -> frozenset[str]:
+        return changed_by(states).union(*(unit.program.program.states for unit in self._units))
