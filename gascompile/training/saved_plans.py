@@ -91,7 +91,9 @@ def _save(unit: Unit, folder: Path) -> None:
             "the log says why it is captured again each time"
         )
     changes = unit.program.program.states & unit.program.gradients
-    kind = "evaluation" if not unit.trains else "update" if changes else "accumulation"
+    kind = "call" if unit.calls else "evaluation"
+    if unit.trains:
+        kind = "update" if changes else "accumulation"
     number = sum(1 for _ in (folder / "plans").glob(f"{kind}-*")) + 1
     target = folder / "plans" / f"{kind}-{number}"
     write_bundle(replace(bundle, fusion=unit.bundle.fusion, kernels=unit.bundle.kernels), target)

@@ -73,11 +73,17 @@ class Settings:
         return asked
 
     def program(
-        self, *, updates: bool, trains: bool = True, pending: frozenset[str] = frozenset()
+        self,
+        *,
+        updates: bool,
+        trains: bool = True,
+        calls: bool = False,
+        pending: frozenset[str] = frozenset(),
     ) -> StepOptions:
         """Return what a step does that ends with an update, one that only adds up gradients, or an evaluation."""
         return StepOptions(
             trains=trains,
+            calls=calls,
             max_grad_norm=self.max_grad_norm,
             grad_norm=self.grad_norm,
             accumulates=self.accumulate > 1 or self.unplanned,

@@ -156,24 +156,45 @@ class TrainingStep(StepValues):
         self._holdings.unfinished.end()
         return loss
 
+    def model(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model on the values of now, under the same budget and without gradients; return what it returns.
+
+        Modules are in the mode that they are in: after ``model.eval()`` without dropout, for example. Each kind of
+        arguments has a plan of its own. Results are the caller's, and lie beside the budget once they are returned.
+
+        Raises:
+            CaptureError: the model cannot be traced, or returns what is not made of tensors.
+            InfeasiblePlanError: the budget is too small for these arguments; names the smallest.
+            StorageError: a transfer failed, now or before; values may be half updated until ``load``.
+            ValueError: nothing is planned yet: pass ``example_batch``, or call ``prepare``.
+        """
+        self._open_states()
+        unit, _, outputs = self._run_within_budget((args, kwargs), trains=False, calls=True)
+        self._holdings.unfinished.end()
+        return unit.result(outputs)
+
     def prepare(self, batch: Any) -> None:
         """Plan for batches like this one, unless that has been done."""
         for number in range(min(self._settings.accumulate, 2)):
             self._unit(batch, trains=True, updates=number == 0)
 
-    def _unit(self, batch: Any, *, trains: bool, updates: bool = False) -> Unit:
+    def _unit(
+        self, batch: Any, *, trains: bool, updates: bool = False, calls: bool = False
+    ) -> Unit:
         admit(batch)
         require_no_gradient(batch)
         self._require_unchanged()
         # One program for all of them, where torch's own optimizer updates.
         updates = updates and not self._settings.unplanned
         pending = self._states.pending if self._states and updates else frozenset()
-        kind = kind_of(self._model, batch, trains=trains)
+        kind = kind_of(self._model, batch, trains=trains, calls=calls)
         unit = self._units.find(kind, updates=updates, pending=pending)
         if unit is not None:
             return unit
         self._holdings.settle_all()
-        unit = self._units.make(kind, batch, trains=trains, updates=updates, pending=pending)
+        unit = self._units.make(
+            kind, batch, trains=trains, updates=updates, pending=pending, calls=calls
+        )
         self.plan, self.graph_module = unit.plan, unit.graph_module
         if trains and self._settings.unplanned:
             self._watch.look(self._open_states(), self.plan)
@@ -197,14 +218,14 @@ class TrainingStep(StepValues):
             )
 
     def _run_within_budget(
-        self, batch: Any, *, trains: bool, updates: bool = False
+        self, batch: Any, *, trains: bool, updates: bool = False, calls: bool = False
     ) -> tuple[Unit, States, Sequence[torch.Tensor]]:
         """Run what is planned for a batch; plan again where an op takes more than the plan has for it."""
         unit: Unit | None = None
 
         def run() -> tuple[Unit, States, Sequence[torch.Tensor]]:
             nonlocal unit
-            unit = self._unit(batch, trains=trains, updates=updates)
+            unit = self._unit(batch, trains=trains, updates=updates, calls=calls)
             return unit, *self._run(unit, batch)
 
         return planned_again(run, lambda error: unit is not None and self._learns(unit, error))

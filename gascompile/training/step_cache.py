@@ -77,7 +77,7 @@ def place_of_step(
     """Return where the plan of a step lies in the cache, if there is one."""
     printed = step_print(model, loss_fn, storages.left)
     leaves = pytree.tree_leaves(batch)
-    kind = kind_of(model, batch, trains=options.trains)
+    kind = kind_of(model, batch, trains=options.trains, calls=options.calls)
     prints = {
         "graph": printed.key,
         "inputs": serial.digest([kind, same_tensors(leaves), same_memory(leaves)]),

@@ -11,7 +11,10 @@ import torch
 
 from gascompile.bundles.bundle import Bundle
 from gascompile.bundles.reuse import Basis, CachedPlan
+from gascompile.capture.saved.call_types import unflatten
+from gascompile.capture.saved.program_io import load_treespec
 from gascompile.core.kernels import FusedReport
+from gascompile.core.model_libraries import register_pytrees
 from gascompile.core.plan import Plan
 from gascompile.core.reports import RunReport
 from gascompile.machines.stale_profile import Grader
@@ -24,13 +27,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unit:
-    """The step, or the evaluation, for one kind of batch."""
+    """The step, the evaluation or the call of the model, for one kind of batch."""
 
     program: StepProgram
     plan: Plan
     graph_module: torch.fx.GraphModule
     executor: Executor
     trains: bool
+    calls: bool
+    """Whether its outputs are what a call of the model returns."""
     grader: Grader
     basis: Basis
     """What the program was made from beside the model's tensors and the batch."""
@@ -53,5 +58,15 @@ class Unit:
         assert executor.last_run is not None, "each run is measured"
         self.grader.grade(executor.last_run)
         # A device's memory is the budget's: what the user gets lies with the user.
-        on_host = (x if executor.computes_on_host else x.to("cpu", copy=True) for x in found)
+        on_host = (
+            x.to("cpu", copy=True)
+            if isinstance(x, torch.Tensor) and not executor.computes_on_host
+            else x
+            for x in found
+        )
         return tuple(on_host), executor.last_run
+
+    def result(self, outputs: Sequence[Any]) -> Any:
+        """Return what a call of the model returns, of outputs of ``run``."""
+        register_pytrees()
+        return unflatten(outputs, load_treespec(self.program.program.out_spec))

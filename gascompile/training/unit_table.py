@@ -45,7 +45,14 @@ class UnitTable:
         return None
 
     def make(
-        self, kind: str, batch: Any, *, trains: bool, updates: bool, pending: frozenset[str]
+        self,
+        kind: str,
+        batch: Any,
+        *,
+        trains: bool,
+        updates: bool,
+        pending: frozenset[str],
+        calls: bool = False,
     ) -> Unit:
         """Return a new unit; no transfer may be under way.
 
@@ -60,7 +67,10 @@ class UnitTable:
         self._require_few(kind, updates=updates)
         self._settings.require_replan(leaf_kinds(batch), len(others) if trains else 0)
         try:
-            unit = self._maker.make(batch, trains=trains, updates=updates, pending=pending)
+            does = self._settings.program(
+                trains=trains, updates=updates, pending=pending, calls=calls
+            )
+            unit = self._maker.make(batch, does)
         finally:
             self._maker.leave()
         self._gradients[kind] = unit.program.gradients

@@ -43,6 +43,7 @@ from gascompile.runtime.run.session import Session
 from gascompile.training.capture.joint import Joint, capture_joint
 from gascompile.training.capture.requirements import require_followed
 from gascompile.training.capture.shapes import with_shapes
+from gascompile.training.capture.traced_call import call_of
 from gascompile.training.capture.traced_loss import LossFunction
 from gascompile.training.optimizers.optimizers import Rules
 from gascompile.training.optimizers.unplanned import state_bytes
@@ -137,13 +138,8 @@ class UnitMaker:
         limit_bytes = budget.limits_bytes(machine)[machine.compute_tier]
         self.pages = page_memory(config.cache_dir, limit_bytes) if self._in_ram else None
 
-    def make(
-        self, batch: Any, *, trains: bool, updates: bool, pending: frozenset[str] = frozenset()
-    ) -> Unit:
+    def make(self, batch: Any, options: StepOptions) -> Unit:
         """Capture and plan what is run for batches like this one; take the values over at the first time.
-
-        Args:
-            pending: parameters that an update has to take beside those that the batch gives a gradient.
 
         Raises:
             CaptureError: the loss cannot be traced, or depends on no parameter.
@@ -151,12 +147,12 @@ class UnitMaker:
             StorageError: a file cannot be written.
         """
         model = type(self._model).__name__
-        name = f"step of {model}" if trains else f"evaluation of {model}"
+        does = "step" if options.trains else "call" if options.calls else "evaluation"
+        name = f"{does} of {model}"
         require_followed(self._model, self.optimizer)
         if self._values is not None:
             self._values.enter()
         storages = self._storages = self._storages or Storages(self._model)
-        options = self._settings.program(trains=trains, updates=updates, pending=pending)
         with no_collection():
             place, made = self._looked_up(batch, options, storages)
         entry = "" if made is None or self._saved is not None else place.folder.name
@@ -181,7 +177,8 @@ class UnitMaker:
             plan=plan,
             graph_module=graph_module,
             executor=executor,
-            trains=trains,
+            trains=options.trains,
+            calls=options.calls,
             grader=Grader(
                 plan,
                 partial(profile_of, self._machine, self._config.cache_dir),
@@ -216,7 +213,7 @@ class UnitMaker:
         look = partial(
             place_of_step,
             self._model,
-            self._loss_fn,
+            self._traced(options),
             self.optimizer,
             batch,
             options,
@@ -245,14 +242,19 @@ class UnitMaker:
                 self._saved.check(found)
         return place, found
 
+    def _traced(self, options: StepOptions) -> LossFunction:
+        return call_of if options.calls else self._loss_fn
+
     def _planned(
         self, name: str, batch: Any, options: StepOptions, storages: Storages, place: CachedPlan
     ) -> PlannedStep:
         """Capture a step and plan it."""
-        model, trains = self._model, options.trains
+        model, trains, traced = self._model, options.trains, self._traced(options)
 
         def captured() -> tuple[StepProgram, Rules, Joint]:
-            joint = capture_joint(model, self._loss_fn, batch, storages, trains=trains)
+            joint = capture_joint(
+                model, traced, batch, storages, trains=trains, calls=options.calls
+            )
             trained = list(joint.gradients) if trains else []
             rules = rules_of(self.optimizer, joint.tensors, storages, trained, self._settings)
             return step_program(joint, rules, name=name, options=options), rules, joint

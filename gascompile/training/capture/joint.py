@@ -18,11 +18,8 @@ import torch
 from torch import fx, nn
 from torch._functorch._aot_autograd.descriptors import (
     BufferAOTInput,
-    GradAOTOutput,
-    InputMutationAOTOutput,
     ParamAOTInput,
     PlainAOTInput,
-    PlainAOTOutput,
     TangentAOTInput,
 )
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
@@ -40,8 +37,10 @@ from gascompile.core.true_strides import true_strides
 from gascompile.passes.graph.bound_aliases import bound_aliases
 from gascompile.training.capture.cumulative_norms import numbered_norms, take_counts
 from gascompile.training.capture.exact_dropout import exact_dropout
+from gascompile.training.capture.joint_outputs import joint_outputs
 from gascompile.training.capture.own_kernels import own_kernels, uncompiled
 from gascompile.training.capture.trace_substitutes import StandIns
+from gascompile.training.capture.traced_call import TracedCall, without_copies
 from gascompile.training.capture.traced_loss import MODEL, OUTSIDE, LossFunction, TracedLoss
 from gascompile.training.state.aliasing import Storages, View, named_tensors, places
 
@@ -61,6 +60,10 @@ class Joint:
     """Placeholder -> a tensor that is neither the model's nor the batch's; read anew by every step."""
     num_constants: int  # of those, the last, which were made by the trace
     loss: fx.Node
+    """Of a call, the first of its results."""
+    outputs: tuple[fx.Node | Any, ...]
+    """What comes out: the loss, or all that a call returns, flat."""
+    out_spec: pytree.TreeSpec
     gradients: Mapping[str, fx.Node]
     """Parameter -> its gradient; several may have the same."""
     mutations: Mapping[str, fx.Node]
@@ -88,12 +91,14 @@ def capture_joint(
     storages: Storages | None = None,
     *,
     trains: bool = True,
+    calls: bool = False,
 ) -> Joint:
     """Trace ``loss_fn(model, batch)`` and its gradients.
 
     Args:
         storages: of the model, where some of its tensors share memory.
         trains: False for the value alone, which then may be any scalar and needs no gradient.
+        calls: ``loss_fn`` is ``call_of``, and all that it returns counts.
 
     Raises:
         CaptureError: the loss is no scalar, depends on no parameter, or cannot be traced.
@@ -106,7 +111,8 @@ def capture_joint(
     def traced(trial: Trial | None = None) -> Trace[_Traced]:
         recorder = Recorder(model, loss_fn, trial=trial)
         caches = torch.is_autocast_cache_enabled()
-        wrapped = TracedLoss(
+        kind = TracedCall if calls else TracedLoss
+        wrapped = kind(
             model, loss_fn, spec, stand_ins, recorder, trains=trains, caches=caches
         )
         with recorder.around(), numbered_norms(model) as norms:
@@ -261,7 +267,13 @@ def _read(
                 "a gradient is sparse, which has no place in a plan; pass sparse=False"
             )
     _start_from_one(graph, canonical)
-    loss, gradients, mutations = _outputs(graph.output_node(), canonical)
+    found, gradients, mutations = joint_outputs(graph.output_node(), canonical)
+    outputs: tuple[Any, ...] = tuple(found)
+    out_spec = pytree.tree_structure((0,))
+    if isinstance(wrapped, TracedCall):
+        names = {**bound, **{name: name for name in (*inputs.values(), *outside)}}
+        found = without_copies(graph, found, names)
+        outputs, out_spec = wrapped.outputs(found), wrapped.out_spec
     for name in set(mutations).intersection(views[name].owner for name in made):
         raise CaptureError(
             f"the model changes '{name}' in its forward pass, of which parameters are views; only the optimizer may "
@@ -274,7 +286,9 @@ def _read(
         inputs=tuple(inputs[i] for i in sorted(inputs)),
         outside=outside,
         num_constants=num_constants,
-        loss=loss,
+        loss=found[0],
+        outputs=outputs,
+        out_spec=out_spec,
         gradients=gradients,
         mutations=mutations,
         tensors={name: tensors[name] for name in dict.fromkeys(bound.values())},
@@ -285,7 +299,7 @@ def _read(
 
 def _start_from_one(graph: fx.Graph, canonical: Mapping[str, str]) -> None:
     """Make what the backward pass starts from an op; it may be a gradient itself."""
-    loss, _, _ = _outputs(graph.output_node(), canonical)
+    (loss, *_), _, _ = joint_outputs(graph.output_node(), canonical)
     for node in list(graph.nodes):
         if node.op == "placeholder" and isinstance(node.meta.get("desc"), TangentAOTInput):
             with graph.inserting_after(loss):
@@ -329,47 +343,6 @@ def _sink_views(graph: fx.Graph, bound: Mapping[str, str]) -> None:
             first = min(node.users)
             if first.op == "call_function":
                 first.prepend(node)
-
-
-def _outputs(
-    output: fx.Node, canonical: Mapping[str, str]
-) -> tuple[fx.Node, dict[str, fx.Node], dict[str, fx.Node]]:
-    """Return the loss, and what comes out for parameters and buffers by name."""
-    loss: fx.Node | None = None
-    gradients: dict[str, fx.Node] = {}
-    mutations: dict[str, fx.Node] = {}
-    (values,) = output.args
-    assert isinstance(values, (tuple, list))
-    for value, description in zip(values, output.meta["desc"], strict=True):
-        match description:
-            case PlainAOTOutput():
-                assert isinstance(value, fx.Node)
-                loss = value
-            case GradAOTOutput(grad_of=ParamAOTInput(target=target)):
-                if isinstance(value, fx.Node):
-                    gradients[canonical[target.removeprefix(MODEL)]] = value
-            case InputMutationAOTOutput(mutated_input=BufferAOTInput(target=target)) if (
-                target.startswith(OUTSIDE)
-            ):
-                raise CaptureError(
-                    "loss_fn changes a tensor from outside the model in place; register it as a buffer of the model"
-                )
-            case InputMutationAOTOutput(mutated_input=BufferAOTInput(target=target)):
-                assert isinstance(value, fx.Node)
-                mutations[canonical[target.removeprefix(MODEL)]] = value
-            case GradAOTOutput() | None:
-                pass  # of the batch: nobody asked for it
-            case InputMutationAOTOutput(mutated_input=ParamAOTInput(target=target)):
-                raise CaptureError(
-                    f"the model changes its parameter '{target.removeprefix(MODEL)}' in its forward pass; only the "
-                    "optimizer may change parameters, so make it a buffer or change it between steps"
-                )
-            case InputMutationAOTOutput():
-                raise CaptureError("the loss changes its batch in place; let it change a clone")
-            case other:
-                raise CaptureError(f"the loss also returns {other}, which has no place in a plan")
-    assert loss is not None, "what is traced returns its loss"
-    return loss, gradients, mutations
 
 
 def _lift_constants(graph_module: fx.GraphModule, outside: dict[str, torch.Tensor]) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from gascompile.training.state.aliasing import places
 from gascompile.training.state.open_tensors import outline
 
 LossFunction = Callable[[nn.Module, Any], torch.Tensor]
+"""A loss over a model and a batch; of a call of the model, what returns all that this does."""
 MODEL, OUTSIDE = "model.", "outside_"
 """What names of the model's tensors, and of those from outside, begin with."""
 
@@ -53,8 +54,8 @@ class TracedLoss(nn.Module):
         for number, tensor in enumerate(self.outside):
             self.register_buffer(f"{OUTSIDE}{number}", outline(tensor))
 
-    def forward(self, *leaves: Any) -> torch.Tensor:
-        """Return the loss, as a tensor of its own."""
+    def computed(self, leaves: Sequence[Any]) -> Any:
+        """Return what ``loss_fn`` returns."""
         batch = pytree.tree_unflatten(leaves, self._spec)
         outside = {
             id(real): self.get_buffer(f"{OUTSIDE}{number}")
@@ -63,8 +64,13 @@ class TracedLoss(nn.Module):
         with self._stand_ins.active(outside, caches=self._caches):
             own = [(held, leaf, held[leaf]) for _, (held, leaf) in places(self.model)]
             with self._recorder.running():
-                loss: Any = self._loss_fn(self.model, batch)
+                found = self._loss_fn(self.model, batch)
             _require_in_place(own)
+        return found
+
+    def forward(self, *leaves: Any) -> torch.Tensor:
+        """Return the loss, as a tensor of its own."""
+        loss: Any = self.computed(leaves)
         if self._recorder.packed is not None and self._trains:
             raise UnsupportedOpError(
                 f"{self._recorder.packed} sets hooks on saved tensors, which a planned step does not call; leave them "

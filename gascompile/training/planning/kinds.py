@@ -20,11 +20,12 @@ def leaf_kinds(batch: Any) -> list[object]:
     ]
 
 
-def kind_of(model: nn.Module, batch: Any, *, trains: bool) -> str:
+def kind_of(model: nn.Module, batch: Any, *, trains: bool, calls: bool = False) -> str:
     """Return a digest of all that decides which ops a step runs, as far as it can change between calls."""
     spec = pytree.tree_structure(batch)
     modes = [module.training for module in model.modules()]
     # Of an open tensor it would be asked in Python.
     with torch._C.DisableTorchFunctionSubclass():
         frozen = [not parameter.requires_grad for parameter in model.parameters()]
-    return serial.digest([str(spec), leaf_kinds(batch), modes, frozen, settings_now(), trains])
+    does = "calls" if calls else trains
+    return serial.digest([str(spec), leaf_kinds(batch), modes, frozen, settings_now(), does])

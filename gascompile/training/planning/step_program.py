@@ -39,13 +39,18 @@ class StepOptions:
     """False for a step that only adds to the totals."""
     pending: frozenset[str] = frozenset()
     """Parameters whose totals hold gradients of batches before, whether this one adds to them or not."""
+    calls: bool = False
+    """The model is called as it is, and all that it returns is wanted."""
     refuses_nan: bool = False
     """A loss that is NaN ends the step before anything that persists has changed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepProgram:
-    """A program whose outputs are the loss and, where that is computed, the norm of all gradients."""
+    """A program whose outputs are the loss and, where that is computed, the norm of all gradients.
+
+    That of a call has all that the model returns.
+    """
 
     program: Program
     tiles: Mapping[str, Tile]
@@ -85,7 +90,7 @@ def step_program(joint: Joint, rules: Rules, *, name: str, options: StepOptions)
     if options.trains:
         builder.take_gradients()
     output = graph.output_node()
-    output.args = ((joint.loss, *builder.norm),)
+    output.args = ((*joint.outputs, *builder.norm),)
     output.meta.pop("desc", None)
     _remove_unused(graph)
     graph.lint()
@@ -278,6 +283,9 @@ class _Builder:
 
     def finish(self, name: str) -> StepProgram:
         joint, graph = self._joint, self._graph
+        out_spec = joint.out_spec
+        if self.norm:
+            out_spec = pytree.tree_structure((0, 0))
         bindings = {**joint.bound, **{node.name: tile for tile, node in self._tile_nodes.items()}}
         nodes = {node.name: node for node in graph.nodes}
         bound = {bindings[p]: _bound(nodes[p]) for p in bindings}
@@ -298,7 +306,7 @@ class _Builder:
             bound=bound,
             states=frozenset(states),
             in_spec=pytree.treespec_dumps(pytree.tree_structure((inputs, {}))),
-            out_spec=pytree.treespec_dumps(pytree.tree_structure((0, *(0 for _ in self.norm)))),
+            out_spec=pytree.treespec_dumps(out_spec),
         )
         return StepProgram(
             program=program,

@@ -1,0 +1,62 @@
+"""Joint outputs: what the outputs of a traced forward and backward pass are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import fx
+from torch._functorch._aot_autograd.descriptors import (
+    BufferAOTInput,
+    GradAOTOutput,
+    InputMutationAOTOutput,
+    ParamAOTInput,
+    PlainAOTOutput,
+)
+
+from gascompile.core.errors import CaptureError
+from gascompile.training.capture.traced_loss import MODEL, OUTSIDE
+
+
+def joint_outputs(
+    output: fx.Node, canonical: Mapping[str, str]
+) -> tuple[list[fx.Node], dict[str, fx.Node], dict[str, fx.Node]]:
+    """Return what the module returns, and what comes out for parameters and buffers by name.
+
+    Raises:
+        CaptureError: the trace changes or returns what has no place in a plan.
+    """
+    results: list[fx.Node] = []
+    gradients: dict[str, fx.Node] = {}
+    mutations: dict[str, fx.Node] = {}
+    (values,) = output.args
+    assert isinstance(values, (tuple, list))
+    for value, description in zip(values, output.meta["desc"], strict=True):
+        match description:
+            case PlainAOTOutput():
+                assert isinstance(value, fx.Node)
+                results.append(value)
+            case GradAOTOutput(grad_of=ParamAOTInput(target=target)):
+                if isinstance(value, fx.Node):
+                    gradients[canonical[target.removeprefix(MODEL)]] = value
+            case InputMutationAOTOutput(mutated_input=BufferAOTInput(target=target)) if (
+                target.startswith(OUTSIDE)
+            ):
+                raise CaptureError(
+                    "loss_fn changes a tensor from outside the model in place; register it as a buffer of the model"
+                )
+            case InputMutationAOTOutput(mutated_input=BufferAOTInput(target=target)):
+                assert isinstance(value, fx.Node)
+                mutations[canonical[target.removeprefix(MODEL)]] = value
+            case GradAOTOutput() | None:
+                pass  # of the batch: nobody asked for it
+            case InputMutationAOTOutput(mutated_input=ParamAOTInput(target=target)):
+                raise CaptureError(
+                    f"the model changes its parameter '{target.removeprefix(MODEL)}' in its forward pass; only the "
+                    "optimizer may change parameters, so make it a buffer or change it between steps"
+                )
+            case InputMutationAOTOutput():
+                raise CaptureError("the loss changes its batch in place; let it change a clone")
+            case other:
+                raise CaptureError(f"the loss also returns {other}, which has no place in a plan")
+    assert results, "what is traced returns something"
+    return results, gradients, mutations
