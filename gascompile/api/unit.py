@@ -17,7 +17,7 @@ from gascompile.capture.saved.program_io import load_treespec, needs_import
 from gascompile.capture.torch_settings import call_settings
 from gascompile.core.program import Dim
 from gascompile.core.reports import GraphReport, RunReport
-from gascompile.core.signature import quick_key, same_tensors
+from gascompile.core.signature import quick_key, same_memory, same_tensors
 from gascompile.core.sizes import format_size, format_time
 from gascompile.machines.admission import admit_plan, device_of
 from gascompile.passes.graph.insert import insert
@@ -56,7 +56,7 @@ class Unit:
     basis: Basis | None = None
     """The Python values that are part of the plan; ``None`` where no model is there."""
     _fit: tuple[Any, ...] = ()
-    """What told the latest call that fitted from others; where tensors lie in memory is not part of it."""
+    """What told the latest call that fitted from others."""
     _fits_as_is: bool = False
 
     @staticmethod
@@ -103,6 +103,10 @@ class Unit:
         """The structure of what a call returns."""
         return load_treespec(self.bundle.program.out_spec)
 
+    @cached_property
+    def _writes(self) -> bool:
+        return any(of.written for of in self.bundle.program.inputs)
+
     def misfit(self, leaves: list[Any], spec: pytree.TreeSpec) -> Misfit | None:
         """Return why a call does not fit the plan, or ``None`` when it does."""
         found = self._call_misfit(leaves, spec)
@@ -112,7 +116,9 @@ class Unit:
         return found
 
     def _call_misfit(self, leaves: list[Any], spec: pytree.TreeSpec) -> Misfit | None:
-        key = (quick_key(leaves), same_tensors(leaves), spec, call_settings())
+        # Where tensors lie decides what is seen of writes to them; in calls that write to none nothing depends on it.
+        memory = same_memory(leaves) if self._writes else ()
+        key = (quick_key(leaves), same_tensors(leaves), memory, spec, call_settings())
         if key == self._fit:
             return None
         if spec != self.in_spec:
@@ -122,8 +128,7 @@ class Unit:
         inputs = self.bundle.program.inputs
         found = misfit(self.bundle.plan, inputs, leaves)
         if found is None:
-            # Where tensors lie is not in the key, and decides what is seen of writes to them.
-            self._fit = key if not any(of.written for of in inputs) else ()
+            self._fit = key
             self._fits_as_is = not as_planned(inputs, leaves)[1]
         return found
 

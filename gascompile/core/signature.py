@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -104,8 +106,10 @@ def same_memory(leaves: Sequence[Any]) -> tuple[tuple[int, int], ...]:
 
     Tensors share memory where the bytes between their first and last elements overlap, directly or by others.
     """
-    found = [(number, 0) for number in range(len(leaves))]
     spans = sorted(_spans(leaves))
+    if all(one[1] <= next_one[0] for one, next_one in pairwise(spans)):
+        return _apart(len(leaves))
+    found = [*_apart(len(leaves))]
     group: list[tuple[int, int]] = []
     end = 0
     for start, stop, number in (*spans, (-1, -1, -1)):
@@ -119,10 +123,20 @@ def same_memory(leaves: Sequence[Any]) -> tuple[tuple[int, int], ...]:
     return tuple(found)
 
 
+@lru_cache(maxsize=64)
+def _apart(count: int) -> tuple[tuple[int, int], ...]:
+    """Return what is said of leaves none of which shares memory: the same object each time, quickly compared."""
+    return tuple((number, 0) for number in range(count))
+
+
 def _spans(leaves: Sequence[Any]) -> Iterator[tuple[int, int, int]]:
     for number, leaf in enumerate(leaves):
         if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and leaf.numel():
             if leaf.device.type == "meta":
                 continue
             start = leaf.data_ptr()
-            yield start, start + span_elements(leaf.shape, leaf.stride()) * leaf.itemsize, number
+            yield start, start + _span_elements(leaf.shape, leaf.stride()) * leaf.itemsize, number
+
+
+_span_elements = lru_cache(maxsize=1024)(span_elements)
+"""Of the same few shapes at each call."""

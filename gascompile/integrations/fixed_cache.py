@@ -20,6 +20,7 @@ from transformers.cache_utils import (
     DynamicSlidingWindowLayer,
 )
 
+from gascompile.capture.calls import register_flat
 from gascompile.capture.fake_twin import fake_twin
 from gascompile.core.errors import UnsupportedOpError
 
@@ -307,3 +308,11 @@ pytree.register_pytree_node(
     flatten_with_keys_fn=_with_names,
 )
 register_pytree_flatten_spec(FixedCache, lambda cache, _: _parts(cache)[0])
+
+
+def _flat(cache: FixedCache) -> tuple[list[Any], int]:
+    position, seen, keys, values = _parts(cache)[0]
+    return [position, seen, *keys, *values], len(keys)
+
+
+register_flat(FixedCache, _flat)
