@@ -163,7 +163,7 @@ def test_what_cannot_be_called_is_refused_and_the_step_goes_on(tmp_path: Path) -
     with pytest.raises(ValueError, match="nothing is planned yet"):
         step.model(torch.ones(4, 8))
     step.prepare(torch.ones(4, 8))
-    with pytest.raises(CaptureError, match="returns a builtins.object"):
+    with pytest.raises(CaptureError, match=r"returns a builtins\.object"):
         step.model(torch.ones(4, 8), "object")
     with pytest.raises(CaptureError, match="returns no tensor"):
         step.model(torch.ones(4, 8), "text")

@@ -112,9 +112,7 @@ def capture_joint(
         recorder = Recorder(model, loss_fn, trial=trial)
         caches = torch.is_autocast_cache_enabled()
         kind = TracedCall if calls else TracedLoss
-        wrapped = kind(
-            model, loss_fn, spec, stand_ins, recorder, trains=trains, caches=caches
-        )
+        wrapped = kind(model, loss_fn, spec, stand_ins, recorder, trains=trains, caches=caches)
         with recorder.around(), numbered_norms(model) as norms:
             graph_module = _captured(wrapped, leaves)
         return Trace(found=_Traced(wrapped, norms), graph_module=graph_module, recorder=recorder)
