@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import operator
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -259,11 +259,7 @@ def _read(
     take_counts(graph, bound, norms)
     exact_dropout(graph)
     made = _make_views(graph, bound, views)
-    for node in graph.nodes:
-        if "_sparse_" in str(node.target):
-            raise CaptureError(
-                "a gradient is sparse, which has no place in a plan; pass sparse=False"
-            )
+    _require_dense(graph)
     _start_from_one(graph, canonical)
     found, gradients, mutations = joint_outputs(graph.output_node(), canonical)
     outputs: tuple[Any, ...] = tuple(found)
@@ -272,11 +268,7 @@ def _read(
         names = {**bound, **{name: name for name in (*inputs.values(), *outside)}}
         found = without_copies(graph, found, names)
         outputs, out_spec = wrapped.outputs(found), wrapped.out_spec
-    for name in set(mutations).intersection(views[name].owner for name in made):
-        raise CaptureError(
-            f"the model changes '{name}' in its forward pass, of which parameters are views; only the optimizer may "
-            "change parameters"
-        )
+    _require_no_views(mutations, views, made)
     graph.lint()
     return Joint(
         graph_module=graph_module,
@@ -293,6 +285,22 @@ def _read(
         views=made,
         record=record,
     )
+
+
+def _require_dense(graph: fx.Graph) -> None:
+    if any("_sparse_" in str(node.target) for node in graph.nodes):
+        raise CaptureError("a gradient is sparse, which has no place in a plan; pass sparse=False")
+
+
+def _require_no_views(
+    mutations: Collection[str], views: Mapping[str, View], made: Collection[str]
+) -> None:
+    """Refuse a forward pass that changes what parameters are views of."""
+    for name in set(mutations).intersection(views[name].owner for name in made):
+        raise CaptureError(
+            f"the model changes '{name}' in its forward pass, of which parameters are views; only the optimizer may "
+            "change parameters"
+        )
 
 
 def _start_from_one(graph: fx.Graph, canonical: Mapping[str, str]) -> None:
