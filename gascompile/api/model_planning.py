@@ -16,6 +16,9 @@ from gascompile.core.errors import CaptureError
 from gascompile.core.machine import Machine
 from gascompile.core.model_libraries import register_pytrees
 from gascompile.core.plan import Plan
+from gascompile.core.program import Program
+from gascompile.passes.graph.annotate import Annotation, annotate
+from gascompile.passes.graph.leaving import other_sites
 
 
 def plan_model(
@@ -69,3 +72,31 @@ def plan_model(
     args, kwargs = normalize_call(opened.model, *inputs)
     captured = job.capture(args, kwargs)
     return job.place(captured.program, job.fingerprint(args, kwargs, job.open_checkpoint()))
+
+
+def annotated_source(
+    source: nn.Module | str | os.PathLike[str],
+    machine: Machine,
+    config: CompileConfig,
+    *,
+    shape: tuple[int, int],
+) -> tuple[Program, Annotation]:
+    """Capture what ``open_source`` opens, or a module, and cost its ops without planning.
+
+    Raises:
+        CaptureError: there are no inputs to trace the model with, or it cannot be traced.
+    """
+    opened = (
+        Source(model=source, checkpoint=None, inputs=None)
+        if isinstance(source, nn.Module)
+        else open_source(source, batch=shape[0], tokens=shape[1])
+    )
+    if opened.inputs is None:
+        raise CaptureError(
+            f"{source} brings no example inputs to trace it with; let the callable return (module, example_inputs)"
+        )
+    register_pytrees()
+    job = Job(model=opened.model, machine=machine, budget=Budget(), config=config)
+    program = job.capture(*normalize_call(opened.model, *opened.inputs)).program
+    sites = other_sites(machine) if config.sites == "all" else ()
+    return program, annotate(program, machine, sites=sites)

@@ -12,10 +12,8 @@ from gascompile.commands.output import emit, note, reserved_stdout, warnings_blo
 from gascompile.commands.plans import Source, read_plan
 from gascompile.commands.summary import totals_by_kind, workload_parts, workload_summary
 from gascompile.core import serial
-from gascompile.core.budget import Budget
 from gascompile.core.checks.workload_files import is_workload_file, load_workload
 from gascompile.core.config import CompileConfig
-from gascompile.core.errors import CaptureError
 from gascompile.core.machine import Machine
 from gascompile.core.workload import Workload
 
@@ -74,21 +72,8 @@ def _annotated(
         workload = read_plan(path).workload if finished else load_workload(source, machine)
         kinds = [_COUNTER.sub("", op.name) for op in workload.ops]
         return _Annotated(workload=workload, kinds=kinds, unknown_ops=())
-    from gascompile.api.compile import Job
-    from gascompile.api.sources import open_source
-    from gascompile.capture.calls import normalize_call
-    from gascompile.core.model_libraries import register_pytrees
-    from gascompile.passes.graph.annotate import annotate as cost
-    from gascompile.passes.graph.leaving import other_sites
+    from gascompile.api.model_planning import annotated_source
 
-    opened = open_source(source, batch=shape[0], tokens=shape[1])
-    if opened.inputs is None:
-        raise CaptureError(
-            f"{source} brings no example inputs to trace it with; let the callable return (module, example_inputs)"
-        )
-    register_pytrees()
-    job = Job(model=opened.model, machine=machine, budget=Budget(), config=config)
-    program = job.capture(*normalize_call(opened.model, *opened.inputs)).program
-    found = cost(program, machine, sites=other_sites(machine) if config.sites == "all" else ())
+    program, found = annotated_source(source, machine, config, shape=shape)
     kinds = [str(node.target) for node in program.op_nodes()]
     return _Annotated(workload=found.workload, kinds=kinds, unknown_ops=found.unknown_ops)

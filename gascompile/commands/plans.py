@@ -59,6 +59,27 @@ OverrideTensor = Annotated[
 ]
 
 
+HostsFile = Annotated[
+    str | None,
+    typer.Option(
+        "--hosts",
+        metavar="NAME|FILE",
+        help="Plan over the ranks of these hosts: a preset such as home-4 or dgx-h100, or a hosts file.",
+    ),
+]
+Ranks = Annotated[
+    int | None,
+    typer.Option("--ranks", min=1, metavar="N", help="Plan over N equal ranks on the machine."),
+]
+Train = Annotated[
+    bool,
+    typer.Option(
+        "--train",
+        help="With --hosts or --ranks: a training step of rows and shards, in place of a ring for one request.",
+    ),
+]
+
+
 def plan(
     source: Source,
     budget: opt.BudgetSize = None,
@@ -73,6 +94,9 @@ def plan(
     device_map: DeviceMapFile = None,
     ngl: GpuLayers = None,
     ot: OverrideTensor = None,
+    hosts: HostsFile = None,
+    ranks: Ranks = None,
+    train: Train = False,
     weights: opt.WeightForm = None,
     sites: opt.Sites = "one",
     time_limit: opt.TimeLimit = 20.0,
@@ -82,7 +106,18 @@ def plan(
     """Decide where every tensor lives and when it moves; needs no weights. --json prints the whole plan.
 
     Example: [bold]gascompile plan Qwen3-8B/ --budget 8GiB --machine rtx4090-gen4 -o plan.json[/bold]
+    Over ranks: [bold]gascompile plan llama-70b.workload.json --hosts home-4[/bold]
     """
+    if hosts is not None or ranks is not None or train:
+        others = (budget, cpu, nvme, place, device_map, ngl, ot, weights)
+        if any(option is not None for option in others) or sites != "one":
+            raise typer.BadParameter(
+                "plans over ranks take --hosts or --ranks, --machine, --strategy, --train, --batch and --tokens alone; "
+                "what places may hold stands in the hosts file"
+            )
+        over = (hosts, ranks, machine, train)
+        _plan_over(source, over, (batch, tokens), strategy, cache_dir, output, json=json)
+        return
     given = _given_placement(device_map, ngl, ot or [])
     if given is not None and strategy is not None:
         raise typer.BadParameter(f"{given} and --strategy both say how to plan; give one of them")
@@ -110,6 +145,39 @@ def plan(
             made.save(output)
     written = [note(f"The plan is in {output}.")] if output is not None else []
     emit(json, serial.to_json(made), *plan_parts(made), *warnings_block(made.warnings), *written)
+
+
+def _plan_over(
+    source: str,
+    over: tuple[str | None, int | None, str | None, bool],
+    shape: tuple[int, int],
+    strategy: str | None,
+    cache_dir: Path | None,
+    output: Path | None,
+    *,
+    json: bool,
+) -> None:
+    """Plan over ranks; ``over`` are --hosts, --ranks, --machine and --train."""
+    from gascompile.commands.hosts import as_json, hosts_parts, plan_over
+
+    hosts, ranks, machine, train = over
+    if hosts is None and ranks is None:
+        raise typer.BadParameter("--train is beside --hosts or --ranks")
+    with reserved_stdout(json):
+        made = plan_over(
+            source,
+            hosts=hosts,
+            ranks=ranks,
+            machine=machine,
+            shape=shape,
+            strategy=strategy,
+            train=train,
+            cache_dir=opt.cache_dir_of(cache_dir),
+        )
+        if output is not None:
+            made.save(output)
+    written = [note(f"The plan is in {output}.")] if output is not None else []
+    emit(json, as_json(made), *hosts_parts(made), *written)
 
 
 def _given_placement(device_map: Path | None, ngl: int | None, ot: list[str]) -> str | None:

@@ -245,7 +245,7 @@ def test_the_wheel_holds_every_source_and_nothing_else(wheel: Path) -> None:
     }
     presets = {
         f"gascompile/{path.relative_to(ROOT)}"
-        for path in (ROOT / "cost_models" / "presets").glob("*.json")
+        for path in (ROOT / "cost_models" / "presets").rglob("*.json")
     }
     native = {f"gascompile/{p.relative_to(ROOT)}" for p in (ROOT / "runtime").rglob("*.cpp")}
     pages = {"gascompile/report/page.html"}
