@@ -68,8 +68,9 @@ def test_presets_are_hosts_and_come_back_from_their_files(tmp_path: Path) -> Non
         assert named_hosts(path) == hosts
         for host in hosts.hosts:
             machine = host.machine
-            numbers = (*machine.places, *machine.links, *machine.pipes, *machine.rates)
-            assert all(number.source for number in (*numbers, *machine.memory)), name
+            named = [*(x.source for x in machine.places), *(x.source for x in machine.links)]
+            named += [*(x.source for x in machine.pipes), *(x.source for x in machine.rates)]
+            assert all((*named, *(x.source for x in machine.memory))), name
 
 
 def test_places_have_full_names() -> None:
