@@ -179,21 +179,24 @@ def _leave(model: Model, j: int, route: int, shared: list[int]) -> list[int]:
     load_s = task.load_s(interval.tensor, route) / model.unit_s
     link_in = task.routes[route].link_in
     kinds = [True] if clean or given else [True, False] if shared else [False]
+    # Of what changes in parts the rest has a copy: all but the time of what is written out is as for a clean one.
+    in_parts = task.changed_bytes[interval.tensor] < task.sizes[interval.tensor]
     for free in kinds:
         column = program.add_variable(0.0, 1.0)
         columns.append(column)
-        if free:
+        if free or in_parts:
             model.begun.setdefault((route, model.after(interval.start)), []).append((column, size))
-            if not (clean or given):
-                terms = [(column, 1.0), *((other, -1.0) for other in shared)]
-                program.add_row(-INFINITY, 0.0, terms)
-        else:
+        if free and not (clean or given):
+            terms = [(column, 1.0), *((other, -1.0) for other in shared)]
+            program.add_row(-INFINITY, 0.0, terms)
+        if not free:
             link_out = task.routes[route].link_out
             assert link_out is not None, "what is dirty takes routes with a way out"
-            written = interval.version[1]
-            model.written.setdefault((route, model.after(written)), []).append((column, size))
             store_s = task.store_s(interval.tensor, route) / model.unit_s
             model.transfers.setdefault(link_out, []).append((column, store_s))
+        if not (free or in_parts):
+            written = interval.version[1]
+            model.written.setdefault((route, model.after(written)), []).append((column, size))
             if written > interval.start:
                 model.around.setdefault(route, []).append((column, size))
         model.due.setdefault((route, model.enter(interval.end)), []).append((column, size))

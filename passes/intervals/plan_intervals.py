@@ -13,7 +13,7 @@ import random
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
-from itertools import islice
+from itertools import chain, islice
 from typing import NoReturn
 
 import numpy as np
@@ -39,6 +39,7 @@ from gascompile.passes.intervals.seeds import (
     Start,
     cheap,
     last_resorts,
+    roomy,
     starts,
     way_s,
 )
@@ -194,7 +195,7 @@ def _refined(search: Search, remakes: Mapping[int, Remake], candidates: Iterator
         # The heuristics' plan stands, and so does the bound that needs no solver.
         solver = "none"
     few = len(search.task.names) <= FEW_TENSORS
-    for name, selection in candidates:
+    for name, selection in chain(candidates, () if few else roomy(search.base)):
         if search.finished:
             break
         for lead_s in (None, 0.0) if few else (None,):

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from gascompile.cost_models.simulate.events import steady_iteration
 from gascompile.passes.bounds.interval_program import Relaxation
-from gascompile.passes.intervals.decisions import IN_ORDER, Order, Schedule, choices
+from gascompile.passes.intervals.decisions import IN_ORDER, Kind, Order, Schedule, choices
 from gascompile.passes.intervals.events import event_program
 from gascompile.passes.intervals.reservations import interval_reservations
 from gascompile.passes.intervals.schedule import schedule
@@ -199,7 +199,7 @@ class Search:
             found = self._once(strategy, selection, before, lead_s, order)
             if found is None:
                 break
-            if best is None or found.seconds < best.seconds:
+            if (best is None or found.seconds < best.seconds) and not _leaves_copies(found):
                 best = found
             before = found.schedule
             hopeless = self.best is not None and found.seconds > _HOPEFUL * self.best.seconds
@@ -258,6 +258,21 @@ class Search:
             seconds, ops_s=float(plan.clock[-1]), moved_bytes=made.moved_bytes
         )
         return Found(strategy, seconds, made, selection, blocked, lead_s, order)
+
+
+def _leaves_copies(found: Found) -> bool:
+    """Whether what lasts was written out for nothing: an iteration ends with a copy that it does not begin with."""
+    plan, task = found.schedule.layout, found.schedule.layout.task
+    settled = {
+        number
+        for moves in found.schedule.boundaries
+        for kind, number in moves
+        if kind == Kind.SETTLE and task.persistent[plan.intervals[number].tensor]
+    }
+    if not settled or not task.workload.repeats:
+        return False
+    used = {plan.intervals[j].version for j in found.selection.routes if j not in settled}
+    return any(plan.intervals[j].version not in used for j in settled)
 
 
 def _without_idle(found: Found) -> Selection:

@@ -8,16 +8,22 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 from gascompile.passes.intervals.recompute import Remake
 from gascompile.passes.intervals.selection import Selection
-from gascompile.passes.intervals.strategies import STRATEGIES
+from gascompile.passes.intervals.strategies import STRATEGIES, largest_area
 from gascompile.passes.model.interval_layout import Layout, layout
 
 Start = tuple[str, Selection]
 """A candidate's name and what leaves."""
 RECOMPUTE_RATIOS = (0.02, 0.1, 0.4, 1.0)
 """Recompute what takes at most this share of the time that moving it away and back would take."""
+_BESIDE = (1, 2)
+"""So many of the largest tensors that leave find room beside what a strategy keeps.
+
+What comes back has to have room while what is at hand is in use: without, the link waits at each use of a large tensor.
+"""
 _FEW_REMAKES = 12
 """As many recomputations are begun with one by one."""
 _ATTEMPTS = 40
@@ -41,6 +47,62 @@ def starts(base: Layout, remakes: Mapping[int, Remake]) -> Iterator[Start]:
         plan = layout(base.task, remake.dropped)
         for name, strategy in STRATEGIES.items():
             yield f"{name}_recompute", strategy(plan)
+
+
+def roomy(base: Layout) -> Iterator[Start]:
+    """Yield heuristics that leave room beside what is in use, so that the next large tensor comes back meanwhile."""
+    task = base.task
+    able = [i.tensor for i in base.intervals if not (i.unused or i.tensor in task.fixed)]
+    most = max((task.sizes[tensor] for tensor in able), default=0)
+    for count in _BESIDE:
+        limit_bytes = task.limit_bytes - count * most
+        tight = replace(base, task=replace(task, limit_bytes=limit_bytes))
+        for name, strategy in (("largest_area", largest_area), ("largest_first", _largest_first)):
+            found = strategy(tight)
+            if found.routes:
+                yield name, found.within(base)
+
+
+def _largest_first(plan: Layout) -> Selection:
+    """Send away the largest over the fastest link, of those of a size that lie long evenly spread ones first."""
+    found = Selection(plan)
+    found.settle()
+    alike: dict[int, list[int]] = {}
+    for j, interval in enumerate(plan.intervals):
+        alike.setdefault(plan.task.sizes[interval.tensor], []).append(j)
+    order: list[int] = []
+    for size in sorted(alike, reverse=True):
+        most_s = max(plan.idle_s[j] for j in alike[size])
+        long = [j for j in alike[size] if plan.idle_s[j] >= most_s / 2]
+        order += [long[k] for k in _spread(len(long))]
+    found.fill((j, 0) for j in order)
+    found.fill((j, 0) for j in sorted(range(len(plan.intervals)), key=lambda j: -plan.idle_s[j]))
+    return _exchanged(found)
+
+
+def _spread(count: int) -> list[int]:
+    """Return the numbers below ``count`` so that any first ones lie evenly: by their bits from the lowest on."""
+    bits = max(count - 1, 0).bit_length()
+    turned = (int(f"{k:0{bits or 1}b}"[::-1], 2) for k in range(1 << bits))
+    return [k for k in turned if k < count]
+
+
+def _exchanged(found: Selection) -> Selection:
+    """Return the selection with small intervals in the place of a large one, where that frees enough."""
+    sizes = [found.task.sizes[interval.tensor] for interval in found.plan.intervals]
+    spare = -found.excess_bytes
+    last = next((j for j in reversed(found.routes) if sizes[j] > spare > 0), None)
+    other = found.copy()
+    if last is None or found.plan.intervals[last].unused or not other.take_back(last):
+        return found
+    small = [j for j in range(len(sizes)) if j not in other.routes and sizes[j] < sizes[last]]
+    small.sort(key=lambda j: sizes[j])
+    moved = 0
+    while small and (excess := other.excess_bytes) > 0:
+        j = next((j for j in small if sizes[j] >= excess), small[-1])
+        small.remove(j)
+        moved += sizes[j] if other.add(j) else 0
+    return other if other.fits and moved < sizes[last] else found
 
 
 def cheap(base: Layout, remakes: Mapping[int, Remake], ratio: float) -> frozenset[tuple[int, int]]:

@@ -36,6 +36,12 @@ class Selection:
         other._of_tensor = {tensor: found.copy() for tensor, found in self._of_tensor.items()}
         return other
 
+    def within(self, plan: Layout) -> Selection:
+        """Return a copy for a layout of the same runs with another limit."""
+        other = self.copy()
+        other.plan, other.task = plan, plan.task
+        return other
+
     @property
     def fits(self) -> bool:
         """Whether what stays keeps the limit at each run."""

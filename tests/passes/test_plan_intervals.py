@@ -20,10 +20,12 @@ from gascompile.cost_models.simulate.replay import replay
 from gascompile.passes.bounds import linear_program
 from gascompile.passes.bounds.interval_program import interval_program
 from gascompile.passes.intervals.decisions import choices
-from gascompile.passes.intervals.events import event_program
+from gascompile.passes.intervals.events import event_program, interval_steps
 from gascompile.passes.intervals.plan_intervals import plan_intervals
 from gascompile.passes.intervals.recompute import rerunnable
 from gascompile.passes.intervals.schedule import schedule
+from gascompile.passes.intervals.search import Search
+from gascompile.passes.intervals.selection import Selection
 from gascompile.passes.intervals.strategies import STRATEGIES
 from gascompile.passes.model.interval_layout import layout
 from gascompile.passes.model.interval_problem import interval_problem
@@ -213,6 +215,24 @@ def test_what_is_written_cannot_be_made_again() -> None:
 
 CLEAN = task("v:weight:4 w:weight:4", op("use v", 4, "v", ""), op("use w", 4, "w", ""))
 DIRTY = task("v:weight:4 w:weight:4", op("change v", 4, "v", "v"), op("change w", 4, "w", "w"))
+
+
+def test_what_lasts_is_not_written_out_to_stay() -> None:
+    # Before it is read again "k" cannot leave: written out, it would lie outside at the end, but not at the beginning.
+    workload = task(
+        "k:state:8 x:activation:1 y:output:1",
+        op("write", 1, "k", "k x"),
+        op("meanwhile", 1, "x", "x"),
+        op("read", 1, "k x", "y"),
+    )
+    search = Search(interval_problem(workload, drive(), {"cpu": 64}), time_limit_s=1.0, mip_gap=0.0)
+    selection = Selection(search.base)
+    inner = [j for j, i in enumerate(search.base.intervals) if (i.start, i.end) == (0, 2)]
+    assert [search.task.names[search.base.intervals[j].tensor] for j in inner] == ["k"]
+    assert selection.add(inner[0])
+    found = search.consider("by hand", selection)
+    assert found is not None
+    assert not [step for step in interval_steps(found.schedule) if isinstance(step, Offload)]
 
 
 def test_clean_weights_leave_for_free() -> None:
