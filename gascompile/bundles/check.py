@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import NoReturn
@@ -36,6 +37,7 @@ from gascompile.cost_models.measure.host import memory_limit
 from gascompile.formats.layout import PACKED_FORMS
 from gascompile.passes.graph.annotate import annotate
 from gascompile.passes.graph.divide import Division, divide
+from gascompile.passes.graph.order_graph import same_order
 
 
 def check_bundle(bundle: Bundle, cache_dir: Path) -> None:
@@ -76,9 +78,18 @@ def check_program_of(plan: Plan, program: Program) -> None:
     """
     expected = annotate(program, plan.machine, repeats=plan.workload.repeats).workload
     division = _division(plan.workload, expected)
-    expected = divide(expected, plan.machine, division)
+    expected = _as_ordered(divide(expected, plan.machine, division), plan)
     check_workload(plan.workload, expected)
     _check_strides(program, expected)
+
+
+def _as_ordered(workload: Workload, plan: Plan) -> Workload:
+    """Return a workload with its ops in the order of a plan, where they may run in it."""
+    ops = {op.name: op for op in workload.ops}
+    sites = {op.name: op.site for op in plan.ops}
+    if not same_order(list(ops), sites, plan.machine.compute_tier):
+        return workload
+    return replace(workload, ops=tuple(ops[name] for name in sites))
 
 
 def check_workload(planned: Workload, expected: Workload, *, measured: bool = False) -> None:

@@ -30,6 +30,7 @@ from gascompile.core.steps import Compute, Offload, Prefetch, Recompute, Release
 from gascompile.core.tiles import base_name
 from gascompile.passes.graph.divide_graph import divide_graph
 from gascompile.passes.graph.heap_values import HeapValues, moved_on_heap, taken_again
+from gascompile.passes.graph.order_graph import order_graph
 from gascompile.passes.graph.site_values import SiteValues
 
 for _move in (moves.prefetch, moves.wait, moves.release, moves.send, *moves.HEAP_MOVES):
@@ -109,6 +110,7 @@ class _Rewrite:
         with graph.inserting_before(next(iter(graph.nodes))):
             self._mover = graph.placeholder(_unused("mover", graph))
         divide_graph(graph, plan.workload.ops, self._bound, self._mover)
+        order_graph(graph, {op.name: op.site for op in plan.ops}, plan.machine.compute_tier)
         self._ops: list[fx.Node] = [n for n in graph.nodes if n.op == "call_function"]
         _check_ops(self._ops, plan)
         on_heap = moved_on_heap(plan)

@@ -24,6 +24,7 @@ from gascompile.passes.bounds.least_time import least_time
 from gascompile.passes.bounds.prove import prove
 from gascompile.passes.bounds.prove_all import prove_all
 from gascompile.passes.bounds.site_limit import has_sites
+from gascompile.passes.bounds.site_segments import site_segments
 from gascompile.passes.model.problem import Problem, problem
 from gascompile.passes.model.tiling import Solution, best_form, forms, same_form
 from gascompile.passes.plan.assemble import assemble
@@ -99,12 +100,12 @@ def stream(
     if has_sites(workload.ops, machine) and strategy is None and pinned is None:
         first, gain = _sited(tasks)
         if first is not None and gain >= _CLEAR_GAIN:
-            return first, _site_proof(first, tasks)
+            return first, _site_proof(first, tasks, workload)
     try:
         chosen = best_form(tasks, solve, mip_gap=mip_gap, left_s=left_s)
     except InfeasiblePlanError as refusal:
         if first is not None:
-            return first, _site_proof(first, tasks)
+            return first, _site_proof(first, tasks, workload)
         if pinned is not None or strategy is not None:
             raise
         return _with_moved_activations(tasks, solve, refusal, left_s, time_limit_s, mip_gap)
@@ -115,13 +116,15 @@ def stream(
         return draft, _over_all(chosen.proof, tasks, draft, left_s, mip_gap, one_form=bool(pinned))
     if first is not None and first.seconds < draft.seconds:
         draft = first
-    return draft, _site_proof(draft, tasks)
+    return draft, _site_proof(draft, tasks, workload)
 
 
-def _site_proof(draft: Draft, tasks: Sequence[Problem]) -> Proof:
-    """Return what no plan beats where ops may run at other sites: nothing but the limit is known."""
-    limit_s, binding = least_time(draft.workload, tasks[0].machine, tasks[0].limits_bytes)
-    return Proof(limit_s=limit_s, binding=binding, bound_s=0.0, timed_out=False)
+def _site_proof(draft: Draft, tasks: Sequence[Problem], whole: Workload) -> Proof:
+    """Return what no plan beats where ops may run at other sites; divided the ``whole`` takes no less."""
+    machine = tasks[0].machine
+    limit_s, binding = least_time(draft.workload, machine, tasks[0].limits_bytes)
+    least_s = site_segments(whole, machine)
+    return Proof(limit_s=limit_s, binding=binding, bound_s=least_s, all_s=least_s, timed_out=False)
 
 
 def _over_all(

@@ -230,6 +230,7 @@ def test_what_lasts_is_not_written_out_to_stay() -> None:
     inner = [j for j, i in enumerate(search.base.intervals) if (i.start, i.end) == (0, 2)]
     assert [search.task.names[search.base.intervals[j].tensor] for j in inner] == ["k"]
     assert selection.add(inner[0])
+    assert search.consider("by hand", selection, rounds=1) is None
     found = search.consider("by hand", selection)
     assert found is not None
     assert not [step for step in interval_steps(found.schedule) if isinstance(step, Offload)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -15,6 +16,7 @@ from gascompile.core.sizes import reserve_bytes
 from gascompile.core.steps import Offload, Prefetch, Reload
 from gascompile.core.workload import OpSpec, TensorKind, TensorSpec, Workload
 from gascompile.passes.bounds.site_limit import has_sites, site_limit
+from gascompile.passes.bounds.site_segments import site_segments
 from gascompile.passes.plan.make_plan import make_plan
 
 SIZE = 99 * 4096
@@ -220,3 +222,123 @@ def test_sites_never_make_a_plan_slower(
     both = planned(chain(count, gpu_s=1.0, cpu_s=cpu_s), link_s, num_resident)
     assert both.certificate.predicted_s <= one.certificate.predicted_s * (1 + 1e-9)
     assert both.certificate.lower_bound_s <= both.certificate.predicted_s
+
+
+def blocks(layers: int, width: int, *, seconds: float, act_bytes: int) -> Workload:
+    """Return layers of two branches of ``width`` ops each between ops that join them; all take as long anywhere."""
+    tensors = [TensorSpec(name="x", size_bytes=act_bytes, kind=TensorKind.INPUT)]
+    ops: list[OpSpec] = []
+
+    def run(name: str, reads: tuple[str, ...], kind: TensorKind = TensorKind.ACTIVATION) -> str:
+        weights = (f"w{name}",) if len(reads) == 1 and name[0] != "n" else ()
+        tensors.extend(TensorSpec(name=w, size_bytes=SIZE, kind=TensorKind.WEIGHT) for w in weights)
+        tensors.append(TensorSpec(name=f"%{name}", size_bytes=act_bytes, kind=kind))
+        spent_s = {"gpu": seconds, "cpu": seconds} if weights else {"gpu": 0.0, "cpu": 0.0}
+        ops.append(
+            OpSpec(name=name, time_s=spent_s, reads=(*reads, *weights), writes=(f"%{name}",))
+        )
+        return f"%{name}"
+
+    x = "x"
+    for layer in range(layers):
+        ends = []
+        y = run(f"n{layer}", (x,))
+        for branch in "ab":
+            value = y
+            for i in range(width):
+                value = run(f"{branch}{layer}_{i}", (value,))
+            ends.append(value)
+        last = TensorKind.OUTPUT if layer + 1 == layers else TensorKind.ACTIVATION
+        x = run(f"j{layer}", tuple(ends), last)
+    return Workload(name="blocks", repeats=True, tensors=tuple(tensors), ops=tuple(ops))
+
+
+def test_segments_count_the_copies_of_each() -> None:
+    # A layer has eight ops of a second, and a value crosses in half a second: four and a half seconds at one site,
+    # three and a half at the other between its two copies.
+    workload = blocks(3, 4, seconds=1.0, act_bytes=SIZE // 2)
+    assert site_segments(workload, machine(1.0)) == pytest.approx(3 * 4.5)
+    # Where a copy takes as long as half of the ops, one site does all.
+    assert site_segments(workload, machine(8.0)) == pytest.approx(3 * 8.0)
+
+
+def test_ops_in_the_order_of_their_ends_let_copies_start_in_time() -> None:
+    # Of each layer the one site has four seconds, the other three and two copies of 0.4: the last comes in time,
+    # though in the order of the program it would start behind the four.
+    workload = blocks(3, 4, seconds=1.0, act_bytes=SIZE // 10 * 4)
+    plan = planned(_lighter(workload), 1.0, 30)
+    assert {op.site for op in plan.ops} == {"gpu", "cpu"}
+    assert plan.certificate.predicted_s == pytest.approx(3 * 4.0, rel=1e-3)
+    assert [op.name for op in plan.ops] != [op.name for op in workload.ops]
+    for site in ("gpu", "cpu"):
+        here = {op.name for op in plan.ops if op.site == site}
+        before = [op.name for op in workload.ops if op.name in here]
+        assert before == [op.name for op in plan.ops if op.name in here]
+
+
+def _lighter(workload: Workload) -> Workload:
+    """Return a workload of ``blocks`` whose second branches take three quarters of the first ones' time."""
+    ops = (
+        replace(op, time_s={site: 0.75 * s for site, s in op.time_s.items()})
+        if op.name[0] == "b"
+        else op
+        for op in workload.ops
+    )
+    return replace(workload, ops=tuple(ops))
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_no_order_and_no_sites_of_any_ops_beat_the_segments(data: st.DataObject) -> None:
+    count = data.draw(st.integers(1, 5))
+    link_s = data.draw(st.sampled_from([0.1, 0.5, 2.0]))
+    tensors = [TensorSpec(name="x", size_bytes=4, kind=TensorKind.INPUT)]
+    ops: list[OpSpec] = []
+    for i in range(count):
+        known = [f"%o{k}" for k in range(i)]
+        reads = (
+            data.draw(st.lists(st.sampled_from(known), max_size=2, unique=True)) if known else []
+        )
+        seconds = {"gpu": data.draw(st.sampled_from([0.0, 0.5, 1.0, 2.0]))}
+        if data.draw(st.booleans()) or i == 0:
+            seconds["cpu"] = data.draw(st.sampled_from([0.5, 1.0, 3.0]))
+        kind = TensorKind.OUTPUT if i + 1 == count else TensorKind.ACTIVATION
+        size_bytes = data.draw(st.sampled_from([SIZE // 10, SIZE]))
+        tensors.append(TensorSpec(name=f"%o{i}", size_bytes=size_bytes, kind=kind))
+        ops.append(
+            OpSpec(name=f"o{i}", time_s=seconds, reads=tuple(reads) or ("x",), writes=(f"%o{i}",))
+        )
+    workload = Workload(name="any", repeats=True, tensors=tuple(tensors), ops=tuple(ops))
+    found = site_segments(workload, machine(link_s))
+    assert found <= _least_s(workload, machine(link_s)) * (1 + 1e-9)
+
+
+def _least_s(workload: Workload, two_sites: Machine) -> float:
+    """Return the least seconds over all sites of ops and all orders in which they can run."""
+    sizes = {tensor.name: tensor.size_bytes for tensor in workload.tensors}
+    ops, best = workload.ops, float("inf")
+    for sites in itertools.product(*(sorted(op.time_s) for op in ops)):
+        site_of = {f"%{op.name}": site for op, site in zip(ops, sites, strict=True)}
+        for order in itertools.permutations(range(len(ops))):
+            free_s, made_s = {"gpu": 0.0, "cpu": 0.0}, dict[str, float]()
+
+            def there_s(
+                name: str,
+                site: str,
+                made_s: dict[str, float] = made_s,
+                of: dict[str, str] = site_of,
+            ) -> float:
+                if name == "x" or of[name] == site:
+                    return made_s.get(name, 0.0)
+                link = two_sites.link(f"{of[name]}->{site}")
+                return made_s[name] + link.transfer_time_s(sizes[name])
+
+            for i in order:
+                op, site = ops[i], sites[i]
+                if any(name != "x" and name not in made_s for name in op.reads):
+                    break
+                begun_s = max(free_s[site], *(there_s(name, site) for name in op.reads))
+                free_s[site] = made_s[op.writes[0]] = begun_s + op.time_s[site]
+            else:
+                best = min(best, max(*free_s.values(), there_s(ops[-1].writes[0], "gpu")))
+    return best
