@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 
@@ -111,4 +111,25 @@ class Store(Protocol):
 
     def rest(self, away: Iterable[str], outside: Outside | None = None) -> None:
         """Bring about that exactly ``away`` are out of memory, a device's values where ``outside`` says; blocks."""
+        ...
+
+
+@runtime_checkable
+class HostStore(Store, Protocol):
+    """One of a device, which has slots on the host that ops there may use."""
+
+    def slot(self, name: str, size_bytes: int) -> torch.Tensor:
+        """Return bytes of the host where something goes for a part of a run."""
+        ...
+
+    def claim(self, name: str) -> None:
+        """Take note that a slot of the host is being written: what shared its place is there no more."""
+        ...
+
+    def at_home(self, name: str) -> torch.Tensor:
+        """Return a tensor as it lies in its slot of the host, where ops of the host change it."""
+        ...
+
+    def changed_at_home(self, names: Iterable[str]) -> None:
+        """Take note that values in slots of the host are, or will be, newer than all others; from any thread."""
         ...

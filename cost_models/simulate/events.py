@@ -19,12 +19,15 @@ from gascompile.cost_models.simulate.clock import Clock, Pipes, crossing
 COMPUTE, PREFETCH, WAIT = 0, 1, 2
 ELSEWHERE, CROSS, ARRIVE = 3, 4, 5
 """An op of another site; a copy between sites starts, and is waited for."""
+MEET, FOLLOW = 6, 7
+"""Another site waits for a copy; the tier that computes waits for an op of another site."""
 _MAX_ITERATIONS = 12
 _TOLERANCE_S = 1e-12
 
 Event = tuple[int, int, float]
 """``(COMPUTE, op, seconds) | (PREFETCH, copy, seconds on the link) | (WAIT, copy, 0.0)``, and of several sites
-``(ELSEWHERE, clock, seconds) | (CROSS, copy, seconds on the link) | (ARRIVE, copy, 0.0)``."""
+``(ELSEWHERE, clock, seconds) | (CROSS, copy, seconds on the link) | (ARRIVE, copy, 0.0) | (MEET, copy, clock)
+| (FOLLOW, number of the op among those elsewhere, 0.0)``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +52,7 @@ class EventProgram:
         return crossing(
             (copy, kind in (PREFETCH, CROSS))
             for kind, copy, _ in self.events
-            if kind not in (COMPUTE, ELSEWHERE)
+            if kind not in (COMPUTE, ELSEWHERE, FOLLOW)
         )
 
 
@@ -138,11 +141,17 @@ def _iterate_sites(
     """Run one iteration of several sites, as ``_iterate`` does one of one."""
     waits = 0
     now = [begun] * program.num_sites
+    ended: list[float] = []
     for kind, index, seconds in program.events:
         if kind == COMPUTE:
             now[0] += seconds
         elif kind == ELSEWHERE:
             now[index] += seconds
+            ended.append(now[index])
+        elif kind == FOLLOW:
+            now[0] = max(now[0], ended[index])
+        elif kind == MEET:
+            now[int(seconds)] = max(now[int(seconds)], arrival[index])
         elif kind == PREFETCH:
             link, pipes = program.link_of[index], program.pipes_of[index]
             arrival[index] = clock.issue(link, seconds, pipes, now[0]) + seconds

@@ -122,7 +122,7 @@ class MemoryRecorder:
             case Release():
                 self._drop(step.tensor, self._site, now_s)
             case Wait():
-                pass
+                self._free_dead((step.tensor,), i, now_s)
         for name, tier in self._copy_ends.get(i, ()):
             self._drop(name, tier, now_s)
 

@@ -11,10 +11,10 @@ processors' time that it takes to move bytes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from gascompile.core.machine import Machine
-from gascompile.core.op_sites import OpSites, op_sites
+from gascompile.core.op_sites import OpSites, lasting_of, op_sites
 from gascompile.core.plan import Plan
 from gascompile.core.reports import Stall, Timeline
 from gascompile.core.steps import Compute, Offload, Prefetch, Recompute, Release, Reload, Step, Wait
@@ -27,6 +27,8 @@ from gascompile.cost_models.simulate.events import (
     COMPUTE,
     CROSS,
     ELSEWHERE,
+    FOLLOW,
+    MEET,
     PREFETCH,
     WAIT,
     Event,
@@ -52,6 +54,7 @@ def replay(
     resident_bytes: Mapping[str, int] | None = None,
     peak_bytes: Mapping[str, int] | None = None,
     sites: Sequence[str] | None = None,
+    lasting: Collection[str] = (),
 ) -> Timeline:
     """Return the timeline of ``steps``; pure.
 
@@ -64,19 +67,20 @@ def replay(
         resident_bytes: weights that are read once before the first iteration, with their sizes.
         peak_bytes: handed through to the timeline.
         sites: where each op runs; by default all on the tier that computes.
+        lasting: tensors that outlive iterations, which ops elsewhere may change.
 
     Raises:
         KeyError: a step names a link that ``machine`` does not have.
         ValueError: a wait has no prefetch of that tensor to that address.
     """
     quick_s = undisturbed(ops, op_times_s, machine)
-    where = op_sites(ops, sites, machine) if sites is not None else None
+    where = op_sites(ops, sites, machine, lasting) if sites is not None else None
     events = compile_events(steps, quick_s, machine, repeats=repeats, sites=where)
     seconds, stalls = steady_iteration(events)
     first = _first_iteration(steps, ops, machine, resident_bytes or {}, repeats)
     first_s = steady_seconds(compile_events(first, quick_s, machine, repeats=False, sites=where))
     disturbed_s = lost_seconds(steps, ops, op_times_s, machine)
-    waits = [step for step in steps if isinstance(step, Wait)]
+    waits = [step for step in steps if isinstance(step, Wait) and step.site is None]
     link_busy_s: dict[str, float] = {}
     for step in steps:
         if isinstance(step, _TRANSFERS):
@@ -160,6 +164,7 @@ def replay_plan(plan: Plan, machine: Machine | None = None) -> Timeline:
         resident_bytes=resident_bytes,
         peak_bytes=plan.peak_bytes,
         sites=[op.site for op in plan.ops],
+        lasting=lasting_of(plan),
     )
 
 
@@ -215,8 +220,8 @@ def compile_events(
 
 
 def _partner(step: Prefetch | Offload | Reload, sites: OpSites | None, machine: Machine) -> int:
-    """Return the clock at the other end of a copy between sites, as ``OpSites.partner`` does; 0 for others."""
-    if sites is None or isinstance(step, Prefetch):
+    """Return the clock at the other end of a copy between sites that goes beside its link's others; 0 for others."""
+    if sites is None or isinstance(step, Prefetch) or step.tensor in sites.queued:
         return 0
     return sites.partner(step, machine)
 
@@ -240,7 +245,8 @@ def _events(
         newest = {
             _key(step): number[i] for i, step in enumerate(steps) if isinstance(step, _TRANSFERS)
         }
-    begun, reached = 0, 0
+    written: dict[str, int] = {}
+    begun, reached, away = 0, 0, 0
     for i, step in enumerate(steps):
         if isinstance(step, Compute) and (sites is None or not sites.clock(step.op)):
             reached = step.op + 1
@@ -258,14 +264,24 @@ def _events(
             events.append(
                 (ELSEWHERE, clock, op_times_s[op]) if clock else (COMPUTE, op, op_times_s[op])
             )
+            if sites is not None and clock:
+                written.update(dict.fromkeys(sites.changed.get(op, ()), away))
+                away += 1
         elif isinstance(step, Wait):
             key = _key(step)
             if key not in newest:
                 raise ValueError(f"the wait for '{step.tensor}' at {step.address} has no transfer")
             copy = newest[key]
-            events.append((ARRIVE if site_of[copy] else WAIT, copy, 0.0))
+            if sites is not None and (step.site is not None or step.tensor in sites.queued):
+                # Whatever is queued goes to where ops change what lasts.
+                other = step.site or sites.others[0]
+                events.append((MEET, copy, float(1 + sites.others.index(other))))
+            if step.site is None:
+                events.append((ARRIVE if site_of[copy] else WAIT, copy, 0.0))
         else:
             copy = newest[_key(step)] = number[i]
+            if step.tensor in written and isinstance(step, Reload):
+                events.append((FOLLOW, written[step.tensor], 0.0))
             time_s = machine.link(step.link).transfer_time_s(step.size_bytes)
             events.append((CROSS if site_of[copy] else PREFETCH, copy, time_s))
     if reached > begun:

@@ -201,6 +201,7 @@ class _Walk:
         self._flying: dict[tuple[str, int | None], Transfer] = {}
         self._partners: dict[str, int] = {}
         """The clock of the site that each copy out of the tier that computes goes to."""
+        self._changed_s: dict[str, float] = {}  # by ops elsewhere, in this iteration
         self._freed_by = _freed_by(plan)
         # In the time of links, which ops do not slow down; see ``undisturbed``.
         self.ops_s = [op.time_s for op in plan.ops]
@@ -236,6 +237,7 @@ class _Walk:
     def _iterate(self) -> None:
         self._start = self._now
         self._elsewhere = [self._now] * len(self._elsewhere)
+        self._changed_s.clear()
         for found in (self.ops, self.transfers, self.issued, self.stalls):
             found.clear()
         self.memory.begin()
@@ -263,6 +265,8 @@ class _Walk:
         self.memory.before_op(op, self._latest() - self._start)
         ended_s = begun_s + self._times_s[op]
         self._set(clock, ended_s)
+        if self._sites is not None and clock:
+            self._changed_s.update(dict.fromkeys(self._sites.changed.get(op, ()), ended_s))
         self.ops.append(
             OpSpan(
                 op=op,
@@ -297,8 +301,11 @@ class _Walk:
         blocks = [(clock.link_free[number], self._on_link.get(number, ""))]
         blocks += ((clock.pipe_free[pipe], self._on_pipe.get(pipe, "")) for pipe, _ in pipes)
         seconds = link.transfer_time_s(step.size_bytes)
-        partner, issued_s = self._partner(step), self._now
-        if not partner:
+        partner = self._partner(step)
+        if isinstance(step, Reload):
+            self._now = max(self._now, self._changed_s.get(step.tensor, 0.0))
+        issued_s = self._now
+        if not partner or (self._sites is not None and step.tensor in self._sites.queued):
             begun_s = clock.issue(number, seconds, pipes, issued_s)
         else:
             issued_s = max(issued_s, self._at(-partner)) if partner < 0 else issued_s
@@ -324,6 +331,11 @@ class _Walk:
         self.issued.append(found)
 
     def _wait(self, step: Wait) -> None:
+        if step.site is not None and self._sites is not None:
+            clock = 1 + self._sites.others.index(step.site)
+            arrived_s = self._flying[step.tensor, step.address].arrived_s
+            self._set(clock, max(self._at(clock), arrived_s))
+            return
         flown = self._flying.pop((step.tensor, step.address), None)
         if flown is None:
             return

@@ -45,6 +45,8 @@ class Wait:
     op: int
     tensor: str
     address: int | None = field(default=None, metadata={"left_out": True})
+    site: str | None = field(default=None, metadata={"left_out": True})
+    """The other site that alone blocks, where the tier that computes goes on; it waits by itself later."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

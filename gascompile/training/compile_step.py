@@ -50,6 +50,7 @@ def compile_step(
     fuse: str = "off",
     fuse_runs: float = 1000.0,
     graphs: str = "off",
+    sites: str = "one",
     time_limit_s: float = 20.0,
     mip_gap: float = 0.01,
 ) -> TrainingStep:
@@ -93,6 +94,8 @@ def compile_step(
             fuses whatever gains anything.
         graphs: ``"auto"`` gives a GPU the ops between two moves in one call, as CUDA graphs, where the budget has room
             for what these keep.
+        sites: ``"all"`` lets the host's processor update parameters whose moments rest in its memory, while an
+            accelerator goes on with the backward pass, where that is predicted to be faster.
         time_limit_s: wall clock for the solver.
         mip_gap: relative gap at which the solver may stop.
 
@@ -133,6 +136,7 @@ def compile_step(
         fuse=fuse if on_nan != "locate" else "off",
         fuse_runs=fuse_runs,
         graphs=graphs,
+        sites=sites,
         **options,
     )
     saved = SavedPlans(Path(plan)) if plan is not None else None

@@ -172,7 +172,7 @@ class _Transfers:
                     self._start(step, moment.ticket, moment.ended_s, "")
                 case Reload() as step if moment.ticket is not None:
                     self._start(step, moment.ticket, moment.ended_s, released)
-                case Wait(tensor=name) as step if name in self._flying:
+                case Wait(tensor=name, site=None) as step if name in self._flying:
                     self._wait(self._flying.pop(name), step, moment)
                 case _:
                     pass
@@ -231,7 +231,10 @@ def _memory(plan: Plan, recording: Recording) -> MemoryCurve:
     for name in recording.resident:
         change(name, 1)
     curve = _Curve()
+    own = plan.machine.compute_tier
     for moment in recording.moments:
+        if _is_elsewhere(plan, moment, own):
+            continue
         curve.add(moment.begun_s, held, moment.bytes_before, 0)
         match moment.step:
             case Compute(op=op) | Recompute(source=op):
@@ -245,6 +248,14 @@ def _memory(plan: Plan, recording: Recording) -> MemoryCurve:
                 pass
         curve.add(moment.ended_s, held, moment.bytes_after, 0)
     return curve.done()
+
+
+def _is_elsewhere(plan: Plan, moment: Moment, own: str) -> bool:
+    """Return whether what was done takes nothing of the tier that computes, in a time of its own."""
+    step = moment.step
+    if isinstance(step, Compute):
+        return plan.ops[step.op].site != own
+    return isinstance(step, Wait) and step.site is not None
 
 
 def _uses(plan: Plan) -> dict[str, str]:

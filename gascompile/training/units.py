@@ -31,6 +31,7 @@ from gascompile.machines.resolve import profile_of
 from gascompile.machines.run_within_budget import log_replan
 from gascompile.machines.stale_profile import Grader
 from gascompile.passes.graph.insert import insert
+from gascompile.passes.graph.leaving import other_sites
 from gascompile.runtime.devices import device_for
 from gascompile.runtime.memory.device_moves import DeviceMoves
 from gascompile.runtime.memory.device_values import DeviceValues
@@ -295,8 +296,9 @@ class UnitMaker:
 
     def _plan(self, program: StepProgram, prints: Mapping[str, str]) -> Plan:
         cache, pages = self._config.cache_dir, self.pages
+        sites = other_sites(self._machine) if self._config.sites == "all" else ()
         workload = costed_workload(
-            program, self._machine, self._budget, cache_dir=cache, pages=pages
+            program, self._machine, self._budget, cache_dir=cache, pages=pages, sites=sites
         )
 
         def found(reserved_bytes: int) -> Plan:

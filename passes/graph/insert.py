@@ -19,6 +19,7 @@ from gascompile.core.errors import PlanMismatchError
 from gascompile.core.op_sites import plan_sites
 from gascompile.core.plan import Plan, weights_elsewhere
 from gascompile.core.program import (
+    SITE,
     STEP,
     Program,
     add_node,
@@ -118,7 +119,8 @@ class _Rewrite:
         self._sites: SiteValues | None = None
         if sites is not None:
             self._sites = SiteValues(graph, self._mover, self._ops, plan, sites)
-        self._elsewhere = weights_elsewhere(plan)
+        changed = sites.changed.values() if sites is not None else ()
+        self._elsewhere = {*weights_elsewhere(plan), *(name for names in changed for name in names)}
         self._streamed = {
             node: name
             for node, name in self._bound.items()
@@ -182,7 +184,10 @@ class _Rewrite:
                 value = self._heap.value(step.tensor, self._next_op)
                 return add_node(self._graph, move, (self._mover, step.tensor, step.link, value))
             case Wait(address=None):
-                return add_node(self._graph, moves.settle, (self._mover, step.tensor))
+                made = add_node(self._graph, moves.settle, (self._mover, step.tensor))
+                if step.site is not None:
+                    made.meta[SITE] = step.site
+                return made
             case Release(address=None):
                 value = self._heap.value(step.tensor, self._next_op)
                 return add_node(self._graph, moves.drop, (self._mover, step.tensor, value))

@@ -2,6 +2,7 @@
 
 Only what is proven may: ops of torch's own that read tensors and make one, and change nothing, draw nothing, name
 no device. Whatever they touch is written by one op alone and is no state, so that a copy of it is as good as itself.
+And updates of optimizers, which change whole tensors that last and nothing else: where these rest, if need be.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from gascompile.passes.graph.mutated_tensors import written_arguments
 
 _NAMED = ("device", "pin_memory", "generator", "layout")
 """Arguments that tie an op to where it is."""
+_UPDATES = "gascompile_updates"
+"""Namespace of the updates of optimizers."""
 _CHANCE = (
     torch.Tag.nondeterministic_seeded,
     torch.Tag.data_dependent_output,
@@ -70,8 +73,29 @@ def bound_tensors(tensors: Iterable[TensorSpec], ops: Iterable[OpSpec]) -> froze
     )
 
 
+def is_update(node: fx.Node) -> bool:
+    """Return whether a node is an optimizer's update: it changes what it is given, and makes nothing."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace != _UPDATES:
+        return False
+    return target._schema.is_mutable and not target._schema.returns
+
+
+def _update_leaves(op: OpSpec, node: fx.Node, bound: Collection[str]) -> bool:
+    """Return whether an update changes nothing but what lasts, whole, and reads one result beside that."""
+    changed = written_arguments(node)
+    if not (is_update(node) and op.writes and all(name in bound for name in op.writes)):
+        return False
+    # Hyperparameters are the step's own: they lie beside no input that ops change.
+    given = {f"%{n.name}" for n in node.all_input_nodes if n.op == "placeholder"}
+    made = [n for n in dict.fromkeys(op.reads) if n not in op.writes and n not in given]
+    return all(n.op == "placeholder" for n in changed) and len(made) == 1 and made[0] not in bound
+
+
 def leaves(op: OpSpec, node: fx.Node, bound: Collection[str]) -> bool:
     """Return whether an op may run elsewhere, ``bound`` being what must not."""
+    if is_update(node):
+        return _update_leaves(op, node, bound)
     return (
         may_leave(node) and not op.gathers and not any(n in bound for n in (*op.reads, *op.writes))
     )

@@ -10,6 +10,7 @@ counted in the same order, so it does not depend on how fast transfers are. The 
 * what is neither weight nor state frees itself after the last step that touches it, an output at the end;
 * an op may be computed again while its inputs hold what they held, and only if it made all that it
   writes, no output among it, and nothing has changed that since;
+* an op elsewhere changes what lasts only at its home, while no other tier has a copy of it;
 * an iteration of a repeating workload ends as it began; in one that runs once, what persists ends at home.
 """
 
@@ -67,6 +68,8 @@ class _Copy:
     version: int
     link: str | None = None
     """The link it is arriving over; ``None`` once it is there."""
+    is_met: bool = False
+    """Its own tier has waited for it alone."""
 
 
 @dataclass(slots=True)
@@ -169,8 +172,10 @@ class _Heap:
             self._recompute(i, step.source)
         elif step.tensor in self.kinds:
             match step:
-                case Wait():
+                case Wait(site=None):
                     self._wait(i, step.tensor)
+                case Wait():
+                    self._meet(i, step)
                 case Release():
                     self._release(i, step.tensor)
                 case Offload():
@@ -191,6 +196,7 @@ class _Heap:
             if name in self.version:
                 self._need(i, spec.name, name, site, self.version[name])
                 self._settled(i, spec.name, name)
+                self._require_at_home(i, spec.name, name, site)
         self.values_made[op] = dict.fromkeys((n for n in written if n not in self.version), 0)
         for name in written:
             self.version[name] = self.version.get(name, -1) + 1
@@ -201,6 +207,13 @@ class _Heap:
             for tier in [tier for tier in self.copies[name] if tier != site]:
                 self._drop(name, tier)
         self._forget([*spec.reads, *spec.writes], i)
+
+    def _require_at_home(self, i: int, op: str, name: str, site: str) -> None:
+        """Refuse an op elsewhere that changes what lasts anywhere but at home, or beside a copy of it."""
+        if site == self.site or self.kinds[name] not in PERSISTENT:
+            return
+        if self.anchors.get(name) != site or set(self.copies[name]) != {site}:
+            self._refuse(f"op '{op}' changes '{name}' on '{site}', which lies elsewhere too", i)
 
     def _fall_behind(self, name: str, changed_bytes: int) -> None:
         """Take note of what a write changes of a tensor, whose home keeps the value of before."""
@@ -234,7 +247,7 @@ class _Heap:
         if name not in self.kinds:
             return
         copy = self.copies.get(name, {}).get(site)
-        if copy is None or copy.link is not None:
+        if copy is None or (copy.link is not None and not copy.is_met):
             state = "has not arrived" if copy else "is not there"
             self._refuse(f"op '{op}' needs '{name}' on '{site}', where it {state}", i)
         if copy.version != version:
@@ -292,6 +305,16 @@ class _Heap:
         for copy in flying:
             copy.link = None
 
+    def _meet(self, i: int, step: Wait) -> None:
+        """Let one tier have the copy that comes there, whose source must stay until all have waited."""
+        copy = self.copies.get(step.tensor, {}).get(step.site or "")
+        is_elsewhere = step.site in {op.site for op in self.plan.ops} - {self.site}
+        if copy is None or copy.link is None or not is_elsewhere:
+            self._refuse(
+                f"step {i} waits on '{step.site}' for '{step.tensor}', which does not come there", i
+            )
+        copy.is_met = True
+
     def _release(self, i: int, name: str) -> None:
         copies = self.copies.get(name, {})
         if self.site not in copies:
@@ -335,7 +358,7 @@ class _Heap:
                     self._drop(name, tier)
                 continue
             for tier in [t for t in copies if (i, name, t) in self.ends]:
-                if self.anchors.get(name) != tier:
+                if self.anchors.get(name) != tier and copies[tier].link is None:
                     self._drop(name, tier)
 
     def _finish(self) -> None:

@@ -28,7 +28,7 @@ class HostMove:
     done = True
     failed = False
 
-    def __init__(self, event: Event, content: torch.Tensor) -> None:
+    def __init__(self, event: Event, content: torch.Tensor | None) -> None:
         self.event: Event | None = event
         self._content: torch.Tensor | None = content
 

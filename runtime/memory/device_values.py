@@ -98,6 +98,33 @@ class DeviceValues(Persistent):
         for name in names:
             self._host_parts.pop(name, None)
 
+    def slot(self, name: str, size_bytes: int) -> torch.Tensor:
+        return self._moves.host.bytes(name, size_bytes)
+
+    def claim(self, name: str) -> None:
+        self._moves.host.claim(name)
+
+    def at_home(self, name: str) -> torch.Tensor:
+        if name not in self._moves.host.blocks:
+            raise StorageError(f"'{name}' has no place of its own on the host; plan again")
+        tensor, content = self.tensors[name], self._moves.host.bytes(name, self.sizes[name])
+        elements = content.view(tensor.dtype)
+        offset = elements.storage_offset() + tensor.storage_offset()
+        return elements.as_strided(tensor.shape, tensor.stride(), offset)
+
+    def changed_at_home(self, names: Iterable[str]) -> None:
+        # Of single sets and dicts: the thread of the device goes on with its own tensors meanwhile.
+        names = tuple(names)
+        for name in names:
+            if name in self._sources:
+                self._spill.take_slot(name, self.sizes[name])
+            self._host_parts.pop(name, None)
+        self.num_changes += len(names)
+        super()._forget_slots(names)
+        for name in names:
+            if name in self._sources:
+                self._sources.leave(name)
+
     def patched(self, name: str, spans: Sequence[Span]) -> None:
         is_block = name in self._moves.host.blocks
         known = [] if is_block and name in self._on_host else self._host_parts.get(name)

@@ -60,6 +60,8 @@ def with_host(
     """
     plan = plan.with_accounts(budget_bytes=limits_bytes)
     taken_bytes = HOST_BYTES + Outside.of(plan, lasting, taken_bytes=HOST_BYTES).size_bytes
+    pairs = zip(plan.workload.ops, plan.ops, strict=True)
+    taken_bytes += max((spec.workspace_bytes for spec, op in pairs if op.site == HOST), default=0)
     beside_bytes = max(taken_bytes - plan.peak_bytes[HOST], 0)
     peak_bytes = {**plan.peak_bytes, HOST: plan.peak_bytes[HOST] + beside_bytes}
     plan = plan.with_accounts(beside_bytes={HOST: beside_bytes}, peak_bytes=peak_bytes)

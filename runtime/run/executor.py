@@ -368,7 +368,7 @@ def _line(error: BaseException) -> str:
 
 def _check_session(session: Session, plan: Plan) -> None:
     tier = plan.machine.compute_tier
-    known = {tier} if session.device.is_host or session.store is not None else {tier, HOST}
+    known = {tier} if session.device.is_host else {tier, HOST}
     elsewhere = next((op for op in plan.ops if op.site not in known), None)
     if elsewhere is not None:
         raise UnsupportedOpError(
@@ -376,10 +376,10 @@ def _check_session(session: Session, plan: Plan) -> None:
             f"{' and '.join(sorted(known))}: plan with op times for these alone"
         )
     sites = plan_sites(plan)
-    if sites is not None and (beside := sites.other_moves(plan)):
+    if sites is not None and (beside := sites.beside(plan, has_store=session.store is not None)):
         raise UnsupportedOpError(
-            f"the plan moves '{beside[0]}' out of memory and back beside ops on several sites, which this runtime does "
-            "not do; plan with op times for one site"
+            f"the plan moves '{beside}' out of memory and back beside ops on several sites, which this runtime does "
+            "for updates of what rests there alone; plan with op times for one site"
         )
     needed = plan.arena_bytes.get(tier, 0)
     if needed > session.arena.size_bytes:

@@ -36,6 +36,8 @@ class Lane:
         """
         self.site, self._steps = schedule.site, schedule.elsewhere
         self._values, self._crossings = values, crossings
+        for name, slot in schedule.host_lasting:
+            values[slot] = crossings.at_home(name)
         for number, slot in schedule.host_inputs:
             given = inputs[number]
             values[slot] = given.cpu() if isinstance(given, torch.Tensor) else given

@@ -73,9 +73,10 @@ def make_site_meters(plan: Plan, sites: OpSites) -> dict[tuple[int, str], Meter]
     for at, step in enumerate(plan.steps):
         if (number := op_of(step)) is not None:
             op, site = ops[number], sites.of[number]
+            again = isinstance(step, Recompute)
             for name in dict.fromkeys(op.writes):
                 element = _element(name, base_name(op.name))
-                if element is not None and (name, site) not in last:
+                if element is not None and (again or (name, site) not in last):
                     births.setdefault((at, site), []).append((name, element))
                     last[name, site] = at
             last.update({(n, site): at for n in op.reads if (n, site) in last})

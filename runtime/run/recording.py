@@ -55,10 +55,16 @@ class Recording:
     seconds: float = 0.0
     peak_bytes: int = 0
     """As the report of the run says."""
+    _numbers: list[int] = field(default_factory=list)
+    """Of the steps of ``moments`` in the plan."""
+    _elsewhere: dict[int, Moment] = field(default_factory=dict)
+    """What another site did, by the numbers of its steps."""
 
     def begin(self, mover: PlanMover, store: Store | None) -> None:
         """Take note of what is there."""
         self.moments.clear()
+        self._numbers.clear()
+        self._elsewhere.clear()
         kept = store.sizes if store is not None else ()
         self.resident = frozenset(n for n in kept if store is not None and not store.is_away(n))
         # What moves the heap's tensors knows the times of its tickets.
@@ -69,6 +75,8 @@ class Recording:
         """Take note of the end, and wait for what is under way: when it ends belongs to the picture."""
         self.seconds = time.perf_counter() - self.begun_s
         self.peak_bytes = mover.live.peak_bytes
+        own = dict(zip(self._numbers, self.moments, strict=True))
+        self.moments[:] = [moment for _, moment in sorted({**self._elsewhere, **own}.items())]
         for moment in self.moments:
             if moment.ticket is not None:
                 moment.ticket.wait()
@@ -85,7 +93,30 @@ class Recording:
             else call
             for call in of.steps
         )
-        return replace(of, steps=tuple(timed))
+        there = (
+            call._replace(function=partial(self._timed_there, call, plan.steps, mover))
+            if call.planned >= 0
+            else call
+            for call in of.elsewhere
+        )
+        return replace(of, steps=tuple(timed), elsewhere=tuple(there))
+
+    def _timed_there(
+        self, call: prepared.Step, steps: Sequence[Step], mover: PlanMover, *values: Any
+    ) -> Any:
+        """Make a call of another site, whose memory is not that of the picture."""
+        known = self._elsewhere.get(call.planned)
+        begun_s = time.perf_counter() - self.begun_s if known is None else known.begun_s
+        result = call.function(*values)
+        live_bytes = mover.live.live_bytes
+        self._elsewhere[call.planned] = Moment(
+            step=steps[call.planned],
+            begun_s=begun_s,
+            ended_s=time.perf_counter() - self.begun_s,
+            bytes_before=live_bytes,
+            bytes_after=live_bytes,
+        )
+        return result
 
     def _timed(
         self, call: prepared.Step, steps: Sequence[Step], mover: PlanMover, *values: Any
@@ -97,10 +128,11 @@ class Recording:
         if call.meter is not None:
             live.bear(call.meter.births, result)
         if isinstance(step, (Offload, Reload)):
-            ticket = mover.tickets[step.tensor]
+            ticket = mover.tickets.get(step.tensor)
         if self.moments and self.moments[-1].step is step:
             # What had to be done before an op is a part of its step.
             first = self.moments.pop()
+            self._numbers.pop()
             bytes_before, begun_s = first.bytes_before, first.begun_s
         done = Moment(
             step=step,
@@ -111,8 +143,10 @@ class Recording:
             ticket=cast("TimedTicket | None", ticket),
         )
         self.moments.append(done)
+        self._numbers.append(call.planned)
         # Ops of one kernel follow each other in the plan; all of its time is the first one's.
         end = replace(done, begun_s=done.ended_s, bytes_before=done.bytes_after)
-        for other in steps[call.planned + 1 : call.planned + call.trait.num_ops]:
-            self.moments.append(replace(end, step=other))
+        for number in range(call.planned + 1, call.planned + call.trait.num_ops):
+            self.moments.append(replace(end, step=steps[number]))
+            self._numbers.append(number)
         return result

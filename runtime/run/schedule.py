@@ -49,6 +49,8 @@ class Schedule:
     site: str = ""
     host_inputs: tuple[tuple[int, int], ...] = ()
     """Number of a user input and the slot that has it on the host, for ops that run there."""
+    host_lasting: tuple[tuple[str, int], ...] = ()
+    """Name and slot of what lasts and rests on the host, where ops change it."""
 
 
 def nothing(_values: list[Value]) -> tuple[Value, ...]:

@@ -253,7 +253,8 @@ class Session:
             DeviceError: so much memory cannot be pinned, or it is more than the plan's budget for the host.
         """
         if not self.device.is_host:
-            first_use = host_first_use(plan)
+            held = self.store.tensors if self.store is not None else {}
+            first_use = {n: op for n, op in host_first_use(plan).items() if n not in held}
             self.host.add({name: self.landing(name) for name in first_use}, first_use)
             require_budget(plan, self.pinned_bytes)
 

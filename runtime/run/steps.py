@@ -7,14 +7,13 @@ its result and clears the slots that nobody reads again.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from torch import fx
 
 from gascompile.core import moves
 from gascompile.core.errors import PlanMismatchError, UnsupportedOpError
-from gascompile.core.op_sites import plan_sites
 from gascompile.core.plan import Plan
 from gascompile.core.program import SITE, STEP, op_name
 from gascompile.runtime.devices.graph_rules import ARRIVAL, MOVE, RELEASE, Trait, trait_of
@@ -26,7 +25,7 @@ from gascompile.runtime.run.calls import (
     trimmed,
     with_keywords,
 )
-from gascompile.runtime.run.meter import Meter, fused_meter, make_meters, make_site_meters, op_of
+from gascompile.runtime.run.meter import fused_meter, op_of
 from gascompile.runtime.run.moving import moving, steady
 from gascompile.runtime.run.schedule import (
     Gather,
@@ -35,11 +34,11 @@ from gascompile.runtime.run.schedule import (
     Value,
     gather_of,
     has_node,
-    last_users,
     nothing,
     only,
 )
 from gascompile.runtime.run.session import Session
+from gascompile.runtime.run.site_steps import SiteSteps
 from gascompile.runtime.transfer.mover import PlanMover, due_ops
 
 
@@ -59,7 +58,7 @@ def compile_steps(
     return _Builder(graph_module, plan, session, mover, fused).build()
 
 
-class _Builder:
+class _Builder(SiteSteps):
     def __init__(
         self,
         graph_module: fx.GraphModule,
@@ -68,31 +67,12 @@ class _Builder:
         mover: PlanMover,
         fused: Sequence[FusedSegment],
     ) -> None:
+        super().__init__(graph_module.graph, plan, session, mover)
         self._module = graph_module
-        self._plan = plan
-        self._session = session
-        self._mover = mover
-        self._slots: list[Value] = []
-        self._slot_of: dict[fx.Node, int] = {}
-        self._own = plan.machine.compute_tier
-        self._sites = plan_sites(plan)
-        self._site = self._own
-        """Of the step at hand."""
-        self._lanes: dict[str, list[Step]] = {self._own: []}
-        self._steps = self._lanes[self._own]
-        self._sent: dict[str, tuple[fx.Node, str, str]] = {}
-        """Tensor -> the node of its copy, from where to where."""
-        self._host_slots: dict[fx.Node, int] = {}
-        """Slots of the inputs that ops on the host read."""
-        self._frees = last_users(graph_module.graph)
-        self._meters = make_meters(plan) if self._sites is None else {}
-        self._site_meters = make_site_meters(plan, self._sites) if self._sites is not None else {}
         self._sizes = {tensor.name: tensor.size_bytes for tensor in plan.workload.tensors}
-        self._store: Mapping[str, int] = session.store.sizes if session.store is not None else {}
         self._dues = [due for _, due in due_ops(plan)]
         self._moving = moving(graph_module.graph, plan, self._store)
         self._awaited: set[str] = set()
-        self._next_op = 0
         self._returned = set(graph_module.graph.output_node().all_input_nodes)
         self._fused = {f.segment.ops[0]: f for f in fused}
         self._in_segment: set[fx.Node] = set()
@@ -129,7 +109,7 @@ class _Builder:
         (site, elsewhere) = next(
             (lane for lane in self._lanes.items() if lane[0] != self._own), ("", [])
         )
-        numbers = {slot: i for i, (_, slot) in enumerate(inputs)}
+        host_inputs, host_lasting = self._on_host()
         return Schedule(
             steps=tuple(self._lanes[self._own]),
             slots=tuple(self._slots),
@@ -137,33 +117,9 @@ class _Builder:
             outputs=outputs,
             elsewhere=tuple(elsewhere),
             site=site,
-            host_inputs=tuple(
-                (numbers[self._slot_of[node]], slot) for node, slot in self._host_slots.items()
-            ),
+            host_inputs=host_inputs,
+            host_lasting=host_lasting,
         )
-
-    def _enter(self, site: str) -> None:
-        """Let the steps that follow be those of a site."""
-        self._site = site
-        self._steps = self._lanes.setdefault(site, [])
-
-    def _slot(self, node: fx.Node | None, value: Value = None) -> int:
-        self._slots.append(value)
-        if node is not None:
-            self._slot_of[node] = len(self._slots) - 1
-        return len(self._slots) - 1
-
-    def _index(self, value: Value) -> int:
-        """Return the slot of a node or of a constant."""
-        return self._slot_here(value) if isinstance(value, fx.Node) else self._slot(None, value)
-
-    def _slot_here(self, node: fx.Node) -> int:
-        """Return the slot that has the value of ``node`` on the site of the step at hand."""
-        if node.op != "placeholder" or self._site == self._own:
-            return self._slot_of[node]
-        if node not in self._host_slots:
-            self._host_slots[node] = self._slot(None)
-        return self._host_slots[node]
 
     def _call(self, node: fx.Node) -> None:
         arguments: tuple[Value, ...] = node.args[1:]
@@ -207,46 +163,9 @@ class _Builder:
         gather, slot = gather_of(arguments[-1:], self._index), self._slot(node)
         frees, trait = self._freed(node, slot), Trait(self._reads(node), MOVE)
         planned = node.meta.get(STEP, -1)
+        if node.target is moves.reload:
+            self._follow(str(node.args[1]), planned)
         self._steps.append(Step(call, gather, slot, None, frees, self._next_op, trait, planned))
-
-    def _send(self, node: fx.Node) -> None:
-        """Make the two halves of a copy between sites: one gives the value, the other memory for it."""
-        crossings, tensor = self._mover.meetings, str(node.args[1])
-        link = self._plan.machine.link(str(node.args[2]))
-        self._sent[tensor] = (node, link.source_tier, link.target_tier)
-        self._slot(node)
-        self._enter(link.source_tier)
-        frees = tuple(self._slot_of[n] for n in self._frees.get(node, ()) if self._clearable(n))
-        self._half(node, partial(crossings.give, tensor), self._slot(None), frees, node.args[3:])
-        self._enter(link.target_tier)
-        self._half(node, partial(crossings.take, tensor), (slot := self._slot(None)), (slot,))
-
-    def _arrive(self, node: fx.Node) -> None:
-        """Make the two halves of the wait for a copy: one gets it, the other gives the value up."""
-        crossings, tensor = self._mover.meetings, str(node.args[1])
-        made, source, target = self._sent[tensor]
-        self._slot(node)
-        self._enter(source)
-        self._half(node, partial(crossings.sent, self._next_op, tensor), self._slot(None))
-        self._enter(target)
-        slot = self._slot_of[made]
-        arrive = partial(crossings.arrive, self._next_op, tensor)
-        self._half(node, arrive, slot, () if made.users else (slot,))
-
-    def _half(
-        self,
-        node: fx.Node,
-        function: Callable[..., Value],
-        slot: int,
-        frees: tuple[int, ...] = (),
-        arguments: tuple[Value, ...] = (),
-    ) -> None:
-        """Add what the site at hand does for a copy; it says which one it is."""
-        planned, gather = node.meta.get(STEP, -1), gather_of(arguments, self._index)
-        step = Step(
-            partial(function, self._site), gather, slot, self._meter(planned), frees, self._next_op
-        )
-        self._steps.append(step._replace(trait=Trait((), MOVE), planned=planned))
 
     def _compute(self, node: fx.Node) -> None:
         self._await_residents(node)
@@ -262,17 +181,16 @@ class _Builder:
         if meter is not None and meter.births and may_return_its_input(node.target):
             function = owning(function)
         function = self._mover.watched(function, node.name)
-        if num_ops and self._session.store is not None:
+        is_here = self._site == self._own
+        if num_ops and is_here and self._session.store is not None:
             function = self._before(node, op, planned, function, is_first=not is_again)
         slot = self._slot(node)
         trait = steady((node,), trait_of(node, self._reads(node), num_ops), self._moving)
         frees = self._freed(node, slot)
         self._steps.append(Step(function, gather, slot, meter, frees, op, trait, planned))
-
-    def _meter(self, planned: int) -> Meter | None:
-        if self._sites is None:
-            return self._meters.get(planned)
-        return self._site_meters.get((planned, self._site))
+        changed = self._sites.changed.get(op, ()) if num_ops and self._sites is not None else ()
+        if changed and not is_here:
+            self._change(changed, op, planned)
 
     def _before(
         self,
@@ -302,11 +220,6 @@ class _Builder:
         memory = self._session.memory
         if memory is not None and memory.is_due(size_bytes):
             self._first(partial(memory.make_room, size_bytes), op, planned)
-
-    def _first(self, call: Callable[[], Value], op: int, planned: int) -> None:
-        """Add what is done before an op, as a part of its step of the plan."""
-        slot, trait = self._slot(None), Trait((), MOVE)
-        self._steps.append(Step(call, nothing, slot, None, (), op, trait, planned))
 
     def _reads(self, node: fx.Node) -> tuple[int, ...]:
         return tuple(self._slot_of[n] for n in node.all_input_nodes if n in self._slot_of)
@@ -377,11 +290,6 @@ class _Builder:
         return (
             tuple(self._slot_of[n] for n in self._frees.get(node, ()) if self._clearable(n)) + own
         )
-
-    def _clearable(self, node: fx.Node) -> bool:
-        if node.op == "placeholder" and any(SITE in user.meta for user in node.users):
-            return False  # the run keeps what its user passed in, and two sites read it
-        return node in self._slot_of and node.op != "get_attr" and node.target is not moves.resident
 
     def _prepare(self, node: fx.Node, op: int) -> tuple[Callable[..., Value], Gather]:
         """Return what to call and how to fetch its arguments; constants are bound beforehand."""

@@ -18,10 +18,12 @@ def at_rest(
     first: dict[str, Step] = {}
     last: dict[str, Offload | Reload] = {}
     used: set[str] = set()
+    site = plan.machine.compute_tier
     for step in plan.steps:
         if isinstance(step, Compute):
             op = plan.workload.ops[step.op]
-            used.update((*op.reads, *op.writes))
+            if plan.ops[step.op].site == site:
+                used.update((*op.reads, *op.writes))
         elif isinstance(step, (Offload, Reload, Release, Wait)) and step.tensor in persistent:
             if step.tensor not in used:
                 first.setdefault(step.tensor, step)
@@ -36,7 +38,6 @@ def at_rest(
             up_front.append(last[name])
             if isinstance(last[name], Reload):
                 away.add(name)
-    site = plan.machine.compute_tier
     idle = {
         name
         for name, tensor in plan.tensors.items()

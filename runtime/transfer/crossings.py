@@ -4,11 +4,15 @@ The side that has made a value gives it. What the device gives goes to a slot of
 gives, in such a slot, the device takes memory when it comes there itself, and who comes second starts the copy. So
 each side takes and gives back its own memory alone, in its own order. Neither ever holds a lock, so that a run that
 ends half way leaves nobody behind: ``abort`` lets all through.
+
+What lasts does not cross where ops of the host change it: it rests there, in its slot, and the device waits for the op
+before it fetches it again.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,10 +22,11 @@ from gascompile.core.op_sites import OpSites
 from gascompile.core.plan import Plan
 from gascompile.core.steps import Offload, Reload
 from gascompile.core.waiting import Gate
-from gascompile.runtime.memory.device_moves import bytes_of
+from gascompile.runtime.memory.device_moves import HostMove, bytes_of
 from gascompile.runtime.memory.host_slots import area_bytes
 from gascompile.runtime.memory.pinned import crossing_slots
-from gascompile.runtime.protocols import CopyStream, Event, Instant
+from gascompile.runtime.protocols import CopyStream, Event, Instant, Ticket
+from gascompile.runtime.stores import HostStore
 
 if TYPE_CHECKING:
     from gascompile.runtime.run.session import Session
@@ -29,6 +34,14 @@ if TYPE_CHECKING:
 
 class AbortedError(GASCompileError):
     """The other side has failed, or the run was given up: what is waited for never comes."""
+
+
+def _open(gate: Gate) -> None:
+    try:
+        if not gate.is_open:
+            gate.open()
+    except RuntimeError:
+        pass  # the other side has, in between
 
 
 class Crossing:
@@ -47,11 +60,12 @@ class Crossing:
         "what",
     )
 
-    def __init__(self, what: str, stream: CopyStream, *, target: torch.Tensor | None) -> None:
-        """Know it; ``target`` is the slot where it goes to the host, ``None`` where it comes from there."""
+    def __init__(self, what: str, stream: CopyStream) -> None:
+        """Know it."""
         self.what = what
-        self._stream, self.target = stream, target
+        self._stream = stream
         self.source: torch.Tensor | None = None
+        self.target: torch.Tensor | None = None
         self._layout: tuple[Any, ...] | None = None
         """Of the value: dtype, offset in its storage, shape and strides, in elements."""
         self.mark: Event | None = None
@@ -74,6 +88,8 @@ class Crossing:
         if mark is None:
             slot = slot[: source.nbytes]
             source = slot.copy_(source)
+        else:
+            self.target = slot
         self.mark = mark or self.mark
         self.source = source
         self._start()
@@ -100,11 +116,7 @@ class Crossing:
 
     def let_through(self) -> None:
         """Open the gate; whoever waits finds the event, or none."""
-        try:
-            if not self.started.is_open:
-                self.started.open()
-        except RuntimeError:
-            pass  # the other side has, in between
+        _open(self.started)
 
     def arrival(self) -> Event:
         """Block until the copy has been started, and return the event of its end.
@@ -140,6 +152,8 @@ class Crossings:
     def __init__(self, plan: Plan, sites: OpSites, session: Session) -> None:
         """Take a slot for each in pinned memory; their streams are made here, as both sides use them later.
 
+        Where a store has slots on the host, those are taken.
+
         Raises:
             DeviceError: so much memory cannot be pinned.
         """
@@ -150,9 +164,17 @@ class Crossings:
             for step in plan.steps
             if isinstance(step, (Offload, Reload)) and step.tensor in self._slots
         }
-        links = dict.fromkeys(self._links.values())
-        self._streams = {link: self._device.stream(link, ahead=True) for link in links}
-        self._memory = session.pin(area_bytes(self._slots))
+        # Nobody waits at once for what is queued: it goes in the turn of its link.
+        self._streams = {
+            name: self._device.stream(link, ahead=name not in sites.queued)
+            for name, link in self._links.items()
+        }
+        self._store = session.store if isinstance(session.store, HostStore) else None
+        self._memory = session.pin(area_bytes(self._slots)) if self._store is None else None
+        self._lasting = frozenset(name for names in sites.changed.values() for name in names)
+        self._changed: dict[str, Gate] = {}
+        """Of what ops of the host change in the run at hand: opened when that is done."""
+        self._is_aborted = False
         self._now: dict[str, Crossing] = {}
         self._link_bytes: dict[str, int] = {}
         self._stalled: list[tuple[int, str, Instant, Instant]] = []
@@ -165,20 +187,24 @@ class Crossings:
     ) -> None:
         """Prepare a run, of which the device's side tells what moved and for what it waited."""
         self._link_bytes, self._stalled = link_bytes, stalled
-        link_bytes.update({link: link_bytes.get(link, 0) for link in self._streams})
-        self._now = {
-            name: Crossing(
-                name,
-                self._streams[link],
-                target=None if self._is_in(link) else self._slot(name),
-            )
-            for name, link in self._links.items()
-        }
+        link_bytes.update({link: link_bytes.get(link, 0) for link in self._links.values()})
+        self._is_aborted = False
+        self._changed = {name: Gate() for name in self._lasting}
+        self._now = {name: Crossing(name, self._streams[name]) for name in self._links}
+
+    @property
+    def tickets(self) -> dict[str, Ticket]:
+        """The copies that have been started, by tensor."""
+        events = ((name, crossing.event) for name, crossing in self._now.items())
+        return {name: HostMove(event, None) for name, event in events if event is not None}
 
     def abort(self) -> None:
         """Let all who wait through."""
+        self._is_aborted = True
         for crossing in list(self._now.values()):
             crossing.let_through()
+        for gate in list(self._changed.values()):
+            _open(gate)
 
     def end(self) -> None:
         """Keep nothing of a run."""
@@ -187,6 +213,8 @@ class Crossings:
     def give(self, tensor: str, site: str, value: torch.Tensor) -> None:
         """Hand over what another site reads."""
         mark = self._device.mark() if site == self._own else None
+        if self._store is not None:
+            self._store.claim(tensor)
         self._now[tensor].give(value, self._slot(tensor), mark)
 
     def take(self, tensor: str, site: str) -> torch.Tensor | None:
@@ -211,6 +239,35 @@ class Crossings:
             self._meet(op, tensor, site)
             self._now[tensor].given_up()
 
+    def at_home(self, name: str) -> torch.Tensor:
+        """Return what lasts where it rests on the host, as it lies on the device."""
+        assert self._store is not None, "it has a home there"
+        return self._store.at_home(name)
+
+    def changes(self, names: Iterable[str]) -> None:
+        """Take note that an op of the host is about to change what lasts: all other copies are old from now on."""
+        assert self._store is not None, "they have a home there"
+        self._store.changed_at_home(names)
+
+    def has_changed(self, names: Iterable[str]) -> None:
+        """Let the device fetch what an op of the host has changed."""
+        for name in names:
+            _open(self._changed[name])
+
+    def follow(self, op: int, tensor: str) -> None:
+        """Block until the host has changed what the device is about to fetch; that is a stall of op ``op``.
+
+        Raises:
+            AbortedError: it never will.
+        """
+        gate = self._changed[tensor]
+        start = None if gate.is_open else self._device.clock()
+        gate.wait()
+        if self._is_aborted:
+            raise AbortedError(f"'{tensor}' is never changed: the run has ended")
+        if start is not None:
+            self._stalled.append((op, tensor, start, self._device.clock()))
+
     def copied(self, tensor: str, link: str, value: torch.Tensor) -> torch.Tensor:
         """Copy a value at once, for a graph that is run directly."""
         self._link_bytes[link] += self._slots[tensor][1]
@@ -222,6 +279,9 @@ class Crossings:
 
     def _slot(self, tensor: str) -> torch.Tensor:
         offset, size_bytes = self._slots[tensor]
+        if self._memory is None:
+            assert self._store is not None, "one of them has the slots"
+            return self._store.slot(tensor, size_bytes)
         return self._memory.bytes(offset, offset + size_bytes)
 
     def _meet(self, op: int, tensor: str, site: str) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from gascompile.core.errors import PlanMismatchError, StorageError, UnsupportedOpError
+from gascompile.core.op_sites import plan_sites
 from gascompile.core.plan import Plan
 from gascompile.core.sizes import SPILL_BUFFER_BYTES
 from gascompile.core.steps import Offload, Release, Reload, Wait
@@ -56,12 +57,14 @@ class HeapMoves:
         moved = [s for s in plan.steps if isinstance(s, (Offload, Reload)) and s.address is None]
         self.links = tuple(dict.fromkeys(step.link for step in moved))
         """Links that the moves go over."""
+        sites = plan_sites(plan)
+        between = sites.crossing if sites is not None else ()
         activations = [
             step
             for step in plan.steps
             if isinstance(step, (Offload, Reload, Wait))
             and step.address is None
-            and step.tensor not in self._kept
+            and not (step.tensor in self._kept or step.tensor in between)
         ]
         self._outside: Outside | None = None
         """Where a device's values are outside of its memory."""

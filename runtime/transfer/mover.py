@@ -89,7 +89,8 @@ class PlanMover:
             self.crossings = Crossings(plan, sites, session)
         session.hold(plan)
         self._rows = RowReader(session, plan)
-        self._heap = session.heap_moves(plan) if sites is None else None
+        has_heap = sites is None or session.store is not None
+        self._heap = session.heap_moves(plan) if has_heap else None
         self._store = session.store
         self._kept_storages: frozenset[int] = frozenset(
             tensor.untyped_storage()._cdata
@@ -147,7 +148,8 @@ class PlanMover:
     @property
     def tickets(self) -> dict[str, Ticket]:
         """The moves of the heap's tensors that nobody has waited for yet, by tensor."""
-        return dict(self._heap.tickets) if self._heap is not None else {}
+        crossing = self.crossings.tickets if self.crossings is not None else {}
+        return {**(self._heap.tickets if self._heap is not None else {}), **crossing}
 
     def close(self) -> None:
         """Give back what the plan alone has taken; idempotent."""

@@ -69,6 +69,37 @@ def test_a_copy_out_starts_when_it_is_made_and_holds_both_at_its_end() -> None:
     assert seconds(ops, "ggc", late) == pytest.approx(6 + 4 + 2)
 
 
+def test_what_an_op_elsewhere_changes_is_fetched_when_it_is_done() -> None:
+    ops = [
+        op("a", 1.0, "x w", "g"),
+        OpSpec(name="u", time_s={"gpu": 4.0, "cpu": 4.0}, reads=("g", "w"), writes=("w",)),
+        op("b", 1.0, "x", "b"),
+        op("c", 1.0, "w b", "c"),
+    ]
+    steps: list[Step] = [
+        *(Compute(op=0), out(1, "g", 20), Wait(op=1, tensor="g", site="cpu"), Compute(op=1)),
+        *(Compute(op=2), Wait(op=3, tensor="g"), back(3, "w", 30), Wait(op=3, tensor="w")),
+        Compute(op=3),
+    ]
+    times = [spec.time_s["gpu"] for spec in ops]
+    where = ["gpu", "cpu", "gpu", "gpu"]
+
+    def took(steps: list[Step], ops: list[OpSpec]) -> float:
+        more = replay(steps, ops, times, MACHINE, repeats=False, sites=where, lasting={"w"})
+        return more.seconds
+
+    # g is there at 3, w is changed at 7 and back at 10; b ends at 2.
+    assert took(steps, ops) == pytest.approx(11)
+    # Waited for by the accelerator at once, g holds b up as well; nothing else is later for it.
+    held = [*steps[:2], Wait(op=1, tensor="g"), *steps[3:5], *steps[6:]]
+    assert took(held, ops) == pytest.approx(11)
+    long = [replace(spec, time_s={"gpu": 9.0}) if spec.name == "b" else spec for spec in ops]
+    times[2] = 9.0
+    # b ends at 10, where w is asked for.
+    assert took(steps, long) == pytest.approx(10 + 3 + 1)
+    assert took(held, long) == pytest.approx(12 + 3 + 1)
+
+
 def test_a_copy_between_sites_goes_beside_weights_which_come_later_for_it() -> None:
     ops = [op("a", 1.0, "x", "a"), op("b", 1.0, "a w", "b")]
     load = Prefetch(op=0, tensor="w", link="cpu->gpu", size_bytes=100, address=0)

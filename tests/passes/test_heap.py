@@ -228,6 +228,35 @@ def without(steps: list[Step], index: int) -> list[Step]:
     return [step for i, step in enumerate(steps) if i != index]
 
 
+UPDATED: Ops = [
+    (("w",), ("x",)),
+    (("x", "w"), ("z",)),
+    (("z", "w", "s"), ("w", "s")),
+    (("x",), ("out",)),
+]
+"""z is what a parameter w and its moment s are changed with, on the other tier."""
+UPDATE: list[Step] = [
+    wait(0, "w"),
+    *runs(0, 2),
+    drop(2, "w"),
+    out(2, "z"),
+    Wait(op=2, tensor="z", site="cpu"),
+    *runs(2, 3),
+    back(3, "w"),
+    wait(3, "z"),
+    *runs(3, 4),
+]
+
+
+def updated(steps: list[Step], **homes: str) -> Plan:
+    return plan_of(UPDATED, steps, homes={"w": "cpu", "s": "cpu", **homes}, sites={2: "cpu"})
+
+
+def test_what_lasts_is_changed_where_it_rests() -> None:
+    # w, x and z, before it leaves and again when it comes back. There w and s, and z for a while.
+    assert heap(updated(UPDATE)) == {"gpu": 12, "cpu": 14}
+
+
 IN_PLACE: Ops = [(("in",), ("x",)), (("x",), ("x", "y")), (("y", "x"), ("out",))]
 REFUSED: dict[str, tuple[Plan, str]] = {
     "never copied out": (plan_of(CHAIN, without(MOVED, 2)), "no step is moving"),
@@ -296,6 +325,22 @@ REFUSED: dict[str, tuple[Plan, str]] = {
     "wrong size": (
         plan_of(CHAIN, [*runs(0, 2), dataclasses.replace(out(2, "x"), size_bytes=4), *runs(2, 4)]),
         "of which 3 have to move",
+    ),
+    "changed beside a copy": (updated(without(UPDATE, 3)), "which lies elsewhere too"),
+    "changed away from home": (updated(UPDATE, s="gpu"), "where it is not there"),
+    "read before it is there": (updated(without(UPDATE, 5)), "where it has not arrived"),
+    "freed before it is through": (updated(without(UPDATE, 8)), "being copied"),
+    "back before it is changed": (
+        updated([*UPDATE[:6], back(2, "w"), UPDATE[6], *UPDATE[8:]]),
+        "while it is being copied",
+    ),
+    "waits where nothing comes": (
+        updated([*UPDATE[:5], Wait(op=2, tensor="x", site="cpu"), *UPDATE[6:]]),
+        "which does not come there",
+    ),
+    "waits where no op runs": (
+        plan_of(CHAIN, [*MOVED[:3], Wait(op=2, tensor="x", site="cpu"), *MOVED[3:]]),
+        "which does not come there",
     ),
     "weight of another tier": (
         plan_of([(("w",), ("out",))], runs(0, 1), homes={"w": "gpu"}, sites={0: "cpu"}),

@@ -65,6 +65,9 @@ def _check_step(plan: Plan, step: object, where: str) -> None:
         number = getattr(step, field, 0)
         if number is not None and not 0 <= number <= MAX_SIZE_BYTES:
             raise FormatError(f"{where}: {number} is no address or size; plan again")
+    site = getattr(step, "site", None)
+    if site is not None and site not in set(plan.machine.tiers) - {plan.machine.compute_tier}:
+        raise FormatError(f"{where}: {ascii(site)[:200]} is no other site; plan again")
     tensor = getattr(step, "tensor", None)
     if tensor is not None and tensor not in plan.tensors:
         raise FormatError(f"{where}: the plan has no tensor {ascii(tensor)[:200]}")

@@ -12,7 +12,7 @@ import logging
 import re
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from gascompile.cost_models.measure.rehearse import made_up
 from gascompile.machines.busy import warned_if_busy
 from gascompile.machines.op_memory import learn, learnt_bytes
 from gascompile.machines.op_times import computes_here, keep_times
-from gascompile.machines.resolve import step_times_path
+from gascompile.machines.resolve import step_times_path, this_machine_name
 from gascompile.runtime.memory.pages import Pages
 from gascompile.training.planning.step_program import StepProgram
 from gascompile.training.planning.step_workload import step_workload
@@ -85,13 +85,22 @@ def costed_workload(
     *,
     cache_dir: Path,
     pages: Pages | None,
+    sites: Sequence[str] = (),
 ) -> Workload:
     """Return the planning problem of a step with what its ops were found to take here.
+
+    Args:
+        program: of the step.
+        machine: where it runs.
+        budget: for it.
+        cache_dir: where figures are remembered.
+        pages: where large values lie.
+        sites: other tiers whose processors may run updates.
 
     Raises:
         StorageError: ``cache_dir`` cannot be made.
     """
-    workload = step_workload(program, machine)
+    workload = step_workload(program, machine, sites=sites)
     costs = step_costs(
         program.program,
         workload,
@@ -99,8 +108,15 @@ def costed_workload(
         cache_dir=cache_dir,
         room_bytes=_room_bytes(program, budget.limits_bytes(machine)[machine.compute_tier]),
         pages=pages,
+        updates_alone=not computes_here(machine) and bool(sites),
     )
-    costed = with_costs(workload, costs, device=machine.compute_tier)
+    costed = workload
+    if computes_here(machine):
+        costed = with_costs(workload, costs, device=machine.compute_tier)
+    for site in sites:
+        able = {op.name for op in workload.ops if site in op.time_s}
+        there = {name: cost for name, cost in costs.items() if name in able}
+        costed = with_costs(costed, there, device=site)
     return _with_learnt(costed, program.program, cache_dir)
 
 
@@ -160,8 +176,11 @@ def step_costs(
     cache_dir: Path,
     room_bytes: int,
     pages: Pages | None,
+    updates_alone: bool = False,
 ) -> Mapping[str, OpCost]:
     """Return the costs by op name, of all that can be run on made-up values, where ``machine`` is this one.
+
+    Or those of updates alone, as this processor takes them beside a device of this machine.
 
     The first plan of a program takes about as long as a step of four layers to measure them, and a third of
     ``room_bytes`` beside what the single op needs.
@@ -170,9 +189,13 @@ def step_costs(
         StorageError: ``cache_dir`` cannot be made.
     """
     total_s = sum(op.time_s[machine.compute_tier] for op in workload.ops)
-    if not computes_here(machine) or total_s < _WORTH_S:
+    is_here = machine.name == this_machine_name() if updates_alone else computes_here(machine)
+    if not is_here or total_s < _WORTH_S:
         return {}
-    kinds = {node: _kind(node) for node in program.op_nodes()}
+    kinds = {
+        node: _kind(node) if _is_update(node.target) or not updates_alone else None
+        for node in program.op_nodes()
+    }
     path = step_times_path(cache_dir)
     known = _read(path)
     missing = {kind for kind in kinds.values() if kind is not None} - set(known)

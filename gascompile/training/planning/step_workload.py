@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +13,7 @@ from gascompile.core.program import draws
 from gascompile.core.true_strides import true_strides
 from gascompile.core.workload import TensorKind, TensorSpec, Workload
 from gascompile.passes.graph.annotate import annotate
+from gascompile.passes.graph.leaving import is_update
 from gascompile.training.optimizers import class_updates, coded_updates, update_ops
 from gascompile.training.planning.step_program import RANDOM, StepProgram
 
@@ -19,21 +21,26 @@ _SCALARS_BYTES = 512
 """Results of one element, as the allocator rounds them up."""
 
 
-def step_workload(program: StepProgram, machine: Machine, *, traced: bool = True) -> Workload:
+def step_workload(
+    program: StepProgram, machine: Machine, *, traced: bool = True, sites: Sequence[str] = ()
+) -> Workload:
     """Return the planning problem of a step: parameters that change, moments, and a source of random numbers.
 
     Args:
         program: of the step.
         machine: where it runs.
         traced: False for a program from a file, of whose updates the workspace is not known.
+        sites: other tiers whose processors may run updates.
     """
     with true_strides():
-        found = annotate(program.program, machine).workload
+        found = annotate(program.program, machine, sites=sites).workload
     nodes = {node.name: node for node in program.program.op_nodes()}
+    own = machine.compute_tier
     drawing = {op.name for op in found.ops if draws(nodes[op.name].target)}
     ops = tuple(
         replace(
             op,
+            time_s=op.time_s if is_update(nodes[op.name]) else {own: op.time_s[own]},
             writes=(*op.writes, RANDOM) if op.name in drawing else op.writes,
             workspace_bytes=op.workspace_bytes + (_own_bytes(nodes[op.name]) if traced else 0),
         )
