@@ -12,6 +12,7 @@ from torch import fx
 
 from gascompile.core.errors import PlanMismatchError
 from gascompile.core.program import op_name
+from gascompile.passes.graph.leaving import is_update
 
 
 def same_order(found: Sequence[str], sites: Mapping[str, str], own: str) -> bool:
@@ -43,6 +44,8 @@ def order_graph(graph: fx.Graph, sites: Mapping[str, str], own: str) -> None:
     found = list(nodes)
     if found == list(sites) or not same_order(found, sites, own):
         return
+    if any(is_update(node) for name, node in nodes.items() if sites[name] != own):
+        return  # it changes what others read
     (output,) = (node for node in graph.nodes if node.op == "output")
     behind = set(nodes.values())
     for name in sites:
