@@ -15,7 +15,6 @@ from gascompile.core.op_sites import op_sites
 from gascompile.core.steps import Step
 from gascompile.cost_models.simulate.events import running_sums, steady_seconds
 from gascompile.cost_models.simulate.replay import compile_events
-from gascompile.passes.bounds.certify import physical_limit
 from gascompile.passes.model.problem import Placement, Problem
 from gascompile.passes.plan.emit import emit
 from gascompile.passes.search.schedule import Schedule
@@ -25,10 +24,16 @@ from gascompile.passes.search.search import (
     search,
     time_bound_s,
 )
+from gascompile.passes.search.site_choices import (
+    able_weights,
+    candidates,
+    certain_s,
+    improved,
+    least_done_s,
+)
 from gascompile.passes.search.site_order import reordered, site_order
 from gascompile.passes.search.site_routes import (
     Route,
-    closed,
     find_route,
     own_times,
     visiting_bytes,
@@ -37,10 +42,6 @@ from gascompile.passes.search.strategies import MANY_WEIGHTS, family, homes, str
 
 Planner = Callable[[Problem], Schedule | None]
 
-_SHARES = (1.0, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25, 0.125)
-"""Shares of the weights that can be sent with their ops, evenly spread: links carry the others meanwhile."""
-_STREAMED = (0.0, 0.5, 1.0)
-"""Of the weights that stay, how much comes over the link, where ops are given to who is done with them first."""
 _FILL = (1.0, 0.95, 0.85)
 """Shares of the arena that residents may take."""
 _FAMILIES = ("first_fit", "per_layer", "largest_first")
@@ -49,14 +50,14 @@ _SEARCHED = 2
 _SEARCHED_WORK = 20_000
 """Visits that are placed for each of these. [Empirical] For 201 weights of a Llama of 1.1B a search ends after 2,000;
 with tiles of them it went on for ten seconds, and found nothing better."""
-_TRIED_OPS = 300_000
-"""Ops of the workload, once per trial of a weight. [Empirical] Some seven seconds on one core of an EPYC."""
 _REORDERED = 2
-"""Times that the ops of the best schedule are put in the order in which sites are done with them."""
+"""Times that the ops of a choice are put in the order in which sites are done with them."""
 _ORDER_GAIN = 1e-3
 """Of the time, that another order of the ops has to save."""
-_PASSES = 3
-"""Times that each weight is tried at the other site in turn."""
+_NEAR = 7
+"""Next ops with weights of which one is tried at the other site together with the one at hand."""
+_HOPEFUL = 1.1
+"""A choice that takes longer than the best schedule by more is not improved."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +86,7 @@ def sites(
     for tier in _other_sites(task):
         found: list[tuple[float, tuple[int, ...]]] = []
         seen: set[frozenset[int]] = set()
-        for sent in _sent(task, tier):
+        for sent in candidates(task, tier):
             if sent and sent not in seen:
                 seen.add(sent)
                 limit_s = best.seconds if best else best_s
@@ -96,8 +97,10 @@ def sites(
             limit_s = best.seconds if best else best_s
             if least_s < limit_s:
                 best = _searched(task, tier, frozenset(chosen), limit_s, fits) or best
-        if best is not None and tier in best.op_sites:
-            best = _in_time(task, tier, best, fits)
+        limit_s = best.seconds if best else best_s
+        best = (
+            _in_time(task, tier, [frozenset(chosen) for _, chosen in found], limit_s, fits) or best
+        )
     return best
 
 
@@ -154,115 +157,6 @@ def _placements(task: Problem) -> Iterator[Placement]:
                     yield placement
 
 
-def _sent(task: Problem, tier: str) -> Iterator[frozenset[int]]:
-    """Yield sets of weights that stay on ``tier``, their ops being sent there."""
-    everything = frozenset(range(len(task.weights)))
-    able = sorted(closed(task, everything, tier), key=lambda i: task.weights[i].uses)
-    for share in _STREAMED:
-        first = closed(task, _first_done(task, frozenset(able), tier, share), tier)
-        yield first
-        if len(able) < MANY_WEIGHTS:
-            yield _improved(task, tier, first, able)
-    for order in (able, able[::-1]):
-        yield closed(task, _beyond_arena(task, order), tier)
-    for share in _SHARES:
-        count = round(share * len(able))
-        spread = {able[k * len(able) // count] for k in range(count)}
-        yield closed(task, frozenset(spread), tier)
-
-
-def _beyond_arena(task: Problem, order: Sequence[int]) -> frozenset[int]:
-    """Return all but the last weights of ``order`` that the arena holds beside those that are in none: none moves."""
-    able = set(order)
-    held = sum(w.reserved_bytes for i, w in enumerate(task.weights) if i not in able)
-    kept = 0
-    for weight in reversed(order):
-        held += task.weights[weight].reserved_bytes
-        if held > task.arena_limit_bytes:
-            break
-        kept += 1
-    return frozenset(order[: len(order) - kept])
-
-
-def _improved(
-    task: Problem, tier: str, sent: frozenset[int], able: Sequence[int]
-) -> frozenset[int]:
-    """Return ``sent`` with weights added and removed, one by one, as long as that shortens what is certain."""
-    best_s = _certain_s(task, tier, sent)
-    left = _TRIED_OPS // max(1, len(task.workload.ops))
-    for _ in range(_PASSES):
-        before = sent
-        for weight in able:
-            left -= 1
-            if left < 0:
-                return sent
-            changed = closed(task, sent ^ {weight}, tier)
-            if changed != sent and (found_s := _certain_s(task, tier, changed)) < best_s:
-                sent, best_s = changed, found_s
-        if sent == before:
-            break
-    return sent
-
-
-def _certain_s(task: Problem, tier: str, sent: frozenset[int]) -> float:
-    """Return what an iteration takes at least: its ops and copies between sites, and what its link has to bring."""
-    route = find_route(task, tier, frozenset(task.weights[i].name for i in sent))
-    kept_bytes = sum(w.size_bytes for i, w in enumerate(task.weights) if i not in sent and w.uses)
-    moved_s, _ = physical_limit(
-        0.0, kept_bytes, task.arena_limit_bytes, task.machine, task.room_bytes
-    )
-    return max(sum(own_times(task, route)), moved_s)
-
-
-def _first_done(task: Problem, able: frozenset[int], tier: str, streamed: float) -> frozenset[int]:
-    """Return the weights whose ops are given to ``tier``, in their order each to the site that is done with it first.
-
-    Args:
-        task: the problem.
-        able: weights whose ops can run there.
-        tier: the other site.
-        streamed: share of the other weights' bytes that come over the link, in the order of their use.
-    """
-    own = task.machine.compute_tier
-    sizes = {tensor.name: tensor.size_bytes for tensor in task.workload.tensors}
-    number = {weight.name: i for i, weight in enumerate(task.weights)}
-    link = {own: task.machine.link(f"{tier}->{own}"), tier: task.machine.link(f"{own}->{tier}")}
-    now = {own: 0.0, tier: 0.0}
-    ready: dict[str, dict[str, float]] = {}
-    sent: set[int] = set()
-    kept: set[int] = set()
-    link_free_s = 0.0
-    for op in task.workload.ops:
-        weights = [number[name] for name in dict.fromkeys(op.reads) if name in number]
-        coming = [i for i in weights if i not in kept and i not in sent]
-        load_s = sum(link[own].transfer_time_s(task.weights[i].size_bytes) for i in coming)
-        done_s: dict[str, float] = {}
-        for site in (own, tier):
-            arrived_s = max(
-                (
-                    min(
-                        at[site] if site in at else s + link[site].transfer_time_s(sizes[name])
-                        for s in at.values()
-                    )
-                    for name in (*op.reads, *op.writes)
-                    if (at := ready.get(name)) is not None
-                ),
-                default=0.0,
-            )
-            if site == own and coming:
-                arrived_s = max(arrived_s, link_free_s + streamed * load_s)
-            done_s[site] = max(now[site], arrived_s) + op.time_s.get(site, 0.0)
-        can = all(i in able for i in weights) and tier in op.time_s
-        goes = can and not kept.intersection(weights) and done_s[tier] < done_s[own]
-        site = tier if (weights and sent.intersection(weights)) or goes else own
-        if site == own:
-            link_free_s += streamed * load_s
-        (sent if site == tier else kept).update(weights)
-        now[site] = done_s[site]
-        ready.update({name: {site: done_s[site]} for name in op.writes})
-    return frozenset(sent)
-
-
 def _best_with(
     task: Problem,
     tier: str,
@@ -276,7 +170,7 @@ def _best_with(
     """
     route = find_route(task, tier, frozenset(task.weights[i].name for i in sent))
     reduced = _reduced(task, tier, sent, route)
-    if reduced is None or (least_s := _certain_s(task, tier, sent)) >= best_s:
+    if reduced is None or (least_s := certain_s(task, tier, sent)) >= best_s:
         return math.inf, None
     best: SitedSchedule | None = None
     for placement in _placements(reduced):
@@ -314,22 +208,41 @@ def _searched(
 def _in_time(
     task: Problem,
     tier: str,
-    best: SitedSchedule,
+    tried: Sequence[frozenset[int]],
+    best_s: float,
     fits: Callable[[SitedSchedule], bool],
-) -> SitedSchedule:
-    """Return the schedule with its ops in the order in which sites are done with them, where that is faster."""
-    sent = {weight.name for weight in task.weights} - {w.name for w in best.task.weights}
-    for _ in range(_REORDERED):
-        order = site_order(best.task.workload, best.op_sites, task.machine)
-        task = reordered(task, order)
-        chosen = frozenset(i for i, weight in enumerate(task.weights) if weight.name in sent)
-        limit_s = best.seconds * (1 - _ORDER_GAIN)
-        _, found = _best_with(task, tier, chosen, limit_s, fits)
-        limit_s = found.seconds if found is not None else limit_s
-        found = _searched(task, tier, chosen, limit_s, fits) or found
-        if found is None:
-            break
-        best = found
+) -> SitedSchedule | None:
+    """Return the best schedule with ops in the order in which sites are done with them, if it beats ``best_s``.
+
+    Args:
+        task: the problem with all ops on the tier that computes.
+        tier: the other site.
+        tried: weights that stay there, as choices to begin with.
+        best_s: seconds to beat clearly.
+        fits: whether the account of a schedule keeps the budget.
+    """
+    best: SitedSchedule | None = None
+    done_s = {sent: least_done_s(task, tier, sent) for sent in tried}
+    first = min(done_s, key=lambda sent: (done_s[sent], sorted(sent)), default=frozenset[int]())
+    able = able_weights(task, tier)
+    if first and len(able) < MANY_WEIGHTS and done_s[first] < _HOPEFUL * best_s:
+        better = improved(task, tier, first, able, least_done_s, _NEAR)
+        done_s[better] = least_done_s(task, tier, better)
+    for sent in sorted(done_s, key=lambda sent: (done_s[sent], sorted(sent)))[:_SEARCHED]:
+        names = frozenset(task.weights[i].name for i in sent)
+        sites, again = find_route(task, tier, names).op_sites, task
+        for _ in range(_REORDERED):
+            limit_s = best.seconds if best else best_s * (1 - _ORDER_GAIN)
+            if done_s[sent] >= limit_s:
+                break
+            again = reordered(again, site_order(again.workload, sites, task.machine))
+            chosen = frozenset(i for i, w in enumerate(again.weights) if w.name in names)
+            _, found = _best_with(again, tier, chosen, limit_s, fits)
+            limit_s = found.seconds if found else limit_s
+            found = _searched(again, tier, chosen, limit_s, fits) or found
+            if found is None:
+                break
+            best, sites = found, found.op_sites
     return best
 
 

@@ -172,7 +172,8 @@ def any_sites(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
             some = frozenset(i for i in sorted(able) if draws.random() < 0.5)
             yield closed(task, some or able, tier)
 
-        monkeypatch.setattr(sites_pass, "_sent", sent)
+        monkeypatch.setattr(sites_pass, "candidates", sent)
+        monkeypatch.setattr(sites_pass, "improved", lambda _task, _tier, kept, *_: kept)
 
     return draw
 

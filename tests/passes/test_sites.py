@@ -17,7 +17,10 @@ from gascompile.core.steps import Offload, Prefetch, Reload
 from gascompile.core.workload import OpSpec, TensorKind, TensorSpec, Workload
 from gascompile.passes.bounds.site_limit import has_sites, site_limit
 from gascompile.passes.bounds.site_segments import site_segments
+from gascompile.passes.model.problem import problem
 from gascompile.passes.plan.make_plan import make_plan
+from gascompile.passes.search.site_choices import able_weights, improved, least_done_s
+from gascompile.passes.search.site_routes import closed
 
 SIZE = 99 * 4096
 """A weight that takes 100 pages of the arena."""
@@ -274,6 +277,26 @@ def test_ops_in_the_order_of_their_ends_let_copies_start_in_time() -> None:
         here = {op.name for op in plan.ops if op.site == site}
         before = [op.name for op in workload.ops if op.name in here]
         assert before == [op.name for op in plan.ops if op.name in here]
+
+
+def test_weights_that_one_op_reads_change_sites_together() -> None:
+    plain = towers(3, gpu_s=1.0, cpu_s=1.0)
+    linear = {op.name for op in plain.ops if op.name != "join"}
+    ops = (
+        replace(op, reads=(*op.reads, f"bias {op.name}")) if op.name in linear else op
+        for op in plain.ops
+    )
+    biases = (
+        TensorSpec(name=f"bias {name}", size_bytes=4096, kind=TensorKind.WEIGHT)
+        for name in sorted(linear)
+    )
+    workload = replace(plain, tensors=(*plain.tensors, *biases), ops=tuple(ops))
+    task = problem(workload, machine(1.0), Budget(gpu=20 * ROOM))
+    able = able_weights(task, "cpu")
+    sent = improved(task, "cpu", frozenset(), able, least_done_s)
+    # Of six ops the one site does three while the other does the rest.
+    assert least_done_s(task, "cpu", sent) == pytest.approx(3.0, rel=1e-3)
+    assert closed(task, sent, "cpu") == sent
 
 
 def _lighter(workload: Workload) -> Workload:
