@@ -229,6 +229,23 @@ class ForkedError(StorageError):
     """Something was used in a child process that belongs, with its threads and files, to the parent."""
 
 
+class RankError(GASCompileError):
+    """Another rank of the job has failed, is silent, or does something else; raised on every rank that is left.
+
+    Attributes:
+        rank: the one it is about; -1 where that is not known.
+    """
+
+    def __init__(self, message: str, *, rank: int = -1) -> None:
+        """Keep ``message`` and the rank."""
+        super().__init__(message)
+        self.rank = rank
+
+
+class RankMismatchError(RankError):
+    """Ranks differ in what they are about to do; raised on all of them before anything has changed."""
+
+
 class DeviceError(GASCompileError):
     """The device that a machine computes on cannot be used, or has failed.
 

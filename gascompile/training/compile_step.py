@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -13,6 +13,7 @@ from gascompile.core.budget import Budget
 from gascompile.core.config import CompileConfig
 from gascompile.core.errors import DeviceError, UnsupportedOpError
 from gascompile.core.machine import Machine
+from gascompile.distributed.ranks import find_ranks
 from gascompile.machines.admission import admit
 from gascompile.machines.resolve import resolve_machine
 from gascompile.runtime.memory.host_slots import FILE
@@ -22,10 +23,14 @@ from gascompile.training.capture.requirements import prepared, require_followed
 from gascompile.training.capture.traced_loss import LossFunction
 from gascompile.training.optimizers.optimizers import SUPPORTED, StateForm, require_rule
 from gascompile.training.optimizers.unplanned import require_step
+from gascompile.training.rank_step import Rows, joined, require_planned_for_ranks
 from gascompile.training.saved_plans import SavedPlans
 from gascompile.training.settings import OnNan, Settings
 from gascompile.training.state.file_values import FileValues
 from gascompile.training.step import TrainingStep
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 def compile_step(
@@ -51,6 +56,8 @@ def compile_step(
     fuse_runs: float = 1000.0,
     graphs: str = "off",
     sites: str = "one",
+    mesh: DeviceMesh | None = None,
+    rows: Rows = "auto",
     time_limit_s: float = 20.0,
     mip_gap: float = 0.01,
 ) -> TrainingStep:
@@ -96,6 +103,10 @@ def compile_step(
             for what these keep.
         sites: ``"all"`` lets the host's processor update parameters whose moments rest in its memory, while an
             accelerator goes on with the backward pass, where that is predicted to be faster.
+        mesh: ranks of ``torch.distributed`` that train the model together, each on rows of its own, as under DDP: a
+            mesh of one dimension. By default all ranks that ``torchrun`` has started; a process by itself is alone.
+        rows: ``"auto"`` weighs each rank's loss by the rows of its batch, and ``step.ranks.rows()`` says how many rows
+            balance the ranks; ``"equal"`` takes it that ranks have as many.
         time_limit_s: wall clock for the solver.
         mip_gap: relative gap at which the solver may stop.
 
@@ -111,8 +122,12 @@ def compile_step(
         NanLossError: at a call; see ``on_nan``.
         FormatError: ``plan`` holds none, or a damaged one.
         PlanMismatchError: ``plan`` has none for this model, optimizer, batch, machine or budget; says what differs.
+        RankError: ranks have other models or optimizers, or one has failed.
         StorageError: a file cannot be written.
     """
+    ranks = find_ranks(mesh)
+    if ranks is not None:
+        require_planned_for_ranks(unplanned_optimizer=unplanned_optimizer, sites=sites)
     settings = Settings(
         max_grad_norm=max_grad_norm,
         grad_norm=grad_norm,
@@ -122,13 +137,11 @@ def compile_step(
         states=states,
         unplanned=unplanned_optimizer,
         on_exceed=on_exceed,
+        layout=ranks.layout if ranks is not None else None,
     )
-    optimizer = prepared(optimizer)
-    if unplanned_optimizer:
-        require_step(optimizer)
-    else:
-        require_rule(optimizer, states)
-    require_followed(model, optimizer)
+    optimizer = _ruled(optimizer, settings)
+    require_followed(model, optimizer, settings.layout)
+    together = joined(ranks, model, loss_fn, optimizer, rows) if ranks is not None else None
     options: dict[str, Any] = {"cache_dir": Path(cache_dir)} if cache_dir is not None else {}
     config = CompileConfig(
         time_limit_s=time_limit_s,
@@ -144,7 +157,7 @@ def compile_step(
     _require_runnable(resolved, limits, settings)
     step = TrainingStep(
         model,
-        loss_fn,
+        together.loss if together is not None else loss_fn,
         optimizer,
         budget=limits,
         machine=admit(resolved),
@@ -152,6 +165,7 @@ def compile_step(
         settings=settings,
         values=FileValues(model, checkpoint) if checkpoint is not None else None,
         saved=saved,
+        ranks=together,
     )
     if example_batch is not None:
         try:
@@ -160,6 +174,16 @@ def compile_step(
             step.close()
             raise
     return step
+
+
+def _ruled(optimizer: torch.optim.Optimizer, settings: Settings) -> torch.optim.Optimizer:
+    """Return the optimizer itself, after checking that a step can do what it does."""
+    optimizer = prepared(optimizer)
+    if settings.unplanned:
+        require_step(optimizer)
+    else:
+        require_rule(optimizer, settings.states)
+    return optimizer
 
 
 def _planned_for(

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gascompile.core.config import ON_EXCEED
 from gascompile.core.errors import CaptureError, NanLossError, PlanMismatchError
+from gascompile.core.ranks import RankLayout
 from gascompile.training.optimizers.optimizers import STATE_FORMS, StateForm
 from gascompile.training.planning.step_program import StepOptions
 
@@ -36,6 +37,8 @@ class Settings:
     """Torch's own optimizer updates."""
     states: StateForm = "fp32"
     on_exceed: str = "error"
+    layout: RankLayout | None = None
+    """Of several ranks that train the model together."""
 
     def __post_init__(self) -> None:
         """Check the values.
@@ -90,6 +93,7 @@ class Settings:
             updates=updates and not self.unplanned,
             pending=pending,
             refuses_nan=trains and self.on_nan != "ignore",
+            layout=self.layout,
         )
 
     def watch(self, step: int) -> contextlib.AbstractContextManager[object]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,6 +30,7 @@ from gascompile.training.capture.traced_loss import LossFunction
 from gascompile.training.optimizers.optimizers import require_rule, structure
 from gascompile.training.optimizers.unplanned import BudgetWatch, update
 from gascompile.training.planning.kinds import kind_of
+from gascompile.training.rank_step import RankStep
 from gascompile.training.saved_plans import SavedPlans, save_plans
 from gascompile.training.settings import Settings
 from gascompile.training.state.file_values import FileValues
@@ -60,6 +62,7 @@ class TrainingStep(StepValues):
         settings: Settings,
         values: FileValues | None = None,
         saved: SavedPlans | None = None,
+        ranks: RankStep | None = None,
     ) -> None:
         """Take the model over; see ``compile_step``."""
         self._settings = settings
@@ -76,8 +79,13 @@ class TrainingStep(StepValues):
         )
         units = UnitTable(self._maker, settings)
         holdings = Holdings(model, self._maker, units)
-        super().__init__(model, optimizer, values=values, units=units, holdings=holdings)
+        super().__init__(
+            model, optimizer, values=values, units=units, holdings=holdings, ranks=ranks
+        )
         holdings.outlive(self)
+        if ranks is not None:
+            self._maker.total, self._maker.exchange_s = ranks.total, ranks.exchange_s
+            holdings.leave = ranks.leave
         self._watch = BudgetWatch(self._maker.transfer_bytes)
         self.plan: Plan | None = None
         self.graph_module: fx.GraphModule | None = None
@@ -116,12 +124,14 @@ class TrainingStep(StepValues):
         """
         before = self._states.num_batches if self._states else 0
         updates = self._settings.updates_at(before, updates)
-        unit, states, (loss, *norm) = self._run_within_budget(batch, trains=True, updates=updates)
+        unit, states, (loss, *norms) = self._run_within_budget(batch, trains=True, updates=updates)
         states.pending |= unit.program.gradients
+        norm: torch.Tensor | None = norms[0] if norms else None
         if updates and self._settings.unplanned:
-            norm = [self._holdings.change(unit, partial(update, states, self._settings))]
-        if norm and norm[0] is not None and self.last_run is not None:
-            self.last_run = replace(self.last_run, grad_norm=float(norm[0]))
+            norm = self._holdings.change(unit, partial(update, states, self._settings))
+        if norm is not None:
+            assert self.last_run is not None, "it has just run"
+            self.last_run = replace(self.last_run, grad_norm=float(norm))
         states.num_batches = 0 if updates else states.num_batches + 1
         self.plan, self.graph_module = unit.plan, unit.graph_module
         if updates:
@@ -203,7 +213,7 @@ class TrainingStep(StepValues):
     def _require_unchanged(self) -> None:
         """Refuse a model that another step has taken over, and groups other than those planned for."""
         self._require_open()
-        require_alone()
+        require_alone(self._settings.layout)
         if not self._settings.unplanned:
             require_rule(self.optimizer)
         if self._states is None:
@@ -226,9 +236,11 @@ class TrainingStep(StepValues):
         def run() -> tuple[Unit, States, Sequence[torch.Tensor]]:
             nonlocal unit
             unit = self._unit(batch, trains=trains, updates=updates, calls=calls)
-            return unit, *self._run(unit, batch)
+            return unit, *self._run(unit, batch, None if calls else self.ranks)
 
-        return planned_again(run, lambda error: unit is not None and self._learns(unit, error))
+        # A call is this rank's own: it needs no other.
+        with self.ranks.together() if self.ranks and not calls else nullcontext():
+            return planned_again(run, lambda error: unit is not None and self._learns(unit, error))
 
     def _learns(self, unit: Unit, error: BudgetExceededError) -> bool:
         """Return whether a plan that knows what was found may be tried: nothing has changed yet."""
@@ -236,9 +248,12 @@ class TrainingStep(StepValues):
             return False
         self._holdings.settle(unit)
         self._units.drop(unit)
-        return True
+        # Others are in the middle of the step; the next job plans with what was learnt.
+        return self.ranks is None
 
-    def _run(self, unit: Unit, batch: Any) -> tuple[States, Sequence[torch.Tensor]]:
+    def _run(
+        self, unit: Unit, batch: Any, ranks: RankStep | None
+    ) -> tuple[States, Sequence[torch.Tensor]]:
         states = self._open_states()
         number, groups = states.num_steps + 1, range(unit.program.num_groups)
         hyper = [states.rules.hyper(group, states.counts, number) for group in groups]
@@ -246,19 +261,23 @@ class TrainingStep(StepValues):
             if other is not unit:
                 self._holdings.settle(other)
         unit.program.require_outside()
+        if ranks is not None:
+            ranks.meet(unit, batch, hyper, states.counts)
         states.covers.changed()
         outside = map(values_of, unit.program.outside)
         inputs = [*pytree.tree_leaves(batch), *outside, *hyper]
         unfinished = self._holdings.unfinished
         unfinished.begin(states.persistent)
         try:
-            with self._settings.watch(number):
+            with self._settings.watch(number), ranks.running() if ranks else nullcontext():
                 outputs, self.last_run = unit.run(inputs, self.recording)
             states.persistent.require_read()
         except BaseException as error:
             if isinstance(error, StorageError) or not unfinished.tidied(states.persistent):
                 self._holdings.failed_by(error)
             raise
+        if ranks is not None and unit.trains:
+            ranks.ran(self.last_run)
         return states, outputs
 
     def save_plan(self, folder: str | os.PathLike[str]) -> None:
@@ -280,9 +299,14 @@ class TrainingStep(StepValues):
             StorageError: a value cannot be read.
         """
         self._holdings.close()
+        if self.ranks is not None:
+            self.ranks.leave()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, _: object, error: BaseException | None, *__: object) -> None:
+        if self.ranks is not None and error is not None:
+            # Others may be in the middle of a step.
+            self.ranks.leave(error)
         self.close()

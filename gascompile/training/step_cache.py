@@ -57,7 +57,7 @@ def rules_of(
     names = {id(tensor): name for name, tensor in tensors.items()}
     names.update((id(view.tensor), name) for name, view in storages.views.items())
     kind = UnplannedRules if settings.unplanned else Rules
-    return kind(optimizer, names, trained, settings.states)
+    return kind(optimizer, names, trained, settings.states, settings.layout)
 
 
 def place_of_step(

@@ -13,6 +13,7 @@ from torch import nn
 
 from gascompile.core.errors import CheckpointError, ClosedStepError, StorageError
 from gascompile.training.optimizers.unplanned import changed_by
+from gascompile.training.rank_step import RankStep
 from gascompile.training.state.checkpoints import CheckpointFolder
 from gascompile.training.state.file_values import FileValues
 from gascompile.training.state.holdings import Holdings
@@ -31,8 +32,11 @@ class StepValues:
         values: FileValues | None,
         units: UnitTable,
         holdings: Holdings,
+        ranks: RankStep | None,
     ) -> None:
         """Know where values are: ``values`` before the first plan, ``holdings`` after it."""
+        self.ranks = ranks
+        """What this process does with other ranks; ``None`` where it is alone."""
         self._model, self.optimizer = model, optimizer
         self._values, self._units, self._holdings = values, units, holdings
 
@@ -106,6 +110,8 @@ class StepValues:
     def save(self, folder: str | os.PathLike[str], extra: Mapping[str, Any] | None = None) -> Path:
         """Write a checkpoint in ``folder``, in place of the one before, and return where it lies.
 
+        Of several ranks all call it, and rank 0 writes, so that any number of ranks can load it.
+
         Args:
             folder: this run's own until ``close``.
             extra: JSON values that ``load`` returns, such as ``scheduler.state_dict()``.
@@ -116,7 +122,17 @@ class StepValues:
         """
         states = self._open_states()
         self._holdings.settle_all()
-        return self._checkpoints(folder).save(states, self._changing(states), extra or {})
+        checkpoints, changing = self._checkpoints(folder), self._changing(states)
+        if self.ranks is None:
+            return checkpoints.save(states, changing, extra or {})
+        with self.ranks.together():
+            self.ranks.alike("saving a checkpoint")
+            if self.ranks.rank == 0:
+                checkpoints.save(states, changing, extra or {})
+            else:
+                checkpoints.take_part(states, changing)
+            self.ranks.alike("the end of saving")
+        return checkpoints.newest()
 
     def load(self, folder: str | os.PathLike[str]) -> dict[str, Any]:
         """Restore all of the newest checkpoint, torch's random numbers included; return its ``extra``.

@@ -48,13 +48,13 @@ from gascompile.training.capture.traced_call import call_of
 from gascompile.training.capture.traced_loss import LossFunction
 from gascompile.training.optimizers.optimizers import Rules
 from gascompile.training.optimizers.unplanned import state_bytes
-from gascompile.training.planning.step_costs import costed_workload, remember
+from gascompile.training.planning.step_costs import ExchangeTime, costed_workload, remember
 from gascompile.training.planning.step_plan import step_plan
 from gascompile.training.planning.step_program import StepOptions, StepProgram, step_program
 from gascompile.training.settings import Settings, require_known
 from gascompile.training.state.aliasing import Storages
 from gascompile.training.state.file_values import FileValues
-from gascompile.training.state.train_state import States
+from gascompile.training.state.train_state import States, Total
 from gascompile.training.step_cache import (
     PlannedStep,
     bound_step,
@@ -125,6 +125,8 @@ class UnitMaker:
         """Called before a value is read or written from outside."""
         self.settle: Callable[[], object] = bool
         """Blocks while values go back into the model, whose asker was interrupted."""
+        self.total: Total | None = None  # over the ranks of the step
+        self.exchange_s: ExchangeTime | None = None
         self.states: States | None = None
         """Values that were taken over, from the first unit on."""
         self.session: Session | None = None
@@ -150,7 +152,7 @@ class UnitMaker:
         model = type(self._model).__name__
         does = "step" if options.trains else "call" if options.calls else "evaluation"
         name = f"{does} of {model}"
-        require_followed(self._model, self.optimizer)
+        require_followed(self._model, self.optimizer, self._settings.layout)
         if self._values is not None:
             self._values.enter()
         storages = self._storages = self._storages or Storages(self._model)
@@ -295,10 +297,15 @@ class UnitMaker:
         return True
 
     def _plan(self, program: StepProgram, prints: Mapping[str, str]) -> Plan:
-        cache, pages = self._config.cache_dir, self.pages
         sites = other_sites(self._machine) if self._config.sites == "all" else ()
         workload = costed_workload(
-            program, self._machine, self._budget, cache_dir=cache, pages=pages, sites=sites
+            program,
+            self._machine,
+            self._budget,
+            cache_dir=self._config.cache_dir,
+            pages=self.pages,
+            sites=sites,
+            exchange_s=self.exchange_s,
         )
 
         def found(reserved_bytes: int) -> Plan:
@@ -344,6 +351,7 @@ class UnitMaker:
                 changing=changing | rules.trained,
                 before_access=self.before_access,
                 settle=self.settle,
+                total=self.total,
             )
             OPEN.add(self._model)
             return self.states

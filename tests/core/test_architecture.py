@@ -115,8 +115,9 @@ ALLOWED = {
     },
     "training": {
         "formats", "cost_models", "passes", "runtime", "report", "weights", "capture", "bundles",
-        "codegen", "machines",
+        "codegen", "machines", "distributed",
     },
+    "distributed": {"runtime"},
     "integrations": {
         "cost_models", "passes", "runtime", "weights", "capture", "codegen", "machines", "training", "api",
     },

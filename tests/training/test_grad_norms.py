@@ -27,7 +27,7 @@ def eager_norms(make: Make, limit: float, every: int) -> list[float | None]:
     torch.manual_seed(5)
     found: list[float | None] = []
     for number, batch in enumerate(batches(4)):
-        loss_fn(model, batch).backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        loss_fn(model, batch).backward()
         if (number + 1) % every:
             found.append(None)
             continue
@@ -62,7 +62,9 @@ def test_norms_are_those_before_clipping(
             assert step.last_run is not None
             found.append(step.last_run.grad_norm)
         step.eval(batches(1)[0])
-        assert step.last_run.grad_norm is None
+        evaluated = step.last_run
+        assert evaluated is not None
+        assert evaluated.grad_norm is None
     # The first update is of the same parameters; later ones differ by what moments in 8 bits lose.
     close = 1e-5 if "states" not in options else 1e-2
     for number, (norm, other) in enumerate(zip(found, expected, strict=True)):

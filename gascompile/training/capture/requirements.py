@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from gascompile.core.errors import CaptureError, UnsupportedOpError
+from gascompile.core.ranks import RankLayout
 
 _SHARED = (
     "torch.distributed",
@@ -47,14 +48,19 @@ def prepared(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return own
 
 
-def require_followed(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def require_followed(
+    model: nn.Module, optimizer: torch.optim.Optimizer, layout: RankLayout | None = None
+) -> None:
     """Refuse what a step of ``model`` and ``optimizer`` would leave out or cannot trace.
+
+    Args:
+        layout: of the ranks that train the model together.
 
     Raises:
         CaptureError: parameters without values yet.
         UnsupportedOpError: names the module, parameter or optimizer, and what to pass in its place.
     """
-    require_alone()
+    require_alone(layout)
     if _is_shared(optimizer):
         raise UnsupportedOpError(
             f"the optimizer is a {type(optimizer).__name__}, which exchanges gradients or states: {_ONE_PROCESS}, with "
@@ -95,12 +101,14 @@ def require_no_gradient(batch: Any) -> None:
             )
 
 
-def require_alone() -> None:
-    """Refuse a process that is one of several.
+def require_alone(layout: RankLayout | None = None) -> None:
+    """Refuse a process that is one of several, unless they are ranks of one step.
 
     Raises:
         UnsupportedOpError: names their number.
     """
+    if layout is not None:
+        return
     distributed = torch.distributed
     if not distributed.is_available() or not distributed.is_initialized():
         return

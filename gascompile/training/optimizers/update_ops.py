@@ -206,7 +206,8 @@ def _clip_scale(norms: list[torch.Tensor], limit: float) -> torch.Tensor:
 
 def total_norm_of(norms: list[torch.Tensor]) -> torch.Tensor:
     """Return the norm of what has ``norms``, as ``torch.nn.utils.clip_grad_norm_`` does."""
-    return torch.linalg.vector_norm(torch.stack(norms))
+    found: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    return found
 
 
 def _refuse_nan(loss: torch.Tensor, hyper: torch.Tensor) -> None:

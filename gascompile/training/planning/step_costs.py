@@ -12,7 +12,7 @@ import logging
 import re
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from gascompile.machines.op_memory import learn, learnt_bytes
 from gascompile.machines.op_times import computes_here, keep_times
 from gascompile.machines.resolve import step_times_path, this_machine_name
 from gascompile.runtime.memory.pages import Pages
+from gascompile.training.optimizers import rank_ops
 from gascompile.training.planning.step_program import StepProgram
 from gascompile.training.planning.step_workload import step_workload
 
@@ -67,6 +68,8 @@ _REFUSALS = (
     ValueError,
 )
 """Some ops look at values, and made-up ones are not theirs."""
+ExchangeTime = Callable[[int, bool], float]
+"""Seconds of an exchange, by its bytes and whether each rank has a part of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +89,7 @@ def costed_workload(
     cache_dir: Path,
     pages: Pages | None,
     sites: Sequence[str] = (),
+    exchange_s: ExchangeTime | None = None,
 ) -> Workload:
     """Return the planning problem of a step with what its ops were found to take here.
 
@@ -96,6 +100,7 @@ def costed_workload(
         cache_dir: where figures are remembered.
         pages: where large values lie.
         sites: other tiers whose processors may run updates.
+        exchange_s: what exchanges between ranks take.
 
     Raises:
         StorageError: ``cache_dir`` cannot be made.
@@ -117,6 +122,11 @@ def costed_workload(
         able = {op.name for op in workload.ops if site in op.time_s}
         there = {name: cost for name, cost in costs.items() if name in able}
         costed = with_costs(costed, there, device=site)
+    if exchange_s is not None:
+        nodes = [n for n in program.program.op_nodes() if rank_ops.exchanges(n.target)]
+        times_s = {node.name: exchange_s(*rank_ops.exchanged(node)) for node in nodes}
+        exchanged = {name: OpCost(time_s, 0) for name, time_s in times_s.items()}
+        costed = with_costs(costed, exchanged, device=machine.compute_tier)
     return _with_learnt(costed, program.program, cache_dir)
 
 
@@ -222,6 +232,8 @@ def _kind(node: fx.Node) -> str | None:
     target = node.target
     if isinstance(target, torch._ops.OpOverload) and not target.namespace.startswith(_OWN):
         return None
+    if rank_ops.exchanges(target):
+        return None  # other ranks would have to run it, too
     for leaf in pytree.tree_leaves((node.args, node.kwargs)):
         for value in pytree.tree_leaves(leaf.meta.get("val") if isinstance(leaf, fx.Node) else ()):
             if isinstance(value, torch.Tensor) and not all(

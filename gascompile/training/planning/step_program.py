@@ -15,13 +15,18 @@ from torch.utils import _pytree as pytree
 
 from gascompile.core.errors import PlanMismatchError
 from gascompile.core.program import BoundSpec, InputSpec, Program, draws
+from gascompile.core.ranks import RankLayout
 from gascompile.passes.graph.bound_aliases import bound_aliases
 from gascompile.training.capture.joint import Joint
 from gascompile.training.optimizers import update_ops
-from gascompile.training.optimizers.optimizers import Rules, Slot, Tile
+from gascompile.training.optimizers.optimizers import Rules
+from gascompile.training.optimizers.slots import Slot, Tile
+from gascompile.training.planning import rank_nodes
 
 RANDOM = "random numbers"
 """What ops draw from and thereby change, so that none of them runs again with other numbers."""
+EXCHANGE = "exchanges between ranks"
+"""What ops of several ranks change, so that every rank runs each of them once, in the same order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +48,8 @@ class StepOptions:
     """The model is called as it is, and all that it returns is wanted."""
     refuses_nan: bool = False
     """A loss that is NaN ends the step before anything that persists has changed."""
+    layout: RankLayout | None = None
+    """Of several ranks: the loss and gradients are summed over all of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +97,7 @@ def step_program(joint: Joint, rules: Rules, *, name: str, options: StepOptions)
     if options.trains:
         builder.take_gradients()
     output = graph.output_node()
-    output.args = ((*joint.outputs, *builder.norm),)
+    output.args = ((*builder.outputs, *builder.norm),)
     output.meta.pop("desc", None)
     _remove_unused(graph)
     graph.lint()
@@ -113,10 +120,21 @@ class _Builder:
         self._check: fx.Node | None = None
         self._tiles: dict[str, Tile] = {}
         self._tile_nodes: dict[str, fx.Node] = {}
+        self._parts: dict[str, list[fx.Node]] = {}
+        """Of gradients, what this rank updates, by parameter and range."""
         self._hyper: list[fx.Node] = []
         self._norms: list[fx.Node] = []
+        self._part_norms: list[fx.Node] = []  # of what other ranks have other parts of
         self.norm: tuple[fx.Node, ...] = ()
         """That of all gradients, of a step that computes it."""
+        self._layout = options.layout if not options.calls else None
+        self._loss = joint.loss
+        self.outputs = joint.outputs
+        """What comes out beside it; of several ranks the loss over all rows."""
+        if self._layout is not None:
+            with self._graph.inserting_before(joint.loss.next):
+                (self._loss,) = rank_nodes.added(self._graph, [joint.loss])
+            self.outputs = (self._loss,)
         with self._graph.inserting_before(next(iter(self._graph.nodes))):
             self._add_placeholders()
 
@@ -182,7 +200,7 @@ class _Builder:
             owner = self._owner(name)
             self._ends[owner] = self._later(self._ends.get(owner, gradient), gradient)
         if self._options.refuses_nan:
-            loss = self._joint.loss
+            loss = self._loss
             with self._graph.inserting_after(loss):
                 self._check = self._graph.call_function(
                     update_ops.refuse_nan, (loss, self._hyper[0])
@@ -198,6 +216,8 @@ class _Builder:
     def copy_back(self) -> None:
         """Let buffers have their new values in place, after all that reads the old ones."""
         for name, value in self._mutations.items():
+            if self._options.layout is not None:
+                rank_nodes.require_same_on_all(name, value, self._joint.inputs)
             buffer = self._parameter[name]
             after = self._later(value, self._ends.get(name), self._check)
             if after.op == "placeholder":
@@ -210,33 +230,63 @@ class _Builder:
         """Add what becomes of gradients: sums, their norm, updates."""
         options, slots = self._options, self._updated()
         clips = options.max_grad_norm is not None and options.updates and bool(slots)
+        # Small gradients of several ranks are summed at once, in the end.
+        late = [slot for slot in slots if self._is_late(slot)]
         sharing: dict[str, list[Slot]] = {}
         for slot in slots:
-            sharing.setdefault(self._owner(slot.name), []).append(slot)
+            if slot not in late:
+                sharing.setdefault(self._owner(slot.name), []).append(slot)
         for owner, members in sharing.items():
             end = self._ends.get(owner, self._joint.loss)
             anchor = self._anchor(self._later(end, self._check))
             with self._graph.inserting_before(anchor):
                 for slot in members:
-                    if options.accumulates and slot.name in self._gradient:
-                        self._accumulate(slot)
-                    if options.updates and not clips:
-                        if options.grad_norm:
-                            self._measure(slot)
-                        self._update(slot, self._taken(slot), None)
+                    self._take(slot, clips=clips)
             self._graph.erase_node(anchor)
-        if clips:
-            assert options.max_grad_norm is not None
-            with self._graph.inserting_before(self._graph.output_node()):
+        with self._graph.inserting_before(self._graph.output_node()):
+            if late:
+                nodes = rank_nodes.added(self._graph, [self._gradient[s.name] for s in late])
+                self._gradient.update(zip((slot.name for slot in late), nodes, strict=True))
+            for slot in late:
+                self._take(slot, clips=clips, is_whole=True)
+            if clips:
+                assert options.max_grad_norm is not None
                 for slot in slots:
                     self._measure(slot)
-                scale = self._of_norms(update_ops.clip_scale, options.max_grad_norm)
-                self.norm = (self._of_norms(update_ops.total_norm),)
+                norms = self._all_norms()
+                scale = self._of_norms(update_ops.clip_scale, norms, options.max_grad_norm)
+                self.norm = (self._of_norms(update_ops.total_norm, norms),)
                 for slot in slots:
                     self._update(slot, self._taken(slot), scale)
-        elif self._norms:
-            with self._graph.inserting_before(self._graph.output_node()):
-                self.norm = (self._of_norms(update_ops.total_norm),)
+            elif norms := self._all_norms():
+                self.norm = (self._of_norms(update_ops.total_norm, norms),)
+
+    def _is_late(self, slot: Slot) -> bool:
+        """Return whether a gradient is so small that it waits for others to be summed over the ranks with."""
+        parameter = self._parameter[slot.name]
+        return slot.name in self._gradient and rank_nodes.is_small(parameter, self._layout)
+
+    def _take(self, slot: Slot, *, clips: bool, is_whole: bool = False) -> None:
+        """Add what becomes of a parameter's gradient as soon as it is there.
+
+        Args:
+            clips: the update follows when all gradients are there.
+            is_whole: the gradient is that of all ranks.
+        """
+        options = self._options
+        if self._layout is not None and not is_whole and slot.name in self._gradient:
+            gradient, like = self._gradient[slot.name], self._parameter[slot.name]
+            if slot.bounds:
+                nodes = rank_nodes.own_parts(self._graph, slot, gradient, like, self._layout.rank)
+                self._parts[slot.name] = nodes
+            else:
+                (self._gradient[slot.name],) = rank_nodes.added(self._graph, [gradient])
+        if options.accumulates and slot.name in self._gradient:
+            self._accumulate(slot)
+        if options.updates and not clips:
+            if options.grad_norm:
+                self._measure(slot)
+            self._update(slot, self._taken(slot), None)
 
     def _updated(self) -> list[Slot]:
         """Return the parameters that have a gradient; as in eager, others do not even decay."""
@@ -251,12 +301,12 @@ class _Builder:
         """Return what is updated with: the gradient, or the totals of its ranges."""
         if self._options.accumulates:
             return [self._tile_nodes[tile.name] for tile in slot.totals]
-        return [self._gradient[slot.name]]
+        return self._parts.get(slot.name) or [self._gradient[slot.name]]
 
     def _accumulate(self, slot: Slot) -> None:
-        gradient = self._gradient[slot.name]
+        own = self._parts.get(slot.name) or [self._gradient[slot.name]] * len(slot.ranges)
         layout = self._parameter[slot.name].meta["val"]
-        for total, (begin, _) in zip(self._taken(slot), slot.ranges, strict=True):
+        for total, gradient, (begin, _) in zip(self._taken(slot), own, slot.ranges, strict=True):
             args = (total, gradient, list(layout.shape), list(layout.stride()), begin)
             node = self._graph.call_function(update_ops.accumulate, args)
             node.meta["val"] = None
@@ -266,17 +316,23 @@ class _Builder:
         for gradient in self._taken(slot):
             norm = self._graph.call_function(torch.ops.aten.linalg_vector_norm.default, (gradient,))
             norm.meta["val"] = gradient.meta["val"].new_empty(())
-            self._norms.append(norm)
+            (self._part_norms if slot.bounds else self._norms).append(norm)
 
-    def _of_norms(self, op: torch._ops.OpOverload, *args: float) -> fx.Node:
+    def _all_norms(self) -> list[fx.Node]:
+        """Return the norms that make that of all gradients, on all ranks."""
+        parts = [rank_nodes.norm(self._graph, self._part_norms)] if self._part_norms else []
+        return [*self._norms, *parts]
+
+    def _of_norms(self, op: torch._ops.OpOverload, norms: list[fx.Node], *args: float) -> fx.Node:
         """Add an op of the norms of all gradients, whose result is one number."""
-        found = self._graph.call_function(op, (list(self._norms), *args))
-        found.meta["val"] = self._norms[0].meta["val"].new_empty(())
+        found = self._graph.call_function(op, (norms, *args))
+        found.meta["val"] = norms[0].meta["val"].new_empty(())
         return found
 
     def _update(self, slot: Slot, gradients: list[fx.Node], scale: fx.Node | None) -> None:
         nodes = (self._parameter[slot.name], *gradients, self._hyper[slot.group])
         self._rules.insert(self._graph, slot, nodes, self._tile_nodes, scale)
+        rank_nodes.gathered(self._graph, slot, self._parameter[slot.name])
         for total in gradients if self._options.accumulates else ():
             zero = self._graph.call_function(torch.ops.aten.zero_.default, (total,))
             zero.meta["val"] = total.meta["val"]

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from gascompile.core.machine import Machine
 from gascompile.core.program import draws
@@ -14,8 +15,8 @@ from gascompile.core.true_strides import true_strides
 from gascompile.core.workload import TensorKind, TensorSpec, Workload
 from gascompile.passes.graph.annotate import annotate
 from gascompile.passes.graph.leaving import is_update
-from gascompile.training.optimizers import class_updates, coded_updates, update_ops
-from gascompile.training.planning.step_program import RANDOM, StepProgram
+from gascompile.training.optimizers import class_updates, coded_updates, rank_ops, update_ops
+from gascompile.training.planning.step_program import EXCHANGE, RANDOM, StepProgram
 
 _SCALARS_BYTES = 512
 """Results of one element, as the allocator rounds them up."""
@@ -37,11 +38,16 @@ def step_workload(
     nodes = {node.name: node for node in program.program.op_nodes()}
     own = machine.compute_tier
     drawing = {op.name for op in found.ops if draws(nodes[op.name].target)}
+    exchanging = {op.name for op in found.ops if rank_ops.exchanges(nodes[op.name].target)}
     ops = tuple(
         replace(
             op,
             time_s=op.time_s if is_update(nodes[op.name]) else {own: op.time_s[own]},
-            writes=(*op.writes, RANDOM) if op.name in drawing else op.writes,
+            writes=(
+                *op.writes,
+                *([RANDOM] if op.name in drawing else []),
+                *([EXCHANGE] if op.name in exchanging else []),
+            ),
             workspace_bytes=op.workspace_bytes + (_own_bytes(nodes[op.name]) if traced else 0),
         )
         for op in found.ops
@@ -53,14 +59,21 @@ def step_workload(
         else t
         for t in found.tensors
     )
-    if drawing:
-        tensors = (*tensors, TensorSpec(name=RANDOM, size_bytes=0, kind=TensorKind.INPUT))
+    for name, users in ((RANDOM, drawing), (EXCHANGE, exchanging)):
+        if users:
+            tensors = (*tensors, TensorSpec(name=name, size_bytes=0, kind=TensorKind.INPUT))
     return replace(found, ops=ops, tensors=tensors)
 
 
+def _meta(arg: object) -> object:
+    return arg.meta["val"] if isinstance(arg, fx.Node) else arg
+
+
 def _own_bytes(node: fx.Node) -> int:
-    """Return what an update op allocates inside, where fake tensors do not see it."""
-    values: list[Any] = [arg.meta["val"] if isinstance(arg, fx.Node) else arg for arg in node.args]
+    """Return what an op of a step allocates inside, where fake tensors do not see it."""
+    values: list[Any] = [_meta(arg) for arg in node.args]
+    if rank_ops.exchanges(node.target):
+        return rank_ops.workspace_bytes(node.target, pytree.tree_map(_meta, node.args))
     if node.target in class_updates.RULE_OF:
         parameter, gradient, *_, scale, begin, end, _ = values
         rule, scaled = class_updates.RULE_OF[node.target], scale is not None

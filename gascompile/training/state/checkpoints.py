@@ -24,9 +24,9 @@ import torch
 from gascompile.core import serial
 from gascompile.core.errors import CheckpointError, FormatError, StorageError
 from gascompile.runtime.transfer.copying import write_all
-from gascompile.training.optimizers.optimizers import TOTAL
+from gascompile.training.optimizers.slots import TOTAL
 from gascompile.training.optimizers.unplanned import KeptState, kept_tensors, kept_values
-from gascompile.training.state.open_optimizer import listed
+from gascompile.training.state.open_optimizer import listed, plain_group
 from gascompile.training.state.tensor_files import (
     Entry,
     check_tensors,
@@ -129,6 +129,17 @@ class CheckpointFolder:
         _sync_folder(folder)
         return names
 
+    def newest(self) -> Path:
+        """Return the newest checkpoint's folder."""
+        return _found(self.folder)[-1]
+
+    def take_part(self, states: States, changing: frozenset[str]) -> None:
+        """Compute what rank 0 needs of this rank while it saves, in its order."""
+        *_, optimizer = _entries(states, changing, states.counts, states.pending)
+        for entry in optimizer.values():
+            if entry.made is not None:
+                entry.made()
+
     def _linked(self, folder: Path, generation: int, names: frozenset[str]) -> str:
         """Link the frozen tensors of the checkpoint before; return their digest, or nothing."""
         if self._linkable is None or not names or self._linkable[1:] != (generation, names):
@@ -178,7 +189,7 @@ class CheckpointFolder:
             states.generation += 1
             for file, entries in split.items():
                 read_tensors(newest / file, entries, states.persistent)
-            groups = [_group(group) for group in state["param_groups"]]
+            groups = [plain_group(group) for group in state["param_groups"]]
             kept = {"state": own.state} if "optimizer_state" in state else {}
             states.load_groups(groups, **kept)
             states.forget(counts, pending)
@@ -267,7 +278,8 @@ def _entries(
             continue
         lies = states.like_kept(parameter, key)
         entry = joined(lies.shape, [tile.name for tile in tiles])
-        if states.rules.is_scalar(key) or not lies.is_contiguous():
+        is_divided = bool(states.rules.slots[parameter].bounds)
+        if is_divided or states.rules.is_scalar(key) or not lies.is_contiguous():
             entry = replace(
                 entry,
                 parts=(),
@@ -335,16 +347,6 @@ def _state_json(states: States, extra: Mapping[str, Any]) -> bytes:
             f"extra and the optimizer's groups have to be JSON values without NaN: {error}"
         ) from error
     return raw.encode()
-
-
-def _group(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a group as torch has it: pairs are tuples."""
-    return {
-        key: tuple(value)
-        if isinstance(value, list) and key not in ("params", "param_names")
-        else value
-        for key, value in group.items()
-    }
 
 
 def _found(folder: Path) -> list[Path]:

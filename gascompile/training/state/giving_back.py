@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from gascompile.core.errors import StorageError
+from gascompile.core.errors import RankError, StorageError
 from gascompile.core.sizes import format_size
 from gascompile.cost_models.measure.host import memory_limit
 from gascompile.runtime.memory.heap_memory import own_bytes
@@ -69,7 +69,13 @@ def _moments_back(states: States) -> list[str]:
             "memory that is free, and stays out of the optimizer; use save before close to keep it"
         )
         return [said]
-    for slot, _, entry in list(states.entries()):
+    try:
+        entries = list(states.entries())
+    except RankError as error:
+        return [
+            f"the optimizer's state is divided among ranks that are not all here, and stays out of it: {error}"
+        ]
+    for slot, _, entry in entries:
         states.optimizer.state[states.tensor(slot.name)] = entry
     return []
 

@@ -45,6 +45,8 @@ class Holdings:
         self._said: list[Callable[[], None]] = []
         self._keeper: OwnWork | None = None
         maker.before_access = self.settled
+        self.leave: Callable[[], None] = lambda: None
+        """Leaves the other ranks, which take no part in what nobody asked for."""
 
     def outlive(self, step: object) -> None:
         """Close once nobody has the step any more, whatever breaks off the thread that drops it."""
@@ -208,6 +210,7 @@ class Holdings:
     def _close_left(self) -> None:
         if self.states is None or self._life is not life():
             return
+        self.leave()
         try:
             self.close()
         except (GASCompileError, OSError) as error:

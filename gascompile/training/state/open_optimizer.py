@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -89,3 +89,13 @@ def restore(optimizer: torch.optim.Optimizer, state: State) -> None:
     """Load a state that leaves out what a step has."""
     with _own():
         optimizer.load_state_dict(state)
+
+
+def plain_group(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a group of a file as torch has it: pairs are tuples."""
+    return {
+        key: tuple(value)
+        if isinstance(value, list) and key not in ("params", "param_names")
+        else value
+        for key, value in group.items()
+    }

@@ -16,7 +16,8 @@ from torch import nn
 from gascompile.core.errors import CheckpointError
 from gascompile.runtime.memory.persistent import Persistent
 from gascompile.runtime.memory.source_slots import SourceSlots
-from gascompile.training.optimizers.optimizers import TOTAL, Rules, Slot, Tile
+from gascompile.training.optimizers.optimizers import Rules
+from gascompile.training.optimizers.slots import TOTAL, Slot, Tile
 from gascompile.training.state.aliasing import Storages, in_order_of
 from gascompile.training.state.covers import Covers
 from gascompile.training.state.file_values import FileValues
@@ -39,6 +40,8 @@ Keep = Callable[
     Persistent,
 ]
 """Makes what keeps the tensors of a run."""
+Total = Callable[[torch.Tensor, str], torch.Tensor]
+"""Returns the sum of a tensor over the ranks, for what it is said to be; all ranks call it."""
 
 
 class States:
@@ -57,6 +60,7 @@ class States:
         changing: Collection[str] = (),
         before_access: Callable[[], None] = lambda: None,
         settle: Callable[[], object] = bool,
+        total: Total | None = None,
     ) -> None:
         """Take over what is in the model and in the optimizer.
 
@@ -70,13 +74,14 @@ class States:
             changing: names of tensors that steps change; values of others stay in their files.
             before_access: called before somebody who holds a tensor of the model reads or writes it.
             settle: blocks while values go back into the model, whose asker was interrupted.
+            total: adds a tensor up over the ranks among which moments are divided.
 
         Raises:
             CheckpointError: a file of ``values`` cannot be read.
             StorageError: the folder cannot be written to, or has too little space.
         """
         self.model, self.rules, self.optimizer = model, rules, rules.optimizer
-        self.values = values
+        self.values, self._total = values, total
         self.tensors = {**(values.tensors if values else {}), **tensors}
         self.storages = storages
         self.generation = 0  # goes up when values come from elsewhere
@@ -84,7 +89,7 @@ class States:
             slot.index: self.optimizer.state.get(self.tensor(slot.name), {})
             for slot in rules.slots.values()
         }
-        self.counts, self.num_steps = self._counts(entries)
+        self.counts, self.num_steps = self.rules.counts(entries)
         """Updates of each parameter so far, by name; without planned updates the optimizer has its own."""
         self.num_batches = 0
         self._given: set[str] = set()
@@ -256,14 +261,23 @@ class States:
         return like if key == TOTAL else self.rules.like(key, like)
 
     def kept(self, parameter: str, key: str) -> torch.Tensor:
-        """Return a copy of what is kept of a parameter, in torch's shape."""
+        """Return a copy of what is kept of a parameter, in torch's shape; of a divided one on all ranks at once.
+
+        Raises:
+            RankError: other ranks have parts of it, and one is gone or does something else.
+        """
         like = self.like_kept(parameter, key)
         if self.rules.is_scalar(key):
             tile = self.tiles[parameter, key][0]
             return tile.values(self.persistent.value(tile.name)).reshape(())
-        flat = torch.empty(like.numel())
+        is_divided = bool(self.rules.slots[parameter].bounds)
+        flat = torch.zeros(like.numel()) if is_divided else torch.empty(like.numel())
         for tile in self.tiles[parameter, key]:
             flat[tile.begin : tile.end] = tile.values(self.persistent.value(tile.name))
+        if is_divided:
+            assert self._total is not None, "only ranks divide moments"
+            # Zeros where others have the values.
+            flat = self._total(flat, f"reading '{key}' of '{parameter}'")
         return flat.as_strided(like.shape, like.stride())
 
     def keep(self, parameter: str, key: str, value: torch.Tensor) -> None:
@@ -316,7 +330,7 @@ class States:
         """
         state = found["state"]
         entries = {slot.index: state.get(slot.index, {}) for slot in self.rules.slots.values()}
-        counts, num_steps = self._counts(entries)
+        counts, num_steps = self.rules.counts(entries)
         for slot in self.rules.slots.values():
             self._check_moments(slot, entries[slot.index])
         self.rules.check_groups(found["param_groups"])
@@ -373,19 +387,6 @@ class States:
                 self.keep(slot.name, key, entry[key])
             elif self.counts[slot.name]:
                 self.clear([slot.name], key)
-
-    def _counts(self, entries: Mapping[int, Mapping[str, Any]]) -> tuple[dict[str, int], int]:
-        """Return how often each parameter was updated, as far as its rule counts, and how often any was."""
-        steps = [int(entry["step"]) for entry in entries.values() if "step" in entry]
-        counts = {}
-        for slot in self.rules.slots.values():
-            entry = entries[slot.index]
-            if self.rules.counts_steps:
-                counts[slot.name] = int(entry["step"]) if entry else 0
-            else:
-                keys = self._keys(slot)
-                counts[slot.name] = int(any(entry.get(key) is not None for key in keys))
-        return counts, max(steps, default=0)
 
     def shut(self) -> None:
         """Let nobody read or write values through the model and the optimizer any more; idempotent."""

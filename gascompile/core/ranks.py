@@ -1,0 +1,40 @@
+"""Rank layout: which rank of a job this process is, and which part of a tensor it keeps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_ALIGNED = 1 << 10
+"""Parts begin at multiples of so many elements, as kernels round a vector's elements otherwise than those left over."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankLayout:
+    """One rank among several that train the same model, each on rows of its own."""
+
+    rank: int
+    size: int
+    """Number of ranks."""
+
+    def __post_init__(self) -> None:
+        """Check the numbers.
+
+        Raises:
+            ValueError: the rank is none of them.
+        """
+        if not 0 <= self.rank < self.size:
+            raise ValueError(f"rank {self.rank} is none of {self.size}; they count from 0")
+
+    def bounds(self, begin: int, end: int) -> tuple[int, ...]:
+        """Return where the parts of elements ``begin`` to ``end`` begin, rank by rank, and where the last one ends.
+
+        Parts are of about equal size, and empty where there is less than 1024 elements per rank.
+        """
+        count = end - begin
+        inner = (count * rank // self.size // _ALIGNED * _ALIGNED for rank in range(1, self.size))
+        return (begin, *(begin + part for part in inner), end)
+
+    def own(self, begin: int, end: int) -> tuple[int, int]:
+        """Return the elements that this rank keeps of a range."""
+        bounds = self.bounds(begin, end)
+        return bounds[self.rank], bounds[self.rank + 1]

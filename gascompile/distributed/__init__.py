@@ -1,0 +1,1 @@
+"""Many ranks: who they are, what they agree on, and how one that fails takes the others along."""

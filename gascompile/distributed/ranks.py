@@ -1,0 +1,239 @@
+"""Ranks of a job: found from the environment that ``torchrun`` sets, or a mesh; what they check before each step.
+
+A rank that fails says why in the job's store and leaves its groups, so that no other waits for it: their exchange
+breaks, they find the reason, and raise it by its rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+
+from gascompile.core.errors import NanLossError, RankError, RankMismatchError
+from gascompile.core.ranks import RankLayout
+from gascompile.distributed.ladder import Ladder
+from gascompile.runtime.collectives.exchange import Exchange
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+SILENT_S = 20.0
+"""A rank from which nothing comes for so long, and three of its predicted steps more, is given up. Half a minute for
+short steps: ranks wait for each other only while all are in the middle of one."""
+_MEET = timedelta(minutes=30)
+"""How long ranks wait for each other between steps, where one may load data or evaluate; torch's own default."""
+_REASON_S = 2.0
+"""A rank that fails writes its reason before it leaves; one that was killed never does."""
+_WORDS, _MOST_NUMBERS = 4, 4
+_jobs = iter(range(1 << 62))
+_open: dict[tuple[int, ...], tuple[dist.ProcessGroup, dist.ProcessGroup, Ladder | None]] = {}
+"""Groups of this process by their members: kept for the next step, as a group that is opened again under the name of
+one that is gone may find the old addresses."""
+
+
+class Ranks:
+    """This process among the ranks that train one model; every rank makes its own at the same time."""
+
+    def __init__(self, base: dist.ProcessGroup) -> None:
+        """Open own groups over the ranks of ``base``."""
+        members = dist.get_process_group_ranks(base)
+        self.layout = RankLayout(rank=dist.get_rank(base), size=len(members))
+        self._members = tuple(members)
+        if self._members not in _open:
+            # A part of the job opens its groups without the other ranks.
+            alone = len(members) < dist.get_world_size()
+            open_group = partial(dist.new_group, members, timeout=_MEET, backend="gloo")
+            first, second = (open_group(use_local_synchronization=alone) for _ in range(2))
+            _open[self._members] = first, second, None
+        self._store = c10d.PrefixStore(
+            f"gascompile/{'-'.join(map(str, members[:1]))}/{next(_jobs)}",
+            c10d._get_default_store(),
+        )
+        self._meeting: dist.ProcessGroup | None
+        self._group: dist.ProcessGroup | None
+        self._meeting, self._group, ladder = _open[self._members]
+        self._failure: RankError | None = None
+        self.exchange = Exchange(self._group, why=self._reason)
+        self._store.set(f"host/{self.layout.rank}", f"{socket.gethostname()} {os.getpid()}")
+        self.ladder = ladder or Ladder(self.exchange)
+        """What exchanges take."""
+        _open[self._members] = self._meeting, self._group, self.ladder
+
+    @property
+    def is_open(self) -> bool:
+        """Return whether all ranks are there, as far as is known."""
+        return self._group is not None
+
+    def compare(self, what: str, facts: bytes, numbers: Sequence[int] = ()) -> list[list[int]]:
+        """Return each rank's ``numbers``, once all ranks are here with the same facts.
+
+        Args:
+            what: the facts are of, for messages.
+            facts: any bytes; equal on all ranks.
+            numbers: of this rank, four at most.
+
+        Raises:
+            RankError: a rank has failed.
+            RankMismatchError: they differ, on every rank.
+        """
+        if self._failure is not None:
+            raise self._failure
+        digest = hashlib.sha256(f"{what} {len(numbers)} ".encode() + facts).digest()
+        words = [
+            int.from_bytes(digest[8 * i : 8 * i + 8], "little", signed=True) for i in range(_WORDS)
+        ]
+        # Always as long: a rank that calls something else is to be found, not to break the exchange.
+        padded = [*numbers, *[0] * (_MOST_NUMBERS - len(numbers))]
+        own = torch.tensor([*words, *padded], dtype=torch.int64)
+        rows = torch.empty(self.layout.size, len(own), dtype=torch.int64)
+        try:
+            dist.all_gather(list(rows.unbind()), own, group=self._meeting)
+        except RuntimeError as error:
+            raise self._reason(error) from error
+        table = rows.tolist()
+        others = [rank for rank, row in enumerate(table) if row[:_WORDS] != table[0][:_WORDS]]
+        if others:
+            raise RankMismatchError(
+                f"rank {', '.join(map(str, others))} and rank 0 differ in {what}, where rank {self.layout.rank} is: "
+                "every rank has to make the same model, optimizer and calls in the same order; only the batches are "
+                "its own",
+                rank=others[0],
+            )
+        return [row[_WORDS : _WORDS + len(numbers)] for row in table]
+
+    def send_from_first(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Give all ranks the values of rank 0.
+
+        Raises:
+            RankError: a rank has failed.
+        """
+        for tensor in tensors:
+            value = tensor.contiguous()
+            try:
+                dist.broadcast(value, group_src=0, group=self._meeting)
+            except RuntimeError as error:
+                raise self._reason(error) from error
+            if value is not tensor:
+                tensor.copy_(value)
+
+    def expect(self, time_s: float) -> None:
+        """Give a rank up that is silent for longer than ``SILENT_S`` and three times ``time_s`` in a step."""
+        self.exchange.silent_s = SILENT_S + 3 * time_s
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Tell the other ranks if what is done within fails here; what all ranks find at once breaks nothing."""
+        try:
+            yield
+        except (NanLossError, RankMismatchError):
+            raise
+        except BaseException as error:
+            self.fail(error)
+            raise
+
+    def fail(self, error: BaseException) -> None:
+        """Let all other ranks end, with this reason; idempotent."""
+        if self._group is None:
+            return
+        own = self.layout.rank
+        said = f"{type(error).__name__}: {error}"
+        if not isinstance(error, RankError):
+            with contextlib.suppress(RuntimeError):
+                self._store.set(f"failed/{own}", said)
+        self._failure = (
+            error if isinstance(error, RankError) else RankError(_broken(own, said), rank=own)
+        )
+        _open.pop(self._members, None)
+        for group in (self._group, self._meeting):
+            with contextlib.suppress(RuntimeError, ValueError, AssertionError):
+                dist.destroy_process_group(group)
+        self.close()
+
+    def close(self) -> None:
+        """Hold the groups no longer; idempotent."""
+        self._group = self._meeting = None
+        self.exchange.leave()
+
+    def _reason(self, error: BaseException) -> RankError:
+        """Return why an exchange broke: what a rank has said, or which one is gone."""
+        until_s = time.monotonic() + _REASON_S
+        others = [rank for rank in range(self.layout.size) if rank != self.layout.rank]
+        while True:
+            for rank in others:
+                with contextlib.suppress(RuntimeError):
+                    if self._store.check([f"failed/{rank}"]):
+                        said = self._store.get(f"failed/{rank}").decode()
+                        return RankError(_broken(rank, said), rank=rank)
+            if time.monotonic() > until_s:
+                break
+            time.sleep(0.02)
+        gone = next((rank for rank in others if self._is_gone(rank)), -1)
+        who = f"rank {gone} is gone" if gone >= 0 else "a rank is gone, silent or hung"
+        return RankError(
+            f"{who}: this is rank {self.layout.rank} of {self.layout.size}, and the exchange with the others broke "
+            f"({_first_line(error)}). Start the job again from its last checkpoint; torchrun --max-restarts does so",
+            rank=gone,
+        )
+
+    def _is_gone(self, rank: int) -> bool:
+        """Return whether a rank of this host is no process any more."""
+        try:
+            host, _, pid = self._store.get(f"host/{rank}").decode().rpartition(" ")
+        except RuntimeError:
+            return False
+        if host != socket.gethostname():
+            return False
+        try:
+            with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as stat:
+                return stat.read().rpartition(")")[2].split()[0] == "Z"
+        except OSError:
+            return True
+
+
+def find_ranks(mesh: DeviceMesh | None = None) -> Ranks | None:
+    """Return this process's place in ``mesh``, or in the job that ``torchrun`` has started; ``None`` if it is alone.
+
+    Raises:
+        ValueError: a mesh of more than one dimension.
+    """
+    if mesh is not None:
+        if mesh.ndim != 1:
+            raise ValueError(
+                f"the mesh has {mesh.ndim} dimensions {mesh.mesh_dim_names or ''}; pass one of them, mesh['dp']: "
+                "each of its ranks takes rows of its own"
+            )
+        return Ranks(mesh.get_group()) if mesh.size() > 1 else None
+    if not dist.is_available():
+        return None
+    if not dist.is_initialized():
+        started = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
+        if not started or int(os.environ["WORLD_SIZE"]) < 2:
+            return None
+        has_gpu = torch.cuda.is_available()
+        dist.init_process_group("cpu:gloo,cuda:nccl" if has_gpu else "gloo")
+    if dist.get_world_size() < 2:
+        return None
+    assert dist.group.WORLD is not None, "it is initialised"
+    return Ranks(dist.group.WORLD)
+
+
+def _broken(rank: int, said: str) -> str:
+    return (
+        f"rank {rank} has failed: {said}. All ranks have stopped, and values may be half updated; mend the cause and "
+        "start the job again from its last checkpoint"
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).split("\n")[0].split(". This is typically")[0]

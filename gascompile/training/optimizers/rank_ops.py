@@ -1,0 +1,143 @@
+"""Rank ops: what ranks that train one model exchange in a step, as ops of its program.
+
+Every rank has the same sequence of them, as programs differ in numbers alone. None of them runs again to save memory.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from gascompile.runtime.collectives.exchange import exchange_under_way
+from gascompile.training.optimizers.update_ops import nothing, part_of, range_of
+
+NAMESPACE = "gascompile_ranks"
+_SCALARS_BYTES = 1024
+"""Results of one element, as the allocator rounds them up."""
+_library = torch.library.Library(NAMESPACE, "DEF")
+_library.define("add(Tensor[] values) -> Tensor[]")
+_library.define("total(Tensor value) -> Tensor")
+_library.define(
+    "add_part(Tensor gradient, int[] shape, int[] stride, int[] bounds, int own) -> Tensor"
+)
+_library.define("norm(Tensor[] norms) -> Tensor")
+_library.define("gather(Tensor(a!) parameter, int[] bounds) -> ()")
+
+
+def _add(values: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the sums of tensors over the ranks, in one exchange."""
+    flat = torch.cat([value.reshape(-1) for value in values])
+    exchange_under_way().add(flat)
+    parts = flat.split([value.numel() for value in values])
+    # Of their own, as each goes when its last reader has run.
+    return [part.clone().view(value.shape) for part, value in zip(parts, values, strict=True)]
+
+
+def _total(value: torch.Tensor) -> torch.Tensor:
+    """Return the sum of a tensor over the ranks; its gradient is that of each rank, summed in the same way."""
+    found = value.clone(memory_format=torch.contiguous_format)
+    exchange_under_way().add(found)
+    return found
+
+
+def _add_part(
+    gradient: torch.Tensor, shape: list[int], stride: list[int], bounds: list[int], own: int
+) -> torch.Tensor:
+    """Return the elements that rank ``own`` keeps of a gradient's sum over the ranks.
+
+    Args:
+        gradient: of this rank's rows, of any strides.
+        shape: of the parameter.
+        stride: of the parameter; ``bounds`` are in its order of memory.
+        bounds: where each rank's elements begin, and where the last ones end.
+        own: this rank.
+    """
+    parameter = torch.empty_strided(shape, stride, device="meta")
+    whole, _ = part_of(parameter, gradient, 0, bounds[0], bounds[-1])
+    return exchange_under_way().add_part(whole, sizes_of(bounds))
+
+
+def _norm(norms: list[torch.Tensor]) -> torch.Tensor:
+    """Return the norm of what all ranks have a part of, from the norms of this rank's parts."""
+    square = torch.linalg.vector_norm(torch.stack(norms)).square()
+    exchange_under_way().add(square)
+    root: torch.Tensor = square.sqrt()
+    return root
+
+
+def _gather(parameter: torch.Tensor, bounds: list[int]) -> None:
+    """Take over what the other ranks have updated of a parameter."""
+    exchange_under_way().gather(range_of(parameter, bounds[0], bounds[-1]), sizes_of(bounds))
+
+
+def sizes_of(bounds: Sequence[int]) -> list[int]:
+    """Return the number of each rank's elements."""
+    return [end - begin for begin, end in itertools.pairwise(bounds)]
+
+
+def _own_part(
+    gradient: torch.Tensor, shape: list[int], stride: list[int], bounds: list[int], own: int
+) -> torch.Tensor:
+    return gradient.new_empty(sizes_of(bounds)[own])
+
+
+for _name, _implementation in (
+    ("add", _add),
+    ("total", _total),
+    ("add_part", _add_part),
+    ("norm", _norm),
+    ("gather", _gather),
+):
+    for _key in ("CPU", "CUDA"):
+        _library.impl(_name, _implementation, _key)
+_library.impl("add", lambda values: [value.new_empty(value.shape) for value in values], "Meta")
+_library.impl("add_part", _own_part, "Meta")
+_library.impl(
+    "total",
+    lambda value: value.new_empty(value.shape),
+    "Meta",
+)
+torch.library.register_autograd(
+    "gascompile_ranks::total",
+    lambda _, gradient: torch.ops.gascompile_ranks.total(gradient),
+    lib=_library,
+)
+_library.impl("norm", lambda norms: norms[0].new_empty(()), "Meta")
+_library.impl("gather", nothing, "Meta")
+
+add = torch.ops.gascompile_ranks.add.default
+add_part = torch.ops.gascompile_ranks.add_part.default
+total = torch.ops.gascompile_ranks.total.default
+norm = torch.ops.gascompile_ranks.norm.default
+gather = torch.ops.gascompile_ranks.gather.default
+
+
+def exchanges(target: object) -> bool:
+    """Return whether an op needs the other ranks."""
+    return isinstance(target, torch._ops.OpOverload) and target.namespace == NAMESPACE
+
+
+def exchanged(node: fx.Node) -> tuple[int, bool]:
+    """Return the bytes that an op of ranks exchanges, and whether each rank has or gives a part of them."""
+    if node.target in (add_part, gather):
+        bounds: Any = node.args[3 if node.target is add_part else 1]
+        return torch.float32.itemsize * (bounds[-1] - bounds[0]), True
+    values = pytree.tree_leaves(node.meta["val"])
+    return sum(value.numel() * value.element_size() for value in values), False
+
+
+def workspace_bytes(target: object, args: Sequence[Any]) -> int:
+    """Return what an op of ranks allocates beside its results, from layouts alone."""
+    if target is add:
+        values: Sequence[torch.Tensor] = args[0]
+        return sum(value.numel() * value.element_size() for value in values)
+    if target in (total, norm):
+        return 0 if target is total else _SCALARS_BYTES + 8 * len(args[0])
+    bounds: Sequence[int] = args[3 if target is add_part else 1]
+    # What is received; and what is sent, where rows lie otherwise or a part goes to all.
+    return 2 * torch.float32.itemsize * (bounds[-1] - bounds[0])

@@ -1,0 +1,87 @@
+"""Slots: the trainable parameters of an optimizer, and the tiles in which their moments are kept."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from gascompile.runtime.kernels import state_codes
+from gascompile.runtime.kernels.state_codes import Code
+
+TOTAL = "gradient"
+"""Key of what gradients of several batches are added to."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tile:
+    """Elements ``begin`` to ``end`` of a moment of a parameter."""
+
+    parameter: str
+    key: str
+    """Name in torch's ``state``: ``exp_avg``."""
+    begin: int
+    end: int
+    code: Code | None = None
+    """How elements are kept, where that is not float32."""
+
+    @property
+    def name(self) -> str:
+        """Name in plans."""
+        form = "" if self.code is None else ":8bit"
+        return f"{self.parameter}:{self.key}{form}[{self.begin}:{self.end}]"
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of the moment."""
+        return self.end - self.begin
+
+    @property
+    def length(self) -> int:
+        """Elements of the vector in which it is kept."""
+        if self.code is None:
+            return self.num_elements
+        return state_codes.coded_bytes(self.num_elements)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of that vector."""
+        return torch.float32 if self.code is None else torch.uint8
+
+    def kept(self, values: torch.Tensor) -> torch.Tensor:
+        """Return float32 values as they are kept."""
+        return values if self.code is None else state_codes.coded(values, self.code)
+
+    def values(self, kept: torch.Tensor) -> torch.Tensor:
+        """Return the float32 values of what ``kept`` returned, or an update wrote."""
+        if self.code is None:
+            return kept
+        return state_codes.decoded(kept, self.num_elements, self.code)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slot:
+    """One trainable parameter."""
+
+    name: str
+    index: int
+    """Number in ``optimizer.state_dict()``."""
+    group: int
+    row: int
+    """Place among the group's slots: where the hyperparameters have its number of updates."""
+    is_frozen: bool
+    """Requires no gradient today."""
+    tiles: tuple[tuple[Tile, ...], ...]
+    """Per range of the parameter, one tile of each moment."""
+    ranges: tuple[tuple[int, int], ...]
+    """First element and the one after the last, in the parameter's order of memory."""
+    bounds: tuple[tuple[int, ...], ...] = ()
+    """Where the elements of each rank begin, and where the last ones end, per range, of which ``ranges`` has this
+    rank's elements alone; empty where each rank updates all."""
+
+    @property
+    def totals(self) -> tuple[Tile, ...]:
+        """Return what gradients of several batches are added to, a tile per range."""
+        return tuple(
+            Tile(parameter=self.name, key=TOTAL, begin=begin, end=end) for begin, end in self.ranges
+        )

@@ -1,0 +1,228 @@
+"""Rank step: what several ranks do around each run of a training step, and nothing where there is one."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import fx, nn
+
+from gascompile.core import serial
+from gascompile.core.errors import UnsupportedOpError
+from gascompile.core.reports import RunReport
+from gascompile.distributed.balance import Balance
+from gascompile.distributed.ranks import Ranks
+from gascompile.distributed.rows import RowSampler, num_rows
+from gascompile.runtime.collectives.exchange import exchanging
+from gascompile.training.capture.rank_loss import RankLoss
+from gascompile.training.capture.synchronised_norm import require_synchronised
+from gascompile.training.capture.traced_loss import LossFunction
+from gascompile.training.optimizers import rank_ops
+from gascompile.training.unit import Unit
+
+_log = logging.getLogger(__name__)
+
+Rows = Literal["auto", "equal"]
+ROWS: tuple[Rows, ...] = ("auto", "equal")
+_MICROSECOND = 1e-6
+
+
+class RankStep:
+    """The ranks of one training step, its loss and the rows of each."""
+
+    def __init__(self, ranks: Ranks, loss: RankLoss, rows: Rows) -> None:
+        """Begin with equal rows, whatever their number."""
+        self._ranks, self.loss, self._policy = ranks, loss, rows
+        self._balance: Balance | None = None
+        self._last_rows: list[int] = []
+        self._time_s = self._waited_s = 0.0
+        """Of this rank's last step, without exchanges; and in exchanges."""
+
+    def rows(self) -> list[int]:
+        """Return how many rows each rank is to have in the next batch.
+
+        Raises:
+            ValueError: no batch has come yet.
+        """
+        if self._balance is None:
+            raise ValueError(
+                "no batch has come yet: call prepare(batch) with this rank's first rows, or the step"
+            )
+        return list(self._balance.rows)
+
+    @property
+    def rank(self) -> int:
+        """Return this rank's number."""
+        return self._ranks.layout.rank
+
+    def sampler(self, length: int, *, shuffle: bool, seed: int) -> RowSampler:
+        """Return a batch sampler for a data set of ``length``; see ``RowSampler``."""
+        return RowSampler(length, self.rows, self.rank, shuffle=shuffle, seed=seed)
+
+    def share_values(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Let all ranks begin with rank 0's parameters and buffers, where some rank's are others.
+
+        Raises:
+            RankError: ranks have other models or optimizers.
+        """
+        tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        described = [
+            [name, str(t.dtype), list(t.shape), t.device.type] for name, t in tensors.items()
+        ]
+        groups = [
+            [len(group["params"]), sorted(key for key in group if key != "params")]
+            for group in optimizer.param_groups
+        ]
+        kind = type(optimizer).__qualname__
+        facts = serial.digest([type(model).__qualname__, described, kind, groups]).encode()
+        self._ranks.compare("the model or the optimizer", facts)
+        whole = [t.detach() for t in tensors.values() if t.device.type == "cpu"]
+        sum_of = int.from_bytes(_digest(whole)[:7], "little")
+        found = self._ranks.compare("the number of its tensors", b"%d" % len(whole), [sum_of])
+        if any(row != found[0] for row in found):
+            _log.info("ranks begin with other values: all take those of rank 0")
+            self._ranks.send_from_first(whole)
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Take the other ranks along where something fails here."""
+        with self._ranks.together():
+            yield
+
+    def meet(
+        self, unit: Unit, batch: Any, hyper: Sequence[torch.Tensor], counts: Mapping[str, int]
+    ) -> None:
+        """Wait for all ranks before a run, compare what they are about to do, and weigh this rank's rows.
+
+        Raises:
+            RankError: a rank calls something else, has other hyperparameters, or has failed.
+        """
+        own = 1 if self._policy == "equal" else num_rows(batch)
+        options = [tensor.tolist() for tensor in hyper]
+        facts = [unit.trains, _sequence(unit.graph_module.graph), options, sorted(counts.items())]
+        predicted = int(unit.plan.certificate.predicted_s / _MICROSECOND)
+        numbers = [own, int(self._time_s / _MICROSECOND), predicted]
+        table = self._ranks.compare(
+            "what the step does, its hyperparameters or the number of updates",
+            serial.digest(facts).encode(),
+            numbers,
+        )
+        rows, times, predictions = zip(*table, strict=True)
+        if min(rows) < 1:
+            raise UnsupportedOpError(
+                f"rank {rows.index(min(rows))} has no rows; give each rank one at least"
+            )
+        self.loss.weight.fill_(own / sum(rows))
+        self._ranks.expect(max(predictions) * _MICROSECOND)
+        if self._policy == "auto" and unit.trains:
+            self._learn(list(rows), [time * _MICROSECOND for time in times])
+
+    def _learn(self, rows: list[int], times_s: list[float]) -> None:
+        if self._balance is None or sum(rows) != sum(self._balance.rows):
+            self._balance = Balance(rows)
+        elif self._balance.learn(times_s, self._last_rows):
+            _log.info("rows per rank are %s from the next batch on", self._balance.rows)
+        self._last_rows = rows
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Let the ops of a run exchange values."""
+        before_s = self._ranks.exchange.time_s
+        with exchanging(self._ranks.exchange):
+            yield
+        self._waited_s = self._ranks.exchange.time_s - before_s
+
+    def ran(self, report: RunReport) -> None:
+        """Take note of a training step that has run."""
+        self._time_s = max(report.seconds - self._waited_s, 0.0)
+
+    def total(self, values: torch.Tensor, what: str) -> torch.Tensor:
+        """Return the sum over the ranks of a dense tensor, which is used up; all ranks call it.
+
+        Raises:
+            RankError: one does something else, or has failed.
+        """
+        self._ranks.compare(what, b"")
+        self._ranks.exchange.add(values)
+        return values
+
+    def exchange_s(self, size_bytes: int, divided: bool) -> float:
+        """Return what an exchange takes; see ``Ladder.seconds``."""
+        return self._ranks.ladder.seconds(size_bytes, divided=divided)
+
+    def alike(self, what: str) -> None:
+        """Wait until all ranks are here.
+
+        Raises:
+            RankError: one does something else, or has failed.
+        """
+        self._ranks.compare(what, b"")
+
+    def leave(self, error: BaseException | None = None) -> None:
+        """Leave the ranks, which end with ``error`` where there is one; idempotent."""
+        if error is not None:
+            self._ranks.fail(error)
+        self._ranks.close()
+
+
+def joined(
+    ranks: Ranks,
+    model: nn.Module,
+    loss_fn: LossFunction,
+    optimizer: torch.optim.Optimizer,
+    rows: Rows,
+) -> RankStep:
+    """Return the step of several ranks, which have the same values from here on.
+
+    Raises:
+        RankError: ranks have other models or optimizers.
+        ValueError: ``rows`` is no policy.
+    """
+    if rows not in ROWS:
+        raise ValueError(f"rows={rows!r}; it is one of {', '.join(ROWS)}")
+    require_synchronised(model)
+    step = RankStep(ranks, RankLoss(loss_fn, ranks.layout.size), rows)
+    with step.together():
+        step.share_values(model, optimizer)
+    return step
+
+
+def require_planned_for_ranks(*, unplanned_optimizer: bool, sites: str) -> None:
+    """Refuse options of a step that several ranks do not plan.
+
+    Raises:
+        UnsupportedOpError: names the option.
+    """
+    option = "unplanned_optimizer=True" if unplanned_optimizer else f"sites={sites!r}"
+    if unplanned_optimizer or sites != "one":
+        raise UnsupportedOpError(
+            f"{option} is for one process, and torchrun has started several; leave it out, or run one"
+        )
+
+
+def _sequence(graph: fx.Graph) -> list[list[object]]:
+    """Return the exchanges of a program in their order, with the sizes that all ranks have to agree on."""
+    found: list[list[object]] = []
+    for node in graph.nodes:
+        if node.op == "call_function" and rank_ops.exchanges(node.target):
+            bounds = [arg for arg in node.args if _is_numbers(arg)]
+            values = node.meta.get("val") if node.target is rank_ops.add else ()
+            shapes = [list(value.shape) for value in values or ()]
+            found.append([str(node.target), bounds, shapes])
+    return found
+
+
+def _is_numbers(arg: object) -> bool:
+    return isinstance(arg, (list, tuple)) and all(isinstance(item, int) for item in arg)
+
+
+def _digest(tensors: Sequence[torch.Tensor]) -> bytes:
+    digest = hashlib.blake2b(digest_size=8)
+    for tensor in tensors:
+        flat = tensor.contiguous().view(-1).view(torch.uint8)
+        digest.update(flat.numpy().data)
+    return digest.digest()

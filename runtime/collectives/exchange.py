@@ -1,0 +1,114 @@
+"""Exchange: sums and transfers between the ranks of a job, for the ops of the run under way.
+
+All of it is built from two collectives of ``torch.distributed`` that every backend has for parts of any size: Gloo
+refuses gathers of unequal parts. [Empirical] Between two processes of one host, 16 MiB: 1.4 GB/s for
+``all_to_all_single`` against 0.2 for ``reduce_scatter_tensor`` and 0.8 for ``all_gather_into_tensor``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gascompile.core.errors import RankError
+
+
+class Exchange:
+    """One rank's end of the exchanges of a group. Ranks have to call the same ones in the same order."""
+
+    def __init__(
+        self, group: dist.ProcessGroup, *, why: Callable[[BaseException], RankError]
+    ) -> None:
+        """Use ``group``; ``why`` says what broke an exchange."""
+        self._group: dist.ProcessGroup | None = group
+        self._why = why
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.silent_s = 1800.0
+        """An exchange that takes longer is broken."""
+        self.time_s = 0.0
+        """Spent in exchanges so far, waiting for others included."""
+
+    def leave(self) -> None:
+        """Hold the group no longer: it ends with who holds it last."""
+        self._group = None
+
+    def add(self, values: torch.Tensor) -> None:
+        """Replace a dense tensor by its sum over the ranks, which has the same bits on each."""
+        self._wait(partial(dist.all_reduce, values))
+
+    def add_part(self, values: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+        """Return this rank's part of the sum of ``values`` over the ranks.
+
+        Args:
+            values: a vector, of one part after the other.
+            sizes: elements of each rank's part.
+        """
+        own = sizes[self.rank]
+        received = values.new_empty(own * self.size)
+        every = [own] * self.size
+        self._wait(partial(dist.all_to_all_single, received, values, every, list(sizes)))
+        # In the order of ranks, so that the sum does not depend on who computes it.
+        parts = received.view(self.size, own)
+        total = parts[0].clone()
+        for part in parts[1:]:
+            total.add_(part)
+        return total
+
+    def gather(self, values: torch.Tensor, sizes: Sequence[int]) -> None:
+        """Fill a vector with the parts of all ranks; this rank's own part is in its place."""
+        begin, own = sum(sizes[: self.rank]), sizes[self.rank]
+        sent = values[begin : begin + own].repeat(self.size)
+        every = [own] * self.size
+        self._wait(partial(dist.all_to_all_single, values, sent, list(sizes), every))
+
+    def _wait(self, begin: Callable[..., Any]) -> None:
+        """Begin an exchange and wait for its end.
+
+        Raises:
+            RankError: it is broken; names the rank where that is known.
+        """
+        if self._group is None:
+            raise self._why(RuntimeError("this rank has left its group"))
+        begin_s = time.perf_counter()
+        try:
+            begin(group=self._group, async_op=True).wait(timedelta(seconds=self.silent_s))
+        except RuntimeError as error:
+            raise self._why(error) from error
+        finally:
+            self.time_s += time.perf_counter() - begin_s
+
+
+_under_way: list[Exchange] = []
+
+
+@contextlib.contextmanager
+def exchanging(exchange: Exchange | None) -> Iterator[None]:
+    """Let ops that run within use ``exchange``."""
+    if exchange is None:
+        yield
+        return
+    _under_way.append(exchange)
+    try:
+        yield
+    finally:
+        _under_way.remove(exchange)
+
+
+def exchange_under_way() -> Exchange:
+    """Return what the ops of the run under way use.
+
+    Raises:
+        RankError: an op of several ranks runs outside of a step.
+    """
+    if not _under_way:
+        raise RankError(
+            "an op that needs other ranks runs outside of their step; call the step itself"
+        )
+    return _under_way[-1]

@@ -1,0 +1,197 @@
+"""One rank of a job of a few: trains small models by planned steps and writes what came of it.
+
+Run as ``python -m tests.distributed.rank_worker FOLDER SCENARIO...`` with what ``torchrun`` sets in the environment.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from gascompile import compile_step
+from gascompile.core.errors import GASCompileError, NanLossError, RankError
+from gascompile.training.step import TrainingStep
+from tests.distributed.jobs import (
+    SCENARIOS,
+    Scenario,
+    batches,
+    loss_fn,
+    net_of,
+    optimizer_of,
+    rows_of,
+)
+from tests.training.runs import PLANNING_S
+from tests.training.trials import MACHINE
+
+RANK, SIZE = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def opened(
+    scenario: Scenario,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    folder: Path,
+    **options: Any,
+) -> TrainingStep:
+    return compile_step(
+        model,
+        loss_fn,
+        optimizer,
+        scenario.budget,
+        machine=MACHINE,
+        cache_dir=folder / f"cache-{RANK}",
+        time_limit_s=PLANNING_S,
+        **{**scenario.options, **options},
+    )
+
+
+def own_rows(batch: Any, scenario: Scenario) -> Any:
+    """Return this rank's rows of a global batch of two ranks."""
+    if SIZE == 1:
+        return batch
+    rows = rows_of(scenario, SIZE)
+    begin = sum(rows[:RANK])
+    return [tensor[begin : begin + rows[RANK]] for tensor in batch]
+
+
+def trains(scenario: Scenario, folder: Path) -> dict[str, Any]:
+    """Train, evaluate, save, and close."""
+    torch.manual_seed(RANK)  # others begin with other values, and take those of rank 0
+    model = net_of(scenario)
+    optimizer = optimizer_of(scenario, model)
+    losses = []
+    with opened(scenario, model, optimizer, folder) as step:
+        for number, batch in enumerate(batches(scenario)):
+            for group in optimizer.param_groups:
+                group["lr"] = scenario.lr / (1 + number)
+            losses.append(step(own_rows(batch, scenario)))
+        losses.append(step.eval(own_rows(batches(scenario)[0], scenario)))
+        step.save(folder / "checkpoint", {"number": 7})
+        state = step.state_dict()
+        moments = sum(
+            tile.num_elements for tiles in step._open_states().tiles.values() for tile in tiles
+        )
+    return {
+        "losses": losses,
+        "state": state,
+        "closed": {"model": model.state_dict(), "optimizer": optimizer.state_dict()},
+        "num_moments": moments,
+    }
+
+
+def resumes(scenario: Scenario, folder: Path) -> dict[str, Any]:
+    """Go on from the checkpoint of ``trains``, with as many ranks as there are now."""
+    torch.manual_seed(RANK)
+    model = net_of(scenario)
+    with opened(scenario, model, optimizer_of(scenario, model), folder) as step:
+        step.prepare(own_rows(batches(scenario)[0], scenario))
+        extra = step.load(folder / "checkpoint")
+        return {
+            "extra": extra,
+            "losses": [step(own_rows(b, scenario)) for b in batches(scenario)[:2]],
+        }
+
+
+def meets_nan(scenario: Scenario, folder: Path) -> dict[str, Any]:
+    """A NaN in the last rank's rows ends the step on all, before anything has changed."""
+    torch.manual_seed(0)
+    model = net_of(scenario)
+    with opened(scenario, model, optimizer_of(scenario, model), folder) as step:
+        batch = own_rows(batches(scenario)[0], scenario)
+        step(batch)
+        spoilt = [batch[0].clone(), batch[1]]
+        if RANK == SIZE - 1:
+            spoilt[0][0, 0] = float("nan")
+        before = step.state_dict()["model"]
+        try:
+            step(spoilt)
+        except NanLossError as error:
+            said = str(error)
+        after = step.state_dict()["model"]
+        return {"said": said, "before": before, "after": after, "loss": step(batch)}
+
+
+def _with(change: Callable[[TrainingStep, torch.optim.Optimizer], object]) -> Callable[..., Any]:
+    def run(scenario: Scenario, folder: Path) -> dict[str, Any]:
+        torch.manual_seed(0)
+        model = net_of(scenario)
+        optimizer = optimizer_of(scenario, model)
+        batch = own_rows(batches(scenario)[0], scenario)
+        with opened(scenario, model, optimizer, folder) as step:
+            try:
+                step(batch)
+                if RANK == SIZE - 1:
+                    change(step, optimizer)
+                step(batch)
+            except RankError as error:
+                return {"rank": error.rank, "said": str(error)}
+            except GASCompileError as error:
+                return {"own": type(error).__name__, "said": str(error)}
+        return {}
+
+    return run
+
+
+def _other_lr(_: TrainingStep, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.param_groups[0]["lr"] = 0.5
+
+
+def _fail(*_: object) -> None:
+    raise ValueError("a hook of the user's")
+
+
+def _kill_in_the_middle(*_: object) -> None:
+    signal.setitimer(signal.ITIMER_REAL, 0.001)  # its default ends the process
+
+
+def _other_model(scenario: Scenario, folder: Path) -> dict[str, Any]:
+    model = net_of(scenario) if RANK else nn.Linear(8, 1)
+    try:
+        opened(scenario, model, optimizer_of(scenario, model), folder)
+    except RankError as error:
+        return {"rank": error.rank, "said": str(error)}
+    return {}
+
+
+KINDS: dict[str, Callable[[Scenario, Path], dict[str, Any]]] = {
+    "trains": trains,
+    "resumes": resumes,
+    "nan": meets_nan,
+    "other lr": _with(_other_lr),
+    "eval": _with(
+        lambda step, _: step.eval(own_rows(batches(SCENARIOS["adamw"])[0], SCENARIOS["adamw"]))
+    ),
+    "raises": _with(_fail),
+    "killed": _with(_kill_in_the_middle),
+    "other model": _other_model,
+}
+
+
+def main() -> None:
+    """Run the scenarios that are asked for, ``kind:name``, one after the other."""
+    torch.set_num_threads(1)
+    folder = Path(sys.argv[1])
+    for asked in sys.argv[2:]:
+        kind, _, name = asked.partition(":")
+        scenario = SCENARIOS[name or "adamw"]
+        own = folder / (name or "adamw")
+        own.mkdir(exist_ok=True, parents=True)
+        try:
+            found = KINDS[kind](scenario, own)
+        except ValueError as error:
+            found = {"raised": str(error)}
+        torch.save(found, folder / f"{asked.replace(':', '-')}.{RANK}-of-{SIZE}.pt")
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,156 @@
+"""Ranks that train a model together, against eager on whole batches; ranks that fail, by what the others are told."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils import _pytree as pytree
+
+from tests.distributed import rank_worker
+from tests.distributed.jobs import SCENARIOS, Scenario, eager
+
+_LIMIT_S = 240.0
+_ROOT = Path(__file__).resolve().parents[2]
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port: int = found.getsockname()[1]
+        return port
+
+
+def run_job(folder: Path, size: int, *asked: str) -> list[int]:
+    """Run the same scenarios on ``size`` ranks; return the exit codes."""
+    port = str(free_port())
+    ranks: list[subprocess.Popen[bytes]] = []
+    for rank in range(size):
+        env = {
+            **os.environ,
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONHASHSEED": str(rank),
+        }
+        command = [sys.executable, "-m", "tests.distributed.rank_worker", str(folder), *asked]
+        log = (folder / f"log-{rank}").open("ab")
+        ranks.append(subprocess.Popen(command, cwd=_ROOT, env=env, stdout=log, stderr=log))
+        log.close()
+    try:
+        return [process.wait(_LIMIT_S) for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+
+
+def left_by(folder: Path, size: int, asked: str, *ranks: int) -> list[dict[str, Any]]:
+    """Return what ``ranks`` of a job left, or all."""
+    found = []
+    for rank in ranks or range(size):
+        path = folder / f"{asked.replace(':', '-')}.{rank}-of-{size}.pt"
+        assert path.is_file(), (folder / f"log-{rank}").read_text()[-3000:]
+        found.append(torch.load(path, weights_only=True))
+    return found
+
+
+def close(found: Any, wanted: Any) -> None:
+    """Compare two trees of tensors and numbers within the rounding of sums in another order."""
+    ours, theirs = (dict(pytree.tree_flatten_with_path(tree)[0]) for tree in (found, wanted))
+    assert [*map(str, ours)] == [*map(str, theirs)]
+    for own, whole in zip(ours.values(), theirs.values(), strict=True):
+        if isinstance(whole, torch.Tensor):
+            torch.testing.assert_close(own, whole, rtol=2e-5, atol=2e-6)
+        else:
+            assert own == whole
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What two ranks left that train, meet what breaks nothing, and in the end what does."""
+    folder = tmp_path_factory.mktemp("two")
+    asked = [f"trains:{name}" for name in SCENARIOS]
+    codes = run_job(
+        folder, 2, *asked, "nan", "resumes", "other model", "other lr", "eval", "raises"
+    )
+    assert codes == [0, 0], [(folder / f"log-{r}").read_text()[-3000:] for r in range(2)]
+    return folder
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_equal_to_one_process(two: Path, name: str) -> None:
+    scenario = SCENARIOS[name]
+    found, wanted = left_by(two, 2, f"trains:{name}"), eager(scenario)
+    for rank in found:
+        close(rank["losses"], wanted.losses)
+        close(rank["state"]["model"], wanted.model)
+        close(_plain(rank["state"]["optimizer"]), _plain(wanted.optimizer))
+        close(rank["closed"]["model"], wanted.model)
+        close(_plain(rank["closed"]["optimizer"]), _plain(wanted.optimizer))
+    first, second = (rank["state"] for rank in found)
+    for own, other in zip(pytree.tree_leaves(first), pytree.tree_leaves(second), strict=True):
+        assert not isinstance(own, torch.Tensor) or torch.equal(own, other)
+    _require_divided(scenario, found)
+
+
+def _require_divided(scenario: Scenario, found: list[dict[str, Any]]) -> None:
+    """Each rank keeps about half of the moments."""
+    sizes = [p.numel() for group in [scenario.model().parameters()] for p in group]
+    keys = 1 if isinstance(scenario.optimizer([torch.zeros(1)]), torch.optim.SGD) else 2
+    totals = 1 if "accumulate" in scenario.options else 0
+    whole = (keys + totals) * sum(sizes)
+    for rank in found:
+        assert rank["num_moments"] < 0.6 * whole
+
+
+def _plain(state: Mapping[str, Any]) -> dict[str, Any]:
+    groups = [{k: v for k, v in g.items() if k in ("lr", "params")} for g in state["param_groups"]]
+    return {"state": dict(state["state"]), "groups": groups}
+
+
+def test_a_nan_of_one_rank_ends_the_step_on_all(two: Path) -> None:
+    for rank in left_by(two, 2, "nan"):
+        assert "NaN" in rank["said"]
+        close(rank["after"], rank["before"])
+        assert torch.isfinite(rank["loss"])
+
+
+def test_a_checkpoint_is_one_of_any_number_of_ranks(two: Path) -> None:
+    scenario = SCENARIOS["adamw"]
+    wanted = eager(scenario)
+    for rank in (*left_by(two, 2, "resumes"), rank_worker.resumes(scenario, two / "adamw")):
+        assert rank["extra"] == {"number": 7}
+        close(rank["losses"], wanted.next_losses)
+
+
+@pytest.mark.parametrize("asked", ["other model", "other lr", "eval"])
+def test_ranks_that_differ_are_refused_on_all(two: Path, asked: str) -> None:
+    for rank in left_by(two, 2, asked):
+        assert rank["rank"] == 1
+        assert "rank 1 and rank 0 differ" in rank["said"]
+
+
+def test_who_fails_takes_the_others_along(two: Path) -> None:
+    left, failed = left_by(two, 2, "raises")
+    assert failed == {"raised": "a hook of the user's"}
+    assert left["rank"] == 1
+    assert "ValueError: a hook of the user's" in left["said"]
+
+
+def test_who_is_killed_in_the_middle_of_a_step_is_named(tmp_path: Path) -> None:
+    codes = run_job(tmp_path, 2, "killed")
+    assert codes == [0, -signal.SIGALRM]
+    (left,) = left_by(tmp_path, 2, "killed", 0)
+    assert left["rank"] == 1
+    assert "rank 1 is gone" in left["said"]
