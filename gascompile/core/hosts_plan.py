@@ -125,8 +125,8 @@ class HostsPlan:
     @staticmethod
     def load(path: str | os.PathLike[str]) -> HostsPlan:
         """Read a plan; raises ``FormatError`` or ``StorageError``."""
-        from gascompile.core.checks.hosts import check_hosts
+        from gascompile.core.checks.hosts_plan import check_hosts_plan
 
         found = serial.load(HostsPlan, path)
-        check_hosts(found.hosts, where=f"{os.fspath(path)}: $.hosts")
+        check_hosts_plan(found, where=f"{os.fspath(path)}: $")
         return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import gguf
@@ -13,13 +14,16 @@ from torch import nn
 from torch.nn import functional
 
 import gascompile
+from gascompile.api.plan_hosts import plan_hosts
 from gascompile.core import serial
+from gascompile.core.checks.hosts import named_hosts
 from gascompile.core.checks.machine_files import preset
 from gascompile.core.plan import Plan
 from gascompile.core.reports import RunReport, Stall
 from gascompile.formats.layout import BLOCKS
 from tests.core.bad_files import MACHINE, WORKLOAD, plan
 from tests.gguf_files import TYPES, random_blocks
+from tests.passes.stacks import stack
 
 INPUT_SHAPE = (3, 8)
 OLDER = Path(__file__).parent.parent / "core" / "older"
@@ -117,7 +121,16 @@ def make_seeds(folder: Path) -> None:
     (folder / "gguf").mkdir()
     _write_gguf(folder / "gguf" / "model.gguf")
     made = plan()
-    for kind, value in (("workload", WORKLOAD), ("machine", MACHINE), ("plan", made)):
+    hosts = replace(named_hosts("home-4"), hosts=named_hosts("home-4").hosts[:2])
+    over = plan_hosts(stack(2), hosts)
+    values = {
+        "workload": WORKLOAD,
+        "machine": MACHINE,
+        "plan": made,
+        "hosts": hosts,
+        "hosts_plan": over,
+    }
+    for kind, value in values.items():
         (folder / f"{kind}.json").write_text(serial.dumps(value))
     # As the version before wrote them.
     for kind, name in (("plan_one", "again.plan.json"), ("machine_one", "machine.json")):

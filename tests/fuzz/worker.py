@@ -18,9 +18,13 @@ from typing import Any
 import torch
 
 import gascompile
+from gascompile.api.plan_hosts import plan_hosts
 from gascompile.bundles.check import check_program_of
 from gascompile.commands.reporting import read_subject
+from gascompile.core import serial
+from gascompile.core.checks.hosts import named_hosts
 from gascompile.core.errors import GASCompileError
+from gascompile.core.hosts_plan import HostsPlan
 from gascompile.core.plan import Plan
 from gascompile.cost_models.simulate.trace import trace
 from gascompile.passes.explain.explain import explain
@@ -31,9 +35,13 @@ from tests.core.bad_files import BUDGET, MACHINE, WORKLOAD
 from tests.fuzz import mutate
 from tests.fuzz.oracle import Hang, Watch, limit_memory
 from tests.fuzz.seeds import inputs
+from tests.passes.stacks import stack
 
 KINDS = ("program", "program", "program", "program", "plan_in", "weights", "manifest", "held", "bytes", "plan",
-         "run", "workload", "machine", "header", "index", "gguf", "gguf", "plan_one", "machine_one")  # fmt: skip
+         "run", "workload", "machine", "header", "index", "gguf", "gguf", "plan_one", "machine_one",
+         "hosts", "hosts_plan")  # fmt: skip
+_FEW_RANKS = 3
+"""More are read and checked alone: the time of a plan grows with them."""
 _OLDER = {"plan_one": "plan", "machine_one": "machine"}
 """Files of formats of before, which are used as those of today are."""
 _PARTS = {"program": "program.json", "plan_in": "plan.json", "weights": "weights.json"}
@@ -59,7 +67,7 @@ class Cases:
         kind = rng.choice(KINDS)
         place = self._scratch / "case"
         shutil.rmtree(place, ignore_errors=True)
-        if kind in ("workload", "machine", "plan", "run", *_OLDER):
+        if kind in ("workload", "machine", "plan", "run", "hosts", "hosts_plan", *_OLDER):
             self._spoil_json(self._seeds / f"{kind}.json", place.with_suffix(".json"), rng)
             return kind, place.with_suffix(".json")
         if kind == "gguf":
@@ -130,6 +138,11 @@ class Cases:
                 explain(plan, name)
             _check(plan)
             page(plan, trace(plan, plan.machine))
+        elif kind == "hosts":
+            if (hosts := named_hosts(place)).num_ranks <= _FEW_RANKS:
+                plan_hosts(stack(2), hosts)
+        elif kind == "hosts_plan":
+            serial.dumps(HostsPlan.load(place))
         elif kind == "run":
             plan, measured = read_subject(self._seeds / "plan.json", place)
             page(plan, trace(plan, plan.machine), run=measured)

@@ -25,39 +25,9 @@ from gascompile.core.errors import (
 from gascompile.core.hosts import Hosts, Interconnect, LadderPoint, equal_ranks
 from gascompile.core.hosts_plan import HostsPlan
 from gascompile.core.machine import Place, PlaceKind
-from gascompile.core.workload import OpSpec, TensorKind, TensorSpec, Workload
+from gascompile.core.workload import Workload
 from gascompile.passes.parallel.chain import chain
-
-MB = 10**6
-
-
-def stack(layers: int = 4, *, weight: int = 100 * MB, tokens: int = 1) -> Workload:
-    """Return layers of one weight each between a table and an output layer."""
-    tensors = [
-        TensorSpec(name="table", size_bytes=50 * MB, kind=TensorKind.WEIGHT),
-        TensorSpec(name="out", size_bytes=60 * MB, kind=TensorKind.WEIGHT),
-        TensorSpec(name="x0", size_bytes=MB, kind=TensorKind.ACTIVATION),
-    ]
-
-    def op(name: str, reads: tuple[str, ...], write: str, size: int, **rest: object) -> OpSpec:
-        return OpSpec(
-            name=name,
-            time_s={"cpu": 1.0},
-            reads=reads,
-            writes=(write,),
-            flops=size * tokens,
-            read_bytes=size,
-            **rest,  # type: ignore[arg-type]
-        )
-
-    ops = [op("look_up", ("table",), "x0", 1000, gathers={"table": 1000})]
-    for i in range(layers):
-        tensors.append(TensorSpec(name=f"h.{i}.w", size_bytes=weight, kind=TensorKind.WEIGHT))
-        tensors.append(TensorSpec(name=f"x{i + 1}", size_bytes=MB, kind=TensorKind.ACTIVATION))
-        ops.append(op(f"layer{i}", (f"x{i}", f"h.{i}.w"), f"x{i + 1}", weight))
-    tensors.append(TensorSpec(name="y", size_bytes=MB, kind=TensorKind.OUTPUT))
-    ops.append(op("project", (f"x{layers}", "out"), "y", 60 * MB))
-    return Workload(name="stack", repeats=True, tensors=tuple(tensors), ops=tuple(ops))
+from tests.passes.stacks import MB, stack
 
 
 def test_presets_are_hosts_and_come_back_from_their_files(tmp_path: Path) -> None:
@@ -171,6 +141,10 @@ def test_layers_are_windows_that_follow_each_other(tmp_path: Path) -> None:
     made.save(path)
     assert HostsPlan.load(path) == made
     assert HostsPlan.load(path).digest == made.digest
+    for field, value in (("num_layers", 41), ("head", "nobody"), ("lower_bound_s", 1e9)):
+        replace(made, **{field: value}).save(path)  # type: ignore[arg-type]
+        with pytest.raises(FormatError, match="plan again"):
+            HostsPlan.load(path)
 
 
 def _large() -> Workload:
@@ -181,7 +155,7 @@ def _large() -> Workload:
 def test_the_digest_is_the_same_under_any_hash_seed(train: bool) -> None:
     hosts = "v100-8" if train else "home-4"
     code = (
-        "from tests.passes.test_plan_hosts import stack, plan_hosts\n"
+        "from gascompile.api.plan_hosts import plan_hosts\nfrom tests.passes.stacks import stack\n"
         f"print(plan_hosts(stack(12, weight=10**9, tokens=1000), {hosts!r}, train={train}).digest)"
     )
     found = {
