@@ -4,7 +4,7 @@
 
 Writes three tables to ``benchmarks/results/ranks_plans-<machine>-<date>.json``: rings over four unequal home machines
 (prima.cpp), Llama 405B on 1,024 ranks, and training on one, two and four GPUs of one host (LoHan). ``--toy`` plans
-the first two rows of the first, and 405B's layers on two hosts.
+two rows of the first and of the last, and four of 405B's layers on two hosts.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks.environment import headed, write_result
 from benchmarks.ranks_home import TABLE, home_rows
-from benchmarks.ranks_training import large_row
+from benchmarks.ranks_training import large_row, lohan_rows
 
 
 def main(output: Path | None, *, toy: bool = False) -> dict[str, Any]:
@@ -32,6 +32,14 @@ def main(output: Path | None, *, toy: bool = False) -> dict[str, Any]:
         print(f"  theirs {row['theirs']}\n  ours {row['ours']}")
     found["large"] = large_row(num_hosts=2, layers=4) if toy else large_row()
     print(found["large"])
+    found["lohan"] = lohan_rows(toy=toy)
+    print({name: value for name, value in found["lohan"].items() if name != "rows"})
+    for row in found["lohan"]["rows"]:
+        print(
+            f"{row['gpus']} GPUs x {row['rows_per_gpu']} rows: measured {row['measured_tflops']:.1f} TFLOPS, predicted "
+            f"{row['predicted_tflops']:.1f} ({row['error']:+.1%}){' fitted' if row['fitted'] else ''}, ours "
+            f"{row['ours_tflops']:.1f} (gap {row['ours_gap']:.2%})"
+        )
     path = write_result(found, output)
     print(f"The rows are in {path}.")
     return found

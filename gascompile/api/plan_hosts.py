@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,6 +19,8 @@ from gascompile.core.workload import Workload
 if TYPE_CHECKING:
     from torch import nn
 
+_PARAM_BYTES = 2
+
 
 def plan_hosts(
     source: nn.Module | Workload | str | os.PathLike[str],
@@ -25,6 +28,7 @@ def plan_hosts(
     *,
     strategy: str | None = None,
     train: bool = False,
+    param_bytes: int | None = None,
     batch: int = 1,
     tokens: int = 128,
     cache_dir: str | os.PathLike[str] | None = None,
@@ -36,6 +40,7 @@ def plan_hosts(
         hosts: ``Hosts``, a preset's name, or a ``gascompile.hosts/1`` file.
         strategy: force one way to cut a ring.
         train: plan a training step of rows and shards in place of a ring for one request.
+        param_bytes: per parameter of a workload, which does not say it: 2 by default. Models say it themselves.
         batch: rows of made-up inputs.
         tokens: tokens per row of made-up inputs.
         cache_dir: where the machine profile is kept.
@@ -47,15 +52,20 @@ def plan_hosts(
     """
     found = named_hosts(hosts)
     machine = found.hosts[0].machine
-    workload = _workload(source, machine, (batch, tokens), Path(cache_dir or default_cache_dir()))
+    folder = Path(cache_dir or default_cache_dir())
+    workload, width = _workload(source, machine, (batch, tokens), folder)
     if train:
         if strategy is not None:
             raise ValueError(
                 "strategy= is of rings; a training step has one search, so leave it out"
             )
         from gascompile.passes.parallel.plan_shards import plan_shards
+        from gascompile.passes.parallel.shard_options import Training
 
-        return plan_shards(workload, found)
+        width = width or param_bytes or _PARAM_BYTES
+        if not 1 <= width <= 8:
+            raise ValueError(f"param_bytes is {width}; give 1 to 8")
+        return plan_shards(workload, found, training=Training.adam(width))
     from gascompile.passes.parallel.plan_ring import plan_ring
 
     return plan_ring(workload, found, strategy=strategy or "cut")
@@ -66,14 +76,18 @@ def _workload(
     machine: Machine,
     shape: tuple[int, int],
     cache_dir: Path,
-) -> Workload:
+) -> tuple[Workload, int]:
+    """Return the workload, and the bytes of its parameters where the source says so, else 0."""
     if isinstance(source, Workload):
         check_workload(source, where=f"workload '{source.name}': $")
-        return source
+        return source, 0
     if is_workload_file(source):
         # Times are another machine's; ops are costed anew for each.
-        return load_workload(source, None)
+        return load_workload(source, None), 0
     from gascompile.api.model_planning import annotated_source
 
     config = CompileConfig(cache_dir=cache_dir)
-    return annotated_source(source, machine, config, shape=shape)[1].workload
+    program, found = annotated_source(source, machine, config, shape=shape)
+    weights = [spec for name, spec in program.bound.items() if name not in program.states]
+    numbers = sum(math.prod(spec.shape) for spec in weights)
+    return found.workload, round(sum(spec.size_bytes for spec in weights) / max(1, numbers))

@@ -32,7 +32,9 @@ class Interconnect:
     latency_s: float = field(default=0.0, metadata=json_name("latency_seconds"))
     """Fixed cost of one message."""
     total_bytes_per_s: float = field(default=0.0, metadata=json_name("total_bytes_per_second"))
-    """What all ends share: DRAM, a switch; 0 where nothing is shared."""
+    """What all ends share, such as a switch; 0 where nothing is shared."""
+    through_memory: bool = False
+    """What ranks exchange is written to the host's memory and read from it, beside all else that passes there."""
     points: tuple[LadderPoint, ...] = ()
     """Measured collectives by growing size; without any, the bandwidth holds for every size."""
     source: str = ""
@@ -145,6 +147,7 @@ def equal_ranks(machine: Machine, count: int) -> Hosts:
         bandwidth_bytes_per_s=min(ways, default=1e9),
         latency_s=2e-5,
         total_bytes_per_s=dram / 2,
+        through_memory=True,
         source="assumed: through the host's memory, at the slower of a rank's link and half of DRAM; 20 us",
     )
     shared = tuple(pipe.name for pipe in machine.pipes if not pipe.name.startswith("gpu"))

@@ -54,25 +54,33 @@ _MAX_NODES = 2_000
 class _Problem:
     chain: Chain
     world: World
+    training: Training
     layers: Sequence[Option]
     ends: Sequence[Option]
     buffer_bytes: int
     """In the GPU: what is asked for early, and one layer's results while it is computed."""
 
 
-def plan_shards(workload: Workload, hosts: Hosts, *, training: Training | None = None) -> HostsPlan:
+def plan_shards(
+    workload: Workload,
+    hosts: Hosts,
+    *,
+    training: Training | None = None,
+    homes: tuple[str, ...] = (),
+) -> HostsPlan:
     """Return how a training step is sharded over equal ranks, and what no such step beats.
 
     Args:
         workload: the forward pass of one rank's rows.
         hosts: checked; of one kind.
         training: what a step has beside its forward pass; by default Adam in mixed precision.
+        homes: where parameters and states may lie, as others' systems have it; by default anywhere.
 
     Raises:
         InfeasiblePlanError: the places are too small together.
         UnsupportedOpError: the workload is no chain of layers, or the hosts are not equal.
     """
-    problem = _problem(workload, hosts, training or Training())
+    problem = _problem(workload, hosts, training or Training(), homes)
     program, columns = _program(problem, phases=True)
     found = program.solve(time_limit_s=120.0, gap=_GAP, max_nodes=_MAX_NODES)
     if found.ending is Ending.INFEASIBLE or not found.values:
@@ -84,15 +92,18 @@ def plan_shards(workload: Workload, hosts: Hosts, *, training: Training | None =
     return _as_plan(workload, hosts, problem, counted, head, (seconds, bound_s))
 
 
-def _problem(workload: Workload, hosts: Hosts, training: Training) -> _Problem:
+def _problem(
+    workload: Workload, hosts: Hosts, training: Training, homes: tuple[str, ...]
+) -> _Problem:
     found, world = chain(workload), world_of(hosts)
     layer = found.layer
     early = AHEAD * layer.weight_bytes
     return _Problem(
         chain=found,
         world=world,
-        layers=layer_options(layer, world, training),
-        ends=layer_options(found.ends, world, training),
+        training=training,
+        layers=layer_options(layer, world, training, homes),
+        ends=layer_options(found.ends, world, training, homes),
         buffer_bytes=early + max(layer.saved_bytes, layer.out_bytes) + layer.workspace_bytes,
     )
 
@@ -187,7 +198,13 @@ def _as_plan(
         holds_over=HOLDS_OVER.format(ranks=problem.world.total, layers=problem.chain.num_layers),
         binding=max(loads, key=lambda load: load.seconds).resource,
         loads=loads,
+        notes=(_assumed(problem.training),),
     )
+
+
+def _assumed(training: Training) -> str:
+    held = f"{training.state_bytes} bytes of states each"
+    return f"Adam over parameters of {training.param_bytes} bytes, with {held}."
 
 
 def _group(option: Option, count: int) -> ShardGroup:

@@ -26,8 +26,8 @@ NEEDED, LEFT = 0, 1
 """Before a layer's compute, and after it."""
 Loads = tuple[float, float, float, float]
 """Seconds of a lane: needed in forward, left by it, needed in backward, left by it."""
-_UPDATE_BYTES = 2
-"""Times that an update passes what it keeps: read and written."""
+_PASSES = 2
+"""Times that memory is passed by what is updated in it, or exchanged through it: written and read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +40,14 @@ class Training:
     """Master copy and two moments in float32: Adam's."""
     backward: float = 2.0
     """Of the forward pass's seconds."""
+
+    @staticmethod
+    def adam(param_bytes: int) -> Training:
+        """Return Adam over parameters of a size: two moments in float32 or wider, a master copy of narrower ones."""
+        wide = max(4, param_bytes)
+        return Training(
+            param_bytes=param_bytes, state_bytes=2 * wide + (4 if param_bytes < 4 else 0)
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,14 +159,25 @@ def world_of(hosts: Hosts) -> World:
     )
 
 
-def layer_options(block: Block, world: World, training: Training) -> list[Option]:
-    """Return every way to treat a layer on a rank; ways that need a lane that is missing are left out."""
+def layer_options(
+    block: Block, world: World, training: Training, allowed: tuple[str, ...] = ()
+) -> list[Option]:
+    """Return every way to treat a layer on a rank; ways that need a lane that is missing are left out.
+
+    Args:
+        block: the layer.
+        world: what a rank sees.
+        training: what a step has beside its forward pass.
+        allowed: where parameters and states may lie; anywhere where it is empty.
+    """
     homes = [home for home in ("gpu", "cpu", "nvme") if world.sizes.get(home)]
     shards = sorted({1, world.ranks, world.total})
     found = []
     for params_over, home, states_over, states_home, direct, keeps in itertools.product(
         shards, homes, shards, homes, (False, True), (False, True)
     ):
+        if allowed and not {home, states_home}.issubset(allowed):
+            continue
         if states_over < params_over or (direct and states_home == home == "gpu"):
             continue
         # Off the GPU, a host holds one copy for its ranks at least.
@@ -218,6 +237,9 @@ class _Bill:
         if in_host > 1 and within < in_host and world.host.peers is not None:
             seconds = world.host.peers.transfer_s(size * (in_host - 1) / in_host, ends=world.ranks)
             self._add("peers", seconds, phase, side)
+            if world.host.peers.through_memory and world.rates["dram"]:
+                passed = _PASSES * size * (in_host - 1) / in_host
+                self._add("dram", passed / world.rates["dram"], phase, side)
         hosts = max(1, over // world.ranks)
         if hosts > 1 and world.network is not None:
             # Each rank fetches its part of what the host lacks; the peers' exchange spreads it.
@@ -245,7 +267,7 @@ def _costed(option: Option, block: Block, world: World, training: Training) -> O
         backward_s += forward_s
     states = block.weight_bytes / training.param_bytes * training.state_bytes
     if option.states_home == "gpu":
-        moved = _UPDATE_BYTES * (states + block.weight_bytes) / option.states_over
+        moved = _PASSES * (states + block.weight_bytes) / option.states_over
         backward_s += moved / world.gpu_bytes_per_s
     return replace(
         option,
@@ -308,7 +330,7 @@ def _update(option: Option, block: Block, bill: _Bill, training: Training) -> No
         bill.held[option.states_home] += held * world.ranks
         if not option.direct:
             bill.move("from gpu", part, BACKWARD, LEFT)
-        bill.move("dram", _UPDATE_BYTES * held + part, BACKWARD, LEFT)
+        bill.move("dram", _PASSES * held + part, BACKWARD, LEFT)
         if option.states_home == "nvme":
             bill.move("drive read", held, BACKWARD, LEFT)
             bill.move("drive write", held, BACKWARD, LEFT)
