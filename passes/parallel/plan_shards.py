@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gascompile.core import serial
-from gascompile.core.errors import InfeasiblePlanError
+from gascompile.core.errors import InfeasiblePlanError, SolverError
 from gascompile.core.hosts import Hosts
 from gascompile.core.hosts_plan import HostsPlan, Load, ShardGroup
 from gascompile.core.workload import Workload
@@ -78,13 +78,19 @@ def plan_shards(
 
     Raises:
         InfeasiblePlanError: the places are too small together.
+        SolverError: the search ended without a plan, and without a proof that there is none.
         UnsupportedOpError: the workload is no chain of layers, or the hosts are not equal.
     """
     problem = _problem(workload, hosts, training or Training(), homes)
     program, columns = _program(problem, phases=True)
     found = program.solve(time_limit_s=120.0, gap=_GAP, max_nodes=_MAX_NODES)
-    if found.ending is Ending.INFEASIBLE or not found.values:
+    if found.ending is Ending.INFEASIBLE:
         raise _too_small(problem)
+    if not found.values:
+        raise SolverError(
+            f"the search for shards of '{workload.name}' ended after {_MAX_NODES} nodes without a plan: give the GPU "
+            f"or RAM more, or fewer rows per rank"
+        )
     counted, head = _read(problem, columns, found)
     seconds = step_seconds(interleaved(counted), head)
     relaxed = _program(problem, phases=False)[0].solve(time_limit_s=120.0, relaxed=True)

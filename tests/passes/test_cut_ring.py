@@ -64,7 +64,7 @@ def test_halda_is_no_better_and_fills_gpus() -> None:
     assert cut_ring(task).seconds <= ring_seconds(task, ring) * (1 + 1e-9)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(seed=st.integers(0, 10_000), which=st.integers(0, 2), gpu=st.booleans())
 def test_more_memory_or_another_rank_is_never_slower(seed: int, which: int, gpu: bool) -> None:
     task = random_problem(seed)
