@@ -10,6 +10,7 @@ import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from gascompile.core.op_sites import plan_sites
 from gascompile.core.plan import Plan
 from gascompile.core.reports import Stall
 from gascompile.core.sizes import format_size, format_time
@@ -195,6 +196,8 @@ def _tensor(plan: Plan, tensor: TensorSpec) -> TensorExplanation:
         alternative, peer = alternatives(plan, tensor.name)
         reason = _reason(plan, base, alternative)
         return replace(base, reason=reason, alternative=alternative, peer=peer)
+    if (updated := _reason_of_update(plan, tensor.name)) is not None:
+        return replace(base, reason=updated)
     choices = other_moves(plan, tensor.name)
     return replace(base, reason=_reason_of_choice(base, plan, choices), choices=choices)
 
@@ -261,6 +264,21 @@ def _reason_without_choice(found: TensorExplanation, plan: Plan) -> str:
     begins = found.writers[0] if found.writers else "the start"
     ends = found.uses[-1] if found.uses else begins
     return f"it lives in {site} from '{begins}' until '{ends}' has read it, and nowhere else"
+
+
+def _reason_of_update(plan: Plan, name: str) -> str | None:
+    """Return what is done with a tensor that an op elsewhere changes, or reads to do so; ``None`` for others."""
+    sites, own = plan_sites(plan), plan.machine.compute_tier
+    for op, changed in sites.changed.items() if sites is not None else ():
+        spec, site = plan.workload.ops[op], plan.ops[op].site
+        if name in changed:
+            users = zip(plan.workload.ops, plan.ops, strict=True)
+            is_shared = any(name in other.reads and at.site == own for other, at in users)
+            where = f"it rests in {site}, where '{spec.name}' changes it"
+            return f"{where}; {own} fetches it anew once that is done" if is_shared else where
+        if name in spec.reads and sites is not None and name in sites.queued:
+            return f"it goes from {own} to {site}, where '{spec.name}' reads it"
+    return None
 
 
 def _reason_in_arena(found: TensorExplanation, plan: Plan) -> str:

@@ -107,6 +107,11 @@ def test_the_plan_is_no_slower_than_without_and_all_clocks_agree(cache: Path) ->
     assert shown.memory["gpu"].peak_bytes <= both.peak_bytes["gpu"]
     op = next(op for op in both.ops if op.site == "cpu")
     assert getattr(explain(both, op.name), "site", "") == "cpu"
+    spec = next(spec for spec in both.workload.ops if spec.name == op.name)
+    said = {name: getattr(explain(both, name), "reason", "") for name in spec.writes}
+    assert all(
+        f"it rests in cpu, where '{op.name}' changes it" in reason for reason in said.values()
+    )
 
 
 def test_states_are_eagers_and_a_run_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
