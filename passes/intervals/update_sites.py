@@ -41,7 +41,7 @@ def update_sites(
     workload: Workload,
     machine: Machine,
     limits_bytes: Mapping[str, int],
-    best: IntervalPlan,
+    best: IntervalPlan | None,
     planned: Planner,
     fits: Callable[[IntervalPlan], bool],
 ) -> IntervalPlan | None:
@@ -51,15 +51,16 @@ def update_sites(
         workload: of a training step.
         machine: whose processors may run updates.
         limits_bytes: budget per tier.
-        best: the plan with all ops on the tier that computes.
+        best: the plan with all ops on the tier that computes; ``None`` where there is none.
         planned: plans what a choice leaves.
         fits: whether a plan keeps the budget and all rules.
     """
     found: IntervalPlan | None = None
     for tier in _other_sites(workload, machine):
         for chosen in _trials(update_groups(workload, machine, tier)):
-            trial = _Trial(workload, machine, tier, chosen, best.seconds)
-            limit_s = (found or best).seconds
+            trial = _Trial(workload, machine, tier, chosen, best.seconds if best else 0.0)
+            fastest = found or best
+            limit_s = fastest.seconds if fastest else math.inf
             found = trial.plan(limits_bytes, limit_s, planned, fits) or found
     return found
 

@@ -252,7 +252,7 @@ def _best_of_all(
     if best is not None and time.perf_counter() - begun_s >= time_limit_s:
         return best, replace(proof, timed_out=True)
     try:
-        found = plan_intervals(
+        found: IntervalPlan | None = plan_intervals(
             workload,
             machine,
             limits_bytes,
@@ -264,12 +264,15 @@ def _best_of_all(
             bound_s=all_s,
         )
     except InfeasiblePlanError as error:
-        if best is None:
-            raise min((*refusals, error), key=lambda refusal: refusal.required_bytes) from None
-        return best, proof
+        found = None
+        refusals.append(error)
     if has_sites(workload.ops, machine):
         left = (reserved_bytes, time_limit_s, mip_gap)
         found = _with_updates(workload, machine, limits_bytes, found, *left)
+    if found is None:
+        if best is None:
+            raise min(refusals, key=lambda refusal: refusal.required_bytes) from None
+        return best, proof
     moved = draft_intervals(workload, found)
     if best is None or felt_s(moved, machine, op_s_per_byte) < felt_s(best, machine, op_s_per_byte):
         best = moved
@@ -285,12 +288,12 @@ def _with_updates(
     workload: Workload,
     machine: Machine,
     limits_bytes: Mapping[str, int],
-    found: IntervalPlan,
+    found: IntervalPlan | None,
     reserved_bytes: int,
     time_limit_s: float,
     mip_gap: float,
-) -> IntervalPlan:
-    """Return ``found``, or a faster plan that runs updates where their moments rest."""
+) -> IntervalPlan | None:
+    """Return ``found``, or a faster plan with updates where their moments rest, which may fit where no other does."""
 
     def planned(
         rest: Workload, left_bytes: Mapping[str, int], staying: Sequence[str]
