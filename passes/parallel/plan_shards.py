@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gascompile.core import serial
 from gascompile.core.errors import InfeasiblePlanError, SolverError
@@ -81,7 +81,29 @@ def plan_shards(
         SolverError: the search ended without a plan, and without a proof that there is none.
         UnsupportedOpError: the workload is no chain of layers, or the hosts are not equal.
     """
-    problem = _problem(workload, hosts, training or Training(), homes)
+    made = _planned(workload, hosts, training or Training(), homes)
+    host = hosts.hosts[0]
+    if made.binding == COMPUTE or host.ranks == 1:
+        return made
+    fewer = replace(hosts, hosts=(replace(host, ranks=host.ranks // 2),))
+    try:
+        halved = _planned(workload, fewer, training or Training(), homes)
+    except (InfeasiblePlanError, SolverError):
+        return made
+    if fewer.num_ranks / halved.predicted_s <= hosts.num_ranks / made.predicted_s:
+        return made
+    note = (
+        f"With {fewer.hosts[0].ranks} ranks per host as many rows take less time: a step of {fewer.num_ranks} ranks "
+        f"takes {halved.predicted_s:.4g} s, of {hosts.num_ranks} ranks {made.predicted_s:.4g} s ({made.binding} binds)."
+    )
+    return replace(made, notes=(*made.notes, note))
+
+
+def _planned(
+    workload: Workload, hosts: Hosts, training: Training, homes: tuple[str, ...]
+) -> HostsPlan:
+    """Return the plan for so many ranks."""
+    problem = _problem(workload, hosts, training, homes)
     program, columns = _program(problem, phases=True)
     found = program.solve(time_limit_s=120.0, gap=_GAP, max_nodes=_MAX_NODES)
     if found.ending is Ending.INFEASIBLE:

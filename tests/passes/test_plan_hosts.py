@@ -196,6 +196,15 @@ def test_a_step_without_room_is_refused_with_what_it_needs() -> None:
         plan_hosts(stack(), "home-4", train=True)
 
 
+def test_ranks_that_slow_each_other_down_are_named() -> None:
+    workload = stack(12, weight=10**9, tokens=2000)
+    made = plan_hosts(workload, equal_ranks(preset("h200-gen5"), 4), train=True)
+    halved = plan_hosts(workload, equal_ranks(preset("h200-gen5"), 2), train=True)
+    assert 4 / made.predicted_s < 2 / halved.predicted_s
+    assert any("With 2 ranks per host" in text for text in made.notes)
+    assert not any("ranks per host" in text for text in halved.notes)
+
+
 def _with_gpu(hosts: Hosts, size: int) -> Hosts:
     machine = hosts.hosts[0].machine.with_place(
         Place(name="gpu", kind=PlaceKind.GPU, size_bytes=size + 10**9)
