@@ -33,13 +33,18 @@ def interval_queues(
         return
     unit_s = task.fill_s
     tried: dict[Waits, float] = {}
+    known: dict[tuple[frozenset[tuple[int, int]], float], float] = {}
+    """Seconds by routes and lead: many waits come to the same."""
 
     def seconds(waits: Waits) -> float:
         if waits not in tried:
             out_s, in_s, lead_s = (wait * unit_s for wait in waits)
             balanced = interval_balance(selection, out_s=out_s, in_s=in_s)
-            found = search.consider(strategy, balanced, lead_s=lead_s)
-            tried[waits] = found.seconds if found is not None else float("inf")
+            made = frozenset(balanced.routes.items()), lead_s
+            if made not in known:
+                found = search.consider(strategy, balanced, lead_s=lead_s)
+                known[made] = found.seconds if found is not None else float("inf")
+            tried[waits] = known[made]
         return tried[waits]
 
     begun = search.work

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -15,9 +16,11 @@ from gascompile.core.workload import TensorKind, TensorSpec, Workload
 from gascompile.cost_models.simulate.events import steady_seconds
 from gascompile.passes.intervals.decisions import choices
 from gascompile.passes.intervals.events import event_program, interval_steps
+from gascompile.passes.intervals.queueing import interval_queues
 from gascompile.passes.intervals.reservations import interval_reservations, latest_starts
 from gascompile.passes.intervals.route_balance import interval_balance
 from gascompile.passes.intervals.schedule import schedule
+from gascompile.passes.intervals.search import Found, Search
 from gascompile.passes.intervals.selection import Selection
 from gascompile.passes.intervals.strategies import STRATEGIES
 from gascompile.passes.model.interval_layout import Layout, layout
@@ -206,3 +209,20 @@ def test_reserved_times_never_overlap(case: Case, waits_s: tuple[float, float]) 
             )
             for (_, end, j), (begin, _, _) in pairwise([*windows, (math.inf, math.inf, -1)]):
                 assert end <= min(begin, starts[plan.intervals[j].end]) + 1e-9
+
+
+def test_no_routes_are_scheduled_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    task = replace(mirrored().task, limit_bytes=16)
+    search = Search(task, time_limit_s=20.0, mip_gap=0.0)
+    made: list[tuple[frozenset[tuple[int, int]], float]] = []
+    consider = search.consider
+
+    def noted(strategy: str, selection: Selection, *, lead_s: float) -> Found | None:
+        made.append((frozenset(selection.routes.items()), lead_s))
+        return consider(strategy, selection, lead_s=lead_s)
+
+    monkeypatch.setattr(search, "consider", noted)
+    interval_queues(search, "reserved", leaving(search.base, {"a": 0, "b": 1}), share=1.0)
+    # The first is the selection as it is; the balanced ones come to less than the waits that are tried.
+    assert len(made) > 2
+    assert len(set(made[1:])) == len(made) - 1
