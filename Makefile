@@ -5,10 +5,14 @@ PY ?= .venv/bin/python
 STAMP := .venv/.installed
 SOURCES := gascompile passes cost_models runtime tests examples benchmarks tools
 
-.PHONY: run test test-gpu lint format typecheck bench bench-gpu clean venv
+.PHONY: run ranks test test-gpu lint format typecheck bench bench-gpu clean venv
 
 run: $(STAMP)
 	$(PY) -m examples.sentence_search
+
+# Two processes train one model; `torchrun` is this module's name on the path.
+ranks: $(STAMP)
+	OMP_NUM_THREADS=1 $(PY) -m torch.distributed.run --nproc-per-node=2 -m examples.train_ranks
 
 # Each test with one thread of torch: threads of several would wait for each other. Some wait for processes or the drive.
 test: lint typecheck

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -153,7 +154,8 @@ def compile_step(
         **options,
     )
     saved = SavedPlans(Path(plan)) if plan is not None else None
-    resolved, limits = _planned_for(saved, machine, budget, config.cache_dir)
+    with together.one_by_one() if together is not None else nullcontext():
+        resolved, limits = _planned_for(saved, machine, budget, config.cache_dir)
     _require_runnable(resolved, limits, settings)
     step = TrainingStep(
         model,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -48,6 +49,10 @@ class RankStep:
         Raises:
             ValueError: no batch has come yet.
         """
+        if self._policy == "equal":
+            raise ValueError(
+                "rows='equal' takes it that ranks have as many; leave it out to balance them"
+            )
         if self._balance is None:
             raise ValueError(
                 "no batch has come yet: call prepare(batch) with this rank's first rows, or the step"
@@ -92,6 +97,17 @@ class RankStep:
         """Take the other ranks along where something fails here."""
         with self._ranks.together():
             yield
+
+    @contextlib.contextmanager
+    def one_by_one(self) -> Iterator[None]:
+        """Let one rank of each host do first what the others then find done: to measure the machine, for one."""
+        is_first = os.environ.get("LOCAL_RANK", str(self.rank)) == "0"
+        with self.together():
+            if not is_first:
+                self.alike("the first rank of each host")
+            yield
+            if is_first:
+                self.alike("the first rank of each host")
 
     def meet(
         self, unit: Unit, batch: Any, hyper: Sequence[torch.Tensor], counts: Mapping[str, int]

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from gascompile.core.errors import CheckpointError, ClosedStepError, StorageError
+from gascompile.distributed.rows import RowSampler
 from gascompile.training.optimizers.unplanned import changed_by
 from gascompile.training.rank_step import RankStep
 from gascompile.training.state.checkpoints import CheckpointFolder
@@ -48,6 +49,39 @@ class StepValues:
     def num_steps(self) -> int:
         """Updates made so far, with those that were taken over from the optimizer or a checkpoint."""
         return self._states.num_steps if self._states else 0
+
+    @property
+    def num_own_moments(self) -> int:
+        """Elements of the moments that this process keeps: of several ranks each has a part."""
+        tiles = self._open_states().tiles.values()
+        return sum(tile.num_elements for several in tiles for tile in several)
+
+    @property
+    def rows(self) -> int:
+        """Rows that this rank is to have in its next batch, so that all ranks are done at once.
+
+        Raises:
+            ValueError: there are no other ranks, or no batch has come yet.
+        """
+        return self._joined().rows()[self._joined().rank]
+
+    def sampler(self, length: int, *, shuffle: bool = True, seed: int = 0) -> RowSampler:
+        """Return a batch sampler for ``DataLoader(data, batch_sampler=...)`` that gives each rank its ``rows``.
+
+        Args:
+            length: of the data set.
+            shuffle: in an order that is the same on all ranks, another one after ``set_epoch``.
+            seed: of the order.
+
+        Raises:
+            ValueError: there are no other ranks.
+        """
+        return self._joined().sampler(length, shuffle=shuffle, seed=seed)
+
+    def _joined(self) -> RankStep:
+        if self.ranks is None:
+            raise ValueError("this process trains alone; torchrun starts several ranks")
+        return self.ranks
 
     def _require_open(self) -> None:
         if self._holdings.is_closed:

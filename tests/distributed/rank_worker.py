@@ -76,14 +76,17 @@ def trains(scenario: Scenario, folder: Path) -> dict[str, Any]:
         losses.append(step.eval(own_rows(batches(scenario)[0], scenario)))
         step.save(folder / "checkpoint", {"number": 7})
         state = step.state_dict()
-        moments = sum(
-            tile.num_elements for tiles in step._open_states().tiles.values() for tile in tiles
-        )
+        moments, rows = step.num_own_moments, []
+        if step.ranks is not None and "rows" not in scenario.options:
+            rows = step.ranks.rows()
+        sampled = list(step.sampler(20)) if rows else []
     return {
         "losses": losses,
         "state": state,
         "closed": {"model": model.state_dict(), "optimizer": optimizer.state_dict()},
         "num_moments": moments,
+        "rows": rows,
+        "sampled": sampled,
     }
 
 

@@ -16,7 +16,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from tests.distributed import rank_worker
-from tests.distributed.jobs import SCENARIOS, Scenario, eager
+from tests.distributed.jobs import SCENARIOS, Scenario, eager, rows_of
 
 _LIMIT_S = 240.0
 _ROOT = Path(__file__).resolve().parents[2]
@@ -98,6 +98,11 @@ def test_equal_to_one_process(two: Path, name: str) -> None:
         close(_plain(rank["state"]["optimizer"]), _plain(wanted.optimizer))
         close(rank["closed"]["model"], wanted.model)
         close(_plain(rank["closed"]["optimizer"]), _plain(wanted.optimizer))
+    assert found[0]["rows"] == found[1]["rows"]
+    assert sum(found[0]["rows"]) == sum(rows_of(scenario, 2)) or "rows" in scenario.options
+    for own, other in zip(found[0]["sampled"], found[1]["sampled"], strict=True):
+        assert (len(own), len(other)) == tuple(found[0]["rows"])
+        assert not set(own) & set(other)
     first, second = (rank["state"] for rank in found)
     for own, other in zip(pytree.tree_leaves(first), pytree.tree_leaves(second), strict=True):
         assert not isinstance(own, torch.Tensor) or torch.equal(own, other)

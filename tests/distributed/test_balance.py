@@ -1,0 +1,79 @@
+"""Rows per rank: what is optimal by enumeration, and when rows change."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gascompile.core.errors import UnsupportedOpError
+from gascompile.core.ranks import RankLayout
+from gascompile.distributed.balance import Balance, divided
+from gascompile.distributed.ladder import interpolated
+from gascompile.distributed.rows import RowSampler, num_rows
+
+
+@given(
+    st.lists(st.floats(0.1, 10.0), min_size=1, max_size=4), st.integers(min_value=4, max_value=9)
+)
+def test_the_slowest_rank_is_as_early_as_can_be(speeds: list[float], total: int) -> None:
+    def time_s(rows: tuple[int, ...] | list[int]) -> float:
+        return max(count / speed for count, speed in zip(rows, speeds, strict=True))
+
+    every = itertools.product(range(1, total + 1), repeat=len(speeds))
+    best = min(time_s(rows) for rows in every if sum(rows) == total)
+    found = divided(total, speeds)
+    assert sum(found) == total
+    assert min(found) >= 1
+    assert time_s(found) == pytest.approx(best)
+
+
+def test_rows_follow_a_rank_that_slows_down_within_ten_steps() -> None:
+    balance = Balance([8, 8])
+    for _ in range(20):
+        assert not balance.learn([0.80, 0.83], balance.rows)
+    for _ in range(10):
+        balance.learn([0.1 * balance.rows[0], 0.2 * balance.rows[1]], balance.rows)
+    assert balance.rows in ([11, 5], [10, 6])
+
+
+@given(st.integers(1, 6), st.integers(0, 1 << 16), st.integers(0, 1 << 20))
+def test_parts_cover_a_range_once(size: int, begin: int, count: int) -> None:
+    layouts = [RankLayout(rank=rank, size=size) for rank in range(size)]
+    parts = [layout.own(begin, begin + count) for layout in layouts]
+    assert [parts[0][0], *(end for _, end in parts)] == list(
+        layouts[0].bounds(begin, begin + count)
+    )
+    assert sum(end - first for first, end in parts) == count
+    assert all(first <= end for first, end in parts)
+
+
+def test_what_has_no_rows_is_refused() -> None:
+    assert num_rows({"x": torch.zeros(3, 2), "y": torch.zeros(3), "scale": torch.zeros(())}) == 3
+    without: list[list[torch.Tensor]] = [[], [torch.zeros(3), torch.zeros(2)]]
+    for batch in without:
+        with pytest.raises(UnsupportedOpError, match="rows='equal'"):
+            num_rows(batch)
+
+
+def test_samplers_of_all_ranks_take_each_batch_apart() -> None:
+    rows = [3, 1]
+    samplers = [RowSampler(17, lambda: rows, rank) for rank in range(2)]
+    seen: list[int] = []
+    for batches in zip(*samplers, strict=True):
+        assert [len(batch) for batch in batches] == rows
+        seen += itertools.chain.from_iterable(batches)
+    assert len(seen) == len(set(seen)) == 16
+    again = list(samplers[0])
+    samplers[0].set_epoch(1)
+    assert list(samplers[0]) != again
+
+
+@given(st.integers(1, 1 << 24), st.integers(1, 1 << 24))
+def test_larger_exchanges_take_no_less(first: int, second: int) -> None:
+    rungs = [(1 << 12, 1e-3), (1 << 18, 2e-3), (1 << 22, 9e-3)]
+    small, large = sorted((first, second))
+    assert interpolated(rungs, small) <= interpolated(rungs, large)
