@@ -8,7 +8,7 @@ stay in RAM or come from the drive into one of a few slots there. Caches stay wh
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from gascompile.core.errors import UnsupportedOpError
@@ -183,11 +183,22 @@ def _drive_rate(machine: Machine, memory: str) -> float:
     """Return the bytes per second that all drives bring to ``memory`` together, within the pipes they share."""
     drives = {place.name for place in machine.places if place.kind is PlaceKind.NVME}
     links = [x for x in machine.links if x.target_tier == memory and x.source_tier in drives]
-    total = sum(link.bandwidth_bytes_per_s for link in links)
-    for pipe in machine.pipes:
-        through = sum(x.bandwidth_bytes_per_s for x in links if pipe.name in x.shared)
-        total -= max(0.0, through - pipe.bandwidth_bytes_per_s)
-    return max(total, 0.0)
+    pipes = {pipe.name: pipe.bandwidth_bytes_per_s for pipe in machine.pipes}
+    return together([(link, link.bandwidth_bytes_per_s) for link in links], pipes)
+
+
+def together(rates: Sequence[tuple[Link, float]], pipes: Mapping[str, float]) -> float:
+    """Return the bytes per second of links that all carry something, within the pipes that they share; 0 without links.
+
+    Args:
+        rates: links, with what each carries by itself.
+        pipes: what each pipe carries.
+    """
+    alone = [(x, min([rate, *(pipes[name] for name in x.shared)])) for x, rate in rates]
+    total = sum(rate for _, rate in alone)
+    for name, most in pipes.items():
+        total -= max(0.0, sum(rate for x, rate in alone if name in x.shared) - most)
+    return max(0.0, total)
 
 
 def block_s(block: Block, machine: Machine, device: str) -> float:

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, replace
 
 from gascompile.core.errors import UnsupportedOpError
 from gascompile.core.hosts import Host, Hosts, Interconnect
-from gascompile.core.machine import PlaceKind
+from gascompile.core.machine import Link, PlaceKind
 from gascompile.passes.parallel.chain import Block
-from gascompile.passes.parallel.ring_problem import block_s
+from gascompile.passes.parallel.ring_problem import block_s, together
 
 COMPUTE = "compute"
 LANES = (
@@ -121,42 +121,55 @@ def world_of(hosts: Hosts) -> World:
         )
     host = hosts.hosts[0]
     machine = host.machine
-    kinds = {place.kind: place for place in machine.places}
-    if PlaceKind.GPU not in kinds or PlaceKind.CPU not in kinds:
-        raise UnsupportedOpError(
-            f"host '{host.name}' needs a gpu and a cpu; training steps over processors alone are not planned"
-        )
-    names = {kinds[kind].name: kind.value for kind in kinds}
-    pipes = {pipe.name: pipe.bandwidth_bytes_per_s for pipe in machine.pipes}
-    lanes = {
-        ("cpu", "gpu"): "to gpu",
-        ("gpu", "cpu"): "from gpu",
-        ("nvme", "cpu"): "drive read",
-        ("cpu", "nvme"): "drive write",
-    }
-    rates: dict[str, float] = {}
-    for link in machine.links:
-        ends = (names.get(link.source_tier, ""), names.get(link.target_tier, ""))
-        if (lane := lanes.get(ends)) is None:
-            continue
-        rate = link.bandwidth_bytes_per_s / (1 if "gpu" in ends else host.ranks)
-        shared = (pipes[name] / host.ranks for name in link.shared if name in host.shared)
-        rates[lane] = min([rate, *shared])
+    names = {place.name: place.kind.value for place in machine.places}
     memory = {rate.device: rate.bandwidth_bytes_per_s for rate in machine.memory}
-    cpu, gpu = kinds[PlaceKind.CPU], kinds[PlaceKind.GPU]
-    rates["dram"] = memory[cpu.name] / host.ranks if cpu.name in memory else 0.0
-    sizes = {
-        names[place.name]: max(0, place.size_bytes - machine.library_bytes(place.name))
-        for place in kinds.values()
+    for kind in ("gpu", "cpu"):
+        if not any(names[device] == kind for device in memory if device in names):
+            raise UnsupportedOpError(
+                f"host '{host.name}' needs a {kind} with a rate of its memory; training steps are planned for GPUs "
+                f"beside RAM"
+            )
+    rates = {
+        lane: _lane_rate(host, [x for x in machine.links if _ends(x, names) == ends])
+        for ends, lane in _LANES.items()
     }
+    rates["dram"] = sum(rate for at, rate in memory.items() if names.get(at) == "cpu") / host.ranks
+    sizes: dict[str, int] = {}
+    for place in machine.places:
+        size = max(0, place.size_bytes - machine.library_bytes(place.name))
+        sizes[names[place.name]] = sizes.get(names[place.name], 0) + size
     return World(
         host=host,
         num_hosts=host.count,
         network=hosts.network,
         rates=rates,
         sizes=sizes,
-        gpu_bytes_per_s=memory[gpu.name],
+        gpu_bytes_per_s=next(rate for at, rate in memory.items() if names.get(at) == "gpu"),
     )
+
+
+_LANES = {
+    ("cpu", "gpu"): "to gpu",
+    ("gpu", "cpu"): "from gpu",
+    ("nvme", "cpu"): "drive read",
+    ("cpu", "nvme"): "drive write",
+}
+
+
+def _ends(link: Link, names: dict[str, str]) -> tuple[str, str]:
+    return names[link.source_tier], names[link.target_tier]
+
+
+def _lane_rate(host: Host, links: list[Link]) -> float:
+    """Return a rank's part of what links carry together, within the pipes that they share; 0 without any."""
+    gpus = {place.name for place in host.machine.places if place.kind is PlaceKind.GPU}
+    users = [1 if {x.source_tier, x.target_tier} & gpus else host.ranks for x in links]
+    pipes = {
+        pipe.name: pipe.bandwidth_bytes_per_s / (host.ranks if pipe.name in host.shared else 1)
+        for pipe in host.machine.pipes
+    }
+    rates = (x.bandwidth_bytes_per_s / n for x, n in zip(links, users, strict=True))
+    return together(list(zip(links, rates, strict=True)), pipes)
 
 
 def layer_options(

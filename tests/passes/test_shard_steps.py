@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from gascompile.core.checks.hosts import named_hosts
+from gascompile.core.errors import UnsupportedOpError
 from gascompile.core.hosts import Hosts
 from gascompile.core.machine import Place, PlaceKind
 from gascompile.passes.parallel.chain import Block, chain
@@ -84,3 +85,19 @@ def test_an_option_by_hand() -> None:
     assert sharded.zero_stage == 3
     whole = next((o for o in options if o.params_over == 1 and o.states_over == 1), None)
     assert whole is None or whole.zero_stage == 0
+
+
+def test_what_ranks_share_has_even_parts() -> None:
+    world = world_of(_hosts(32 * GB, ranks=8))
+    # Four switches of 15.75 GB/s for eight ranks; one array of drives at 2 GB/s; 153.6 GB/s of DRAM.
+    assert world.rates["to gpu"] == pytest.approx(15.75e9 / 2)
+    assert world.rates["drive read"] == pytest.approx(2e9 / 8)
+    assert world.rates["dram"] == pytest.approx(153.6e9 / 8)
+
+
+def test_a_machine_without_rates_is_refused() -> None:
+    hosts = _hosts(32 * GB)
+    host = hosts.hosts[0]
+    silent = replace(host, machine=replace(host.machine, memory=()))
+    with pytest.raises(UnsupportedOpError, match="rate of its memory"):
+        world_of(replace(hosts, hosts=(silent,)))
