@@ -28,6 +28,7 @@ from gascompile.passes.bounds.interval_program import Relaxation, interval_progr
 from gascompile.passes.bounds.prove_all import BOUND_SLOTS
 from gascompile.passes.intervals.events import interval_steps
 from gascompile.passes.intervals.exact import Optimum, interval_exact
+from gascompile.passes.intervals.fewer_moves import fewer_moves
 from gascompile.passes.intervals.improve import improve
 from gascompile.passes.intervals.queueing import interval_queues
 from gascompile.passes.intervals.recompute import Remake, interval_recompute, rerunnable
@@ -176,7 +177,7 @@ def _found(search: Search, reserved_bytes: int, bound_s: float) -> IntervalPlan:
             return _exact_plan(task, exact)
         if exact is not None and exact.complete and search.best is not None:
             search.bound_s = search.best.seconds
-    return _plan(search, solver)
+    return _plan(search, fewer_moves(search, remakes), solver)
 
 
 def _all_of(search: Search, max_labels: int, time_limit_s: float) -> Optimum | None:
@@ -219,9 +220,8 @@ def _refined(search: Search, remakes: Mapping[int, Remake], candidates: Iterator
     return solver
 
 
-def _plan(search: Search, solver: str) -> IntervalPlan:
-    best, task = search.best, search.task
-    assert best is not None, "what is not refused has a schedule"
+def _plan(search: Search, best: Found, solver: str) -> IntervalPlan:
+    task = search.task
     steps = interval_steps(best.schedule)
     seconds = _replayed_s(task, steps)
     return IntervalPlan(

@@ -13,9 +13,36 @@ from gascompile.runtime.stores import Store
 Value = Any
 
 
+_aten = torch.ops.aten
+_DIRECT: dict[object, Callable[..., Value]] = {
+    _aten.add.Tensor: torch.add,
+    _aten.cat.default: torch.cat,
+    _aten.expand.default: torch.Tensor.expand,
+    _aten.mean.dim: torch.mean,
+    _aten.mul.Tensor: torch.mul,
+    _aten.neg.default: torch.neg,
+    _aten.reshape.default: torch.reshape,
+    _aten.rsqrt.default: torch.rsqrt,
+    _aten.transpose.int: torch.transpose,
+    _aten.unsqueeze.default: torch.unsqueeze,
+    _aten.view.default: torch.Tensor.view,
+}
+"""Functions of torch that call the same overload without a walk through its schema.
+
+[Empirical] They take 1.1 to 4.9 us where the overload takes 2.2 to 9; a token of a language model is hundreds of calls.
+"""
+_MAKING = (_aten.linear.default, _aten.scaled_dot_product_attention.default)
+"""Ops of which torch does not say that their results are new, as those of products are."""
+
+
+def direct(target: Callable[..., Value]) -> Callable[..., Value]:
+    """Return what to call for an op: the same, or what does the same with less around it."""
+    return _DIRECT.get(target, target)
+
+
 def may_return_its_input(target: Value) -> bool:
     """Return whether an op that made a copy at the planned sizes may return a view at others."""
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, torch._ops.OpOverload) or target in _MAKING:
         return False
     return any(value.alias_info for value in target._schema.returns) or (
         torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), "CompositeImplicitAutograd")

@@ -28,7 +28,7 @@ from gascompile.runtime.run.counted_runs import CountedRuns
 from gascompile.runtime.run.lane import Lane
 from gascompile.runtime.run.meter import LiveBytes, process_peak_bytes
 from gascompile.runtime.run.recording import Recording
-from gascompile.runtime.run.schedule import Schedule
+from gascompile.runtime.run.schedule import Schedule, without_arrivals
 from gascompile.runtime.run.session import Session
 from gascompile.runtime.run.steps import compile_steps
 from gascompile.runtime.transfer.crossings import AbortedError
@@ -107,6 +107,8 @@ class Executor:
             is_random = any(draws(node.target) for node in graph_module.graph.nodes)
             self._counted = CountedRuns(counter, session, plan, on_exceed, draws=is_random)
             self._schedule = self._counted.prepared(self._schedule)
+        self._has_residents = False
+        """Whether all resident weights are there, for which no step waits any more."""
         self.last_run: RunReport | None = None
         self._lane: Lane | None = None
         """Of the latest run, where ops run on several sites."""
@@ -198,6 +200,8 @@ class Executor:
     ) -> tuple[Any, ...]:
         if of is not None or self._graphs is None:
             make_room(self._session, self._plan)
+            if not self._has_residents and self._session.is_loaded:
+                self._has_residents, self._schedule = True, without_arrivals(self._schedule)
             schedule, recording = of or (self._schedule, None)
             return self._run(schedule, inputs, warm=warm, recording=recording)
         try:

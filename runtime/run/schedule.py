@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from torch import fx
 
-from gascompile.runtime.devices.graph_rules import Trait
+from gascompile.runtime.devices.graph_rules import ARRIVAL, Trait
 from gascompile.runtime.run.meter import Meter
 
 # Values of a graph are tensors, numbers and tuples of them; nothing here looks inside.
@@ -51,6 +51,12 @@ class Schedule:
     """Number of a user input and the slot that has it on the host, for ops that run there."""
     host_lasting: tuple[tuple[str, int], ...] = ()
     """Name and slot of what lasts and rests on the host, where ops change it."""
+
+
+def without_arrivals(schedule: Schedule) -> Schedule:
+    """Return a schedule for runs that find all resident weights in place."""
+    steps = tuple(step for step in schedule.steps if step.trait.host is not ARRIVAL)
+    return replace(schedule, steps=steps)
 
 
 def nothing(_values: list[Value]) -> tuple[Value, ...]:

@@ -19,6 +19,7 @@ from gascompile.core.program import SITE, STEP, op_name
 from gascompile.runtime.devices.graph_rules import ARRIVAL, MOVE, RELEASE, Trait, trait_of
 from gascompile.runtime.kernels.fused import FusedSegment, bind, segment_nodes
 from gascompile.runtime.run.calls import (
+    direct,
     may_return_its_input,
     owning,
     patching,
@@ -296,7 +297,7 @@ class _Builder(SiteSteps):
         assert callable(node.target)
         if node.target is moves.gather:
             return partial(self._mover.gather_at, op), gather_of(tuple(node.args[1:]), self._index)
-        function: Callable[..., Value] = node.target
+        function = direct(node.target)
         constant = {k: v for k, v in node.kwargs.items() if not has_node(v)}
         varying = {k: v for k, v in node.kwargs.items() if k not in constant}
         if varying:

@@ -12,7 +12,7 @@ from gascompile.core.budget import Budget
 from gascompile.core.errors import InfeasiblePlanError
 from gascompile.core.machine import Interference
 from gascompile.core.plan import Plan
-from gascompile.core.steps import Recompute
+from gascompile.core.steps import Offload, Recompute
 from gascompile.core.workload import Workload
 from gascompile.cost_models.simulate.replay import link_bytes
 from gascompile.passes.intervals.plan_intervals import plan_intervals
@@ -72,6 +72,38 @@ def test_of_two_tensors_that_may_leave_in_time_the_smaller_one_does() -> None:
     # The seconds are those of links, as ops do not feel the moves there; the bound feels them.
     assert found.seconds == 64.0
     assert found.bound_s == pytest.approx(68.0, rel=1e-3)
+
+
+def adapted(num_layers: int) -> Workload:
+    """Return a step over frozen layers: forward with what is saved, backward, and a small update in each."""
+    sizes = [(f"w{i}", "weight", 10) for i in range(num_layers)]
+    sizes += [(f"s{i}", "activation", 4) for i in range(num_layers)]
+    sizes += [(f"t{i}", "state", 1) for i in range(num_layers)]
+    forward = [op(f"forward {i}", 8, f"w{i} t{i}", f"s{i}") for i in range(num_layers)]
+    backward = [
+        op(f"backward {i}", 8, f"w{i} s{i} t{i}", f"t{i}") for i in reversed(range(num_layers))
+    ]
+    words = " ".join(f"{name}:{kind}:{size}" for name, kind, size in sizes)
+    return task(words, *forward, *backward)
+
+
+def test_where_all_moves_are_hidden_weights_come_anew_and_nothing_saved_goes_out() -> None:
+    """Whatever leaves, ops take all of the time; what is saved would be moved twice, and weights once."""
+    num_layers, budget = 30, 250
+    workload, machine = adapted(num_layers), drive(100.0, 100.0)
+    places = tuple(replace(place, size_bytes=1000) for place in machine.places)
+    machine = replace(machine, places=places)
+    limits = {"cpu": budget}
+    found = plan_intervals(workload, machine, limits, time_limit_s=5, recompute=False)
+    simulate(workload, machine, found.steps, found.homes, limits_bytes=limits)
+    ops_s = 16.0 * num_layers
+    assert found.seconds <= ops_s * 1.001
+    assert not any(isinstance(step, Offload) for step in found.steps)
+    # What is not there as the forward pass begins, and as the backward pass does beside all that is saved, has to come.
+    held = budget - num_layers
+    least = (10 * num_layers - held) + (10 * num_layers - (held - 4 * num_layers))
+    moved = sum(link_bytes(found.steps, workload.ops, machine).values())
+    assert least <= moved <= 1.2 * least
 
 
 def certified(workload: Workload, budget: int, op_s_per_byte: float) -> Plan:

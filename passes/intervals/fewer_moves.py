@@ -1,0 +1,95 @@
+"""Fewer moves: of plans that take about as long as the fastest one found, one that moves fewer bytes.
+
+In predicted seconds a transfer beside ops is free. In real ones it takes some of the processors, of the memory's
+bandwidth and of the drive, which transfers that are waited for then lack.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping
+
+from gascompile.passes.intervals.recompute import Remake
+from gascompile.passes.intervals.search import FEW_TENSORS, Found, Search
+from gascompile.passes.intervals.seeds import RECOMPUTE_RATIOS, cheap
+from gascompile.passes.intervals.selection import Selection
+from gascompile.passes.model.interval_layout import Layout, layout
+
+_SLOWER = 2e-3
+"""Share of the seconds that a plan with fewer moves may take longer: a fifth of the default gap."""
+_PENALTIES = (2.0, 2.5, 3.0, 4.0)
+"""How many times as far away the next use of what is written out and comes back has to be, for it to leave first.
+
+It moves twice, and what has a copy outside once. [Empirical] Over 22 layers that are frozen but for adapters, 2 gave
+the fewest bytes in the same time, 4 a tenth less in 0.8 % more.
+"""
+
+
+def fewer_moves(search: Search, remakes: Mapping[int, Remake]) -> Found:
+    """Return the schedule that moves the fewest bytes of those within a margin of the best one; of few tensors that.
+
+    The work of the search is not asked for: a fixed number of schedules is made.
+    """
+    best = search.best
+    assert best is not None, "what is not refused has a schedule"
+    if len(search.task.names) <= FEW_TENSORS or not best.schedule.moved_bytes:
+        return best
+    most_s, lean, least = best.seconds * (1 + _SLOWER), best, best.schedule.moved_bytes
+    rerun = (cheap(search.base, remakes, ratio) for ratio in RECOMPUTE_RATIOS)
+    layouts = {best.selection.plan.runs: best.selection.plan, search.base.runs: search.base}
+    for dropped in dict.fromkeys(dropped for dropped in rerun if dropped):
+        plan = layout(search.task, dropped)
+        layouts.setdefault(plan.runs, plan)
+    for plan in layouts.values():
+        if float(plan.clock[-1]) > most_s:
+            continue
+        for penalty in _PENALTIES:
+            selection = fewest_moves(plan, penalty)
+            for lead_s in dict.fromkeys((None, best.lead_s)):
+                found = search.consider("fewest_moves", selection, lead_s=lead_s, rounds=1)
+                if found is None or found.seconds > most_s:
+                    continue
+                if (moved := found.schedule.moved_bytes) < least:
+                    lean, least = found, moved
+    return lean
+
+
+def fewest_moves(plan: Layout, penalty: float) -> Selection:
+    """At each run that does not fit, send away what is used last from there on, as Belady would.
+
+    Args:
+        plan: the runs and their intervals.
+        penalty: what has to be written out counts as used so many times sooner.
+    """
+    found = Selection(plan)
+    found.settle()
+    begun: list[list[int]] = [[] for _ in range(plan.num_runs + 1)]
+    for j, interval in enumerate(plan.intervals):
+        for start, end in plan.spans(interval):
+            if start < end:
+                begun[start].append(j)
+    waiting: tuple[list[tuple[int, int]], ...] = ([], [])
+    for run in range(plan.num_runs):
+        for j in begun[run]:
+            heapq.heappush(waiting[_is_dirty(plan, j)], (-_next_use(plan, j, run), -j))
+        while int(found.memory[run]) > plan.task.limit_bytes:
+            clean, dirty = (-heap[0][0] - run if heap else 0 for heap in waiting)
+            if max(clean, dirty) <= 0:
+                break
+            heap = waiting[clean * penalty < dirty]
+            found.add(-heapq.heappop(heap)[1])
+    longest = sorted(range(len(plan.intervals)), key=lambda j: -plan.idle_s[j])
+    found.fill((j, None) for j in longest)
+    return found
+
+
+def _next_use(plan: Layout, j: int, run: int) -> int:
+    """Return the run that needs an interval's tensor next, counted on into the next iteration."""
+    interval = plan.intervals[j]
+    return interval.end + (plan.num_runs if interval.wraps and run > interval.start else 0)
+
+
+def _is_dirty(plan: Layout, j: int) -> bool:
+    """Return whether a tensor has to be written out before it leaves."""
+    tensor = plan.intervals[j].tensor
+    return not plan.task.persistent[tensor] or plan.task.written[tensor]
