@@ -89,6 +89,8 @@ class FixedCache(Cache):
         """Whether masks are made for it before a call; a call makes them piece by piece."""
         return self._has_masks
 
+    _latest = -1
+    _positions: torch.Tensor | None = None
     _has_masks = False
     has_drafts = False
     """Whether tokens come that are taken back where the model would not have chosen them."""
@@ -114,7 +116,14 @@ class FixedCache(Cache):
         keys, values = [of.keys for of in layers], [of.values for of in layers]
         return FixedCache(self.position, _length(self.size), keys, values)
 
-    def update(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_idx: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write keys and values of a layer and return all of them; in captured programs alone.
 
         Raises:
@@ -125,7 +134,15 @@ class FixedCache(Cache):
                 "a cache that a compiled model has filled is for compiled models; give this one none, "
                 "and the whole text"
             )
-        return super().update(*args, **kwargs)
+        if layer_idx <= self._latest:
+            # Another pass over the layers, which all write to the same positions.
+            self._positions = None
+        self._latest = layer_idx
+        layer = self._fixed[layer_idx]
+        if self._positions is None:
+            self._positions = layer.positions(key_states)
+        layer.at = self._positions
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def get_seq_length(self, layer_idx: int = 0) -> Any:
         """Return how many tokens it holds; to a program that is captured, as a tensor."""
@@ -203,6 +220,8 @@ class FixedLayer(CacheLayerMixin):
     values: torch.Tensor
     window: int | None = None
     """Positions that a call looks at; ``None`` for all."""
+    at: torch.Tensor | None = None
+    """Where the call at hand writes, if that is known; ``positions`` says it, too."""
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor, position: torch.Tensor) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -219,12 +238,18 @@ class FixedLayer(CacheLayerMixin):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write the new keys and values at their positions and return those that the call looks at."""
         del args, kwargs
-        positions = torch.arange(key_states.shape[-2], device=key_states.device) + self._position
+        positions, self.at = self.at, None
+        if positions is None:
+            positions = self.positions(key_states)
         self.keys.index_copy_(2, positions, key_states)
         self.values.index_copy_(2, positions, value_states)
         if self.window is None:
             return self.keys, self.values
         return self.keys.narrow(2, 0, self.window), self.values.narrow(2, 0, self.window)
+
+    def positions(self, key_states: torch.Tensor) -> torch.Tensor:
+        """Return where keys of new tokens go, ``[tokens]``."""
+        return torch.arange(key_states.shape[-2], device=key_states.device) + self._position
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return the length of the keys and the position of the first."""

@@ -18,6 +18,8 @@ _DIRECT: dict[object, Callable[..., Value]] = {
     _aten.add.Tensor: torch.add,
     _aten.cat.default: torch.cat,
     _aten.expand.default: torch.Tensor.expand,
+    _aten.index_copy_.default: torch.Tensor.index_copy_,
+    _aten.linear.default: torch.nn.functional.linear,
     _aten.mean.dim: torch.mean,
     _aten.mul.Tensor: torch.mul,
     _aten.neg.default: torch.neg,
