@@ -7,6 +7,7 @@ checkpoints and how they are resumed.
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
@@ -163,6 +164,10 @@ class GasStrategy(SingleDeviceStrategy):  # type: ignore[misc]  # the library ma
 
     def _require_followed(self, trainer: Any) -> None:
         module, precision = self._module(), self.precision_plugin
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            _refuse(
+                "torchrun has started several processes, and this strategy trains in one; start it without"
+            )
         if not module.automatic_optimization or len(self.optimizers) != 1:
             _refuse(
                 f"{type(module).__name__} has {len(self.optimizers)} optimizers, or steps them by itself: a planned "

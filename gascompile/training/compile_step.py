@@ -14,7 +14,6 @@ from gascompile.core.budget import Budget
 from gascompile.core.config import CompileConfig
 from gascompile.core.errors import DeviceError, UnsupportedOpError
 from gascompile.core.machine import Machine
-from gascompile.distributed.ranks import find_ranks
 from gascompile.machines.admission import admit
 from gascompile.machines.resolve import resolve_machine
 from gascompile.runtime.memory.host_slots import FILE
@@ -24,7 +23,7 @@ from gascompile.training.capture.requirements import prepared, require_followed
 from gascompile.training.capture.traced_loss import LossFunction
 from gascompile.training.optimizers.optimizers import SUPPORTED, StateForm, require_rule
 from gascompile.training.optimizers.unplanned import require_step
-from gascompile.training.rank_step import Rows, joined, require_planned_for_ranks
+from gascompile.training.rank_step import Rows, joined, ranks_for
 from gascompile.training.saved_plans import SavedPlans
 from gascompile.training.settings import OnNan, Settings
 from gascompile.training.state.file_values import FileValues
@@ -126,56 +125,55 @@ def compile_step(
         RankError: ranks have other models or optimizers, or one has failed.
         StorageError: a file cannot be written.
     """
-    ranks = find_ranks(mesh)
-    if ranks is not None:
-        require_planned_for_ranks(unplanned_optimizer=unplanned_optimizer, sites=sites)
-    settings = Settings(
-        max_grad_norm=max_grad_norm,
-        grad_norm=grad_norm,
-        accumulate=accumulate,
-        on_nan=on_nan,
-        replan=replan,
-        states=states,
-        unplanned=unplanned_optimizer,
-        on_exceed=on_exceed,
-        layout=ranks.layout if ranks is not None else None,
-    )
-    optimizer = _ruled(optimizer, settings)
-    require_followed(model, optimizer, settings.layout)
-    together = joined(ranks, model, loss_fn, optimizer, rows) if ranks is not None else None
-    options: dict[str, Any] = {"cache_dir": Path(cache_dir)} if cache_dir is not None else {}
-    config = CompileConfig(
-        time_limit_s=time_limit_s,
-        mip_gap=mip_gap,
-        fuse=fuse if on_nan != "locate" else "off",
-        fuse_runs=fuse_runs,
-        graphs=graphs,
-        sites=sites,
-        **options,
-    )
-    saved = SavedPlans(Path(plan)) if plan is not None else None
-    with together.one_by_one() if together is not None else nullcontext():
-        resolved, limits = _planned_for(saved, machine, budget, config.cache_dir)
-    _require_runnable(resolved, limits, settings)
-    step = TrainingStep(
-        model,
-        together.loss if together is not None else loss_fn,
-        optimizer,
-        budget=limits,
-        machine=admit(resolved),
-        config=config,
-        settings=settings,
-        values=FileValues(model, checkpoint) if checkpoint is not None else None,
-        saved=saved,
-        ranks=together,
-    )
-    if example_batch is not None:
-        try:
-            step.prepare(example_batch)
-        except BaseException:
-            step.close()
-            raise
-    return step
+    ranks = ranks_for(mesh, unplanned_optimizer=unplanned_optimizer, sites=sites, plan=plan)
+    with ranks.together() if ranks is not None else nullcontext():
+        settings = Settings(
+            max_grad_norm=max_grad_norm,
+            grad_norm=grad_norm,
+            accumulate=accumulate,
+            on_nan=on_nan,
+            replan=replan,
+            states=states,
+            unplanned=unplanned_optimizer,
+            on_exceed=on_exceed,
+            layout=ranks.layout if ranks is not None else None,
+        )
+        optimizer = _ruled(optimizer, settings)
+        require_followed(model, optimizer, settings.layout)
+        together = joined(ranks, model, loss_fn, optimizer, rows) if ranks is not None else None
+        options: dict[str, Any] = {"cache_dir": Path(cache_dir)} if cache_dir is not None else {}
+        config = CompileConfig(
+            time_limit_s=time_limit_s,
+            mip_gap=mip_gap,
+            fuse=fuse if on_nan != "locate" else "off",
+            fuse_runs=fuse_runs,
+            graphs=graphs,
+            sites=sites,
+            **options,
+        )
+        saved = SavedPlans(Path(plan)) if plan is not None else None
+        with together.one_by_one() if together is not None else nullcontext():
+            resolved, limits = _planned_for(saved, machine, budget, config.cache_dir)
+        _require_runnable(resolved, limits, settings)
+        step = TrainingStep(
+            model,
+            together.loss if together is not None else loss_fn,
+            optimizer,
+            budget=limits,
+            machine=admit(resolved),
+            config=config,
+            settings=settings,
+            values=FileValues(model, checkpoint) if checkpoint is not None else None,
+            saved=saved,
+            ranks=together,
+        )
+        if example_batch is not None:
+            try:
+                step.prepare(example_batch)
+            except BaseException:
+                step.close()
+                raise
+        return step
 
 
 def _ruled(optimizer: torch.optim.Optimizer, settings: Settings) -> torch.optim.Optimizer:

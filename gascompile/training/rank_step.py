@@ -6,8 +6,9 @@ import contextlib
 import hashlib
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import fx, nn
@@ -16,14 +17,18 @@ from gascompile.core import serial
 from gascompile.core.errors import UnsupportedOpError
 from gascompile.core.reports import RunReport
 from gascompile.distributed.balance import Balance
-from gascompile.distributed.ranks import Ranks
+from gascompile.distributed.ranks import Ranks, find_ranks
 from gascompile.distributed.rows import RowSampler, num_rows
 from gascompile.runtime.collectives.exchange import exchanging
 from gascompile.training.capture.rank_loss import RankLoss
 from gascompile.training.capture.synchronised_norm import require_synchronised
 from gascompile.training.capture.traced_loss import LossFunction
 from gascompile.training.optimizers import rank_ops
+from gascompile.training.state.train_state import States
 from gascompile.training.unit import Unit
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 _log = logging.getLogger(__name__)
 
@@ -40,6 +45,7 @@ class RankStep:
         self._ranks, self.loss, self._policy = ranks, loss, rows
         self._balance: Balance | None = None
         self._last_rows: list[int] = []
+        self._marks: WeakKeyDictionary[fx.GraphModule, list[list[object]]] = WeakKeyDictionary()
         self._time_s = self._waited_s = 0.0
         """Of this rank's last step, without exchanges; and in exchanges."""
 
@@ -109,21 +115,26 @@ class RankStep:
             if is_first:
                 self.alike("the first rank of each host")
 
-    def meet(
-        self, unit: Unit, batch: Any, hyper: Sequence[torch.Tensor], counts: Mapping[str, int]
-    ) -> None:
+    def meet(self, unit: Unit, batch: Any, hyper: Sequence[torch.Tensor], states: States) -> None:
         """Wait for all ranks before a run, compare what they are about to do, and weigh this rank's rows.
+
+        Values that one rank alone has read in or written to since the last step would make ranks drift apart: how often
+        that has happened is compared, too.
 
         Raises:
             RankError: a rank calls something else, has other hyperparameters, or has failed.
         """
         own = 1 if self._policy == "equal" else num_rows(batch)
         options = [tensor.tolist() for tensor in hyper]
-        facts = [unit.trains, _sequence(unit.graph_module.graph), options, sorted(counts.items())]
+        marks = self._marks.get(unit.graph_module)
+        if marks is None:
+            marks = self._marks[unit.graph_module] = _sequence(unit.graph_module.graph)
+        counts = [states.num_batches, states.generation, sorted(states.pending)]
+        facts = [unit.trains, marks, options, sorted(states.counts.items()), counts]
         predicted = int(unit.plan.certificate.predicted_s / _MICROSECOND)
         numbers = [own, int(self._time_s / _MICROSECOND), predicted]
         table = self._ranks.compare(
-            "what the step does, its hyperparameters or the number of updates",
+            "what the step does, its hyperparameters, the number of updates or how often values were set",
             serial.digest(facts).encode(),
             numbers,
         )
@@ -207,24 +218,37 @@ def joined(
     return step
 
 
-def require_planned_for_ranks(*, unplanned_optimizer: bool, sites: str) -> None:
-    """Refuse options of a step that several ranks do not plan.
+def ranks_for(
+    mesh: DeviceMesh | None, *, unplanned_optimizer: bool, sites: str, plan: object
+) -> Ranks | None:
+    """Return the ranks that train together, if there are several.
 
     Raises:
-        UnsupportedOpError: names the option.
+        UnsupportedOpError: an option that several ranks do not plan.
     """
-    option = "unplanned_optimizer=True" if unplanned_optimizer else f"sites={sites!r}"
-    if unplanned_optimizer or sites != "one":
+    ranks = find_ranks(mesh)
+    options = {
+        "unplanned_optimizer=True": unplanned_optimizer,
+        f"sites={sites!r}": sites != "one",
+        "plan=": plan is not None,
+    }
+    option = next((name for name, is_given in options.items() if is_given), None)
+    if ranks is not None and option is not None:
         raise UnsupportedOpError(
             f"{option} is for one process, and torchrun has started several; leave it out, or run one"
         )
+    return ranks
 
 
 def _sequence(graph: fx.Graph) -> list[list[object]]:
-    """Return the exchanges of a program in their order, with the sizes that all ranks have to agree on."""
+    """Return the updates and exchanges of a program in their order, with the sizes that ranks have to agree on."""
     found: list[list[object]] = []
     for node in graph.nodes:
-        if node.op == "call_function" and rank_ops.exchanges(node.target):
+        if node.op != "call_function":
+            continue
+        if str(node.target).startswith("gascompile_updates"):
+            found.append([str(node.target)])
+        if rank_ops.exchanges(node.target):
             bounds = [arg for arg in node.args if _is_numbers(arg)]
             values = node.meta.get("val") if node.target is rank_ops.add else ()
             shapes = [list(value.shape) for value in values or ()]

@@ -185,8 +185,9 @@ class TrainingStep(StepValues):
 
     def prepare(self, batch: Any) -> None:
         """Plan for batches like this one, unless that has been done."""
-        for number in range(min(self._settings.accumulate, 2)):
-            self._unit(batch, trains=True, updates=number == 0)
+        with self.ranks.together() if self.ranks else nullcontext():
+            for number in range(min(self._settings.accumulate, 2)):
+                self._unit(batch, trains=True, updates=number == 0)
 
     def _unit(
         self, batch: Any, *, trains: bool, updates: bool = False, calls: bool = False
@@ -262,7 +263,7 @@ class TrainingStep(StepValues):
                 self._holdings.settle(other)
         unit.program.require_outside()
         if ranks is not None:
-            ranks.meet(unit, batch, hyper, states.counts)
+            ranks.meet(unit, batch, hyper, states)
         states.covers.changed()
         outside = map(values_of, unit.program.outside)
         inputs = [*pytree.tree_leaves(batch), *outside, *hyper]
@@ -286,7 +287,12 @@ class TrainingStep(StepValues):
         Raises:
             PlanMismatchError: a plan rests on what another process cannot compare, or nothing has been planned yet.
             StorageError: the folder cannot be written, or holds something else.
+            UnsupportedOpError: plans of several ranks, of which each is one rank's own.
         """
+        if self.ranks is not None:
+            raise UnsupportedOpError(
+                "plans of several ranks differ by rank, and a folder holds those of one process; the cache keeps them"
+            )
         save_plans(self._units, Path(folder))
 
     def close(self) -> None:

@@ -147,6 +147,45 @@ def _other_lr(_: TrainingStep, optimizer: torch.optim.Optimizer) -> None:
     optimizer.param_groups[0]["lr"] = 0.5
 
 
+def _read(step: TrainingStep, _: object) -> None:
+    step.state_dict()
+
+
+def _edit(step: TrainingStep, optimizer: torch.optim.Optimizer) -> None:
+    parameter = optimizer.param_groups[0]["params"][-1]
+    with torch.no_grad():
+        parameter.add_(1.0)
+
+
+def _local_norm(scenario: Scenario, folder: Path) -> dict[str, Any]:
+    """A batch norm that is called where it is not computed over all ranks, and a buffer that rows change."""
+
+    class Own(nn.Module):
+        mean: torch.Tensor
+
+        def __init__(self, *, by_rows: bool) -> None:
+            super().__init__()
+            self.layer, self.by_rows = nn.Linear(48, 3), by_rows
+            self.register_buffer("mean", torch.zeros(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y: torch.Tensor = self.layer(x)
+            if self.by_rows:
+                self.mean.mul_(0.9).add_(y.detach().mean(0))
+                return y
+            return torch.batch_norm(y, None, None, None, None, True, 0.1, 1e-5, False)
+
+    said = []
+    for by_rows in (False, True):
+        model = Own(by_rows=by_rows)
+        try:
+            with opened(scenario, model, optimizer_of(scenario, model), folder) as step:
+                step(own_rows(batches(scenario)[0], scenario))
+        except GASCompileError as error:
+            said.append(f"{type(error).__name__}: {error}")
+    return {"said": said}
+
+
 def _fail(*_: object) -> None:
     raise ValueError("a hook of the user's")
 
@@ -172,6 +211,9 @@ KINDS: dict[str, Callable[[Scenario, Path], dict[str, Any]]] = {
     "eval": _with(
         lambda step, _: step.eval(own_rows(batches(SCENARIOS["adamw"])[0], SCENARIOS["adamw"]))
     ),
+    "edits": _with(_edit),
+    "reads": _with(_read),
+    "local norm": _local_norm,
     "raises": _with(_fail),
     "killed": _with(_kill_in_the_middle),
     "other model": _other_model,

@@ -19,6 +19,8 @@ from tests.distributed import rank_worker
 from tests.distributed.jobs import SCENARIOS, Scenario, eager, rows_of
 
 _LIMIT_S = 240.0
+DIFFERENT = ("other model", "other lr", "eval", "edits", "reads")
+"""What one rank does by itself."""
 _ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -80,10 +82,8 @@ def close(found: Any, wanted: Any) -> None:
 def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What two ranks left that train, meet what breaks nothing, and in the end what does."""
     folder = tmp_path_factory.mktemp("two")
-    asked = [f"trains:{name}" for name in SCENARIOS]
-    codes = run_job(
-        folder, 2, *asked, "nan", "resumes", "other model", "other lr", "eval", "raises"
-    )
+    asked = [*(f"trains:{name}" for name in SCENARIOS), "nan", "resumes", *DIFFERENT]
+    codes = run_job(folder, 2, *asked, "local norm", "raises")
     assert codes == [0, 0], [(folder / f"log-{r}").read_text()[-3000:] for r in range(2)]
     return folder
 
@@ -139,11 +139,18 @@ def test_a_checkpoint_is_one_of_any_number_of_ranks(two: Path) -> None:
         close(rank["losses"], wanted.next_losses)
 
 
-@pytest.mark.parametrize("asked", ["other model", "other lr", "eval"])
+@pytest.mark.parametrize("asked", DIFFERENT)
 def test_ranks_that_differ_are_refused_on_all(two: Path, asked: str) -> None:
     for rank in left_by(two, 2, asked):
         assert rank["rank"] == 1
         assert "rank 1 and rank 0 differ" in rank["said"]
+
+
+def test_what_one_rank_computes_by_itself_is_refused(two: Path) -> None:
+    for rank in left_by(two, 2, "local norm"):
+        assert [said.partition(":")[0] for said in rank["said"]] == ["UnsupportedOpError"] * 2
+        assert "normalises by the rows of one rank" in rank["said"][0]
+        assert "'mean'" in rank["said"][1]
 
 
 def test_who_fails_takes_the_others_along(two: Path) -> None:

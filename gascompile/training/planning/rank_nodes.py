@@ -61,6 +61,25 @@ def gathered(graph: fx.Graph, slot: Slot, parameter: fx.Node) -> None:
         node.meta["val"] = None
 
 
+def require_synchronised(graph: fx.Graph) -> None:
+    """Refuse batch norms over the rows of one rank; those of ``functional.batch_norm`` are over all ranks' by now.
+
+    Raises:
+        UnsupportedOpError: names the op.
+    """
+    for node in graph.nodes:
+        target = node.target
+        if not isinstance(target, torch._ops.OpOverload) or "batch_norm" not in str(target):
+            continue
+        names = [argument.name for argument in target._schema.arguments]
+        given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+        if given.get("training") or given.get("train"):
+            raise UnsupportedOpError(
+                f"{target} normalises by the rows of one rank; call torch.nn.functional.batch_norm or a module of "
+                "torch.nn, which several ranks compute over all rows, or train in one process"
+            )
+
+
 def require_same_on_all(name: str, value: fx.Node, inputs: Collection[str]) -> None:
     """Refuse a new value of a buffer that the rows of one rank decide.
 

@@ -120,8 +120,7 @@ class _Builder:
         self._check: fx.Node | None = None
         self._tiles: dict[str, Tile] = {}
         self._tile_nodes: dict[str, fx.Node] = {}
-        self._parts: dict[str, list[fx.Node]] = {}
-        """Of gradients, what this rank updates, by parameter and range."""
+        self._parts: dict[str, list[fx.Node]] = {}  # of gradients, what this rank updates
         self._hyper: list[fx.Node] = []
         self._norms: list[fx.Node] = []
         self._part_norms: list[fx.Node] = []  # of what other ranks have other parts of
@@ -135,6 +134,7 @@ class _Builder:
             with self._graph.inserting_before(joint.loss.next):
                 (self._loss,) = rank_nodes.added(self._graph, [joint.loss])
             self.outputs = (self._loss,)
+            rank_nodes.require_synchronised(self._graph)
         with self._graph.inserting_before(next(iter(self._graph.nodes))):
             self._add_placeholders()
 
