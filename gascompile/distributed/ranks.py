@@ -10,11 +10,14 @@ import contextlib
 import hashlib
 import os
 import socket
+import threading
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -37,9 +40,24 @@ _REASON_S = 2.0
 """A rank that fails writes its reason before it leaves; one that was killed never does."""
 _WORDS, _MOST_NUMBERS = 4, 4
 _jobs = iter(range(1 << 62))
-_open: dict[tuple[int, ...], tuple[dist.ProcessGroup, dist.ProcessGroup, Ladder | None]] = {}
-"""Groups of this process by their members: kept for the next step, as a group that is opened again under the name of
-one that is gone may find the old addresses."""
+_LOOK = timedelta(seconds=5)
+"""How often a rank that waits between steps looks whether the others of its host still run."""
+
+
+@dataclass(slots=True)
+class _Groups:
+    """What steps over the same members share."""
+
+    base: dist.ProcessGroup
+    meeting: dist.ProcessGroup
+    work: dist.ProcessGroup
+    ladder: Ladder | None = None
+    users: WeakSet[Ranks] = field(default_factory=WeakSet)
+
+
+_open: dict[tuple[int, ...], _Groups] = {}
+"""By members: kept for the next step, as a group that is opened again under the name of one that is gone may find the
+old addresses."""
 
 
 class Ranks:
@@ -49,26 +67,30 @@ class Ranks:
         """Open own groups over the ranks of ``base``."""
         members = dist.get_process_group_ranks(base)
         self.layout = RankLayout(rank=dist.get_rank(base), size=len(members))
-        self._members = tuple(members)
-        if self._members not in _open:
+        self._members, self._job = tuple(members), next(_jobs)
+        if self._members not in _open or _open[self._members].base is not base:
             # A part of the job opens its groups without the other ranks.
             alone = len(members) < dist.get_world_size()
             open_group = partial(dist.new_group, members, timeout=_MEET, backend="gloo")
             first, second = (open_group(use_local_synchronization=alone) for _ in range(2))
-            _open[self._members] = first, second, None
+            _open[self._members] = _Groups(base, first, second)
         self._store = c10d.PrefixStore(
-            f"gascompile/{'-'.join(map(str, members[:1]))}/{next(_jobs)}",
+            f"gascompile/{members[0]}/{self._job}",
             c10d._get_default_store(),
         )
         self._meeting: dist.ProcessGroup | None
         self._group: dist.ProcessGroup | None
-        self._meeting, self._group, ladder = _open[self._members]
+        groups = _open[self._members]
+        self._meeting, self._group = groups.meeting, groups.work
+        groups.users.add(self)
         self._failure: RankError | None = None
         self.exchange = Exchange(self._group, why=self._reason)
         self._store.set(f"host/{self.layout.rank}", f"{socket.gethostname()} {os.getpid()}")
-        self.ladder = ladder or Ladder(self.exchange)
+        # Now, as the store goes with the rank that keeps it.
+        hosts = [self._store.get(f"host/{rank}").decode() for rank in range(len(members))]
+        self._processes = [host.rpartition(" ")[::2] for host in hosts]
+        self.ladder = groups.ladder = groups.ladder or Ladder(self.exchange)
         """What exchanges take."""
-        _open[self._members] = self._meeting, self._group, self.ladder
 
     @property
     def is_open(self) -> bool:
@@ -89,7 +111,9 @@ class Ranks:
         """
         if self._failure is not None:
             raise self._failure
-        digest = hashlib.sha256(f"{what} {len(numbers)} ".encode() + facts).digest()
+        assert self._meeting is not None, "it has not failed"
+        heading = f"{self._job} {what} {len(numbers)} "
+        digest = hashlib.sha256(heading.encode() + facts).digest()
         words = [
             int.from_bytes(digest[8 * i : 8 * i + 8], "little", signed=True) for i in range(_WORDS)
         ]
@@ -98,11 +122,14 @@ class Ranks:
         own = torch.tensor([*words, *padded], dtype=torch.int64)
         rows = torch.empty(self.layout.size, len(own), dtype=torch.int64)
         try:
-            dist.all_gather(list(rows.unbind()), own, group=self._meeting)
+            work = dist.all_gather(list(rows.unbind()), own, group=self._meeting, async_op=True)
+            self._wait(work)
         except RuntimeError as error:
             raise self._reason(error) from error
         table = rows.tolist()
         others = [rank for rank, row in enumerate(table) if row[:_WORDS] != table[0][:_WORDS]]
+        if others and (failed := self._said()) is not None:
+            raise failed
         if others:
             raise RankMismatchError(
                 f"rank {', '.join(map(str, others))} and rank 0 differ in {what}, where rank {self.layout.rank} is: "
@@ -112,6 +139,27 @@ class Ranks:
             )
         return [row[_WORDS : _WORDS + len(numbers)] for row in table]
 
+    def _wait(self, work: dist.Work) -> None:
+        """Wait for a meeting, as long as the other ranks of this host run: one may load data for long.
+
+        Raises:
+            RuntimeError: one is gone or stopped.
+        """
+        until_s = time.monotonic() + _MEET.total_seconds()
+        while True:
+            try:
+                work.wait(_LOOK)
+                return
+            except RuntimeError:
+                # Of a wait that was too short, or of a group that is broken.
+                if work.is_completed() or time.monotonic() > until_s or self._gone() >= 0:
+                    raise
+
+    def _gone(self) -> int:
+        """Return a rank of this host that does not run any more, or -1."""
+        others = (rank for rank in range(self.layout.size) if rank != self.layout.rank)
+        return next((rank for rank in others if self._is_gone(rank)), -1)
+
     def send_from_first(self, tensors: Sequence[torch.Tensor]) -> None:
         """Give all ranks the values of rank 0.
 
@@ -119,13 +167,10 @@ class Ranks:
             RankError: a rank has failed.
         """
         for tensor in tensors:
-            value = tensor.contiguous()
             try:
-                dist.broadcast(value, group_src=0, group=self._meeting)
+                dist.broadcast(tensor, group_src=0, group=self._meeting)
             except RuntimeError as error:
                 raise self._reason(error) from error
-            if value is not tensor:
-                tensor.copy_(value)
 
     def expect(self, time_s: float) -> None:
         """Give a rank up that is silent for longer than ``SILENT_S`` and three times ``time_s`` in a step."""
@@ -155,10 +200,17 @@ class Ranks:
         self._failure = (
             error if isinstance(error, RankError) else RankError(_broken(own, said), rank=own)
         )
-        _open.pop(self._members, None)
-        for group in (self._group, self._meeting):
-            with contextlib.suppress(RuntimeError, ValueError, AssertionError):
-                dist.destroy_process_group(group)
+        groups = _open.get(self._members)
+        if groups is not None and groups.work is self._group:
+            del _open[self._members]
+        # In another thread: the end of a group waits for its exchanges, and for a stopped rank they wait for long.
+        ending = threading.Thread(target=_destroy, args=(self._group, self._meeting), daemon=True)
+        ending.start()
+        ending.join(_REASON_S)
+        # Other steps over the same ranks would go on alone.
+        for user in list(groups.users) if groups is not None else [self]:
+            user._failure = self._failure
+            user.close()
         self.close()
 
     def close(self) -> None:
@@ -169,37 +221,44 @@ class Ranks:
     def _reason(self, error: BaseException) -> RankError:
         """Return why an exchange broke: what a rank has said, or which one is gone."""
         until_s = time.monotonic() + _REASON_S
-        others = [rank for rank in range(self.layout.size) if rank != self.layout.rank]
-        while True:
-            for rank in others:
-                with contextlib.suppress(RuntimeError):
-                    if self._store.check([f"failed/{rank}"]):
-                        said = self._store.get(f"failed/{rank}").decode()
-                        return RankError(_broken(rank, said), rank=rank)
-            if time.monotonic() > until_s:
-                break
+        while time.monotonic() < until_s:
+            if (failed := self._said()) is not None:
+                return failed
             time.sleep(0.02)
-        gone = next((rank for rank in others if self._is_gone(rank)), -1)
-        who = f"rank {gone} is gone" if gone >= 0 else "a rank is gone, silent or hung"
+        gone = self._gone()
+        who = f"rank {gone} is gone or stopped" if gone >= 0 else "a rank is gone, silent or hung"
         return RankError(
             f"{who}: this is rank {self.layout.rank} of {self.layout.size}, and the exchange with the others broke "
             f"({_first_line(error)}). Start the job again from its last checkpoint; torchrun --max-restarts does so",
             rank=gone,
         )
 
+    def _said(self) -> RankError | None:
+        """Return what a rank that has failed said, if one has."""
+        for rank in range(self.layout.size):
+            # The store goes with the rank that keeps it.
+            with contextlib.suppress(RuntimeError):
+                if rank != self.layout.rank and self._store.check([f"failed/{rank}"]):
+                    said = self._store.get(f"failed/{rank}").decode()
+                    return RankError(_broken(rank, said), rank=rank)
+        return None
+
     def _is_gone(self, rank: int) -> bool:
-        """Return whether a rank of this host is no process any more."""
-        try:
-            host, _, pid = self._store.get(f"host/{rank}").decode().rpartition(" ")
-        except RuntimeError:
-            return False
+        """Return whether a rank of this host is no process any more, or a stopped one."""
+        host, pid = self._processes[rank]
         if host != socket.gethostname():
             return False
         try:
             with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as stat:
-                return stat.read().rpartition(")")[2].split()[0] == "Z"
+                return stat.read().rpartition(")")[2].split()[0] in "TZ"
         except OSError:
             return True
+
+
+def _destroy(*groups: dist.ProcessGroup | None) -> None:
+    for group in groups:
+        with contextlib.suppress(RuntimeError, ValueError, AssertionError):
+            dist.destroy_process_group(group)
 
 
 def find_ranks(mesh: DeviceMesh | None = None) -> Ranks | None:

@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import fx, nn
+from torch.utils import _pytree as pytree
 
 from gascompile.core import serial
 from gascompile.core.errors import UnsupportedOpError
@@ -24,6 +25,7 @@ from gascompile.training.capture.rank_loss import RankLoss
 from gascompile.training.capture.synchronised_norm import require_synchronised
 from gascompile.training.capture.traced_loss import LossFunction
 from gascompile.training.optimizers import rank_ops
+from gascompile.training.planning.step_program import StepProgram
 from gascompile.training.state.train_state import States
 from gascompile.training.unit import Unit
 
@@ -45,7 +47,7 @@ class RankStep:
         self._ranks, self.loss, self._policy = ranks, loss, rows
         self._balance: Balance | None = None
         self._last_rows: list[int] = []
-        self._marks: WeakKeyDictionary[fx.GraphModule, list[list[object]]] = WeakKeyDictionary()
+        self._marks: WeakKeyDictionary[fx.GraphModule, list[object]] = WeakKeyDictionary()
         self._time_s = self._waited_s = 0.0
         """Of this rank's last step, without exchanges; and in exchanges."""
 
@@ -81,19 +83,28 @@ class RankStep:
             RankError: ranks have other models or optimizers.
         """
         tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        names = {id(tensor): name for name, tensor in tensors.items()}
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                for key, value in sorted(optimizer.state.get(parameter, {}).items()):
+                    tensors[f"{names.get(id(parameter), '')}:{key}"] = torch.as_tensor(value)
         described = [
             [name, str(t.dtype), list(t.shape), t.device.type] for name, t in tensors.items()
         ]
         groups = [
-            [len(group["params"]), sorted(key for key in group if key != "params")]
+            [
+                [names.get(id(parameter), "") for parameter in group["params"]],
+                sorted(key for key in group if key != "params"),
+            ]
             for group in optimizer.param_groups
         ]
         kind = type(optimizer).__qualname__
         facts = serial.digest([type(model).__qualname__, described, kind, groups]).encode()
         self._ranks.compare("the model or the optimizer", facts)
-        whole = [t.detach() for t in tensors.values() if t.device.type == "cpu"]
+        whole = _memory_of([t.detach() for t in tensors.values() if t.device.type == "cpu"])
+        sizes = serial.digest([memory.numel() for memory in whole]).encode()
         sum_of = int.from_bytes(_digest(whole)[:7], "little")
-        found = self._ranks.compare("the number of its tensors", b"%d" % len(whole), [sum_of])
+        found = self._ranks.compare("how its tensors lie in memory", sizes, [sum_of])
         if any(row != found[0] for row in found):
             _log.info("ranks begin with other values: all take those of rank 0")
             self._ranks.send_from_first(whole)
@@ -128,7 +139,7 @@ class RankStep:
         options = [tensor.tolist() for tensor in hyper]
         marks = self._marks.get(unit.graph_module)
         if marks is None:
-            marks = self._marks[unit.graph_module] = _sequence(unit.graph_module.graph)
+            marks = self._marks[unit.graph_module] = _sequence(unit.program)
         counts = [states.num_batches, states.generation, sorted(states.pending)]
         facts = [unit.trains, marks, options, sorted(states.counts.items()), counts]
         predicted = int(unit.plan.certificate.predicted_s / _MICROSECOND)
@@ -181,13 +192,13 @@ class RankStep:
         """Return what an exchange takes; see ``Ladder.seconds``."""
         return self._ranks.ladder.seconds(size_bytes, divided=divided)
 
-    def alike(self, what: str) -> None:
-        """Wait until all ranks are here.
+    def alike(self, what: str, tensors: Sequence[torch.Tensor] = ()) -> None:
+        """Wait until all ranks are here, with the same values.
 
         Raises:
             RankError: one does something else, or has failed.
         """
-        self._ranks.compare(what, b"")
+        self._ranks.compare(what, _digest(_memory_of(tensors)))
 
     def leave(self, error: BaseException | None = None) -> None:
         """Leave the ranks, which end with ``error`` where there is one; idempotent."""
@@ -240,29 +251,64 @@ def ranks_for(
     return ranks
 
 
-def _sequence(graph: fx.Graph) -> list[list[object]]:
-    """Return the updates and exchanges of a program in their order, with the sizes that ranks have to agree on."""
-    found: list[list[object]] = []
-    for node in graph.nodes:
-        if node.op != "call_function":
-            continue
+def _sequence(step: StepProgram) -> list[object]:
+    """Return what programs of all ranks have in common: updates and exchanges in their order, and what buffers become.
+
+    Sizes of activations are each rank's own.
+    """
+    program = step.program
+    found: list[object] = [sorted(step.gradients)]
+    for node in program.op_nodes():
         if str(node.target).startswith("gascompile_updates"):
-            found.append([str(node.target)])
+            found.append([str(node.target), _named(node.args[0], step)])
         if rank_ops.exchanges(node.target):
             bounds = [arg for arg in node.args if _is_numbers(arg)]
             values = node.meta.get("val") if node.target is rank_ops.add else ()
             shapes = [list(value.shape) for value in values or ()]
             found.append([str(node.target), bounds, shapes])
+        if node.target is torch.ops.aten.copy_.default and _named(node.args[0], step):
+            found.append(_behind(node, step))
     return found
+
+
+def _named(argument: object, step: StepProgram) -> str:
+    """Return the parameter or buffer that an op writes to, directly or through a view; of a moment its parameter."""
+    while isinstance(argument, fx.Node) and argument.op != "placeholder":
+        argument = argument.args[0] if argument.args else None
+    name = step.program.bindings.get(argument.name, "") if isinstance(argument, fx.Node) else ""
+    return step.tiles[name].parameter if name in step.tiles else name
+
+
+def _behind(node: fx.Node, step: StepProgram) -> list[object]:
+    """Return the ops that make a buffer's new value, with their numbers, up to exchanges."""
+    found: list[object] = []
+    left, seen = [node], {node}
+    while left:
+        node = left.pop()
+        numbers = [arg for arg in pytree.tree_leaves(node.args) if not isinstance(arg, fx.Node)]
+        name = step.program.bindings.get(node.name, "")
+        found.append([str(node.target) if node.op != "placeholder" else name, repr(numbers)])
+        if not rank_ops.exchanges(node.target):
+            left += [source for source in node.all_input_nodes if source not in seen]
+            seen.update(node.all_input_nodes)
+    return found
+
+
+def _memory_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the memory of tensors as bytes, once where several share it."""
+    found = {}
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        found[storage.data_ptr()] = torch.empty(0, dtype=torch.uint8).set_(storage)
+    return [memory for memory in found.values() if memory.numel()]
 
 
 def _is_numbers(arg: object) -> bool:
     return isinstance(arg, (list, tuple)) and all(isinstance(item, int) for item in arg)
 
 
-def _digest(tensors: Sequence[torch.Tensor]) -> bytes:
+def _digest(memory: Sequence[torch.Tensor]) -> bytes:
     digest = hashlib.blake2b(digest_size=8)
-    for tensor in tensors:
-        flat = tensor.contiguous().view(-1).view(torch.uint8)
-        digest.update(flat.numpy().data)
+    for part in memory:
+        digest.update(part.numpy().data)
     return digest.digest()

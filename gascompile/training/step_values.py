@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from gascompile.core.errors import CheckpointError, ClosedStepError, StorageError
 from gascompile.distributed.rows import RowSampler
 from gascompile.training.optimizers.unplanned import changed_by
 from gascompile.training.rank_step import RankStep
-from gascompile.training.state.checkpoints import CheckpointFolder
+from gascompile.training.state.checkpoints import CheckpointFolder, found_in
 from gascompile.training.state.file_values import FileValues
 from gascompile.training.state.holdings import Holdings
 from gascompile.training.state.train_state import States
@@ -138,6 +139,10 @@ class StepValues:
             self._model.load_state_dict(state["model"])
             self.optimizer.load_state_dict(state["optimizer"])
             return
+        if self.ranks is not None:
+            leaves = pytree.tree_leaves([dict(state["model"]), state["optimizer"]])
+            tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+            self.ranks.alike("the state that is loaded", [tensor.cpu() for tensor in tensors])
         with self._restoring() as states:
             states.load_state_dict(state)
 
@@ -166,7 +171,7 @@ class StepValues:
             else:
                 checkpoints.take_part(states, changing)
             self.ranks.alike("the end of saving")
-        return checkpoints.newest()
+        return found_in(checkpoints.folder)[-1]
 
     def load(self, folder: str | os.PathLike[str]) -> dict[str, Any]:
         """Restore all of the newest checkpoint, torch's random numbers included; return its ``extra``.
@@ -176,8 +181,17 @@ class StepValues:
             StorageError: another job saves there, or a value cannot be kept.
             ValueError: nothing has been planned yet.
         """
-        with self._restoring() as states:
-            return self._checkpoints(folder).load(states, self._changing(states))
+        checkpoints = self._checkpoints(folder)
+        if self.ranks is None:
+            with self._restoring() as states:
+                return checkpoints.load(states, self._changing(states))
+        with self.ranks.together(), self._restoring() as states:
+            self.ranks.alike("loading a checkpoint")
+            # Rank 0 has the folder's lock, if it has saved there.
+            is_first = self.ranks.rank == 0
+            extra = checkpoints.load(states, self._changing(states), takes_lock=is_first)
+            self.ranks.alike(f"the checkpoint {found_in(checkpoints.folder)[-1].name}")
+        return extra
 
     @contextlib.contextmanager
     def _restoring(self) -> Iterator[States]:

@@ -8,10 +8,10 @@ refuses gathers of unequal parts. [Empirical] Between two processes of one host,
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
@@ -41,7 +41,7 @@ class Exchange:
 
     def add(self, values: torch.Tensor) -> None:
         """Replace a dense tensor by its sum over the ranks, which has the same bits on each."""
-        self._wait(partial(dist.all_reduce, values))
+        self._wait(dist.all_reduce, values)
 
     def add_part(self, values: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
         """Return this rank's part of the sum of ``values`` over the ranks.
@@ -53,7 +53,7 @@ class Exchange:
         own = sizes[self.rank]
         received = values.new_empty(own * self.size)
         every = [own] * self.size
-        self._wait(partial(dist.all_to_all_single, received, values, every, list(sizes)))
+        self._trade(received, values, every, sizes)
         # In the order of ranks, so that the sum does not depend on who computes it.
         parts = received.view(self.size, own)
         total = parts[0].clone()
@@ -66,10 +66,29 @@ class Exchange:
         begin, own = sum(sizes[: self.rank]), sizes[self.rank]
         sent = values[begin : begin + own].repeat(self.size)
         every = [own] * self.size
-        self._wait(partial(dist.all_to_all_single, values, sent, list(sizes), every))
+        self._trade(values, sent, sizes, every)
 
-    def _wait(self, begin: Callable[..., Any]) -> None:
-        """Begin an exchange and wait for its end.
+    def _trade(
+        self,
+        received: torch.Tensor,
+        sent: torch.Tensor,
+        received_sizes: Sequence[int],
+        sent_sizes: Sequence[int],
+    ) -> None:
+        """Send each rank its part of ``sent``, and receive as much as it has for this one."""
+
+        def begin(output: torch.Tensor, given: torch.Tensor, **how: Any) -> Any:
+            return dist.all_to_all_single(
+                output, given, list(received_sizes), list(sent_sizes), **how
+            )
+
+        self._wait(begin, received, sent)
+
+    def _wait(self, begin: Callable[..., Any], *tensors: torch.Tensor) -> None:
+        """Begin an exchange of ``tensors`` and wait for its end.
+
+        A group's own thread lets go of what it was given a moment after the wait, too late for a plan that counts on
+        the memory: it is given tensors that own none.
 
         Raises:
             RankError: it is broken; names the rank where that is known.
@@ -78,13 +97,29 @@ class Exchange:
             raise self._why(RuntimeError("this rank has left its group"))
         begin_s = time.perf_counter()
         try:
-            begin(group=self._group, async_op=True).wait(timedelta(seconds=self.silent_s))
-        except RuntimeError as error:
+            given = [_unowned(tensor) for tensor in tensors]
+            work = begin(*given, group=self._group, async_op=True)
+            work.wait(timedelta(seconds=self.silent_s))
+        except BaseException as error:
+            # What a broken exchange may still write to.
+            _kept.extend(tensors)
+            if not isinstance(error, RuntimeError):
+                raise
             raise self._why(error) from error
         finally:
             self.time_s += time.perf_counter() - begin_s
 
 
+def _unowned(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a dense tensor's elements as a vector that does not keep its memory."""
+    if tensor.device.type != "cpu" or not tensor.numel():
+        return tensor
+    size_bytes = tensor.numel() * tensor.element_size()
+    memory = (ctypes.c_char * size_bytes).from_address(tensor.data_ptr())
+    return torch.frombuffer(memory, dtype=tensor.dtype)
+
+
+_kept: list[torch.Tensor] = []
 _under_way: list[Exchange] = []
 
 

@@ -49,7 +49,7 @@ def plain(plan: Plan, names: Mapping[str, str]) -> str:
 
 def planned(machine: Machine, workload: Workload, limits: Mapping[str, int]) -> str:
     try:
-        plan = gascompile.plan(workload, gascompile.Budget(limits), machine, time_limit_s=5)
+        plan = gascompile.plan(workload, gascompile.Budget(limits), machine, time_limit_s=60)
     except GASCompileError as error:
         return type(error).__name__
     verify(plan)

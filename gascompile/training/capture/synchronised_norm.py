@@ -26,6 +26,8 @@ class SynchronisedNorm(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Run ``func``, or what stands in its place."""
+        if func is functional.instance_norm:
+            return _instance_norm(*args, **(kwargs or {}))
         if func is functional.batch_norm:
             return _batch_norm(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
@@ -47,6 +49,24 @@ def require_synchronised(model: nn.Module) -> None:
                 f"'{name}' is a {type(module).__name__} that averages over all batches (momentum=None), which several "
                 "ranks do not plan; give it a momentum"
             )
+
+
+def _instance_norm(
+    x: torch.Tensor,
+    running_mean: torch.Tensor | None = None,
+    running_var: torch.Tensor | None = None,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> torch.Tensor:
+    """Normalise each row by itself, not as the batch norm that torch makes of it."""
+    if running_mean is not None or not use_input_stats:
+        return functional.instance_norm(
+            x, running_mean, running_var, weight, bias, use_input_stats, momentum, eps
+        )
+    return functional.group_norm(x, x.shape[1], weight, bias, eps)
 
 
 def _batch_norm(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection
 
 import torch
 from torch import fx
@@ -11,6 +10,7 @@ from torch import fx
 from gascompile.core.errors import UnsupportedOpError
 from gascompile.core.program import draws
 from gascompile.core.ranks import RankLayout
+from gascompile.training.capture.joint import Joint
 from gascompile.training.optimizers import rank_ops
 from gascompile.training.optimizers.optimizers import FEWEST_SHARED
 from gascompile.training.optimizers.slots import Slot
@@ -80,17 +80,20 @@ def require_synchronised(graph: fx.Graph) -> None:
             )
 
 
-def require_same_on_all(name: str, value: fx.Node, inputs: Collection[str]) -> None:
+def require_same_on_all(name: str, value: fx.Node, joint: Joint) -> None:
     """Refuse a new value of a buffer that the rows of one rank decide.
 
     Args:
         name: of the buffer.
         value: its new one.
-        inputs: placeholders of the batch.
+        joint: what it is a part of.
 
     Raises:
         UnsupportedOpError: names the buffer.
     """
+    # What the trace has made of numbers is in the graph of every rank.
+    num_read = len(joint.outside) - joint.num_constants
+    inputs = {*joint.inputs, *list(joint.outside)[:num_read]}
     left, seen = [value], {value}
     while left:
         node = left.pop()

@@ -217,7 +217,7 @@ class _Builder:
         """Let buffers have their new values in place, after all that reads the old ones."""
         for name, value in self._mutations.items():
             if self._options.layout is not None:
-                rank_nodes.require_same_on_all(name, value, self._joint.inputs)
+                rank_nodes.require_same_on_all(name, value, self._joint)
             buffer = self._parameter[name]
             after = self._later(value, self._ends.get(name), self._check)
             if after.op == "placeholder":

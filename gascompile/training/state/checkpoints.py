@@ -73,7 +73,7 @@ class CheckpointFolder:
             self._take()
             for leftover in [*self.folder.glob(".writing-*"), *self.folder.glob(".old-*")]:
                 shutil.rmtree(leftover)
-            before = _found(self.folder)
+            before = found_in(self.folder)
             number = int(_NAME.fullmatch(before[-1].name)[1]) + 1 if before else 1  # type: ignore[index]
             temporary = self.folder / f".writing-{number:08d}"
             temporary.mkdir()
@@ -129,10 +129,6 @@ class CheckpointFolder:
         _sync_folder(folder)
         return names
 
-    def newest(self) -> Path:
-        """Return the newest checkpoint's folder."""
-        return _found(self.folder)[-1]
-
     def take_part(self, states: States, changing: frozenset[str]) -> None:
         """Compute what rank 0 needs of this rank while it saves, in its order."""
         *_, optimizer = _entries(states, changing, states.counts, states.pending)
@@ -153,15 +149,21 @@ class CheckpointFolder:
         digest: str = listed["sha256"]
         return digest
 
-    def load(self, states: States, changing: frozenset[str]) -> dict[str, Any]:
+    def load(
+        self, states: States, changing: frozenset[str], *, takes_lock: bool = True
+    ) -> dict[str, Any]:
         """Restore the newest checkpoint and return what the caller had added to it.
+
+        Args:
+            changing: names of persistent tensors that steps change.
+            takes_lock: False where another rank of the job has it.
 
         Raises:
             CheckpointError: there is none, it is damaged, or of another run; nothing has changed then.
             StorageError: another job saves here, or a value cannot be kept.
         """
-        with self._shared():
-            found = _found(self.folder)
+        with self._shared() if takes_lock else contextlib.nullcontext():
+            found = found_in(self.folder)
             if not found:
                 raise CheckpointError(
                     f"there is no checkpoint in {self.folder}; pass the folder that save was given"
@@ -349,7 +351,7 @@ def _state_json(states: States, extra: Mapping[str, Any]) -> bytes:
     return raw.encode()
 
 
-def _found(folder: Path) -> list[Path]:
+def found_in(folder: Path) -> list[Path]:
     """Return the whole checkpoints, the oldest first."""
     return sorted(path for path in folder.glob("checkpoint-*") if _NAME.fullmatch(path.name))
 
