@@ -7,10 +7,10 @@ breaks, they find the reason, and raise it by its rank.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import hashlib
 import os
 import socket
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -26,7 +26,7 @@ import torch.distributed.distributed_c10d as c10d
 from gascompile.core.errors import NanLossError, RankError, RankMismatchError
 from gascompile.core.ranks import RankLayout
 from gascompile.distributed.ladder import Ladder
-from gascompile.runtime.collectives.exchange import Exchange
+from gascompile.runtime.collectives.exchange import Exchange, ends
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -40,7 +40,7 @@ _REASON_S = 2.0
 """A rank that fails writes its reason before it leaves; one that was killed never does."""
 _WORDS, _MOST_NUMBERS = 4, 4
 _jobs = iter(range(1 << 62))
-_LOOK = timedelta(seconds=5)
+_LOOK_S = 5.0
 """How often a rank that waits between steps looks whether the others of its host still run."""
 
 
@@ -146,14 +146,10 @@ class Ranks:
             RuntimeError: one is gone or stopped.
         """
         until_s = time.monotonic() + _MEET.total_seconds()
-        while True:
-            try:
-                work.wait(_LOOK)
-                return
-            except RuntimeError:
-                # Of a wait that was too short, or of a group that is broken.
-                if work.is_completed() or time.monotonic() > until_s or self._gone() >= 0:
-                    raise
+        while not ends(work, _LOOK_S):
+            if time.monotonic() > until_s or self._gone() >= 0 or self._said() is not None:
+                self.exchange.is_hung = True
+                raise RuntimeError("nothing comes any more")
 
     def _gone(self) -> int:
         """Return a rank of this host that does not run any more, or -1."""
@@ -203,10 +199,13 @@ class Ranks:
         groups = _open.get(self._members)
         if groups is not None and groups.work is self._group:
             del _open[self._members]
-        # In another thread: the end of a group waits for its exchanges, and for a stopped rank they wait for long.
-        ending = threading.Thread(target=_destroy, args=(self._group, self._meeting), daemon=True)
-        ending.start()
-        ending.join(_REASON_S)
+        for group in (self._group, self._meeting):
+            if self.exchange.is_hung:
+                # The end of a group waits for its exchanges, with all of Python: it lasts as long as the process.
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+                continue
+            with contextlib.suppress(RuntimeError, ValueError, AssertionError):
+                dist.destroy_process_group(group)
         # Other steps over the same ranks would go on alone.
         for user in list(groups.users) if groups is not None else [self]:
             user._failure = self._failure
@@ -253,12 +252,6 @@ class Ranks:
                 return stat.read().rpartition(")")[2].split()[0] in "TZ"
         except OSError:
             return True
-
-
-def _destroy(*groups: dist.ProcessGroup | None) -> None:
-    for group in groups:
-        with contextlib.suppress(RuntimeError, ValueError, AssertionError):
-            dist.destroy_process_group(group)
 
 
 def find_ranks(mesh: DeviceMesh | None = None) -> Ranks | None:

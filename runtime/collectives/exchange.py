@@ -11,13 +11,15 @@ import contextlib
 import ctypes
 import time
 from collections.abc import Callable, Iterator, Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from gascompile.core.errors import RankError
+
+_SOON_S, _LATER_S = 5e-5, 1e-3
+"""Between two looks at an exchange: at first, and after the longer of the two."""
 
 
 class Exchange:
@@ -32,6 +34,8 @@ class Exchange:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.silent_s = 1800.0
         """An exchange that takes longer is broken."""
+        self.is_hung = False
+        """An exchange is under way that nothing ends."""
         self.time_s = 0.0
         """Spent in exchanges so far, waiting for others included."""
 
@@ -99,7 +103,9 @@ class Exchange:
         try:
             given = [_unowned(tensor) for tensor in tensors]
             work = begin(*given, group=self._group, async_op=True)
-            work.wait(timedelta(seconds=self.silent_s))
+            if not ends(work, self.silent_s):
+                self.is_hung = True
+                raise RuntimeError(f"nothing came for {self.silent_s:.0f} s")
         except BaseException as error:
             # What a broken exchange may still write to.
             _kept.extend(tensors)
@@ -108,6 +114,24 @@ class Exchange:
             raise self._why(error) from error
         finally:
             self.time_s += time.perf_counter() - begin_s
+
+
+def ends(work: dist.Work, time_s: float) -> bool:
+    """Wait for the end of an exchange; return whether it came within ``time_s``.
+
+    Gloo's own wait goes on beyond the time that it is given, until that of the group.
+
+    Raises:
+        RuntimeError: the exchange is broken.
+    """
+    begin_s = time.monotonic()
+    while not work.is_completed():
+        passed_s = time.monotonic() - begin_s
+        if passed_s > time_s:
+            return False
+        time.sleep(_SOON_S if passed_s < _LATER_S else _LATER_S)
+    work.wait()
+    return True
 
 
 def _unowned(tensor: torch.Tensor) -> torch.Tensor:
