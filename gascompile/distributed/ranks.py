@@ -92,11 +92,6 @@ class Ranks:
         self.ladder = groups.ladder = groups.ladder or Ladder(self.exchange)
         """What exchanges take."""
 
-    @property
-    def is_open(self) -> bool:
-        """Return whether all ranks are there, as far as is known."""
-        return self._group is not None
-
     def compare(self, what: str, facts: bytes, numbers: Sequence[int] = ()) -> list[list[int]]:
         """Return each rank's ``numbers``, once all ranks are here with the same facts.
 

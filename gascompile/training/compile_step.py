@@ -122,7 +122,7 @@ def compile_step(
         NanLossError: at a call; see ``on_nan``.
         FormatError: ``plan`` holds none, or a damaged one.
         PlanMismatchError: ``plan`` has none for this model, optimizer, batch, machine or budget; says what differs.
-        RankError: ranks have other models or optimizers, or one has failed.
+        RankError: a rank has failed; a RankMismatchError where models or optimizers differ.
         StorageError: a file cannot be written.
     """
     ranks = ranks_for(mesh, unplanned_optimizer=unplanned_optimizer, sites=sites, plan=plan)

@@ -80,7 +80,7 @@ class RankStep:
         """Let all ranks begin with rank 0's parameters and buffers, where some rank's are others.
 
         Raises:
-            RankError: ranks have other models or optimizers.
+            RankMismatchError: ranks have other models or optimizers.
         """
         tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         names = {id(tensor): name for name, tensor in tensors.items()}
@@ -217,7 +217,7 @@ def joined(
     """Return the step of several ranks, which have the same values from here on.
 
     Raises:
-        RankError: ranks have other models or optimizers.
+        RankMismatchError: ranks have other models or optimizers.
         ValueError: ``rows`` is no policy.
     """
     if rows not in ROWS:
