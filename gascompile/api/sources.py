@@ -21,7 +21,7 @@ from gascompile.core.files import is_folder
 from gascompile.core.model_libraries import model_libraries
 from gascompile.core.sizes import parse_size
 from gascompile.formats.dtypes import FLOATING
-from gascompile.weights.checkpoint import is_gguf, open_checkpoint
+from gascompile.weights.checkpoint import holds_pickled, is_gguf, open_checkpoint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +90,8 @@ def model_of(
     model, has_weights = _skeleton(Path(source))
     if checkpoint is None and not has_weights:
         raise CheckpointError(
-            f"{Path(source)} holds no .safetensors file; pass checkpoint= with the model's weights"
+            f"{Path(source)} holds no .safetensors file and no pytorch_model.bin; pass checkpoint= with the "
+            "model's weights"
         )
     return model, checkpoint or source
 
@@ -102,8 +103,9 @@ def _skeleton(path: Path) -> tuple[nn.Module, bool]:
         raise CheckpointError(
             f"{str(path)[:1000]!r} holds no config.json, so it is no Hugging Face model directory"
         )
-    is_plain = any(path.glob("*.safetensors"))
-    has_blocks = not is_plain and (is_gguf(path) or any(path.glob("*.gguf")))
+    is_safe = any(path.glob("*.safetensors"))
+    has_blocks = not is_safe and (is_gguf(path) or any(path.glob("*.gguf")))
+    is_plain = is_safe or (not has_blocks and holds_pickled(path))
     has_weights = is_plain or has_blocks
     # Values of blocks are computed in float32.
     dtype = "float32" if has_blocks else None

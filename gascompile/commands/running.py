@@ -217,8 +217,8 @@ def _compile(
     opened = open_source(source, batch=shape[0], tokens=shape[1])
     if opened.checkpoint is None and Path(source).is_dir():
         raise CheckpointError(
-            f"{source} holds no .safetensors file, and running needs weights; add them, or use "
-            "'gascompile plan', which needs none"
+            f"{source} holds no .safetensors file and no pytorch_model.bin, and running needs weights; add them, or "
+            "use 'gascompile plan', which needs none"
         )
     args, kwargs = normalize_call(opened.model, *(opened.inputs or ((), {})))
     if inputs is not None:

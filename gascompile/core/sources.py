@@ -15,7 +15,7 @@ class FileStamp:
     size_bytes: int = field(metadata=json_name("bytes"))
     mtime_ns: int
     digest: str = ""
-    """BLAKE2b of the content where it was computed (bundles), else of the safetensors header."""
+    """BLAKE2b of the content where it was computed (bundles), else of what says where its tensors lie."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

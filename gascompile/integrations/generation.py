@@ -321,7 +321,7 @@ def _open(
         weights = checkpoint if checkpoint is not None else source.checkpoint
         if weights is None:
             raise CheckpointError(
-                f"{name} holds no .safetensors file; add the weights or pass checkpoint="
+                f"{name} holds no .safetensors file and no pytorch_model.bin; add the weights or pass checkpoint="
             )
     if not hasattr(lm, "can_generate") or not lm.can_generate():
         raise CheckpointError(

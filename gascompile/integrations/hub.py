@@ -8,6 +8,8 @@ from gascompile.core.errors import CheckpointError
 
 _FILES = ["*.json", "*.txt", "*.model", "*.jinja", "model*.safetensors"]
 """Of a model and its tokenizer; formats that are not read in place are left where they are."""
+_PICKLED = ["pytorch_model*.bin", "pytorch_model.bin.index.json"]
+"""Where a model has no other weights: most have both."""
 
 
 def fetch(name: str, revision: str | None = None) -> Path:
@@ -27,7 +29,11 @@ def fetch(name: str, revision: str | None = None) -> Path:
             f"{name[:1000]!r} is no folder, and huggingface_hub, which finds models by name, is not installed"
         ) from error
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=_FILES))
+        folder = Path(snapshot_download(name, revision=revision, allow_patterns=_FILES))
+        if not any(folder.glob("*.safetensors")):
+            files = [*_FILES, *_PICKLED]
+            folder = Path(snapshot_download(name, revision=revision, allow_patterns=files))
+        return folder
     except (OSError, ValueError) as error:
         # What the library raises is one of these, whatever went wrong.
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -71,8 +71,8 @@ def compile_step(
             so schedulers work as always.
         budget: memory the step may take in the tier that computes (``"2GiB"``, bytes), or a ``Budget``.
         example_batch: any pytree; planned for now. Without it, at the first call.
-        checkpoint: .safetensors file, sharded or Hugging Face directory that holds the model's weights; the model
-            may be on the meta device, and never stands whole in memory.
+        checkpoint: .safetensors, .bin or .pt file, sharded or Hugging Face directory with the model's weights; the
+            model may be on the meta device, and never stands whole in memory.
         plan: a folder that ``TrainingStep.save_plan`` has written: nothing is captured or planned, and what it has no
             plan for is refused. Its machine has to be this one, or ``machine``; its budget is taken, or is ``budget``.
         machine: ``None`` for this machine, measured once and remembered; or a preset's name or a file. ``emulated``

@@ -1,4 +1,4 @@
-"""Checkpoints: where in which safetensors or GGUF file each weight lies. Headers are read, weights are not."""
+"""Checkpoints: where in which safetensors, GGUF or ``.bin`` file a weight lies. Headers are read, weights are not."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from torch import nn
 
 _INDEX = "model.safetensors.index.json"
-_MAX_HEADER_BYTES = 100 << 20
+_PICKLED_INDEX, _PICKLED_FILE = "pytorch_model.bin.index.json", "pytorch_model.bin"
+MAX_HEADER_BYTES = 100 << 20
 """The limit of the safetensors format itself."""
 
 _MAX_DIMENSIONS = 64
@@ -63,10 +64,10 @@ class Checkpoint:
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
-    """Read the headers of a .safetensors or .gguf file, a sharded directory or a Hugging Face directory.
+    """Read the headers of a .safetensors, .gguf, .bin or .pt file, a sharded directory or a Hugging Face directory.
 
     Raises:
-        CheckpointError: a file is missing, truncated, corrupt or neither of the two.
+        CheckpointError: a file is missing, truncated, corrupt or none of these.
     """
     root = Path(path)
     files = _files(root)
@@ -76,7 +77,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     sources: dict[str, WeightSource] = {}
     stamps = []
     for file in files:
-        found, stamp = read_safetensors_header(file)
+        found, stamp = _read_header(file)
         for name, source in found.items():
             if name in sources:
                 raise CheckpointError(
@@ -88,24 +89,25 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     return Checkpoint(sources=sources, stamps=tuple(stamps))
 
 
+def _read_header(file: Path) -> tuple[dict[str, WeightSource], FileStamp]:
+    if not is_pickled(file):
+        return read_safetensors_header(file)
+    # Here: what reads safetensors alone needs no torch.
+    from gascompile.weights.pickled import read_pickled_header
+
+    return read_pickled_header(file)
+
+
 def _files(root: Path) -> list[Path]:
     if is_file(root):
         return [root]
     if not is_folder(root):
         raise CheckpointError(
-            f"there is no checkpoint at {ascii(str(root))[:1000]}: pass a .safetensors or .gguf file or a directory "
-            "that holds some"
+            f"there is no checkpoint at {ascii(str(root))[:1000]}: pass a .safetensors, .gguf or .bin file or a "
+            "directory that holds some"
         )
-    index = root / _INDEX
-    if is_file(index):
-        files = [root / name for name in _shards(index)]
-        missing = [file for file in files if not is_file(file)]
-        if missing:
-            raise CheckpointError(
-                f"{index} names the shard {missing[0].name}, which is not there ({len(missing)} of {len(files)} are "
-                "missing); download the checkpoint again"
-            )
-        return files
+    if is_file(root / _INDEX):
+        return _shard_files(root / _INDEX)
     files = sorted(root.glob("*.safetensors"))
     if files:
         return files
@@ -116,13 +118,33 @@ def _files(root: Path) -> list[Path]:
         )
     if files:
         return files
-    pickled = sorted(path for path in root.iterdir() if path.suffix in _PICKLED)
+    if is_file(root / _PICKLED_INDEX):
+        return _shard_files(root / _PICKLED_INDEX)
+    if is_file(root / _PICKLED_FILE):
+        return [root / _PICKLED_FILE]
+    pickled = sorted(path.name for path in root.iterdir() if path.suffix in _PICKLED)
     if pickled:
         raise CheckpointError(
-            f"{root} holds {pickled[0].name} but no .safetensors file; pickled weights cannot be read in place: "
-            "convert them once with model.save_pretrained(folder)"
+            f"{root} holds no .safetensors file and no {_PICKLED_FILE}; pass the file with the model's weights, if "
+            f"that is {ascii(pickled[0])[:200]}"
         )
     raise CheckpointError(f"{root} holds no .safetensors file")
+
+
+def holds_pickled(folder: Path) -> bool:
+    """Return whether a folder has weights as ``torch.save`` writes them, under transformers' names."""
+    return is_file(folder / _PICKLED_INDEX) or is_file(folder / _PICKLED_FILE)
+
+
+def _shard_files(index: Path) -> list[Path]:
+    files = [index.parent / name for name in _shards(index)]
+    missing = [file for file in files if not is_file(file)]
+    if missing:
+        raise CheckpointError(
+            f"{index} names the shard {missing[0].name}, which is not there ({len(missing)} of {len(files)} are "
+            "missing); download the checkpoint again"
+        )
+    return files
 
 
 def starts_with(file: Path, magic: bytes) -> bool:
@@ -137,6 +159,13 @@ def starts_with(file: Path, magic: bytes) -> bool:
 def is_gguf(file: Path) -> bool:
     """Return whether a file is, or says that it is, of llama.cpp's format."""
     return starts_with(file, MAGIC)
+
+
+def is_pickled(file: Path) -> bool:
+    """Return whether a file is of ``torch.save``, of today's format or of the one before torch 1.6."""
+    return starts_with(file, b"PK\x03\x04") or (
+        file.suffix in _PICKLED and starts_with(file, b"\x80")
+    )
 
 
 def header_digest(file: Path) -> str:
@@ -167,11 +196,6 @@ def _shards(index: Path) -> list[str]:
 
 def read_safetensors_header(file: Path) -> tuple[dict[str, WeightSource], FileStamp]:
     """Return the tensors of one safetensors file and its stamp; raises ``CheckpointError``."""
-    if starts_with(file, b"PK\x03\x04") or (file.suffix in _PICKLED and starts_with(file, b"\x80")):
-        raise CheckpointError(
-            f"{file} holds pickled weights, which cannot be read in place: convert them once with "
-            "torch.load(file, weights_only=True) and safetensors.torch.save_file"
-        )
     try:
         with open(open_regular(file), "rb") as stream:
             stat = os.fstat(stream.fileno())
@@ -181,7 +205,7 @@ def read_safetensors_header(file: Path) -> tuple[dict[str, WeightSource], FileSt
                     f"{file} is truncated: {len(prefix)} bytes are no safetensors header"
                 )
             (header_bytes,) = struct.unpack("<Q", prefix)
-            if header_bytes > min(_MAX_HEADER_BYTES, stat.st_size - 8):
+            if header_bytes > min(MAX_HEADER_BYTES, stat.st_size - 8):
                 raise CheckpointError(
                     f"{file} is truncated or not a safetensors file: it says that its header has {header_bytes} "
                     f"bytes, the file has {stat.st_size}; download it again"

@@ -28,7 +28,13 @@ from gascompile.core.sources import FileStamp, WeightSource
 from gascompile.formats.layout import DEFAULT_GROUPS, FORMS, LAYOUT
 from gascompile.formats.ops import wire_matrix
 from gascompile.formats.quantize import pack, squared_error
-from gascompile.weights.checkpoint import Checkpoint, file_dtype, is_gguf, open_checkpoint
+from gascompile.weights.checkpoint import (
+    Checkpoint,
+    file_dtype,
+    is_gguf,
+    is_pickled,
+    open_checkpoint,
+)
 from gascompile.weights.rows import WeightRows
 from gascompile.weights.store import exclusive
 from gascompile.weights.store_check import Advance, Hash, is_whole, note_whole
@@ -105,7 +111,7 @@ def conversion_errors(path: str | Path) -> Mapping[str, float]:
         StorageError: it cannot be read.
     """
     try:
-        if is_gguf(Path(path)):
+        if is_gguf(Path(path)) or is_pickled(Path(path)):
             return {}
         with open(path, "rb") as stream:
             header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))

@@ -48,7 +48,7 @@ class FileValues:
         """Find all of the model's tensors in the checkpoint; only headers are read.
 
         Args:
-            path: a .safetensors file, a sharded directory or a Hugging Face directory.
+            path: a .safetensors, .bin or .pt file, a sharded directory or a Hugging Face directory.
 
         Raises:
             CheckpointError: the checkpoint cannot be read, or is of another model: names what is missing, extra
