@@ -12,14 +12,20 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from gascompile.core.errors import CheckpointError, ClosedStepError, StorageError
+from gascompile.core.errors import (
+    CheckpointError,
+    ClosedStepError,
+    StorageError,
+    UnsupportedOpError,
+)
 from gascompile.distributed.rows import RowSampler
 from gascompile.training.optimizers.unplanned import changed_by
 from gascompile.training.rank_step import RankStep
-from gascompile.training.state.checkpoints import CheckpointFolder, found_in
+from gascompile.training.state.checkpoints import CheckpointFolder
 from gascompile.training.state.file_values import FileValues
 from gascompile.training.state.holdings import Holdings
 from gascompile.training.state.train_state import States
+from gascompile.training.state.whole_checkpoints import found_in
 from gascompile.training.unit_table import UnitTable
 
 
@@ -89,6 +95,8 @@ class StepValues:
             raise ClosedStepError(
                 "the step is closed and has given its values back; compile a new step with compile_step"
             )
+        for checkpoints in self._holdings.folders.values():
+            checkpoints.finish(waits=False)
 
     def _open_states(self, *, whole: bool = True) -> States:
         self._require_open()
@@ -146,28 +154,47 @@ class StepValues:
         with self._restoring() as states:
             states.load_state_dict(state)
 
-    def save(self, folder: str | os.PathLike[str], extra: Mapping[str, Any] | None = None) -> Path:
-        """Write a checkpoint in ``folder``, in place of the one before, and return where it lies.
+    def save(
+        self,
+        folder: str | os.PathLike[str],
+        extra: Mapping[str, Any] | None = None,
+        *,
+        keep: int = 1,
+        blocking: bool = True,
+    ) -> Path:
+        """Write a checkpoint in ``folder``, remove the ones before the newest ``keep``, and return where it lies.
 
         Of several ranks all call it, and rank 0 writes, so that any number of ranks can load it.
 
         Args:
             folder: this run's own until ``close``.
             extra: JSON values that ``load`` returns, such as ``scheduler.state_dict()``.
+            keep: how many checkpoints stay, this one included. Links, and folders with files that no save has
+                written, are never removed.
+            blocking: False: return once the values of now are in files. Writing these to the drive, digests and
+                removing go on beside the next steps, and the folder has its name at the end; the next ``save`` or
+                ``load`` of this folder and ``close`` wait for it, and the next call raises what it failed with.
 
         Raises:
             StorageError: another job saves there, or it cannot be written; the checkpoint before stays valid.
-            ValueError: nothing has been planned yet, or ``extra`` is no JSON.
+            UnsupportedOpError: ``blocking=False`` of several ranks.
+            ValueError: nothing has been planned yet, ``extra`` is no JSON, or ``keep`` is not positive.
         """
+        if keep < 1:
+            raise ValueError(f"keep={keep}: the checkpoint that is written stays; give 1 or more")
+        if self.ranks is not None and not blocking:
+            raise UnsupportedOpError(
+                "ranks wait for each other's checkpoint; leave blocking=False out"
+            )
         states = self._open_states()
         self._holdings.settle_all()
         checkpoints, changing = self._checkpoints(folder), self._changing(states)
         if self.ranks is None:
-            return checkpoints.save(states, changing, extra or {})
+            return checkpoints.save(states, changing, extra or {}, keep=keep, blocking=blocking)
         with self.ranks.together():
             self.ranks.alike("saving a checkpoint")
             if self.ranks.rank == 0:
-                checkpoints.save(states, changing, extra or {})
+                checkpoints.save(states, changing, extra or {}, keep=keep)
             else:
                 checkpoints.take_part(states, changing)
             self.ranks.alike("the end of saving")

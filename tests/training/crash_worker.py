@@ -13,8 +13,14 @@ from gascompile import CheckpointError
 from tests.training.runs import adamw, batches, compiled, freeze, new_model
 
 
-def main(folder: Path, num_steps: int) -> None:
-    """Write each loss to ``folder/losses`` after its step, before the checkpoint."""
+def main(folder: Path, num_steps: int, *, behind: bool) -> None:
+    """Write each loss to ``folder/losses`` after its step, before the checkpoint.
+
+    Args:
+        folder: of the run.
+        num_steps: after which it ends.
+        behind: whether two checkpoints are kept, and made whole behind the next step.
+    """
     torch.set_num_threads(1)
     model = new_model().train()
     freeze(model)
@@ -31,9 +37,9 @@ def main(folder: Path, num_steps: int) -> None:
         for batch in batches(num_steps)[step.num_steps :]:
             loss = float(step(batch))
             os.write(log, (json.dumps([step.num_steps, loss]) + "\n").encode())
-            step.save(folder / "checkpoints")
+            step.save(folder / "checkpoints", keep=1 + behind, blocking=not behind)
     print("done", flush=True)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    main(Path(sys.argv[1]), int(sys.argv[2]), behind=sys.argv[3] == "behind")

@@ -24,10 +24,22 @@ MOST_S = 0.6
 """After being ready: a few dozen steps."""
 
 
+def kind(folder: Path) -> str:
+    """Return how a lane saves: every other one goes on with the next step while a checkpoint is made whole."""
+    return "behind" if int(folder.name[-1]) % 2 else "blocking"
+
+
 def start(folder: Path, root: Path, num_steps: int) -> subprocess.Popen[str]:
     """Return a worker that has loaded what there is and is about to train."""
     worker = subprocess.Popen(
-        [sys.executable, "-m", "tests.training.crash_worker", str(folder), str(num_steps)],
+        [
+            sys.executable,
+            "-m",
+            "tests.training.crash_worker",
+            str(folder),
+            str(num_steps),
+            kind(folder),
+        ],
         cwd=root,
         stdout=subprocess.PIPE,
         text=True,
@@ -58,6 +70,8 @@ def killed_runs(folder: Path, root: Path, count: int) -> list[tuple[int, float]]
     moments = random.Random(f"{folder.name} {count}")
     seen: list[tuple[int, float]] = []
     whole_before = 0
+    # Behind steps, a checkpoint is whole before the save after it begins.
+    lag = 1 + (kind(folder) == "behind")
     for number_of_run in range(count):
         known = len(losses(folder))
         worker = start(folder, root, NUM_STEPS)
@@ -73,14 +87,14 @@ def killed_runs(folder: Path, root: Path, count: int) -> list[tuple[int, float]]
         assert worker.returncode == -signal.SIGKILL
         found = losses(folder)[known:]
         if found and seen:
-            # The step after the last one that was logged, or that one again: its save was cut off.
-            assert found[0][0] in (seen[-1][0], seen[-1][0] + 1)
+            # The step after the last one that was logged, or one again whose save was cut off.
+            assert 0 <= seen[-1][0] + 1 - found[0][0] <= lag
             assert found[0][0] == whole_before + 1
         whole = list(folder.glob("checkpoints/checkpoint-*"))
-        assert len(whole) <= 2
+        assert len(whole) <= 1 + lag
         if whole:
             whole_before = json.loads((max(whole) / "state.json").read_text())["step"]
-            assert (found[-1][0] if found else whole_before) - whole_before in (0, 1)
+            assert (found[-1][0] if found else whole_before) - whole_before <= lag
         seen += found
     return seen
 

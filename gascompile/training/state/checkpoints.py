@@ -1,18 +1,16 @@
-"""Checkpoints of a training run: a folder in which a whole one replaces the last.
+"""Checkpoints of a training run: a folder in which whole ones follow each other.
 
-A checkpoint is written under another name, on the drive with a manifest of digests before it gets its own,
-and only then does the one before go. Whatever ends the process, the folder holds a whole checkpoint.
+The values of now are written to files before ``save`` returns; that these are on the drive, with a manifest of
+digests, may go on behind the next steps. Only then does an older one go. Whatever ends the process, the folder holds a
+whole one.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
-import hashlib
 import json
 import os
-import re
-import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -23,6 +21,7 @@ import torch
 
 from gascompile.core import serial
 from gascompile.core.errors import CheckpointError, FormatError, StorageError
+from gascompile.core.waiting import life
 from gascompile.runtime.transfer.copying import write_all
 from gascompile.training.optimizers.slots import TOTAL
 from gascompile.training.optimizers.unplanned import KeptState, kept_tensors, kept_values
@@ -37,11 +36,17 @@ from gascompile.training.state.tensor_files import (
     write_tensors,
 )
 from gascompile.training.state.train_state import States
+from gascompile.training.state.whole_checkpoints import (
+    MANIFEST,
+    Behind,
+    Linkable,
+    Saving,
+    found_in,
+    verify,
+)
 from gascompile.weights.checkpoint import read_safetensors_header
 
-FORMAT = "gascompile.training-checkpoint/2"
-_NAME = re.compile(r"checkpoint-(\d{8})")
-_LOCK, _MANIFEST, _STATE = "lock", "manifest.json", "state.json"
+_LOCK, _STATE = "lock", "state.json"
 _TRAINED, _FROZEN = "model-trained.safetensors", "model-frozen.safetensors"
 _OPTIMIZER, _INDEX = "optimizer.safetensors", "model.safetensors.index.json"
 _RANDOM = "random numbers:cpu"
@@ -54,79 +59,103 @@ class CheckpointFolder:
         """Name the folder; it is made by the first save."""
         self.folder = folder
         self._lock = -1
-        self._linkable: tuple[Path, int, frozenset[str]] | None = None
+        self._linkable: Linkable | None = None
         """A checkpoint with the frozen tensors of now, their generation and names."""
+        self._behind: Behind | None = None
+        self._life = life()
 
-    def save(self, states: States, changing: frozenset[str], extra: Mapping[str, Any]) -> Path:
-        """Write a checkpoint, remove the ones before it, and return its folder.
+    def save(
+        self,
+        states: States,
+        changing: frozenset[str],
+        extra: Mapping[str, Any],
+        *,
+        keep: int = 1,
+        blocking: bool = True,
+    ) -> Path:
+        """Write a checkpoint, remove the ones before the newest ``keep``, and return its folder.
 
         Args:
             changing: names of persistent tensors that steps change.
             extra: JSON values of the caller's.
+            keep: how many there are at most afterwards, this one included.
+            blocking: False: return once all values of now are in files. An own thread has these on the drive, makes
+                their digests and renames the folder; ``finish`` waits for it.
 
         Raises:
-            StorageError: another job saves here, or the folder cannot be written; the last
-                checkpoint stays valid.
+            StorageError: another job saves here, or the folder cannot be written, now or by the save before; the
+                last checkpoint stays valid.
         """
         state = _state_json(states, extra)
+        self.finish()
         try:
             self._take()
-            for leftover in [*self.folder.glob(".writing-*"), *self.folder.glob(".old-*")]:
-                shutil.rmtree(leftover)
-            before = found_in(self.folder)
-            number = int(_NAME.fullmatch(before[-1].name)[1]) + 1 if before else 1  # type: ignore[index]
-            temporary = self.folder / f".writing-{number:08d}"
-            temporary.mkdir()
+            saving = Saving(self.folder)
             try:
-                frozen = self._write(temporary, states, changing, state)
-                final = self.folder / f"checkpoint-{number:08d}"
-                os.rename(temporary, final)
-                _sync_folder(self.folder)
-            finally:
-                shutil.rmtree(temporary, ignore_errors=True)
+                frozen = self._write(saving, states, changing, state)
+                linkable = (saving.final, states.generation, frozen)
+                if blocking:
+                    saving.finish(keep)
+                    self._linkable = linkable
+                else:
+                    self._behind = Behind(saving, keep, linkable)
+                    self._behind.begin()
+            except BaseException:
+                if self._behind is None:
+                    saving.abandon()
+                raise
         except OSError as error:
-            raise StorageError(
-                f"cannot write a checkpoint in {self.folder}: {error.strerror or error}; free some space or choose "
-                "another folder. The last checkpoint there is still valid"
-            ) from error
-        self._linkable = (final, states.generation, frozen)
-        for old in before:
-            # Under another name first, so that none is ever half there under its own.
-            retired = self.folder / f".old-{old.name}"
-            with contextlib.suppress(OSError):  # the next save tries again
-                os.rename(old, retired)
-                shutil.rmtree(retired)
-        return final
+            raise self._not_written(error) from error
+        return saving.final
+
+    def _not_written(self, error: OSError) -> StorageError:
+        return StorageError(
+            f"cannot write a checkpoint in {self.folder}: {error.strerror or error}; free some space or choose "
+            "another folder. The last checkpoint there is still valid"
+        )
+
+    def finish(self, *, waits: bool = True) -> None:
+        """Block until a save that goes on behind steps is over.
+
+        Args:
+            waits: False: only look whether it is.
+
+        Raises:
+            StorageError: it has failed, which is said once; the last checkpoint stays valid.
+        """
+        behind = self._behind
+        # The thread of a save is not in a child of its process.
+        if behind is None or self._life is not life() or not (waits or behind.is_over):
+            return
+        error = behind.wait()
+        self._behind = None
+        if error is None:
+            self._linkable = behind.linkable
+        elif isinstance(error, OSError):
+            raise self._not_written(error) from error
+        else:
+            raise error
 
     def _write(
-        self, folder: Path, states: States, changing: frozenset[str], state: bytes
+        self, saving: Saving, states: States, changing: frozenset[str], state: bytes
     ) -> frozenset[str]:
-        """Write all files of a checkpoint; return the names of frozen tensors."""
+        """Write all files of a checkpoint but its manifest; return the names of frozen tensors."""
         trained, frozen, optimizer = _entries(states, changing, states.counts, states.pending)
         optimizer.update(kept_tensors(states.optimizer))
-        names, digests = frozenset(frozen), {}
-        linked = self._linked(folder, states.generation, names)
+        names = frozenset(frozen)
+        linked = self._linked(saving.temporary, states.generation, names)
         if linked:
-            digests[_FROZEN] = linked
-        elif frozen:
-            write_tensors(folder / _FROZEN, frozen, states.persistent)
-        write_tensors(folder / _TRAINED, trained, states.persistent)
-        write_tensors(folder / _OPTIMIZER, optimizer, states.persistent)
+            saving.digests[_FROZEN] = linked
+        files = {_TRAINED: trained, _OPTIMIZER: optimizer}
+        for name, entries in (
+            files if linked or not frozen else {_FROZEN: frozen, **files}
+        ).items():
+            write_tensors(saving.temporary / name, entries, states.persistent, saving.files)
         shards = dict.fromkeys(trained, _TRAINED) | dict.fromkeys(frozen, _FROZEN)
         total = sum(entry.size_bytes for entry in (*trained.values(), *frozen.values()))
         index = {"metadata": {"total_size": total}, "weight_map": shards}
-        _write_file(folder / _INDEX, json.dumps(index).encode())
-        _write_file(folder / _STATE, state)
-        files = {
-            file.name: {
-                "bytes": file.stat().st_size,
-                "sha256": digests.get(file.name) or _digest(file),
-            }
-            for file in sorted(folder.iterdir())
-        }
-        manifest = json.dumps({"format": FORMAT, "files": files}, indent=1)
-        _write_file(folder / _MANIFEST, manifest.encode())
-        _sync_folder(folder)
+        saving.add(_INDEX, json.dumps(index).encode())
+        saving.add(_STATE, state)
         return names
 
     def take_part(self, states: States, changing: frozenset[str]) -> None:
@@ -142,7 +171,7 @@ class CheckpointFolder:
             return ""
         before = self._linkable[0]
         try:
-            listed = serial.read_json(before / _MANIFEST)["files"][_FROZEN]
+            listed = serial.read_json(before / MANIFEST)["files"][_FROZEN]
             os.link(before / _FROZEN, folder / _FROZEN)
         except (OSError, StorageError, FormatError):
             return ""  # gone, or a file system without links: it is written again
@@ -162,6 +191,7 @@ class CheckpointFolder:
             CheckpointError: there is none, it is damaged, or of another run; nothing has changed then.
             StorageError: another job saves here, or a value cannot be kept.
         """
+        self.finish()
         with self._shared() if takes_lock else contextlib.nullcontext():
             found = found_in(self.folder)
             if not found:
@@ -169,7 +199,7 @@ class CheckpointFolder:
                     f"there is no checkpoint in {self.folder}; pass the folder that save was given"
                 )
             newest = found[-1]
-            _verify(newest)
+            verify(newest)
             state = serial.read_json(newest / _STATE)
             if (form := state.get("states", "fp32")) != states.rules.states:
                 raise CheckpointError(
@@ -202,10 +232,17 @@ class CheckpointFolder:
         return extra
 
     def close(self) -> None:
-        """Let other jobs save here; idempotent."""
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
+        """Wait for the end of a save and let other jobs save here; idempotent.
+
+        Raises:
+            StorageError: the save has failed.
+        """
+        try:
+            self.finish()
+        finally:
+            if self._lock >= 0:
+                os.close(self._lock)
+                self._lock = -1
 
     def _take(self) -> None:
         if self._lock >= 0:
@@ -349,51 +386,3 @@ def _state_json(states: States, extra: Mapping[str, Any]) -> bytes:
             f"extra and the optimizer's groups have to be JSON values without NaN: {error}"
         ) from error
     return raw.encode()
-
-
-def found_in(folder: Path) -> list[Path]:
-    """Return the whole checkpoints, the oldest first."""
-    return sorted(path for path in folder.glob("checkpoint-*") if _NAME.fullmatch(path.name))
-
-
-def _verify(folder: Path) -> None:
-    try:
-        manifest = serial.read_json(folder / _MANIFEST)
-    except FormatError as error:
-        raise CheckpointError(
-            f"{folder / _MANIFEST} is damaged; take the folder from a backup"
-        ) from error
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise CheckpointError(f"{folder} is no checkpoint of the format {FORMAT!r}")
-    for name, entry in manifest["files"].items():
-        file = folder / name
-        size_bytes = file.stat().st_size if file.is_file() else -1
-        if size_bytes != entry["bytes"]:
-            why = f"it has {max(size_bytes, 0)} bytes, and {entry['bytes']} were saved"
-        elif _digest(file) != entry["sha256"]:
-            why = "its SHA-256 is not that of what was saved"
-        else:
-            continue
-        raise CheckpointError(f"{file} is damaged: {why}; take the folder from a backup")
-
-
-def _digest(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def _write_file(path: Path, data: bytes) -> None:
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-    try:
-        write_all(file, data, 0)
-        os.fsync(file)
-    finally:
-        os.close(file)
-
-
-def _sync_folder(folder: Path) -> None:
-    file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)

@@ -44,6 +44,8 @@ class Holdings:
         self._attempt = Attempt()
         self._said: list[Callable[[], None]] = []
         self._keeper: OwnWork | None = None
+        self._unsaved: StorageError | None = None
+        """What a save behind steps has failed with, where nobody has been told."""
         maker.before_access = self.settled
         self.leave: Callable[[], None] = lambda: None
         """Leaves the other ranks, which take no part in what nobody asked for."""
@@ -120,14 +122,15 @@ class Holdings:
         self.settle_all()
 
     def close(self) -> None:
-        """Put values back into the model and the optimizer; give memory and files back. Idempotent.
+        """Put values back into the model and the optimizer; give memory and files back. Waits for saves. Idempotent.
 
         An own thread does it, so that no interrupt leaves it half done. The first one that comes is raised when all
         is back; after another, a second call waits for the end.
 
         Raises:
             StorageError: a value cannot be read; it stays where it is, and another call tries again. Or a file has
-                changed of which values were read in place: these are on the meta device, and all others back.
+                changed of which values were read in place: these are on the meta device, and all others back. Or a
+                save behind steps has failed, and all values are back.
         """
         self.is_closed = True
         attempt = self._attempt
@@ -167,7 +170,10 @@ class Holdings:
 
     def _give_back(self) -> None:
         for checkpoints in self.folders.values():
-            checkpoints.close()
+            try:
+                checkpoints.close()
+            except StorageError as error:
+                self._unsaved = error
         states, units = self.states, list(self._units)
         if states is None:
             return
@@ -194,6 +200,8 @@ class Holdings:
         OPEN.discard(self._model)
         if lost is not None:
             raise lost
+        if self._unsaved is not None:
+            raise self._unsaved
 
     def dropped(self) -> None:
         """Close in the place of a step that nobody has closed, and say so."""

@@ -44,8 +44,16 @@ class Entry:
         return count * self.dtype.itemsize
 
 
-def write_tensors(path: Path, entries: Mapping[str, Entry], persistent: Persistent) -> None:
-    """Write a new safetensors file and have it on the drive.
+def write_tensors(
+    path: Path, entries: Mapping[str, Entry], persistent: Persistent, files: dict[str, int]
+) -> None:
+    """Write a new safetensors file, which the caller has to have on the drive.
+
+    Args:
+        path: of the file.
+        entries: its tensors, in their order.
+        persistent: where their parts are.
+        files: descriptors by name; that of the file is put there first, and is the caller's.
 
     Raises:
         OSError: the file cannot be written; what has been written of it stays.
@@ -59,16 +67,13 @@ def write_tensors(path: Path, entries: Mapping[str, Entry], persistent: Persiste
     raw = json.dumps(header, separators=(",", ":")).encode()
     raw += b" " * (-len(raw) % 8)
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-    try:
-        at = 8 + len(raw)
-        os.posix_fallocate(file, 0, at + end)
-        write_all(file, struct.pack("<Q", len(raw)) + raw, 0)
-        for entry in entries.values():
-            _write(file, at, entry, persistent)
-            at += entry.size_bytes
-        os.fsync(file)
-    finally:
-        os.close(file)
+    files[path.name] = file
+    at = 8 + len(raw)
+    os.posix_fallocate(file, 0, at + end)
+    write_all(file, struct.pack("<Q", len(raw)) + raw, 0)
+    for entry in entries.values():
+        _write(file, at, entry, persistent)
+        at += entry.size_bytes
 
 
 def _write(file: int, at: int, entry: Entry, persistent: Persistent) -> None:

@@ -1,7 +1,7 @@
 """Whole checkpoints: folders with a manifest of digests, each written under another name and then renamed.
 
-Whatever ends the process, a folder under the name of a checkpoint is whole. What is removed is removed under another name,
-too, and only what was written here: no link, and no folder with a file that the manifest does not list.
+Whatever ends the process, a folder under the name of a checkpoint is whole. What is removed is removed under another
+name, too, and only what was written here: no link, and no folder with a file that the manifest does not list.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 from gascompile.core import serial
 from gascompile.core.errors import CheckpointError, FormatError, StorageError
 from gascompile.runtime.transfer.copying import write_all
+from gascompile.training.attempt import Attempt, begin
 
 FORMAT = "gascompile.training-checkpoint/2"
 MANIFEST = "manifest.json"
@@ -28,6 +29,10 @@ _LEFTOVER = re.compile(r"\.writing-\d{8}|\.old-checkpoint-\d{8}")
 def found_in(folder: Path) -> list[Path]:
     """Return the whole checkpoints, the oldest first."""
     return sorted(path for path in folder.glob("checkpoint-*") if _NAME.fullmatch(path.name))
+
+
+Linkable = tuple[Path, int, frozenset[str]]
+"""A checkpoint, the generation of its frozen tensors, and their names."""
 
 
 class Saving:
@@ -90,6 +95,40 @@ class Saving:
         while self.files:
             os.close(self.files.popitem()[1])
         shutil.rmtree(self.temporary, ignore_errors=True)
+
+
+class Behind:
+    """A save that goes on in an own thread, whoever waits for it and is interrupted."""
+
+    def __init__(self, saving: Saving, keep: int, linkable: Linkable) -> None:
+        """Begin nothing yet; ``linkable`` is what the next save may link to once this one is whole."""
+        self.linkable = linkable
+        self._saving, self._keep, self._attempt = saving, keep, Attempt()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has ended, in an error or not."""
+        return self._attempt.is_over
+
+    def begin(self) -> None:
+        """Start the thread."""
+        begin(self._run)
+
+    def wait(self) -> BaseException | None:
+        """Block until the end; return what it has raised."""
+        if not self.is_over:
+            # Whoever called ``begin`` may have been interrupted before there was a thread.
+            begin(self._run)
+            self._attempt.wait()
+        return self._attempt.error
+
+    def _run(self) -> None:
+        if self._attempt.claim():
+            try:
+                self._saving.finish(self._keep)
+            except BaseException as error:  # noqa: BLE001 - who waits raises it
+                self._attempt.error = error
+            self._attempt.end()
 
 
 def _is_own(folder: Path) -> bool:
