@@ -6,12 +6,14 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import RenderableType
 
 from gascompile.commands import options as opt
 from gascompile.commands.output import emit, note, reserved_stdout, warnings_block
 from gascompile.commands.summary import plan_parts
 from gascompile.core import serial
 from gascompile.core.plan import Plan
+from gascompile.core.serial import JsonValue
 
 Source = Annotated[
     str,
@@ -59,6 +61,17 @@ OverrideTensor = Annotated[
 ]
 
 
+Compare = Annotated[
+    str | None,
+    typer.Option(
+        "--compare",
+        metavar="FILE|FLAGS",
+        help="Say beside the plan what another tool's placement takes: a device map or a configuration of DeepSpeed "
+        "(JSON), or llama.cpp's flags, as in --compare='-ngl 20 -ot exps=CPU'.",
+    ),
+]
+
+
 HostsFile = Annotated[
     str | None,
     typer.Option(
@@ -94,6 +107,7 @@ def plan(
     device_map: DeviceMapFile = None,
     ngl: GpuLayers = None,
     ot: OverrideTensor = None,
+    compare: Compare = None,
     hosts: HostsFile = None,
     ranks: Ranks = None,
     train: Train = False,
@@ -109,7 +123,7 @@ def plan(
     Over ranks: [bold]gascompile plan llama-70b.workload.json --hosts home-4[/bold]
     """
     if hosts is not None or ranks is not None or train:
-        others = (budget, cpu, nvme, place, device_map, ngl, ot, weights)
+        others = (budget, cpu, nvme, place, device_map, ngl, ot, weights, compare)
         if any(option is not None for option in others) or sites != "one":
             raise typer.BadParameter(
                 "plans over ranks take --hosts or --ranks, --machine, --strategy, --train, --batch and --tokens alone; "
@@ -119,6 +133,10 @@ def plan(
         _plan_over(source, over, (batch, tokens), strategy, cache_dir, output, json=json)
         return
     given = _given_placement(device_map, ngl, ot or [])
+    if given is not None and compare is not None:
+        raise typer.BadParameter(
+            f"{given} is the plan, and --compare what is beside it; give one of them"
+        )
     if given is not None and strategy is not None:
         raise typer.BadParameter(f"{given} and --strategy both say how to plan; give one of them")
     if given is not None and weights is not None:
@@ -143,8 +161,28 @@ def plan(
             )
         if output is not None:
             made.save(output)
+        data, beside = _beside(compare, source, made, limits, (batch, tokens), folder)
     written = [note(f"The plan is in {output}.")] if output is not None else []
-    emit(json, serial.to_json(made), *plan_parts(made), *warnings_block(made.warnings), *written)
+    parts = [*plan_parts(made), *beside, *warnings_block(made.warnings), *written]
+    emit(json, serial.to_json(made) if data is None else data, *parts)
+
+
+def _beside(
+    compare: str | None,
+    source: str,
+    made: Plan,
+    limits: opt.Limits,
+    shape: tuple[int, int],
+    cache_dir: Path,
+) -> tuple[JsonValue, list[RenderableType]]:
+    """Return what --compare prints as JSON and for people; nothing without it."""
+    if compare is None:
+        return None, []
+    from gascompile.commands.comparison import compared
+
+    budget = opt.budget_of(limits, made.machine)
+    of = made.workload if opt.is_finished(Path(source)) else source
+    return compared(compare, of, made, budget, shape=shape, cache_dir=cache_dir)
 
 
 def _plan_over(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gascompile.api.plan import machine_of
@@ -119,6 +119,10 @@ class Mapped:
         return as_mapped(
             self.workload, self.machine, self.budget, tiers, fingerprint=prints, site=site
         )
+
+    def within(self, place: str, size_bytes: int) -> Mapped:
+        """Return the same with another budget of ``place``."""
+        return replace(self, budget=self.budget.with_size(place, size_bytes))
 
 
 def tiers_of(

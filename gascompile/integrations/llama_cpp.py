@@ -126,13 +126,18 @@ def llama_cpp_plan(
     job = Mapped.of(
         source, machine, budget, batch=batch, tokens=tokens, cache_dir=cache_dir, sites=True
     )
+    require_host(job)
+    tiers = placement.tiers(job.workload, job.machine)
+    return job.plan(tiers, {"llama_cpp": serial.digest(placement)}, site=_HOST)
+
+
+def require_host(job: Mapped) -> None:
+    """Refuse a machine without the speed of a host beside an accelerator; raises ``DeviceMapError``."""
     if job.machine.compute_tier == _HOST or not any(_HOST in op.time_s for op in job.workload.ops):
         raise DeviceMapError(
             f"machine '{job.machine.name}' does not say how fast its host computes beside an accelerator, which "
             "llama.cpp's placements are about; take a preset with both, or measure one with 'gascompile calibrate'"
         )
-    tiers = placement.tiers(job.workload, job.machine)
-    return job.plan(tiers, {"llama_cpp": serial.digest(placement)}, site=_HOST)
 
 
 def _layer(name: str) -> int | None:
