@@ -191,11 +191,12 @@ def _source(
             f"{file}: '{name}' of the strides {tensor.stride()} does not lie row by row, so it cannot be read in "
             "place; save the weights again, each made .contiguous()"
         )
-    storage, extents = tensor.untyped_storage(), ()
+    extents: tuple[Extent, ...] = ()
     if tensor.nbytes:
-        begin = getattr(storage, "_checkpoint_offset", None)
-        offset = tensor.storage_offset() * tensor.itemsize
-        held_bytes = records.get(begin, -1) if isinstance(begin, int) else -1
+        storage = tensor.untyped_storage()
+        begin: int = getattr(storage, "_checkpoint_offset", -1)
+        offset = int(tensor.storage_offset()) * tensor.itemsize
+        held_bytes = records.get(begin, -1)
         if held_bytes != storage.nbytes() or offset + tensor.nbytes > held_bytes:
             raise CheckpointError(
                 f"{file}: the bytes of '{name}' are not where the archive's directory has them; the file is corrupt: "
