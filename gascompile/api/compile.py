@@ -343,7 +343,7 @@ def compile(  # noqa: A001 - the public name, as in torch.compile
             ``None`` allows what the machine holds.
         example_inputs: tuple or dict of inputs to plan for now. Without it, a plan is made at the first call
             of each input signature.
-        checkpoint: .safetensors, .gguf or .bin file, sharded or Hugging Face directory; read in place, never loaded whole.
+        checkpoint: .safetensors, .gguf or .bin file, sharded or Hugging Face directory; read in place, never whole.
         dynamic_shapes: as ``torch.export.export`` takes it; the plan holds for the upper bounds. Without it and without
             ``example_inputs``, dimensions that change from call to call get a range by themselves; ``False``: none.
         machine: ``None`` for this machine, measured once and remembered; or a preset's name or a file.
