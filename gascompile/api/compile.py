@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -53,6 +53,7 @@ from gascompile.weights.store import STORE
 if TYPE_CHECKING:
     from gascompile.capture.record.record import CaptureRecord
     from gascompile.capture.to_program import Capture
+    from gascompile.passes.graph.annotate import Annotation
     from gascompile.precision.sensitivity import Sensitivity
 
 
@@ -253,11 +254,17 @@ class Job:
         forming = Forming(program, stored, measured if self.weighs else None, heads)
         return replace(captured, program=forming.formed(self.config.weights, predicted_s))
 
+    def annotated(self, program: Program, sites: Sequence[str] = ()) -> Annotation:
+        """Return the costs of a captured program; see ``annotate_memory``."""
+        from gascompile.machines.op_memory import annotate_memory
+
+        return annotate_memory(program, self.machine, self.config.cache_dir, sites=sites)
+
     def place(self, program: Program, prints: Mapping[str, str]) -> Plan:
         """Annotate and plan a captured program."""
         from gascompile.api.device_budget import plan_on_device
         from gascompile.api.on_heap import on_heap
-        from gascompile.machines.op_memory import annotate_memory, unknown_ops
+        from gascompile.machines.op_memory import unknown_ops
         from gascompile.machines.op_times import retimed
         from gascompile.passes.graph.leaving import other_sites
         from gascompile.passes.plan.make_plan import make_plan
@@ -265,7 +272,7 @@ class Job:
         with task("Planning"):
             config = self.config
             sites = other_sites(self.machine) if config.sites == "all" else ()
-            annotation = annotate_memory(program, self.machine, config.cache_dir, sites=sites)
+            annotation = self.annotated(program, sites)
             workload = retimed(program, annotation.workload, self.machine, config.cache_dir)
             warnings = unknown_ops(annotation, self.machine, config.cache_dir)
             warnings += source_warnings(self.machine)

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from gascompile.api.compile import Job
 from gascompile.api.device_budget import graphs_room_bytes, placed_bytes
@@ -19,9 +19,12 @@ from gascompile.capture.calls import RangedCall, normalize_call
 from gascompile.capture.to_program import Capture
 from gascompile.core import serial
 from gascompile.core.errors import FormatError, InfeasiblePlanError, StorageError
+from gascompile.core.program import Program
 from gascompile.core.workload import TensorKind, Workload
-from gascompile.machines.op_memory import annotate_memory
 from gascompile.passes.model.liveness import liveness
+
+if TYPE_CHECKING:
+    from gascompile.passes.graph.annotate import Annotation
 
 _log = logging.getLogger("gascompile")
 
@@ -46,6 +49,8 @@ class _Stage(Job):
     """Sets the constants of this program apart from those of the others."""
     kwargs: dict[str, Any]
     captures: list[Capture] = field(default_factory=list)
+    annotations: list[tuple[Program, tuple[str, ...], Annotation]] = field(default_factory=list)
+    """Made once for each list of sites: several choices and the plan itself ask for them."""
 
     def capture(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Capture:
         """Trace the model unless that has been done."""
@@ -57,10 +62,17 @@ class _Stage(Job):
         """Return the verified plan, from the cache where it is there."""
         return self.prepare((), self.kwargs)
 
+    def annotated(self, program: Program, sites: Sequence[str] = ()) -> Annotation:
+        """Return the costs of a program, from before where they were asked for."""
+        for known, at, annotation in self.annotations:
+            if known is program and at == (*sites,):
+                return annotation
+        self.annotations.append((program, (*sites,), Job.annotated(self, program, sites)))
+        return self.annotations[-1][-1]
+
     def workload(self) -> Workload:
         """Return the planning problem of this program."""
-        program = self.capture((), self.kwargs).program
-        return annotate_memory(program, self.machine, self.config.cache_dir).workload
+        return self.annotated(self.capture((), self.kwargs).program).workload
 
 
 def plan_together(

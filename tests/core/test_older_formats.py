@@ -265,6 +265,11 @@ def test_verbs_say_the_same_of_both_formats(name: str, tmp_path: Path) -> None:
         first, *rest = verb
         assert json_of(first, one, *rest) == json_of(first, two, *rest), verb
     assert not json_of("diff", one, two)["moves"]
+
+
+def test_a_plan_of_before_is_reported(tmp_path: Path) -> None:
+    """The quickest of them, as a report plans nine times what the plan was made from."""
+    one = str(OLDER / "streams.plan.json")
     result = CliRunner().invoke(app, ["report", one, "-o", str(tmp_path / "one.html")])
     assert result.exit_code == 0, result.output
 
