@@ -42,7 +42,7 @@ from gascompile.core.plan import Plan
 from gascompile.core.program import Program
 from gascompile.core.progress import task
 from gascompile.machines.admission import admit, admit_model
-from gascompile.machines.op_memory import lacks_memory
+from gascompile.machines.op_memory import annotate_memory, lacks_memory, unknown_ops
 from gascompile.machines.resolve import resolve_machine
 from gascompile.runtime.memory.early_memory import EarlyMemory
 from gascompile.runtime.transfer.engine import read_blocks
@@ -256,15 +256,12 @@ class Job:
 
     def annotated(self, program: Program, sites: Sequence[str] = ()) -> Annotation:
         """Return the costs of a captured program; see ``annotate_memory``."""
-        from gascompile.machines.op_memory import annotate_memory
-
         return annotate_memory(program, self.machine, self.config.cache_dir, sites=sites)
 
     def place(self, program: Program, prints: Mapping[str, str]) -> Plan:
         """Annotate and plan a captured program."""
         from gascompile.api.device_budget import plan_on_device
         from gascompile.api.on_heap import on_heap
-        from gascompile.machines.op_memory import unknown_ops
         from gascompile.machines.op_times import retimed
         from gascompile.passes.graph.leaving import other_sites
         from gascompile.passes.plan.make_plan import make_plan

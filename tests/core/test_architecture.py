@@ -25,7 +25,7 @@ EVERYTHING = SOURCES + sorted(
 )
 MAX_LINES = 400
 LONGER = {
-    "gascompile/api/compile.py": 420,
+    "gascompile/api/compile.py": 424,
     "benchmarks/training_traces.py": 410,
 }
 MAX_FUNCTION_LINES = 50
