@@ -106,7 +106,8 @@ class Ranks:
         """
         if self._failure is not None:
             raise self._failure
-        assert self._meeting is not None, "it has not failed"
+        if self._meeting is None:
+            raise RankError(f"rank {self.layout.rank} has left the others", rank=self.layout.rank)
         heading = f"{self._job} {what} {len(numbers)} "
         digest = hashlib.sha256(heading.encode() + facts).digest()
         words = [

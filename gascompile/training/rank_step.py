@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakKeyDictionary
 
@@ -14,6 +14,7 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
+from gascompile.bundles.reuse import CachedPlan
 from gascompile.core import serial
 from gascompile.core.errors import UnsupportedOpError
 from gascompile.core.reports import RunReport
@@ -24,9 +25,11 @@ from gascompile.runtime.collectives.exchange import exchanging
 from gascompile.training.capture.rank_loss import RankLoss
 from gascompile.training.capture.synchronised_norm import require_synchronised
 from gascompile.training.capture.traced_loss import LossFunction
+from gascompile.training.division import Attempt, Division, Stages, divide
 from gascompile.training.optimizers import rank_ops
 from gascompile.training.planning.step_program import StepProgram
 from gascompile.training.state.train_state import States
+from gascompile.training.step_cache import PlannedStep
 from gascompile.training.unit import Unit
 
 if TYPE_CHECKING:
@@ -47,6 +50,8 @@ class RankStep:
         self._ranks, self.loss, self._policy = ranks, loss, rows
         self._balance: Balance | None = None
         self._last_rows: list[int] = []
+        self.division: Division | None = None
+        """Which parameters are divided among the ranks, and why; known from the first plan on."""
         self._marks: WeakKeyDictionary[fx.GraphModule, list[object]] = WeakKeyDictionary()
         self._time_s = self._waited_s = 0.0
         """Of this rank's last step, without exchanges; and in exchanges."""
@@ -178,6 +183,14 @@ class RankStep:
         """Take note of a training step that has run."""
         self._time_s = max(report.seconds - self._waited_s, 0.0)
 
+    def divided(
+        self, attempt: Attempt, sizes: Mapping[str, int], keep: Callable[..., object], gap: float
+    ) -> tuple[CachedPlan, PlannedStep, Stages]:
+        """Return this rank's step under the division that all ranks choose, and that; see ``division.divide``."""
+        place, step, self.division = divide(attempt, sizes, self._ranks.compare, keep=keep, gap=gap)
+        _log.info("%s", self.division)
+        return place, step, self.division.chosen.stages
+
     def total(self, values: torch.Tensor, what: str) -> torch.Tensor:
         """Return the sum over the ranks of a dense tensor, which is used up; all ranks call it.
 
@@ -265,7 +278,9 @@ def _sequence(step: StepProgram) -> list[object]:
             bounds = [arg for arg in node.args if _is_numbers(arg)]
             values = node.meta.get("val") if node.target is rank_ops.add else ()
             shapes = [list(value.shape) for value in values or ()]
-            found.append([str(node.target), bounds, shapes])
+            parts = node.args[0] if node.target is rank_ops.whole else ()
+            names = [_named(part, step) for part in pytree.tree_leaves(parts)]
+            found.append([str(node.target), names, bounds, shapes])
         if node.target is torch.ops.aten.copy_.default and _named(node.args[0], step):
             found.append(_behind(node, step))
     return found

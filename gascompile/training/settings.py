@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -15,6 +15,7 @@ from gascompile.core.config import ON_EXCEED
 from gascompile.core.errors import CaptureError, NanLossError, PlanMismatchError
 from gascompile.core.ranks import RankLayout
 from gascompile.training.optimizers.optimizers import STATE_FORMS, StateForm
+from gascompile.training.optimizers.slots import Stage
 from gascompile.training.planning.step_program import StepOptions
 
 OnNan = Literal["raise", "locate", "ignore"]
@@ -39,6 +40,8 @@ class Settings:
     on_exceed: str = "error"
     layout: RankLayout | None = None
     """Of several ranks that train the model together."""
+    stages: Mapping[str, Stage] = field(default_factory=dict)
+    """Parameters that are divided among them; planning finds which."""
 
     def __post_init__(self) -> None:
         """Check the values.

@@ -84,7 +84,7 @@ class TrainingStep(StepValues):
         )
         holdings.outlive(self)
         if ranks is not None:
-            self._maker.total, self._maker.exchange_s = ranks.total, ranks.exchange_s
+            self._maker.ranks = ranks
             holdings.leave = ranks.leave
         self._watch = BudgetWatch(self._maker.transfer_bytes)
         self.plan: Plan | None = None
@@ -176,9 +176,14 @@ class TrainingStep(StepValues):
             CaptureError: the model cannot be traced, or returns what is not made of tensors.
             InfeasiblePlanError: the budget is too small for these arguments; names the smallest.
             StorageError: a transfer failed, now or before; values may be half updated until ``load``.
+            UnsupportedOpError: parameters are divided among ranks, so that one alone cannot call it.
             ValueError: nothing is planned yet: pass ``example_batch``, or call ``prepare``.
         """
-        self._open_states()
+        if self._open_states().divided:
+            raise UnsupportedOpError(
+                "parameters are divided among the ranks, and a call of the model is one rank's own: let all ranks call "
+                "eval of the step, or close it first"
+            )
         unit, _, outputs = self._run_within_budget((args, kwargs), trains=False, calls=True)
         self._holdings.unfinished.end()
         return unit.result(outputs)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import fx, nn
@@ -57,7 +57,24 @@ def rules_of(
     names = {id(tensor): name for name, tensor in tensors.items()}
     names.update((id(view.tensor), name) for name, view in storages.views.items())
     kind = UnplannedRules if settings.unplanned else Rules
-    return kind(optimizer, names, trained, settings.states, settings.layout)
+    return kind(optimizer, names, trained, settings.states, settings.layout, settings.stages)
+
+
+def divisible(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    storages: Storages,
+    settings: Settings,
+) -> dict[str, int]:
+    """Return the elements of the parameters that ranks can divide: large, trained, and in memory of their own."""
+    _, tensors = named_tensors(model)
+    rules = rules_of(optimizer, tensors, storages, [], settings)
+    shared = {*storages.views, *(view.owner for view in storages.views.values())}
+    return {
+        slot.name: slot.bounds[-1][-1]
+        for slot in rules.slots.values()
+        if slot.bounds and not slot.is_frozen and slot.name not in shared
+    }
 
 
 def place_of_step(
@@ -112,7 +129,8 @@ def _updates(
         for group in optimizer.param_groups
     ]
     kept_bytes = state_bytes(optimizer) if settings.unplanned else 0
-    return [kind, groups, canonical, settings.states, settings.unplanned, kept_bytes]
+    stages = sorted(settings.stages.items())
+    return [kind, groups, canonical, settings.states, settings.unplanned, kept_bytes, stages]
 
 
 def _process() -> list[object]:
@@ -160,7 +178,9 @@ def bound_step(
         raise FormatError("it is of no training step")
     _, known = named_tensors(model)
     tensors = {
-        name: known[name] for name in dict.fromkeys(program.bindings.values()) if name in known
+        name: known[name]
+        for name in dict.fromkeys([*program.bindings.values(), *settings.stages])
+        if name in known
     }
     rules = rules_of(optimizer, tensors, storages, list(facts.gradients), settings)
     accumulates = settings.accumulate > 1 or settings.unplanned
@@ -193,6 +213,18 @@ def bound_step(
     return PlannedStep(program=step, plan=bundle.plan, rules=rules, tensors=tensors, bundle=bundle)
 
 
+class Saved(Protocol):
+    """Plans that take the place of captures and planning; see ``SavedPlans``."""
+
+    def find(self, place: CachedPlan) -> Bundle:
+        """Return the plan for a kind of batch, and let ``place`` know what it depends on."""
+        ...
+
+    def check(self, made: PlannedStep) -> None:
+        """Return if a plan was made for its program."""
+        ...
+
+
 def with_kernels(
     place: CachedPlan, made: PlannedStep, graph_module: fx.GraphModule, config: CompileConfig
 ) -> tuple[PlannedStep, Basis, LoadedFusion | None]:
@@ -213,11 +245,11 @@ def with_kernels(
         compile_s = bundle.fusion.compile_s if is_new and bundle.fusion is not None else 0.0
         fusion = load_kernels(bundle, cache_dir=folder, compile_s=compile_s)
     made = replace(made, bundle=bundle)
-    basis = place.basis() if made.record is None else _keep(place, made, made.record)
+    basis = place.basis() if made.record is None else keep(place, made, made.record)
     return made, basis, fusion
 
 
-def _keep(place: CachedPlan, made: PlannedStep, record: CaptureRecord) -> Basis:
+def keep(place: CachedPlan, made: PlannedStep, record: CaptureRecord) -> Basis:
     """Keep a new step, unless another capture may give another one; return what it rests on."""
     _, why = bundle_of(made.program, made.plan, place.printed)
     # Recorded is what runs in the forward pass.

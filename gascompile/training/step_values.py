@@ -60,8 +60,8 @@ class StepValues:
     @property
     def num_own_moments(self) -> int:
         """Elements of the moments that this process keeps: of several ranks each has a part."""
-        tiles = self._open_states().tiles.values()
-        return sum(tile.num_elements for several in tiles for tile in several)
+        tiles = (tile for tiles in self._open_states().tiles.values() for tile in tiles)
+        return sum(tile.num_elements for tile in tiles if not tile.is_part)
 
     @property
     def rows(self) -> int:

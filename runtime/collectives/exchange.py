@@ -65,10 +65,18 @@ class Exchange:
             total.add_(part)
         return total
 
-    def gather(self, values: torch.Tensor, sizes: Sequence[int]) -> None:
-        """Fill a vector with the parts of all ranks; this rank's own part is in its place."""
+    def gather(
+        self, values: torch.Tensor, sizes: Sequence[int], part: torch.Tensor | None = None
+    ) -> None:
+        """Fill a vector with the parts of all ranks.
+
+        Args:
+            values: the vector.
+            sizes: elements of each rank's part.
+            part: this rank's own; it is in its place in ``values`` already, if ``None``.
+        """
         begin, own = sum(sizes[: self.rank]), sizes[self.rank]
-        sent = values[begin : begin + own].repeat(self.size)
+        sent = (values[begin : begin + own] if part is None else part).repeat(self.size)
         every = [own] * self.size
         self._trade(values, sent, sizes, every)
 

@@ -10,7 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from gascompile.core.budget import Budget
+from gascompile.training.optimizers.slots import Stage
+
 NUM_STEPS = 5
+WIDE_BYTES = (4 << 20) + (42 << 18)
+"""Transfer buffers; of ``wide`` half of the moments, half of the parameters, and a gradient of 1 MiB with what its
+exchange takes, 2.5 MiB. All parameters would be 2 MiB more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,7 +27,9 @@ class Scenario:
     optimizer: Callable[[Any], torch.optim.Optimizer]
     rows: Sequence[int] = ()
     """Per rank; four each where it is empty."""
-    budget: str = "64MiB"
+    budget: str | Budget = "64MiB"
+    stage: Stage | None = None
+    """Of all parameters that can be divided, where that is not to be chosen."""
     lr: float = 0.01
     width: int = 48
     options: dict[str, Any] = field(default_factory=dict)
@@ -46,6 +54,34 @@ class Tied(nn.Module):
         return found
 
 
+class Twice(nn.Module):
+    """A weight that is used twice, one that lies transposed in memory of its own, and a frozen one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(48, 1024)
+        self.inner = nn.Linear(1024, 48)
+        self.inner.weight = nn.Parameter(self.inner.weight.detach().t().contiguous().t())
+        self.again = nn.Linear(48, 1024, bias=False)
+        self.again.weight = self.first.weight
+        self.fixed = nn.Linear(1024, 64)
+        self.fixed.weight.requires_grad_(False)
+        self.last = nn.Linear(64, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inner(torch.relu(self.first(x)))
+        found: torch.Tensor = self.last(self.fixed(torch.relu(self.again(x))))
+        return found
+
+
+def wide() -> nn.Module:
+    """Weights of 1 MiB each."""
+    layers = [nn.Linear(48, 512), nn.GELU()]
+    for _ in range(4):
+        layers += [nn.Linear(512, 512), nn.GELU()]
+    return nn.Sequential(*layers, nn.Linear(512, 3))
+
+
 def plain() -> nn.Module:
     return nn.Sequential(nn.Linear(48, 1024), nn.GELU(), nn.LayerNorm(1024), nn.Linear(1024, 3))
 
@@ -67,6 +103,24 @@ SCENARIOS: dict[str, Scenario] = {
     ),
     "batch norm": Scenario(
         model=normed, optimizer=lambda p: torch.optim.Adam(p, lr=0.01, eps=1e-3), rows=(3, 5, 2, 2)
+    ),
+    "kept": Scenario(
+        model=plain,
+        optimizer=lambda p: torch.optim.AdamW(p, lr=0.01, eps=1e-3),
+        rows=(3, 6, 1, 2),
+        stage="kept",
+    ),
+    "again": Scenario(
+        model=Twice,
+        optimizer=lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9),
+        stage="again",
+        options={"max_grad_norm": 0.05, "accumulate": 2, "rows": "equal"},
+    ),
+    "chosen": Scenario(
+        model=wide,
+        optimizer=lambda p: torch.optim.AdamW(p, lr=0.01, eps=1e-3),
+        budget=Budget(cpu=WIDE_BYTES, nvme=0),
+        lr=1e-3,
     ),
 }
 

@@ -18,6 +18,7 @@ from torch import nn
 
 from gascompile import compile_step
 from gascompile.core.errors import GASCompileError, NanLossError, RankError
+from gascompile.training import division
 from gascompile.training.step import TrainingStep
 from tests.distributed.jobs import (
     SCENARIOS,
@@ -41,6 +42,8 @@ def opened(
     folder: Path,
     **options: Any,
 ) -> TrainingStep:
+    stage = scenario.stage
+    division.forced = None if stage is None else lambda sizes: dict.fromkeys(sizes, stage)
     return compile_step(
         model,
         loss_fn,
@@ -80,6 +83,7 @@ def trains(scenario: Scenario, folder: Path) -> dict[str, Any]:
         if step.ranks is not None and "rows" not in scenario.options:
             rows = step.ranks.rows()
         sampled = list(step.sampler(20)) if rows else []
+        divided = _divided(step)
     return {
         "losses": losses,
         "state": state,
@@ -87,6 +91,39 @@ def trains(scenario: Scenario, folder: Path) -> dict[str, Any]:
         "num_moments": moments,
         "rows": rows,
         "sampled": sampled,
+        **divided,
+    }
+
+
+def _divided(step: TrainingStep) -> dict[str, Any]:
+    """Return what is divided, how often each step gathers, what it took, and what one rank by itself is told."""
+    assert step.last_run is not None
+    if step.ranks is None or step.ranks.division is None:
+        return {}
+    stages, said = dict(step.ranks.division.chosen.stages), []
+    names = dict(step._model.named_parameters())
+    for read in (
+        lambda: [names[name].sum() for name in stages],
+        lambda: [names[name].detach().zero_() for name in stages],
+        lambda: step._model.state_dict() if stages else None,
+        lambda: step.model(torch.zeros(1, 48)) if stages else None,
+    ):
+        try:
+            read()
+        except GASCompileError as error:
+            said.append(f"{type(error).__name__}: {error}")
+    return {
+        "stages": stages,
+        "division": str(step.ranks.division),
+        "said": said,
+        "num_gathered": [
+            sum(
+                "gascompile_ranks.whole" in str(node.target)
+                for node in unit.graph_module.graph.nodes
+            )
+            for unit in step._units
+        ],
+        "peak_bytes": step.last_run.peak_bytes["cpu"],
     }
 
 
@@ -128,6 +165,7 @@ def _with(change: Callable[[TrainingStep, torch.optim.Optimizer], object]) -> Ca
         model = net_of(scenario)
         optimizer = optimizer_of(scenario, model)
         batch = own_rows(batches(scenario)[0], scenario)
+        found: dict[str, Any] = {}
         with opened(scenario, model, optimizer, folder) as step:
             try:
                 step(batch)
@@ -135,10 +173,10 @@ def _with(change: Callable[[TrainingStep, torch.optim.Optimizer], object]) -> Ca
                     change(step, optimizer)
                 step(batch)
             except RankError as error:
-                return {"rank": error.rank, "said": str(error)}
+                found = {"rank": error.rank, "said": str(error)}
             except GASCompileError as error:
                 return {"own": type(error).__name__, "said": str(error)}
-        return {}
+        return {**found, "lost": [name for name, p in model.named_parameters() if p.is_meta]}
 
     return run
 

@@ -16,11 +16,13 @@ import torch
 from torch.utils import _pytree as pytree
 
 from tests.distributed import rank_worker
-from tests.distributed.jobs import SCENARIOS, Scenario, eager, rows_of
+from tests.distributed.jobs import SCENARIOS, WIDE_BYTES, Scenario, eager, rows_of
+from tests.training.trials import TRANSFER_BYTES
 
 _LIMIT_S = 240.0
 DIFFERENT = ("other model", "other lr", "eval", "edits", "reads")
 """What one rank does by itself."""
+RESUMED = ("resumes", "resumes:kept")
 _ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -82,8 +84,8 @@ def close(found: Any, wanted: Any) -> None:
 def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What two ranks left that train, meet what breaks nothing, and in the end what does."""
     folder = tmp_path_factory.mktemp("two")
-    asked = [*(f"trains:{name}" for name in SCENARIOS), "nan", "resumes", *DIFFERENT]
-    codes = run_job(folder, 2, *asked, "local norm", "raises")
+    asked = [*(f"trains:{name}" for name in SCENARIOS), "nan", *RESUMED, *DIFFERENT]
+    codes = run_job(folder, 2, *asked, "local norm", "raises:kept")
     assert codes == [0, 0], [(folder / f"log-{r}").read_text()[-3000:] for r in range(2)]
     return folder
 
@@ -109,6 +111,35 @@ def test_equal_to_one_process(two: Path, name: str) -> None:
     _require_divided(scenario, found)
 
 
+def test_parameters_are_divided_as_asked(two: Path) -> None:
+    for name, wanted in {
+        "adamw": ({}, [0, 0]),
+        "kept": ({"0.weight": "kept"}, [1, 1]),
+        # With an update, without one, and the evaluation.
+        "again": ({"first.weight": "again", "inner.weight": "again"}, [4, 4, 2]),
+    }.items():
+        for rank in left_by(two, 2, f"trains:{name}"):
+            assert (rank["stages"], rank["num_gathered"]) == wanted
+
+
+def test_a_budget_without_room_for_whole_parameters_divides_them(two: Path) -> None:
+    for rank in left_by(two, 2, "trains:chosen"):
+        assert rank["stages"] == left_by(two, 2, "trains:chosen", 0)[0]["stages"]
+        assert len(rank["stages"]) > 1
+        assert "with whole parameters, which a rank has no budget for" in rank["division"]
+        assert rank["peak_bytes"] + TRANSFER_BYTES <= WIDE_BYTES
+
+
+def test_what_one_rank_asks_of_a_divided_parameter_is_refused(two: Path) -> None:
+    for rank in left_by(two, 2, "trains:kept"):
+        *reads, call = rank["said"]
+        assert len(reads) == 3
+        for said in reads:
+            assert said.startswith("OpenStepError: '0.weight' is divided among the ranks")
+        assert call.startswith("UnsupportedOpError: parameters are divided among the ranks")
+    assert not left_by(two, 2, "trains:adamw", 0)[0]["said"]
+
+
 def _require_divided(scenario: Scenario, found: list[dict[str, Any]]) -> None:
     """Each rank keeps about half of the moments."""
     sizes = [p.numel() for group in [scenario.model().parameters()] for p in group]
@@ -131,10 +162,12 @@ def test_a_nan_of_one_rank_ends_the_step_on_all(two: Path) -> None:
         assert torch.isfinite(rank["loss"])
 
 
-def test_a_checkpoint_is_one_of_any_number_of_ranks(two: Path) -> None:
-    scenario = SCENARIOS["adamw"]
+@pytest.mark.parametrize("asked", RESUMED)
+def test_a_checkpoint_is_one_of_any_number_of_ranks(two: Path, asked: str) -> None:
+    name = asked.partition(":")[2] or "adamw"
+    scenario = SCENARIOS[name]
     wanted = eager(scenario)
-    for rank in (*left_by(two, 2, "resumes"), rank_worker.resumes(scenario, two / "adamw")):
+    for rank in (*left_by(two, 2, asked), rank_worker.resumes(scenario, two / name)):
         assert rank["extra"] == {"number": 7}
         close(rank["losses"], wanted.next_losses)
 
@@ -154,10 +187,12 @@ def test_what_one_rank_computes_by_itself_is_refused(two: Path) -> None:
 
 
 def test_who_fails_takes_the_others_along(two: Path) -> None:
-    left, failed = left_by(two, 2, "raises")
+    left, failed = left_by(two, 2, "raises:kept")
     assert failed == {"raised": "a hook of the user's"}
     assert left["rank"] == 1
     assert "ValueError: a hook of the user's" in left["said"]
+    # Of what was divided one rank alone has a part: nothing stands for the whole.
+    assert left["lost"] == ["0.weight"]
 
 
 def test_who_is_killed_in_the_middle_of_a_step_is_named(tmp_path: Path) -> None:

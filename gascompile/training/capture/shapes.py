@@ -27,7 +27,7 @@ def with_shapes(states: States | None, storages: Storages, work: Callable[[], Re
         states.covers.lift()
         try:
             for name, tensor in states.tensors.items():
-                tensor.data = states.persistent.outline(name)
+                tensor.data = states.outline(name)
             return seen()
         finally:
             for tensor in states.tensors.values():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -15,7 +16,7 @@ from gascompile.runtime.kernels.state_codes import SIGNED, UNSIGNED
 from gascompile.training.optimizers import class_updates, coded_updates, update_ops
 from gascompile.training.optimizers.known_classes import RULES, rule_of
 from gascompile.training.optimizers.rule_trials import require_followed
-from gascompile.training.optimizers.slots import Slot, Tile
+from gascompile.training.optimizers.slots import PART, TOTAL, Slot, Stage, Tile
 from gascompile.training.state.open_optimizer import listed
 
 StateForm = Literal["fp32", "8bit"]
@@ -96,6 +97,7 @@ class Rules:
         trained: Sequence[str],
         states: StateForm = "fp32",
         layout: RankLayout | None = None,
+        stages: Mapping[str, Stage] = MappingProxyType({}),
     ) -> None:
         """Read the optimizer's groups.
 
@@ -105,12 +107,14 @@ class Rules:
             trained: parameters that the loss gives a gradient. Those that it gives none today have room, too.
             states: how moments are kept.
             layout: of several ranks, each of which updates a part of large parameters and keeps its moments.
+            stages: of the parameters of which each rank keeps a part alone.
 
         Raises:
             UnsupportedOpError: an optimizer or an option without a rule.
             ValueError: the optimizer holds parameters that are not the model's.
         """
         self.optimizer, self.states, self.layout = optimizer, states, layout
+        self._stages = stages
         self.require(optimizer)
         self.by_class = rule_of(optimizer) if self.plans_updates else None
         """Rule of an optimizer that updates by its own class."""
@@ -188,6 +192,7 @@ class Rules:
             ),
             ranges=tuple(ranges),
             bounds=bounds,
+            stage=self._stages.get(name) if bounds else None,
         )
 
     def _bounds(
@@ -213,7 +218,8 @@ class Rules:
 
     def like(self, key: str, parameter: torch.Tensor) -> torch.Tensor:
         """Return a tensor without memory that lies as a moment of ``parameter`` does."""
-        return parameter if self.by_class is None else self.by_class.like(key, parameter)
+        is_own = key in (TOTAL, PART)
+        return parameter if is_own or self.by_class is None else self.by_class.like(key, parameter)
 
     def is_scalar(self, key: str) -> bool:
         """Return whether a moment is one number."""
@@ -264,6 +270,7 @@ class Rules:
         for slot in self.slots.values():
             found += [tile for tiles in slot.tiles for tile in tiles]
             found += slot.totals if accumulates else ()
+            found += slot.parts
         return found
 
     def counts(self, entries: Mapping[int, Mapping[str, Any]]) -> tuple[dict[str, int], int]:
@@ -322,7 +329,7 @@ class Rules:
             graph: of the step.
             slot: of the parameter.
             nodes: the parameter, its gradient, and the hyperparameters of its group; or, in place of the
-                gradient, that of each range.
+                gradient, that of each range. A divided parameter is the parts that ``tile_nodes`` has.
             tile_nodes: of moments, by name.
             scale: what gradients are multiplied by.
         """
@@ -330,22 +337,24 @@ class Rules:
         gradients *= len(slot.tiles) if len(gradients) == 1 else 1
         group = self.optimizer.param_groups[slot.group]
         found = []
-        for tiles, (begin, end), gradient in zip(slot.tiles, slot.ranges, gradients, strict=True):
+        parts = [(tile_nodes[tile.name], 0, tile.num_elements) for tile in slot.parts]
+        places = parts or [(parameter, *ends) for ends in slot.ranges]
+        for tiles, (value, begin, end), gradient in zip(slot.tiles, places, gradients, strict=True):
             moments = [tile_nodes[tile.name] for tile in tiles]
             is_coded = any(tile.code is not None for tile in tiles)
             args: tuple[Argument, ...]
             if self.by_class is not None:
                 padded = [*moments, *[None] * (class_updates.MOST_STATES - len(moments))]
-                args = (parameter, gradient, *padded, hyper, scale, begin, end, slot.row)
+                args = (value, gradient, *padded, hyper, scale, begin, end, slot.row)
                 target = class_updates.OPS[self.by_class.name]
             elif self.is_adam:
                 decoupled = bool(group.get("decoupled_weight_decay", False))
                 place = (begin, end, decoupled) if is_coded else (begin, decoupled)
-                args = (parameter, gradient, *moments, hyper, scale, *place, slot.row)
+                args = (value, gradient, *moments, hyper, scale, *place, slot.row)
                 target = coded_updates.adam_coded if is_coded else update_ops.adam
             else:
                 momentum = moments[0] if moments else None
-                args = (parameter, gradient, momentum, hyper, scale, begin, end, slot.row)
+                args = (value, gradient, momentum, hyper, scale, begin, end, slot.row)
                 target = coded_updates.sgd_coded if is_coded else update_ops.sgd
             node = graph.call_function(target, args)
             node.meta["val"] = None

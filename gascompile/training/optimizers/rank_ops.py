@@ -27,6 +27,7 @@ _library.define(
 )
 _library.define("norm(Tensor[] norms) -> Tensor")
 _library.define("gather(Tensor(a!) parameter, int[] bounds) -> ()")
+_library.define("whole(Tensor[] parts, int[] shape, int[] stride, int[] bounds) -> Tensor")
 
 
 def _add(values: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -75,6 +76,29 @@ def _gather(parameter: torch.Tensor, bounds: list[int]) -> None:
     exchange_under_way().gather(range_of(parameter, bounds[0], bounds[-1]), sizes_of(bounds))
 
 
+def _whole(
+    parts: list[torch.Tensor], shape: list[int], stride: list[int], bounds: list[int]
+) -> torch.Tensor:
+    """Return a parameter of which each rank has parts.
+
+    Args:
+        parts: this rank's own, a vector per range of the parameter.
+        shape: of the parameter.
+        stride: of the parameter.
+        bounds: range by range where each rank's elements begin, in its order of memory, and where the last ones end.
+    """
+    found = parts[0].new_empty_strided(shape, stride)
+    for part, ends in zip(parts, _per_range(parts, bounds), strict=True):
+        exchange_under_way().gather(range_of(found, ends[0], ends[-1]), sizes_of(ends), part)
+    return found
+
+
+def _per_range(parts: Sequence[object], bounds: Sequence[int]) -> list[Sequence[int]]:
+    """Return the bounds of each of the ranges of which a rank has ``parts``."""
+    count = len(bounds) // len(parts)
+    return [bounds[count * number : count * (number + 1)] for number in range(len(parts))]
+
+
 def sizes_of(bounds: Sequence[int]) -> list[int]:
     """Return the number of each rank's elements."""
     return [end - begin for begin, end in itertools.pairwise(bounds)]
@@ -92,6 +116,7 @@ for _name, _implementation in (
     ("add_part", _add_part),
     ("norm", _norm),
     ("gather", _gather),
+    ("whole", _whole),
 ):
     for _key in ("CPU", "CUDA"):
         _library.impl(_name, _implementation, _key)
@@ -109,12 +134,18 @@ torch.library.register_autograd(
 )
 _library.impl("norm", lambda norms: norms[0].new_empty(()), "Meta")
 _library.impl("gather", nothing, "Meta")
+_library.impl(
+    "whole",
+    lambda parts, shape, stride, _: parts[0].new_empty_strided(shape, stride),
+    "Meta",
+)
 
 add = torch.ops.gascompile_ranks.add.default
 add_part = torch.ops.gascompile_ranks.add_part.default
 total = torch.ops.gascompile_ranks.total.default
 norm = torch.ops.gascompile_ranks.norm.default
 gather = torch.ops.gascompile_ranks.gather.default
+whole = torch.ops.gascompile_ranks.whole.default
 
 
 def exchanges(target: object) -> bool:
@@ -128,7 +159,8 @@ def exchanged(node: fx.Node) -> tuple[int, bool]:
         bounds: Any = node.args[3 if node.target is add_part else 1]
         return torch.float32.itemsize * (bounds[-1] - bounds[0]), True
     values = pytree.tree_leaves(node.meta["val"])
-    return sum(value.numel() * value.element_size() for value in values), False
+    size_bytes = sum(value.numel() * value.element_size() for value in values)
+    return size_bytes, node.target is whole
 
 
 def workspace_bytes(target: object, args: Sequence[Any]) -> int:
@@ -138,6 +170,11 @@ def workspace_bytes(target: object, args: Sequence[Any]) -> int:
         return sum(value.numel() * value.element_size() for value in values)
     if target in (total, norm):
         return 0 if target is total else _SCALARS_BYTES + 8 * len(args[0])
+    if target is whole:
+        # What is sent: a part for each rank, range by range.
+        parts: Sequence[torch.Tensor] = args[0]
+        count = len(args[3]) // len(parts) - 1
+        return max(part.numel() * part.element_size() for part in parts) * count + _SCALARS_BYTES
     bounds: Sequence[int] = args[3 if target is add_part else 1]
     # What is received; and what is sent, where rows lie otherwise or a part goes to all.
     return 2 * torch.float32.itemsize * (bounds[-1] - bounds[0])

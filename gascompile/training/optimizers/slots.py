@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -11,6 +12,10 @@ from gascompile.runtime.kernels.state_codes import Code
 
 TOTAL = "gradient"
 """Key of what gradients of several batches are added to."""
+PART = "part"
+"""Key of the elements that a rank has of a parameter of which none has all."""
+Stage = Literal["kept", "again"]
+"""Of a divided parameter: gathered once, for both passes, or for each of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +35,11 @@ class Tile:
         """Name in plans."""
         form = "" if self.code is None else ":8bit"
         return f"{self.parameter}:{self.key}{form}[{self.begin}:{self.end}]"
+
+    @property
+    def is_part(self) -> bool:
+        """Return whether it has a parameter's own values."""
+        return self.key == PART
 
     @property
     def num_elements(self) -> int:
@@ -78,6 +88,17 @@ class Slot:
     bounds: tuple[tuple[int, ...], ...] = ()
     """Where the elements of each rank begin, and where the last ones end, per range, of which ``ranges`` has this
     rank's elements alone; empty where each rank updates all."""
+    stage: Stage | None = None
+    """Set where no rank has the whole parameter between its uses."""
+
+    @property
+    def parts(self) -> tuple[Tile, ...]:
+        """Return what a divided parameter is on this rank, a tile per range; nothing of a whole one."""
+        if self.stage is None:
+            return ()
+        return tuple(
+            Tile(parameter=self.name, key=PART, begin=begin, end=end) for begin, end in self.ranges
+        )
 
     @property
     def totals(self) -> tuple[Tile, ...]:

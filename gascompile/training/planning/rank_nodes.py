@@ -10,6 +10,7 @@ from torch import fx
 from gascompile.core.errors import UnsupportedOpError
 from gascompile.core.program import draws
 from gascompile.core.ranks import RankLayout
+from gascompile.passes.graph.bound_aliases import may_share_memory
 from gascompile.training.capture.joint import Joint
 from gascompile.training.optimizers import rank_ops
 from gascompile.training.optimizers.optimizers import FEWEST_SHARED
@@ -59,6 +60,72 @@ def gathered(graph: fx.Graph, slot: Slot, parameter: fx.Node) -> None:
     for bounds in slot.bounds:
         node = graph.call_function(rank_ops.gather, (parameter, list(bounds)))
         node.meta["val"] = None
+
+
+def divide(
+    graph: fx.Graph, slot: Slot, parameter: fx.Node, parts: list[fx.Node], loss: fx.Node
+) -> None:
+    """Let ops read a divided parameter gathered: once, or in the backward pass again.
+
+    Args:
+        graph: of the step.
+        slot: of the parameter.
+        parameter: its placeholder, which nothing reads any more then.
+        parts: placeholders of what this rank has of it.
+        loss: what comes after it is the backward pass.
+    """
+    again: dict[fx.Node, fx.Node] = {}
+    if slot.stage == "again":
+        made = _made_of(parameter)
+        early = [node for node in made if node <= loss]
+        late = sorted({r for node in early for r in node.users if loss < r} - {graph.output_node()})
+        if late and any(node <= loss for node in parameter.users):
+            again[parameter] = _gathered_before(late[0], slot, parameter, parts)
+        for reader in late if again else ():
+            for source in early:
+                if source in reader.all_input_nodes:
+                    reader.replace_input_with(source, _again(source, again, reader))
+        for node in reversed(made):
+            if not node.users and node is not parameter:
+                graph.erase_node(node)
+    if parameter.users:
+        whole = _gathered_before(min(parameter.users), slot, parameter, parts)
+        parameter.replace_all_uses_with(whole)
+
+
+def _made_of(parameter: fx.Node) -> list[fx.Node]:
+    """Return a parameter's node, and its views and casts, which are made again rather than kept; in their order."""
+    found = {parameter}
+    for node in parameter.graph.nodes:
+        sources = [source for source in node.all_input_nodes if source in found]
+        if not sources or sources != node.all_input_nodes or node.op != "call_function":
+            continue
+        is_cast = node.target is torch.ops.aten._to_copy.default
+        if is_cast or may_share_memory(node, sources[0]):
+            found.add(node)
+    return sorted(found)
+
+
+def _again(node: fx.Node, again: dict[fx.Node, fx.Node], reader: fx.Node) -> fx.Node:
+    """Return a view or cast of what ``again`` has of a parameter, made before ``reader`` unless it is there."""
+    if node not in again:
+        for source in node.all_input_nodes:
+            _again(source, again, reader)
+        with node.graph.inserting_before(reader):
+            again[node] = node.graph.node_copy(node, again.__getitem__)
+    return again[node]
+
+
+def _gathered_before(
+    reader: fx.Node, slot: Slot, parameter: fx.Node, parts: list[fx.Node]
+) -> fx.Node:
+    like = parameter.meta["val"]
+    bounds = [end for ends in slot.bounds for end in ends]
+    with parameter.graph.inserting_before(reader):
+        args = (parts, list(like.shape), list(like.stride()), bounds)
+        found = parameter.graph.call_function(rank_ops.whole, args)
+    found.meta["val"] = like.new_empty_strided(like.shape, like.stride())
+    return found
 
 
 def require_synchronised(graph: fx.Graph) -> None:

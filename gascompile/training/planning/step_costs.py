@@ -159,7 +159,8 @@ def _with_learnt(workload: Workload, program: Program, cache_dir: Path) -> Workl
 
 def _room_bytes(program: StepProgram, budget_bytes: int) -> int:
     """Return what a budget leaves beside parameters and buffers, which may all be in memory at this time."""
-    held = [name for name in program.program.bound if name not in program.tiles]
+    tiles = program.tiles
+    held = [name for name in program.program.bound if name not in tiles or tiles[name].is_part]
     return max(budget_bytes - sum(program.program.bound[name].size_bytes for name in held), 0)
 
 

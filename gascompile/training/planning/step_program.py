@@ -13,8 +13,8 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from gascompile.core.errors import PlanMismatchError
-from gascompile.core.program import BoundSpec, InputSpec, Program, draws
+from gascompile.core.errors import PlanMismatchError, UnsupportedOpError
+from gascompile.core.program import Program
 from gascompile.core.ranks import RankLayout
 from gascompile.passes.graph.bound_aliases import bound_aliases
 from gascompile.training.capture.joint import Joint
@@ -22,6 +22,7 @@ from gascompile.training.optimizers import update_ops
 from gascompile.training.optimizers.optimizers import Rules
 from gascompile.training.optimizers.slots import Slot, Tile
 from gascompile.training.planning import rank_nodes
+from gascompile.training.planning.program_specs import bound_spec, input_spec, remove_unused
 
 RANDOM = "random numbers"
 """What ops draw from and thereby change, so that none of them runs again with other numbers."""
@@ -99,7 +100,8 @@ def step_program(joint: Joint, rules: Rules, *, name: str, options: StepOptions)
     output = graph.output_node()
     output.args = ((*builder.outputs, *builder.norm),)
     output.meta.pop("desc", None)
-    _remove_unused(graph)
+    builder.gather_divided()
+    remove_unused(graph)
     graph.lint()
     joint.graph_module.recompile()
     return builder.finish(name)
@@ -111,6 +113,7 @@ class _Builder:
         self._graph = joint.graph_module.graph
         self._nodes = {node.name: node for node in self._graph.nodes}
         self._parameter: dict[str, fx.Node] = {}
+        self._bound = dict(joint.bound)
         for placeholder, name in joint.bound.items():
             self._parameter.setdefault(name, self._nodes[placeholder])
         self._parameter.update(joint.views)
@@ -145,11 +148,10 @@ class _Builder:
         """
         touched = self._gradient.keys() | self._options.pending
         for slot in self._rules.slots.values():
-            if slot.is_frozen and slot.name not in touched:
-                continue
-            wanted = [tile for tiles in slot.tiles for tile in tiles]
-            if self._options.accumulates:
-                wanted += slot.totals
+            wanted = list(slot.parts)
+            if not slot.is_frozen or slot.name in touched:
+                wanted += [tile for tiles in slot.tiles for tile in tiles]
+                wanted += slot.totals if self._options.accumulates else ()
             for tile in wanted:
                 node = self._graph.placeholder(f"moment_{len(self._tiles)}")
                 node.meta["val"] = (
@@ -165,9 +167,6 @@ class _Builder:
                 (self._rules.hyper_length(number),), dtype=torch.float64
             )
             self._hyper.append(node)
-
-    def _place(self) -> dict[fx.Node, int]:
-        return {node: number for number, node in enumerate(self._graph.nodes)}
 
     def copy_what_is_bound(self) -> None:
         """Copy gradients and new values that are parameters or buffers, or views of some, before these change."""
@@ -332,23 +331,50 @@ class _Builder:
     def _update(self, slot: Slot, gradients: list[fx.Node], scale: fx.Node | None) -> None:
         nodes = (self._parameter[slot.name], *gradients, self._hyper[slot.group])
         self._rules.insert(self._graph, slot, nodes, self._tile_nodes, scale)
-        rank_nodes.gathered(self._graph, slot, self._parameter[slot.name])
+        if slot.stage is None:
+            rank_nodes.gathered(self._graph, slot, self._parameter[slot.name])
         for total in gradients if self._options.accumulates else ():
             zero = self._graph.call_function(torch.ops.aten.zero_.default, (total,))
             zero.meta["val"] = total.meta["val"]
+
+    def gather_divided(self) -> None:
+        """Let what reads a divided parameter read it gathered.
+
+        Raises:
+            UnsupportedOpError: the forward pass changes one.
+        """
+        for slot in self._rules.slots.values():
+            if slot.stage is None:
+                continue
+            if slot.name in self._mutations:
+                raise UnsupportedOpError(
+                    f"the model changes '{slot.name}' in its forward pass, of which each rank keeps a part alone; "
+                    "change it between steps by load_state_dict() of the step, or train in one process"
+                )
+            parameter = self._parameter[slot.name]
+            for placeholder in [p for p, name in self._bound.items() if name == slot.name]:
+                del self._bound[placeholder]
+                if self._nodes[placeholder] is not parameter:
+                    self._nodes[placeholder].replace_all_uses_with(parameter)
+                    self._graph.erase_node(self._nodes[placeholder])
+            parts = [self._tile_nodes[tile.name] for tile in slot.parts]
+            rank_nodes.divide(self._graph, slot, parameter, parts, self._joint.loss)
+            self._graph.erase_node(parameter)
 
     def finish(self, name: str) -> StepProgram:
         joint, graph = self._joint, self._graph
         out_spec = joint.out_spec
         if self.norm:
             out_spec = pytree.tree_structure((0, 0))
-        bindings = {**joint.bound, **{node.name: tile for tile, node in self._tile_nodes.items()}}
+        bindings = {**self._bound, **{node.name: tile for tile, node in self._tile_nodes.items()}}
         nodes = {node.name: node for node in graph.nodes}
-        bound = {bindings[p]: _bound(nodes[p]) for p in bindings}
+        bound = {bindings[p]: bound_spec(nodes[p]) for p in bindings}
         options = self._options
         updated = self._updated() if options.trains and options.updates else ()
-        changed = {self._owner(slot.name) for slot in updated}
-        states = {*self._tiles, *changed, *joint.mutations}
+        changed = {self._owner(slot.name) for slot in updated if slot.stage is None}
+        changed.update(tile.name for slot in updated for tile in slot.parts)
+        moments = (name for name, tile in self._tiles.items() if not tile.is_part)
+        states = {*moments, *changed, *joint.mutations}
         inputs = (*joint.inputs, *joint.outside, *(node.name for node in self._hyper))
         # As in every program: what is bound, then inputs in their order.
         first = next(node for node in nodes.values() if node.op != "placeholder")
@@ -357,7 +383,7 @@ class _Builder:
         program = Program(
             name=name,
             graph_module=joint.graph_module,
-            inputs=tuple(_input(nodes[node], i) for i, node in enumerate(inputs)),
+            inputs=tuple(input_spec(nodes[node], i) for i, node in enumerate(inputs)),
             bindings=bindings,
             bound=bound,
             states=frozenset(states),
@@ -372,29 +398,3 @@ class _Builder:
             num_groups=len(self._hyper),
             gradients=frozenset(self._gradient).intersection(self._rules.slots),
         )
-
-
-def _bound(node: fx.Node) -> BoundSpec:
-    value = node.meta["val"]
-    return BoundSpec(dtype=str(value.dtype).removeprefix("torch."), shape=tuple(value.shape))
-
-
-def _input(node: fx.Node, number: int) -> InputSpec:
-    value = node.meta.get("val")
-    path = f"inputs[{number}]"
-    if not isinstance(value, torch.Tensor):
-        return InputSpec(name=node.name, path=path, constant=repr(value))
-    dtype = str(value.dtype).removeprefix("torch.")
-    return InputSpec(name=node.name, path=path, dtype=dtype, shape=tuple(value.shape))
-
-
-def _remove_unused(graph: fx.Graph) -> None:
-    """Erase ops whose results nobody reads and that change nothing."""
-    for node in reversed(list(graph.nodes)):
-        if node.op != "call_function" or node.users:
-            continue
-        target = node.target
-        mutable = isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
-        mutable = mutable or target is update_ops.refuse_nan
-        if not mutable and not draws(node.target):
-            graph.erase_node(node)

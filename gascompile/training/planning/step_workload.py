@@ -52,10 +52,11 @@ def step_workload(
         )
         for op in found.ops
     )
+    moments = {name for name, tile in program.tiles.items() if not tile.is_part}
     # What the program changes is moved like a weight: the plan decides, not its kind.
     tensors = tuple(
         replace(t, kind=TensorKind.WEIGHT)
-        if t.kind is TensorKind.STATE and t.name not in program.tiles
+        if t.kind is TensorKind.STATE and t.name not in moments
         else t
         for t in found.tensors
     )

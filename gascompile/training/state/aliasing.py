@@ -154,6 +154,8 @@ class Storages:
             behind(view.tensor).data = view.layout.within(behind(tensors[view.owner]).detach())
         for place in self._places:
             storage, layout = place.storage, place.layout
+            if behind(place.tensor).is_meta:
+                continue  # its value is lost
             if storage.nbytes() < place.size_bytes:
                 storage.resize_(place.size_bytes)
             tensor = behind(place.tensor)

@@ -23,7 +23,7 @@ from gascompile.core import serial
 from gascompile.core.errors import CheckpointError, FormatError, StorageError
 from gascompile.core.waiting import life
 from gascompile.runtime.transfer.copying import write_all
-from gascompile.training.optimizers.slots import TOTAL
+from gascompile.training.optimizers.slots import PART, TOTAL
 from gascompile.training.optimizers.unplanned import KeptState, kept_tensors, kept_values
 from gascompile.training.state.open_optimizer import listed, plain_group
 from gascompile.training.state.tensor_files import (
@@ -160,8 +160,8 @@ class CheckpointFolder:
 
     def take_part(self, states: States, changing: frozenset[str]) -> None:
         """Compute what rank 0 needs of this rank while it saves, in its order."""
-        *_, optimizer = _entries(states, changing, states.counts, states.pending)
-        for entry in optimizer.values():
+        trained, _, optimizer = _entries(states, changing, states.counts, states.pending)
+        for entry in (*trained.values(), *optimizer.values()):
             if entry.made is not None:
                 entry.made()
 
@@ -295,18 +295,15 @@ def _entries(
     kept, seen = states.model.state_dict(keep_vars=True), set()
     for name, own in states.names().items():
         if own and own not in seen:
-            view = states.storages.views.get(own)
-            changes = own in changing if view is None else view.owner in changing
-            (trained if changes else frozen)[name] = (
-                made_of(persistent, own) if view is None else _of_view(states, own)
-            )
+            changes = own in states.divided or states.owner(own) in changing
+            (trained if changes else frozen)[name] = _of_model(states, own)
             seen.add(own)
         elif not own and isinstance(kept[name], torch.Tensor):
             trained[name] = of_tensor(kept[name])
     for name in sorted(set(states.tensors) - seen):
-        optimizer[f"other:{name}"] = made_of(persistent, name)
+        optimizer[f"other:{name}"] = _of_model(states, name)
     for (parameter, key), tiles in states.tiles.items():
-        if not (parameter in pending if key == TOTAL else counts[parameter]):
+        if key == PART or not (parameter in pending if key == TOTAL else counts[parameter]):
             continue
         like = states.like(parameter)
         if tiles[0].code is not None:
@@ -336,7 +333,9 @@ def _entries(
     return trained, frozen, optimizer
 
 
-def _of_view(states: States, name: str) -> Entry:
+def _of_model(states: States, name: str) -> Entry:
+    if name not in states.storages.views and name not in states.divided:
+        return made_of(states.persistent, name)
     like = states.like(name)
     return Entry(
         dtype=like.dtype,

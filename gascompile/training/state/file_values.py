@@ -26,6 +26,7 @@ from gascompile.runtime.memory.source_slots import SourceSlots
 from gascompile.runtime.transfer.files import SourceFile, SourceFiles
 from gascompile.training.capture.unbacked_tensors import Outlines, become
 from gascompile.training.state.aliasing import named_tensors
+from gascompile.training.state.named_values import NamedValues
 from gascompile.weights.checkpoint import (
     Checkpoint,
     has_own_values,
@@ -120,8 +121,12 @@ class FileValues:
         except StorageError as error:
             raise CheckpointError(str(error)) from error
 
-    def fill(self, persistent: Persistent) -> None:
+    def fill(self, persistent: Persistent, assign: Callable[[str, torch.Tensor], object]) -> None:
         """Let the values that cannot be read in place be in slots; closes ``persistent`` where that fails.
+
+        Args:
+            persistent: has the slots.
+            assign: takes the whole value of what has none of its own there.
 
         Raises:
             CheckpointError: a file cannot be read, or has changed since its header was read.
@@ -131,7 +136,9 @@ class FileValues:
         try:
             with self._opened(rest) as files:
                 for name in rest:
-                    if persistent.tensors[name].is_contiguous():
+                    if name not in persistent.tensors:
+                        assign(name, self._whole(name, files))
+                    elif persistent.tensors[name].is_contiguous():
                         persistent.put(name, self._reader(name, files))
                     else:
                         persistent.assign(name, self._whole(name, files))
@@ -159,7 +166,7 @@ class FileValues:
     def stays_out(
         self,
         tensors: Mapping[str, torch.Tensor],
-        persistent: Persistent,
+        values: NamedValues,
         available_bytes: int,
         shut: Callable[[], None],
     ) -> bool:
@@ -167,12 +174,14 @@ class FileValues:
 
         Args:
             tensors: the model's own, emptied, by their names in ``persistent``; those that are in no file come back.
-            persistent: has the values.
+            values: of the step.
             available_bytes: of memory.
             shut: lets the model's tensors be its own again.
         """
+        persistent, divided = values.persistent, values.divided
         away_bytes = sum(persistent.sizes[name] for name in tensors if persistent.is_away(name))
-        if away_bytes <= available_bytes:
+        away_bytes += sum(outline.numel() * outline.itemsize for outline in divided.values())
+        if not values.agreed(away_bytes > available_bytes, "whether a model stays out of memory"):
             return False
         warnings.warn(
             f"the model's {format_size(away_bytes)} do not fit the {format_size(available_bytes)} of memory that is "
@@ -182,7 +191,7 @@ class FileValues:
         for name in tensors.keys() - self.sources.keys():
             tensors[name].data = persistent.taken(name)
         shut()
-        self.leave(persistent.tensors)
+        self.leave({**persistent.tensors, **divided})
         return True
 
     def _reader(self, name: str, files: SourceFiles) -> Reader:

@@ -29,15 +29,16 @@ def give_back(states: States, *, moments: bool) -> tuple[list[str], StorageError
     Raises:
         StorageError: a value cannot be read.
     """
-    persistent = states.persistent
     own = {name: behind(tensor) for name, tensor in states.tensors.items()}
     if states.values is not None and states.values.stays_out(
-        own, persistent, available_bytes(), states.shut
+        own, states, available_bytes(), states.shut
     ):
         states.storages.restore()
         return [], None
     lost = _values_back(states)
-    warned = _moments_back(states) if moments else []
+    warned = _divided_back(states)
+    # Ranks that are not here for the ones are not for the others.
+    warned += _moments_back(states) if moments and not warned else []
     # Forgets the views that moments are told by.
     states.storages.restore()
     states.shut()
@@ -48,6 +49,8 @@ def _values_back(states: States) -> StorageError | None:
     """Fill the model; what lay in a file that was written to is on the meta device from then on."""
     persistent, lost = states.persistent, None
     for name, tensor in states.tensors.items():
+        if name in states.divided:
+            continue
         try:
             states.give(name)
         except StorageError as error:
@@ -59,11 +62,29 @@ def _values_back(states: States) -> StorageError | None:
     return lost
 
 
+def _divided_back(states: States) -> list[str]:
+    """Fill what is divided among the ranks; where these are not all here it is on the meta device from then on."""
+    try:
+        for name in states.divided:
+            states.give(name)
+    except RankError as error:
+        for name in states.divided.keys() - states.given:
+            become(behind(states.tensors[name]), states.like(name))
+        said = (
+            "parameters and the optimizer's state are divided among ranks that are not all here: "
+            f"{len(states.divided)} parameters are on the meta device now; load the last checkpoint ({error})"
+        )
+        return [said]
+    return []
+
+
 def _moments_back(states: States) -> list[str]:
-    tiles = (tile for tiles in states.tiles.values() for tile in tiles)
+    every = (tile for tiles in states.tiles.values() for tile in tiles)
+    tiles = (tile for tile in every if not tile.is_part)
     size_bytes = torch.float32.itemsize * sum(tile.num_elements for tile in tiles)
     available = available_bytes()
-    if size_bytes + size_bytes // 16 + _BESIDE_BYTES > available:
+    is_short = size_bytes + size_bytes // 16 + _BESIDE_BYTES > available
+    if states.agreed(is_short, "whether moments stay out of the optimizer"):
         said = (
             f"the optimizer's state of {format_size(size_bytes)} does not fit the {format_size(available)} of "
             "memory that is free, and stays out of the optimizer; use save before close to keep it"

@@ -13,16 +13,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from gascompile.core.errors import CheckpointError
+from gascompile.core.errors import CheckpointError, OpenStepError
 from gascompile.runtime.memory.persistent import Persistent
 from gascompile.runtime.memory.source_slots import SourceSlots
 from gascompile.training.optimizers.optimizers import Rules
 from gascompile.training.optimizers.slots import TOTAL, Slot, Tile
-from gascompile.training.state.aliasing import Storages, in_order_of
+from gascompile.training.state.aliasing import Storages
 from gascompile.training.state.covers import Covers
 from gascompile.training.state.file_values import FileValues
+from gascompile.training.state.named_values import NamedValues, Total
 from gascompile.training.state.open_optimizer import OpenOptimizer, listed, restore
-from gascompile.training.state.open_tensors import behind
 from gascompile.training.state.same_model import (
     require_begun,
     require_moments,
@@ -40,11 +40,9 @@ Keep = Callable[
     Persistent,
 ]
 """Makes what keeps the tensors of a run."""
-Total = Callable[[torch.Tensor, str], torch.Tensor]
-"""Returns the sum of a tensor over the ranks, for what it is said to be; all ranks call it."""
 
 
-class States:
+class States(NamedValues):
     """Parameters, buffers, moments and the number of updates of one run."""
 
     def __init__(
@@ -80,10 +78,9 @@ class States:
             CheckpointError: a file of ``values`` cannot be read.
             StorageError: the folder cannot be written to, or has too little space.
         """
-        self.model, self.rules, self.optimizer = model, rules, rules.optimizer
-        self.values, self._total = values, total
-        self.tensors = {**(values.tensors if values else {}), **tensors}
-        self.storages = storages
+        every = {**(values.tensors if values else {}), **tensors}
+        super().__init__(model, rules, every, storages, total)
+        self.optimizer, self.values = rules.optimizer, values
         self.generation = 0  # goes up when values come from elsewhere
         entries = {
             slot.index: self.optimizer.state.get(self.tensor(slot.name), {})
@@ -92,21 +89,20 @@ class States:
         self.counts, self.num_steps = self.rules.counts(entries)
         """Updates of each parameter so far, by name; without planned updates the optimizer has its own."""
         self.num_batches = 0
-        self._given: set[str] = set()
-        """What is back in the model."""
         self.pending: frozenset[str] = frozenset()
         """Parameters whose totals hold a gradient."""
-        own = {name: tensor.detach() for name, tensor in self.tensors.items()}
-        self.tiles: dict[tuple[str, str], list[Tile]] = {}
-        """In order, by parameter and key."""
+        own = {n: tensor.detach() for n, tensor in self.tensors.items() if n not in self.divided}
+        self.tiles = {}
         for tile in tiles:
             self.tiles.setdefault((tile.parameter, tile.key), []).append(tile)
         zeros = {t.name: (t.length, t.dtype) for tiles in self.tiles.values() for t in tiles}
-        unread = values.sources if values else ()
+        unread = values.sources.keys() - self.divided.keys() if values else ()
         sources = values.in_place(own, changing) if values else None
         self.persistent = keep(own, zeros, unread, sources)
         if values is not None:
-            values.fill(self.persistent)
+            values.fill(self.persistent, self.assign)
+        for name in self.divided if values is None else self.divided.keys() - values.sources.keys():
+            self.assign(name, self.tensors[name])
         self._take_moments()
         views = {name: view.tensor for name, view in storages.views.items()}
         for tensor in (*self.tensors.values(), *views.values()):
@@ -143,6 +139,11 @@ class States:
             raise
 
     def _read(self, name: str) -> torch.Tensor:
+        if name in self.divided:
+            raise OpenStepError(
+                f"'{name}' is divided among the ranks, of which each has a part alone; let all ranks call "
+                "state_dict(), load_state_dict() or save() of the step, or close it first"
+            )
         self._before_access()
         return self.value(name)
 
@@ -157,54 +158,6 @@ class States:
         for name in self.pending:
             self.counts[name] += 1
         self.pending = frozenset()
-
-    def tensor(self, name: str) -> torch.Tensor:
-        """Return the model's own parameter or buffer, which is empty."""
-        view = self.storages.views.get(name)
-        return self.tensors[name] if view is None else view.tensor
-
-    def owner(self, name: str) -> str:
-        """Return the persistent tensor that has a parameter's or buffer's memory."""
-        view = self.storages.views.get(name)
-        return name if view is None else view.owner
-
-    def in_memory(self, name: str) -> torch.Tensor:
-        """Return a parameter or buffer that is in memory, as it is kept."""
-        whole = self.persistent.tensors[self.owner(name)]
-        view = self.storages.views.get(name)
-        return whole if view is None else view.layout.within(whole)
-
-    def like(self, name: str) -> torch.Tensor:
-        """Return a tensor that has a parameter's or buffer's layout alone."""
-        view = self.storages.views.get(name)
-        if view is None:
-            return self.persistent.tensors[name].to("meta")
-        layout, dtype = view.layout, view.tensor.dtype
-        return torch.empty_strided(layout.size, layout.stride, dtype=dtype, device="meta")
-
-    def value(self, name: str) -> torch.Tensor:
-        """Return a copy of a parameter or buffer."""
-        view = self.storages.views.get(name)
-        if view is None:
-            return self.persistent.value(name)
-        return view.layout.within(self.persistent.value(view.owner)).clone()
-
-    def assign(self, name: str, value: torch.Tensor) -> None:
-        """Give a parameter or buffer a new value."""
-        view = self.storages.views.get(name)
-        if view is not None:
-            # The rest of its owner keeps the value that it has, wherever that is.
-            whole = self.persistent.value(view.owner)
-            view.layout.within(whole).copy_(value)
-            name, value = view.owner, whole
-        self.persistent.assign(name, value)
-
-    def names(self) -> dict[str, str]:
-        """Return which tensor each name of ``model.state_dict()`` stands for; untouched ones for none."""
-        by_id = {id(tensor): name for name, tensor in self.tensors.items()}
-        by_id.update((id(view.tensor), name) for name, view in self.storages.views.items())
-        kept = self.model.state_dict(keep_vars=True)
-        return {name: by_id.get(id(tensor), "") for name, tensor in kept.items()}
 
     def state_dict(self) -> dict[str, Any]:
         """Return copies in memory, in torch's own formats."""
@@ -254,41 +207,6 @@ class States:
 
     def _first(self, slot: Slot) -> Mapping[str, float]:
         return self.rules.first(self.optimizer.param_groups[slot.group])
-
-    def like_kept(self, parameter: str, key: str) -> torch.Tensor:
-        """Return a tensor without memory that lies as what is kept of a parameter does in torch."""
-        like = self.like(parameter)
-        return like if key == TOTAL else self.rules.like(key, like)
-
-    def kept(self, parameter: str, key: str) -> torch.Tensor:
-        """Return a copy of what is kept of a parameter, in torch's shape; of a divided one on all ranks at once.
-
-        Raises:
-            RankError: other ranks have parts of it, and one is gone or does something else.
-        """
-        like = self.like_kept(parameter, key)
-        if self.rules.is_scalar(key):
-            tile = self.tiles[parameter, key][0]
-            return tile.values(self.persistent.value(tile.name)).reshape(())
-        is_divided = bool(self.rules.slots[parameter].bounds)
-        flat = torch.zeros(like.numel()) if is_divided else torch.empty(like.numel())
-        for tile in self.tiles[parameter, key]:
-            flat[tile.begin : tile.end] = tile.values(self.persistent.value(tile.name))
-        if is_divided:
-            assert self._total is not None, "only ranks divide moments"
-            # Zeros where others have the values.
-            flat = self._total(flat, f"reading '{key}' of '{parameter}'")
-        return flat.as_strided(like.shape, like.stride())
-
-    def keep(self, parameter: str, key: str, value: torch.Tensor) -> None:
-        """Replace what is kept of a parameter by a tensor of torch's shape."""
-        if self.rules.is_scalar(key):
-            for tile in self.tiles[parameter, key]:
-                self.persistent.assign(tile.name, value.detach().float().reshape(1))
-            return
-        flat = in_order_of(self.like_kept(parameter, key), value)
-        for tile in self.tiles[parameter, key]:
-            self.persistent.assign(tile.name, tile.kept(flat[tile.begin : tile.end]))
 
     def load_state_dict(self, found: Mapping[str, Any]) -> None:
         """Replace all values by those of ``model.state_dict()`` and ``optimizer.state_dict()``.
@@ -392,9 +310,3 @@ class States:
         """Let nobody read or write values through the model and the optimizer any more; idempotent."""
         self.covers.close()
         self._open.close()
-
-    def give(self, name: str) -> None:
-        """Let the model have a value from ``shut`` on; raises ``StorageError`` where it cannot be read."""
-        if name not in self._given:
-            behind(self.tensors[name]).data = self.persistent.taken(name)
-            self._given.add(name)

@@ -1,0 +1,181 @@
+"""Division: which parameters the ranks of a step keep in parts alone, by what they are all predicted to take.
+
+Every rank plans the same few divisions for its own rows and budget, and all take the one whose slowest rank is the
+fastest. Where whole parameters cost a step no more than its ops take, nothing else is planned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from gascompile.bundles.reuse import CachedPlan
+from gascompile.core import serial
+from gascompile.core.errors import InfeasiblePlanError
+from gascompile.core.sizes import format_size
+from gascompile.training.optimizers.slots import Stage
+from gascompile.training.step_cache import PlannedStep
+
+Stages = Mapping[str, Stage]
+"""How divided parameters are gathered, by name; others are whole."""
+Made = tuple[CachedPlan, PlannedStep]
+"""A step, and its place in the cache."""
+Attempt = Callable[[Stages], Made]
+"""Plans a step under a division, for this rank."""
+Compare = Callable[[str, bytes, Sequence[int]], list[list[int]]]
+"""Returns each rank's numbers, once all are there with the same facts."""
+STAGES: tuple[Stage, ...] = ("kept", "again")
+_MICROSECOND = 1e-6
+_WHAT = "which parameters are divided"
+_ELEMENT_BYTES = 4
+forced: Callable[[Mapping[str, int]], Stages] | None = None
+"""Takes the place of the choice, for tests: returns a division by the elements of what can be divided."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """A division that was planned."""
+
+    stages: Stages
+    time_s: float | None
+    """Of the slowest rank's step; ``None`` where a rank's budget is too small."""
+    ops_s: float = 0.0
+    """What the slowest rank's ops and exchanges take, without moves."""
+
+    def is_faster(self, other: Trial, gap: float) -> bool:
+        """Return whether it beats another by more than ``gap``, to which both are known."""
+        if self.time_s is None or other.time_s is None:
+            return self.time_s is not None
+        return self.time_s < other.time_s * (1 - gap)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Division:
+    """What was chosen, and what was tried beside it."""
+
+    chosen: Trial
+    whole: Trial
+    """With whole parameters on all ranks."""
+    sizes: Mapping[str, int]
+    """Elements of the parameters that can be divided."""
+    num_tried: int
+
+    def __str__(self) -> str:
+        """Return what is divided and why, in a sentence."""
+        stages = self.chosen.stages
+        if not stages:
+            tried = f"{self.num_tried} divisions were planned"
+            return f"parameters are whole on every rank, {_in_words(self.whole)}; {tried}"
+        size = format_size(_ELEMENT_BYTES * sum(self.sizes[name] for name in stages))
+        num_again = sum(stage == "again" for stage in stages.values())
+        beside = "" if self.whole.stages else f"; with whole parameters, {_in_words(self.whole)}"
+        return (
+            f"each rank keeps a part of {len(stages)} parameters of {size} in all, {num_again} of them gathered for "
+            f"the backward pass again, {_in_words(self.chosen)}{beside}"
+        )
+
+
+def _in_words(trial: Trial) -> str:
+    return (
+        "which a rank has no budget for"
+        if trial.time_s is None
+        else f"which is predicted to take {trial.time_s:.4g} s a step"
+    )
+
+
+def divide(
+    attempt: Attempt,
+    sizes: Mapping[str, int],
+    compare: Compare,
+    *,
+    keep: Callable[[CachedPlan, PlannedStep], object],
+    gap: float,
+) -> tuple[CachedPlan, PlannedStep, Division]:
+    """Return this rank's step under the division that all ranks choose.
+
+    Args:
+        attempt: plans a step.
+        sizes: elements of the parameters that can be divided, the same on all ranks.
+        compare: with the other ranks.
+        keep: keeps the plan of a division that is not chosen, which the next job asks for again.
+        gap: to which the seconds of plans are known.
+
+    Raises:
+        InfeasiblePlanError: this rank's budget is too small, whatever is divided.
+        RankError: another rank's is, or it has failed.
+    """
+    search = _Search(attempt, compare)
+    whole, best = search.run(sizes, gap)
+    place, step = search.made(best)
+    for trial, made in search.found:
+        if trial is not best and made is not None:
+            keep(*made)
+    division = Division(chosen=best, whole=whole, sizes=sizes, num_tried=len(search.found) - 1)
+    return place, step, division
+
+
+class _Search:
+    def __init__(self, attempt: Attempt, compare: Compare) -> None:
+        self._attempt, self._compare = attempt, compare
+        self.found: list[tuple[Trial, Made | None]] = []
+        """Divisions, and this rank's steps where its budget has room for them."""
+        self._errors: list[InfeasiblePlanError] = []
+
+    def run(self, sizes: Mapping[str, int], gap: float) -> tuple[Trial, Trial]:
+        """Return what came of whole parameters, and the best that was found."""
+        names = sorted(sizes, key=lambda name: (-sizes[name], name))
+        whole = best = self._tried({} if forced is None else forced(sizes))
+        is_bound = whole.time_s is not None and whole.time_s * (1 - gap) <= whole.ops_s
+        if forced is not None or is_bound or not names:
+            return whole, best
+        for stage in STAGES:
+            best = self._better(best, dict.fromkeys(names, stage), gap)
+        if best.stages and len(names) > 1:
+            half = _larger_half(names, sizes)
+            best = self._better(best, dict.fromkeys(half, best.stages[names[0]]), gap)
+        return whole, best
+
+    def made(self, best: Trial) -> Made:
+        """Return this rank's step under a division.
+
+        Raises:
+            InfeasiblePlanError: this rank's budget is too small, whatever is divided.
+            RankError: another rank's is.
+        """
+        made = next(made for trial, made in self.found if trial is best)
+        if best.time_s is None or made is None:
+            if self._errors:
+                raise min(self._errors, key=lambda error: error.required_bytes)
+            # The rank whose budget is too small is about to say so.
+            self._compare("a plan that all ranks have room for", b"", ())
+            raise AssertionError("no rank has said that its budget is too small")
+        return made
+
+    def _better(self, best: Trial, stages: Stages, gap: float) -> Trial:
+        trial = self._tried(stages)
+        return trial if trial.is_faster(best, gap) else best
+
+    def _tried(self, stages: Stages) -> Trial:
+        """Plan a division on all ranks."""
+        made, own = None, [0, 0]
+        try:
+            made = self._attempt(stages)
+            plan = made[1].plan
+            seconds = plan.certificate.predicted_s, sum(op.time_s for op in plan.ops)
+            own = [int(time_s / _MICROSECOND) + 1 for time_s in seconds]
+        except InfeasiblePlanError as error:
+            self._errors.append(error)
+        facts = serial.digest(sorted(stages.items())).encode()
+        times, ops = zip(*self._compare(_WHAT, facts, own), strict=True)
+        time_s = max(times) * _MICROSECOND if min(times) else None
+        trial = Trial(stages=stages, time_s=time_s, ops_s=max(ops) * _MICROSECOND)
+        self.found.append((trial, made))
+        return trial
+
+
+def _larger_half(names: Sequence[str], sizes: Mapping[str, int]) -> list[str]:
+    """Return the first of ``names``, the largest, that have half of all elements, and not all of them."""
+    sums = list(accumulate(sizes[name] for name in names))
+    count = next(number for number, size in enumerate(sums, 1) if 2 * size >= sums[-1])
+    return list(names[: min(count, len(names) - 1)])

@@ -1,0 +1,254 @@
+"""Step planner: captures of steps, their plans, and the places of both in the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from gascompile.bundles import plan_cache
+from gascompile.bundles.bundle import Bundle
+from gascompile.bundles.reuse import CachedPlan
+from gascompile.codegen.allocator_library import page_memory
+from gascompile.core.budget import Budget
+from gascompile.core.collection import no_collection
+from gascompile.core.config import CompileConfig
+from gascompile.core.errors import (
+    BudgetExceededError,
+    FormatError,
+    InfeasiblePlanError,
+    PlanVerificationError,
+)
+from gascompile.core.machine import Machine
+from gascompile.core.plan import Plan
+from gascompile.core.progress import task
+from gascompile.core.sizes import SPILL_BUFFER_BYTES
+from gascompile.machines.run_within_budget import log_replan
+from gascompile.passes.graph.leaving import other_sites
+from gascompile.runtime.memory.pinned import HOST
+from gascompile.training.capture.joint import Joint, capture_joint
+from gascompile.training.capture.shapes import with_shapes
+from gascompile.training.capture.traced_call import call_of
+from gascompile.training.capture.traced_loss import LossFunction
+from gascompile.training.division import Stages
+from gascompile.training.optimizers.optimizers import Rules
+from gascompile.training.optimizers.unplanned import state_bytes
+from gascompile.training.planning.step_costs import costed_workload, remember
+from gascompile.training.planning.step_plan import step_plan
+from gascompile.training.planning.step_program import StepOptions, StepProgram, step_program
+from gascompile.training.settings import Settings
+from gascompile.training.state.aliasing import Storages
+from gascompile.training.state.file_values import FileValues
+from gascompile.training.state.train_state import States
+from gascompile.training.step_cache import (
+    PlannedStep,
+    Saved,
+    bound_step,
+    bundle_of,
+    divisible,
+    keep,
+    place_of_step,
+    rules_of,
+)
+from gascompile.training.unit import Unit
+
+if TYPE_CHECKING:
+    from gascompile.training.rank_step import RankStep
+
+_BUFFERS = 4
+"""Parts of the transfer buffers: out and in, of what persists and of activations."""
+
+
+class StepPlanner:
+    """Plans the steps of one model and optimizer; of several ranks, those of this one."""
+
+    transfer_bytes = _BUFFERS * SPILL_BUFFER_BYTES
+    """Of the budget, for transfers."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: LossFunction,
+        optimizer: torch.optim.Optimizer,
+        *,
+        budget: Budget,
+        machine: Machine,
+        config: CompileConfig,
+        settings: Settings,
+        values: FileValues | None,
+        saved: Saved | None = None,
+    ) -> None:
+        """Change nothing yet."""
+        self._model, self._loss_fn, self.optimizer = model, loss_fn, optimizer
+        self._budget, self._machine, self._config = budget, machine, config
+        self._settings, self._values, self._saved = settings, values, saved
+        self.ranks: RankStep | None = None
+        """That train the model together; ``None`` where this process is alone."""
+        self.states: States | None = None
+        """Values that were taken over, from the first unit on."""
+        self._reserved_bytes = self.transfer_bytes if machine.compute_tier == HOST else 0
+        # What stands for the memory of an emulated device is the host's, too.
+        self._in_ram = machine.compute_backend != "cuda"
+        limit_bytes = budget.limits_bytes(machine)[machine.compute_tier]
+        self.pages = page_memory(config.cache_dir, limit_bytes) if self._in_ram else None
+
+    def planned(
+        self, name: str, batch: Any, options: StepOptions, storages: Storages
+    ) -> tuple[CachedPlan, PlannedStep]:
+        """Return a step, and its place in the cache; of several ranks the first decides which parameters are divided.
+
+        Raises:
+            CaptureError: the loss cannot be traced, or depends on no parameter.
+            InfeasiblePlanError: the budget is too small; names the smallest feasible one.
+            RankError: another rank has failed.
+        """
+        attempt = partial(self._made, name, batch, options, storages)
+        if self.ranks is None or self.states is not None:
+            return attempt(self._settings.stages)
+        sizes, gap = self._divisible(storages), self._config.mip_gap
+        place, made, stages = self.ranks.divided(attempt, sizes, self._keep_aside, gap)
+        self._settings = replace(self._settings, stages=stages)
+        return place, made
+
+    def _divisible(self, storages: Storages) -> dict[str, int]:
+        look = partial(divisible, self._model, self.optimizer, storages, self._settings)
+        sizes = with_shapes(None, storages, look)
+        files = sizes if self._values is None else self._values.sources
+        return {name: size for name, size in sizes.items() if name in files}
+
+    def _keep_aside(self, place: CachedPlan, made: PlannedStep) -> None:
+        # Kernels are made for what runs alone, and a plan is kept with its own.
+        if made.record is not None and self._config.fuse == "off":
+            keep(place, made, made.record)
+
+    def _made(
+        self, name: str, batch: Any, options: StepOptions, storages: Storages, stages: Stages
+    ) -> tuple[CachedPlan, PlannedStep]:
+        """Return a step in which the parameters of ``stages`` are divided, and its place in the cache."""
+        self._settings = replace(self._settings, stages=stages)
+        with no_collection():
+            place, made = self._looked_up(batch, options, storages)
+        return place, made or self._planned(name, batch, options, storages, place)
+
+    def _looked_up(
+        self, batch: Any, options: StepOptions, storages: Storages
+    ) -> tuple[CachedPlan, PlannedStep | None]:
+        """Return the place of a step in the cache, and what is kept there."""
+        own = self._model, self.optimizer, storages, self._settings
+        look = partial(
+            place_of_step,
+            self._model,
+            self._traced(options),
+            self.optimizer,
+            batch,
+            options,
+            storages=storages,
+            settings=self._settings,
+            machine=self._machine,
+            budget=self._budget,
+            config=self._config,
+            has_pages=self.pages is not None,
+        )
+        place = with_shapes(self.states, storages, look)
+        # Outside, as what is compared may lead to values that are not in memory.
+        saved = self._saved
+        bundle = place.read(self._outdated) if saved is None else saved.find(place)
+        if bundle is None:
+            return place, None
+        with task("Reading the plan"):
+            try:
+                found = with_shapes(self.states, storages, lambda: bound_step(place, bundle, *own))
+            except (PlanVerificationError, FormatError) as error:
+                if self._saved is not None:
+                    raise
+                place.refuse(error)
+                return place, None
+            if self._saved is not None:
+                self._saved.check(found)
+        return place, found
+
+    def _traced(self, options: StepOptions) -> LossFunction:
+        return call_of if options.calls else self._loss_fn
+
+    def _planned(
+        self, name: str, batch: Any, options: StepOptions, storages: Storages, place: CachedPlan
+    ) -> PlannedStep:
+        """Capture a step and plan it."""
+        model, trains, traced = self._model, options.trains, self._traced(options)
+
+        def captured() -> tuple[StepProgram, Rules, Joint]:
+            joint = capture_joint(
+                model, traced, batch, storages, trains=trains, calls=options.calls
+            )
+            trained = list(joint.gradients) if trains else []
+            rules = rules_of(self.optimizer, joint.tensors, storages, trained, self._settings)
+            return step_program(joint, rules, name=name, options=options), rules, joint
+
+        with task(f"Capturing a {name}"):
+            program, rules, joint = with_shapes(self.states, storages, captured)
+        with task("Planning"):
+            plan = self._plan(program, place.prints)
+        bundle, _ = bundle_of(program, plan, place.printed)
+        return PlannedStep(
+            program=program,
+            plan=plan,
+            rules=rules,
+            tensors=dict(joint.tensors),
+            bundle=bundle,
+            record=joint.record,
+        )
+
+    def _outdated(self, bundle: Bundle) -> str:
+        if bundle.fusion is None:
+            return ""
+        from gascompile.codegen.fuse import outdated
+
+        return outdated(bundle, cache_dir=self._config.cache_dir)
+
+    def learns(self, unit: Unit, error: BudgetExceededError) -> bool:
+        """Keep what a stopped run of ``unit`` has taught for the next plan; False where it taught nothing."""
+        if self._saved is not None:
+            return False
+        if unit.entry:
+            # Its ops are known by name alone: a capture will tell what kind the one is of.
+            plan_cache.remove(self._config.cache_dir, unit.entry)
+            return True
+        if not remember(unit.program.program, error, self._config.cache_dir):
+            return False
+        log_replan(error)
+        return True
+
+    def _plan(self, program: StepProgram, prints: Mapping[str, str]) -> Plan:
+        sites = other_sites(self._machine) if self._config.sites == "all" else ()
+        workload = costed_workload(
+            program,
+            self._machine,
+            self._budget,
+            cache_dir=self._config.cache_dir,
+            pages=self.pages,
+            sites=sites,
+            exchange_s=self.ranks.exchange_s if self.ranks is not None else None,
+        )
+
+        def found(reserved_bytes: int) -> Plan:
+            return step_plan(
+                workload,
+                self._machine,
+                self._budget,
+                self._config,
+                fingerprint=prints,
+                reserved_bytes=self._reserved_bytes + reserved_bytes,
+            )
+
+        state = state_bytes(self.optimizer) if self._settings.unplanned else 0
+        try:
+            return found(state)
+        except InfeasiblePlanError:
+            if not state or self.states is None:
+                raise
+            # Steps go on beyond the budget, with a warning, once the optimizer has made its state: so does the rest.
+            return found(0)

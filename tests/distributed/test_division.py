@@ -1,0 +1,91 @@
+"""The choice of what ranks divide, by made-up plans of two ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from gascompile.core.errors import InfeasiblePlanError, RankError
+from gascompile.training import division
+
+SIZES = {"small": 1 << 16, "large": 1 << 20, "medium": 1 << 19}
+Times = Callable[[Mapping[str, str]], float | None]
+"""Seconds of a step of one second of ops, by its division; ``None`` where nothing fits."""
+
+
+class Job:
+    """Two ranks, of which the first one asks."""
+
+    def __init__(self, own: Times, other: Times) -> None:
+        self.own, self.other = own, other
+        self.tried: list[dict[str, str]] = []
+        self.kept: list[dict[str, str]] = []
+
+    def attempt(self, stages: Mapping[str, str]) -> Any:
+        self.tried.append(dict(stages))
+        time_s = self.own(stages)
+        if time_s is None:
+            raise InfeasiblePlanError(required_bytes=2, limit_bytes=1, tier="cpu", op="one")
+        certificate = SimpleNamespace(predicted_s=time_s)
+        plan = SimpleNamespace(certificate=certificate, ops=[SimpleNamespace(time_s=1.0)])
+        return dict(stages), SimpleNamespace(plan=plan)
+
+    def compare(self, what: str, facts: bytes, numbers: Sequence[int]) -> list[list[int]]:
+        if not numbers:
+            raise RankError("rank 1 has failed", rank=1)
+        time_s = self.other(self.tried[-1])
+        return [list(numbers), [0, 0] if time_s is None else [round(time_s * 1e6), 1_000_000]]
+
+    def divide(self) -> division.Division:
+        keep = lambda place, _: self.kept.append(place)  # noqa: E731
+        made: Any = division.divide(self.attempt, SIZES, self.compare, keep=keep, gap=0.01)
+        place, _, found = made
+        assert place == found.chosen.stages
+        return cast(division.Division, found)
+
+
+def at(whole: float | None, kept: float | None, again: float | None, half: float | None) -> Times:
+    def times(stages: Mapping[str, str]) -> float | None:
+        if stages and len(stages) < len(SIZES):
+            return half
+        return {"": whole, "kept": kept, "again": again}[next(iter(stages.values()), "")]
+
+    return times
+
+
+def test_where_nothing_waits_for_moves_nothing_else_is_planned() -> None:
+    job = Job(at(1.005, 0.5, 0.5, 0.5), at(1.0, 0.5, 0.5, 0.5))
+    assert not job.divide().chosen.stages
+    assert job.tried == [{}]
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_the_slowest_rank_decides(*, is_first: bool) -> None:
+    slow, fast = at(3.0, 2.0, 1.5, 1.7), at(1.0, 1.2, 1.4, 1.3)
+    job = Job(slow, fast) if is_first else Job(fast, slow)
+    found = job.divide()
+    assert found.chosen.stages == dict.fromkeys(SIZES, "again")
+    assert (found.chosen.time_s, found.whole.time_s) == pytest.approx((1.5, 3.0), rel=1e-5)
+    assert job.tried[3] == {"large": "again"}
+    assert job.kept == [{}, dict.fromkeys(SIZES, "kept"), {"large": "again"}]
+
+
+def test_what_one_rank_has_no_budget_for_is_none_of_the_others() -> None:
+    found = Job(at(None, 2.0, None, 1.8), at(1.0, 1.0, 1.0, 1.0)).divide()
+    assert found.chosen.stages == {"large": "kept"}
+    assert "with whole parameters, which a rank has no budget for" in str(found)
+
+
+def test_a_gain_within_what_plans_are_known_to_is_none() -> None:
+    assert not Job(at(2.0, 1.99, 1.985, 1.0), at(2.0, 2.0, 2.0, 1.0)).divide().chosen.stages
+
+
+def test_a_budget_that_fits_nothing_is_refused_by_its_own_rank() -> None:
+    nothing, enough = at(None, None, None, None), at(1.0, 1.0, 1.0, 1.0)
+    with pytest.raises(InfeasiblePlanError):
+        Job(nothing, enough).divide()
+    with pytest.raises(RankError):
+        Job(enough, nothing).divide()
