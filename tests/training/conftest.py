@@ -61,5 +61,5 @@ def _planned_once() -> Iterator[None]:
         return replace(found, fingerprint=dict(fingerprint))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("gascompile.training.units.step_plan", once)
+        patch.setattr("gascompile.training.step_planner.step_plan", once)
         yield

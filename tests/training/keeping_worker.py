@@ -15,8 +15,8 @@ from torch.nn import functional
 
 from tests.training.trials import Result, Trial
 
-CAPTURE = "gascompile.training.units.capture_joint"
-PLAN = "gascompile.training.units.step_plan"
+CAPTURE = "gascompile.training.step_planner.capture_joint"
+PLAN = "gascompile.training.step_planner.step_plan"
 
 
 class MLP(nn.Module):
