@@ -44,6 +44,8 @@ _TOY = {
 }
 _WAYS = ("memory", "planned", "accelerate")
 _ASKED = 1.25
+_LIMIT_S = 3600.0
+"""Processors without instructions for bf16 take minutes for a step in memory."""
 
 
 def _with_adapters(base: Any) -> Any:
@@ -165,7 +167,7 @@ def run(way: str, options: argparse.Namespace, cache: Path) -> dict[str, Any]:
     command += ["--tokens", str(options.tokens), "--steps", str(options.steps)]
     is_limited = way == "planned"
     limit_bytes = parse_size(options.budget) + PROCESS_BYTES if is_limited else _UNLIMITED_BYTES
-    done = run_limited(command, limit_bytes)
+    done = run_limited(command, limit_bytes, timeout_s=_LIMIT_S)
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if line.strip()]
         return {"error": lines[-1][:500] if lines else f"exit code {done.returncode}"}
