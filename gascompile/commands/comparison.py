@@ -11,9 +11,10 @@ from rich.text import Text
 from gascompile.commands.output import fields, note
 from gascompile.core.budget import Budget
 from gascompile.core.plan import Plan
-from gascompile.core.serial import digest
+from gascompile.core.serial import digest, to_json
 from gascompile.core.sizes import format_size, format_time
 from gascompile.core.workload import Workload
+from gascompile.cost_models.formulas.energy import plan_energy
 from gascompile.integrations.device_map import Mapped
 from gascompile.integrations.placements import Placement, Taken, read_placement, taken_by
 
@@ -68,6 +69,7 @@ def _as_json(placement: Placement, theirs: Taken, made: Plan) -> dict[str, Any]:
             "required_bytes": theirs.required_bytes,
             "over_bytes": theirs.over_bytes,
             "link_bytes": dict(theirs.plan.link_bytes),
+            **_energy(theirs.plan),
             "not_modelled": dict(placement.not_modelled),
         },
         "ours": {
@@ -75,9 +77,15 @@ def _as_json(placement: Placement, theirs: Taken, made: Plan) -> dict[str, Any]:
             "seconds": made.certificate.predicted_s,
             "required_bytes": made.peak_bytes[tier],
             "link_bytes": dict(made.link_bytes),
+            **_energy(made),
             "plan": digest(made),
         },
     }
+
+
+def _energy(plan: Plan) -> dict[str, Any]:
+    energy = plan_energy(plan)
+    return {} if energy is None else {"energy": to_json(energy)}
 
 
 def _parts(placement: Placement, theirs: Taken, made: Plan) -> list[RenderableType]:

@@ -54,6 +54,8 @@ def explain_verb(
 
     Example: [bold]gascompile explain plan.json model.layers.7.mlp.up_proj.weight[/bold]
     """
+    from gascompile.commands.summary import energy_rows
+    from gascompile.cost_models.formulas.energy import plan_energy
     from gascompile.passes.explain.explain import TensorExplanation, explain
 
     with reserved_stdout(json):
@@ -71,7 +73,12 @@ def explain_verb(
             found = explain(made, name)
     kind = "tensor" if isinstance(found, TensorExplanation) else "op"
     parts = _tensor_parts(found, made) if isinstance(found, TensorExplanation) else _op_parts(found)
-    emit(json, {"model": made.workload.name, kind: serial.to_json(found)}, *parts)
+    energy = plan_energy(made)
+    data: dict[str, serial.JsonValue] = {"model": made.workload.name, kind: serial.to_json(found)}
+    if energy is not None:
+        data["energy"] = serial.to_json(energy)
+        parts.append(fields("The whole plan", energy_rows(energy)))
+    emit(json, data, *parts)
 
 
 def _tensor_parts(found: TensorExplanation, plan: Plan) -> list[RenderableType]:

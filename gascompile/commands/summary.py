@@ -10,8 +10,10 @@ from rich.console import RenderableType
 
 from gascompile.commands.output import counted, fields, grid
 from gascompile.core.plan import Certificate, Plan, TensorPlan
+from gascompile.core.reports import Energy
 from gascompile.core.sizes import format_size, format_time
 from gascompile.core.workload import OpSpec, TensorKind, Workload
+from gascompile.cost_models.formulas.energy import plan_energy
 from gascompile.passes.bounds.certify import EVERYTHING, WEIGHTS
 
 
@@ -41,9 +43,17 @@ def plan_parts(plan: Plan) -> list[RenderableType]:
         *_form_rows(plan),
         ("moved / iteration", sizes(plan.link_bytes)),
         *_certificate_rows(plan.certificate),
+        *energy_rows(plan_energy(plan)),
         ("strategy", plan.strategy),
     ]
     return [fields(f"Plan for {plan.workload.name}", rows)]
+
+
+def energy_rows(energy: Energy | None) -> list[tuple[str, str]]:
+    """Return the energy of an iteration; nothing where it is not known."""
+    if energy is None:
+        return []
+    return [("energy", f"{energy.joules:.3g} J per iteration (by a {energy.source}, not measured)")]
 
 
 def _form_rows(plan: Plan) -> list[tuple[str, str]]:

@@ -156,6 +156,37 @@ class Interference:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Power:
+    """What a processor draws."""
+
+    device: str
+    """The place that it computes on."""
+    busy_w: float = field(metadata=json_name("busy_watts"))
+    """While it runs ops, its memory included."""
+    idle_w: float = field(metadata=json_name("idle_watts"))
+    """The rest of the time."""
+    source: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkEnergy:
+    """What moving a byte over a link takes beside the power of processors."""
+
+    link: str
+    """Its name, such as ``nvme->cpu``."""
+    joules_per_byte: float
+    source: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnergyModel:
+    """What ``plan_energy`` needs to know of a machine."""
+
+    processors: tuple[Power, ...]
+    links: tuple[LinkEnergy, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
     """Places, links and rates of one machine."""
 
@@ -171,6 +202,8 @@ class Machine:
     interference: Interference = field(default_factory=Interference)
     backend: str = ""
     """What executes: ``cpu``, ``cuda`` or ``emulated``; empty for the one that the computing tier has."""
+    energy: EnergyModel | None = field(default=None, metadata={"left_out": True})
+    """``None`` where nobody has said what the machine draws."""
 
     @staticmethod
     def older(named: str) -> type | None:

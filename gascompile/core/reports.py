@@ -37,6 +37,15 @@ class Timeline:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Energy:
+    """What an iteration takes, and who says so."""
+
+    joules: float
+    source: str
+    """``model``: constants of the machine times what the plan has; nothing was measured."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunReport:
     """What one execution of a plan measured."""
 

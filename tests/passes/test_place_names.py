@@ -16,7 +16,7 @@ from gascompile import Plan
 from gascompile.core import serial
 from gascompile.core.checks.machine_files import preset
 from gascompile.core.errors import GASCompileError
-from gascompile.core.machine import Machine
+from gascompile.core.machine import EnergyModel, Machine
 from gascompile.core.workload import Workload
 from gascompile.passes.verify.walk import verify
 from tests.passes.random_workloads import Case, cases
@@ -35,6 +35,17 @@ def renamed(machine: Machine) -> Machine:
         ),
         rates=tuple(replace(rate, device=NAMES[rate.device]) for rate in machine.rates),
         memory=tuple(replace(rate, device=NAMES[rate.device]) for rate in machine.memory),
+        energy=None if machine.energy is None else renamed_energy(machine.energy),
+    )
+
+
+def renamed_energy(energy: EnergyModel) -> EnergyModel:
+    def link(name: str) -> str:
+        return "->".join(NAMES[end] for end in name.split("->"))
+
+    return EnergyModel(
+        processors=tuple(replace(p, device=NAMES[p.device]) for p in energy.processors),
+        links=tuple(replace(x, link=link(x.link)) for x in energy.links),
     )
 
 

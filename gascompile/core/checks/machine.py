@@ -30,6 +30,8 @@ MAX_THREADS = 1024
 MAX_CHUNK_BYTES = 1 << 30
 _RATE_RANGE = (1.0, 1e21)
 _MAX_FIXED_COST_S = 3600.0
+_MAX_WATTS = 1e6
+_MAX_JOULES_PER_BYTE = 1.0
 
 
 def check_machine(machine: Machine, *, where: str = "$") -> None:
@@ -116,6 +118,7 @@ def _problems(machine: Machine) -> Iterator[tuple[str, str]]:
         if not 0 <= point.flops_per_byte < math.inf:
             yield path, f"the intensity is {point.flops_per_byte}; give zero or more"
     yield from _bad_rates(machine)
+    yield from _bad_energy(machine)
 
 
 def _bad_places(machine: Machine) -> Iterator[tuple[str, str]]:
@@ -210,3 +213,28 @@ def _bad_rates(machine: Machine) -> Iterator[tuple[str, str]]:
     for path, value in costs:
         if not 0 <= value <= _MAX_FIXED_COST_S:
             yield path, f"the fixed cost {value} is not within 0 and {_MAX_FIXED_COST_S:g} seconds"
+
+
+def _bad_energy(machine: Machine) -> Iterator[tuple[str, str]]:
+    if machine.energy is None:
+        return
+    processors, links = machine.energy.processors, machine.energy.links
+    for field, names, known in (
+        ("processors", [p.device for p in processors], set(machine.tiers)),
+        ("links", [x.link for x in links], {link.name for link in machine.links}),
+    ):
+        for i, name in enumerate(names):
+            path = f".energy.{field}[{i}]"
+            if name not in known:
+                yield path, f"the machine has no '{name}'; it has {', '.join(sorted(known))}"
+            if name in names[:i]:
+                yield path, f"'{name}' stands in it twice; keep one of them"
+    for i, power in enumerate(processors):
+        if not 0 <= power.idle_w <= power.busy_w <= _MAX_WATTS:
+            wrong = f"it draws {power.idle_w} watts idle and {power.busy_w} busy"
+            yield f".energy.processors[{i}]", f"{wrong}; give 0 <= idle <= busy <= {_MAX_WATTS:g}"
+    for i, link in enumerate(links):
+        if not 0 <= link.joules_per_byte <= _MAX_JOULES_PER_BYTE:
+            wrong = f"a byte takes {link.joules_per_byte} joules"
+            most = f"give 0 or more, at most {_MAX_JOULES_PER_BYTE:g}"
+            yield f".energy.links[{i}].joules_per_byte", f"{wrong}; {most}"
