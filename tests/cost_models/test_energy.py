@@ -116,7 +116,8 @@ def test_without_a_constant_there_is_none() -> None:
         left = tuple(p for i, p in enumerate(model.processors) if i != lost)
         assert plan_energy(with_energy(replace(model, processors=left))) is None
     assert plan_energy(with_energy(replace(model, links=model.links[1:]))) is None
-    # Nothing moves over the other one.
+    # Nothing moves over the other one, which may even be gone.
+    check_machine(replace(plan.machine, links=plan.machine.links[:1]))
     assert plan.link_bytes.get("gpu->cpu", 0) == 0
     assert plan_energy(with_energy(replace(model, links=model.links[:1]))) is not None
 
@@ -142,14 +143,17 @@ def test_machines_without_it_are_written_as_before() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"processors": (Power(device="tpu", busy_w=1, idle_w=1),)}, r"processors\[0\].*no 'tpu'"),
+        (
+            {"processors": (Power(device="tpu", busy_w=1, idle_w=1),)},
+            r"processors\[0\].*no place 'tpu'",
+        ),
         ({"processors": (Power(device="gpu", busy_w=1, idle_w=2),)}, "2 watts idle and 1 busy"),
         ({"processors": (Power(device="gpu", busy_w=1, idle_w=-1),)}, "0 <= idle"),
         ({"processors": (Power(device="gpu", busy_w=1e9, idle_w=1),)}, "watts"),
         ({"processors": 2 * (Power(device="gpu", busy_w=2, idle_w=1),)}, "twice"),
         (
-            {"links": (LinkEnergy(link="gpu->tape", joules_per_byte=1e-9),)},
-            r"links\[0\].*no 'gpu->",
+            {"links": 2 * (LinkEnergy(link="gpu->cpu", joules_per_byte=1e-9),)},
+            r"links\[1\].*twice",
         ),
         ({"links": (LinkEnergy(link="gpu->cpu", joules_per_byte=-1e-9),)}, "joules_per_byte"),
     ],
