@@ -22,7 +22,7 @@ from tests.training.trials import TRANSFER_BYTES
 _LIMIT_S = 240.0
 DIFFERENT = ("other model", "other lr", "eval", "edits", "reads")
 """What one rank does by itself."""
-RESUMED = ("resumes", "resumes:kept")
+RESUMED = ("resumes:kept",)
 _ROOT = Path(__file__).resolve().parents[2]
 
 
