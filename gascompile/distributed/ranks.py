@@ -26,6 +26,7 @@ import torch.distributed.distributed_c10d as c10d
 from gascompile.core.errors import NanLossError, RankError, RankMismatchError
 from gascompile.core.ranks import RankLayout
 from gascompile.distributed.ladder import Ladder
+from gascompile.distributed.opening import open_default_group
 from gascompile.runtime.collectives.exchange import Exchange, ends
 
 if TYPE_CHECKING:
@@ -269,8 +270,7 @@ def find_ranks(mesh: DeviceMesh | None = None) -> Ranks | None:
         started = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
         if not started or int(os.environ["WORLD_SIZE"]) < 2:
             return None
-        has_gpu = torch.cuda.is_available()
-        dist.init_process_group("cpu:gloo,cuda:nccl" if has_gpu else "gloo")
+        open_default_group()
     if dist.get_world_size() < 2:
         return None
     assert dist.group.WORLD is not None, "it is initialised"
