@@ -11,13 +11,11 @@ from benchmarks.ranks.parts import Found, Setting, relative
 
 MODELS = ("gpt2", "llama", "convnet", "mixtral")
 ASKED = 1e-6
-STAGES: dict[str, dict[str, Any]] = {"2": {}}
-"""Options of ``compile_step`` by ZeRO's stage; what each rank keeps a part of."""
 _ROWS = {2: ([6, 6], [8, 4]), 4: ([3, 3, 3, 3], [5, 3, 3, 1])}
 _TOTAL = 12
 
 
-def _tasks(setting: Setting, rows: list[int], stage: str) -> list[dict[str, Any]]:
+def _tasks(setting: Setting, rows: list[int]) -> list[dict[str, Any]]:
     """Return a task per model."""
     return [
         {
@@ -26,7 +24,7 @@ def _tasks(setting: Setting, rows: list[int], stage: str) -> list[dict[str, Any]
             "rows": rows,
             "steps": 3 if setting.toy else 50,
             "budget": "64MiB",
-            "options": {"time_limit_s": 2.0, **STAGES[stage], **setting.options},
+            "options": {"time_limit_s": 2.0, **setting.options},
         }
         for model in MODELS
     ]
@@ -35,17 +33,16 @@ def _tasks(setting: Setting, rows: list[int], stage: str) -> list[dict[str, Any]
 def run(setting: Setting) -> Found:
     """Train each model on two and four ranks, with equal and unequal rows."""
     found = Found()
-    whole = [{**task, "way": "eager"} for task in _tasks(setting, [_TOTAL], "2")]
+    whole = [{**task, "way": "eager"} for task in _tasks(setting, [_TOTAL])]
     eager = jobs.run(setting.folder, {"tasks": whole}, [ONE_CORE]).required()[0]
     halves = Limits(cores=0.5)
-    for stage in STAGES:
-        for size in (2,) if setting.toy else (2, 4):
-            tasks = [t for rows in _ROWS[size] for t in _tasks(setting, rows, stage)]
-            ended = jobs.run(
-                setting.folder, {"tasks": tasks}, [ONE_CORE if size == 2 else halves] * size
-            )
-            for number, (task, *ranks) in enumerate(zip(tasks, *ended.required(), strict=True)):
-                found.rows.append(_row(task, ranks, eager[number % len(MODELS)], stage))
+    for size in (2,) if setting.toy else (2, 4):
+        tasks = [t for rows in _ROWS[size] for t in _tasks(setting, rows)]
+        ended = jobs.run(
+            setting.folder, {"tasks": tasks}, [ONE_CORE if size == 2 else halves] * size
+        )
+        for number, (task, *ranks) in enumerate(zip(tasks, *ended.required(), strict=True)):
+            found.rows.append(_row(task, ranks, eager[number % len(MODELS)]))
     ran = [row for row in found.rows if "refused" not in row]
     found.at_most(
         "losses beside one process's", max((r["difference"] for r in ran), default=None), ASKED
@@ -57,14 +54,15 @@ def run(setting: Setting) -> Found:
 
 
 def _row(
-    task: dict[str, Any], ranks: list[dict[str, Any]], eager: dict[str, Any], stage: str
+    task: dict[str, Any], ranks: list[dict[str, Any]], eager: dict[str, Any]
 ) -> dict[str, Any]:
-    row = {"model": task["model"], "stage": stage, "rows": task["rows"]}
+    row = {"model": task["model"], "rows": task["rows"]}
     refused = [rank["error"] for rank in ranks if "error" in rank]
     if refused:
         return {**row, "refused": refused[0]}
     return {
         **row,
+        "stage": ranks[0].get("stage"),
         "steps": len(ranks[0]["losses"]),
         "difference": max(relative(rank["losses"], eager["losses"]) for rank in ranks),
         "same_bits": len({rank["digest"] for rank in ranks}) == 1,

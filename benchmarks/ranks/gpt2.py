@@ -108,6 +108,7 @@ def _row(what: str, ended: Ended) -> Result:
     return {
         **row,
         "step_s": statistics.median(slowest[1:]),
+        "stage": ranks[0].get("stage"),
         "predicted_s": max((rank.get("predicted_s") or 0.0) for rank in ranks),
         "run_peak_bytes": max(rank["run_peak_bytes"] for rank in ranks),
         "anonymous_peak_bytes": max(max(rank["peaks_bytes"]) for rank in ranks),

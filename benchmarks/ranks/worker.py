@@ -236,6 +236,9 @@ def _train(under_way: _Run, sampler: PeakSampler) -> None:
             certificate = own.plan.certificate
             found["predicted_s"], found["gap"] = certificate.predicted_s, certificate.gap
             found["strategy"] = own.plan.strategy
+            if own.ranks is not None:
+                found["stage"] = 3 if own.ranks.division.chosen.stages else 2
+                found["division"] = str(own.ranks.division)
             found["link_bytes"] = dict(own.last_run.link_bytes) if own.last_run else {}
         found["setup_peak_bytes"] = sampler.take_peak_bytes()
     if task["checkpoint"]:
