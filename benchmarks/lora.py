@@ -58,8 +58,8 @@ def _with_adapters(base: Any) -> Any:
     for module in model.modules():
         if isinstance(module, LoraLayer):
             for part in (module.lora_A, module.lora_B):
-                part.to_empty(device="cpu").float()  # type: ignore[operator]
-            module.reset_lora_parameters("default", True)
+                part.to_empty(device="cpu").float()
+            module.reset_lora_parameters("default", True)  # type: ignore[no-untyped-call]
     model.train()
     return model
 
