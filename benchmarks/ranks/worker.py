@@ -45,6 +45,8 @@ _DEFAULTS: dict[str, Any] = {
     "cache_of_last": None,  # in place of the job's own, for the last rank
 }
 Step = Callable[[Any], torch.Tensor]
+_left_open: list[Any] = []
+"""Steps whose values stay where they are: whole they may have no room."""
 
 
 def _cache(task: dict[str, Any]) -> str:
@@ -78,8 +80,10 @@ def planned(task: dict[str, Any], case: Case) -> Iterator[tuple[Step, Any, nn.Mo
     except BaseException as error:
         step.__exit__(type(error), error, None)
         raise
-    if not task["checkpoint"]:
-        step.close()  # else values stay where they are: whole they may have no room
+    if task["checkpoint"]:
+        _left_open.append(step)
+    else:
+        step.close()
 
 
 @contextmanager
@@ -275,6 +279,8 @@ def main() -> None:
         temporary.replace(output / f"{RANK}.json")
     if dist.is_initialized():
         dist.destroy_process_group()
+    if _left_open:
+        os._exit(0)
 
 
 if __name__ == "__main__":
