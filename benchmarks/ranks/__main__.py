@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -46,6 +47,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if unknown := set(options.parts) - set(PARTS):
         parser.error(f"no part is named {', '.join(sorted(unknown))}")
+    # Who ends this ends the ranks, too, and gives drives and networks back.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     console = Console(highlight=False, markup=False, width=150)
     if why := missing():
         console.print(f"Limits cannot be held here: {why}")

@@ -131,7 +131,7 @@ def _from_file(task: dict[str, Any], case: Case) -> nn.Module:
 
     with torch.device("meta"):
         model = case.build().train()
-    model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+    model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
     _fully_sharded(model, offload=True)
     model.to_empty(device="cpu")
     with safe_open(task["checkpoint"], "pt") as file, torch.no_grad():
