@@ -94,7 +94,17 @@ def _archive(file: Path, stream: BinaryIO) -> _Archive:
                 )
             if head.file_size > MAX_HEADER_BYTES:
                 raise CheckpointError(f"{file} has a pickle of {head.file_size} bytes, too many")
-            if "byteorder" in names and found.read(names["byteorder"]) != b"little":
+            if len(names) != len(infos):
+                raise CheckpointError(
+                    f"{file} has two records of one name; the file is corrupt: download it again"
+                )
+            # Torch swaps bytes of such a file even on the meta device, where there are none: the process would end.
+            big = torch.serialization.LoadEndianness.BIG
+            if "byteorder" in names:
+                is_little = found.read(names["byteorder"]) == b"little"
+            else:
+                is_little = torch.serialization.get_default_load_endianness() != big
+            if not is_little:
                 raise CheckpointError(
                     f"{file} was written on a big-endian machine; load and save it again here"
                 )

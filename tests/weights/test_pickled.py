@@ -178,6 +178,32 @@ def test_values_that_do_not_lie_in_the_file_as_they_are_are_refused(tmp_path: Pa
         open_checkpoint(path)
 
 
+def test_no_order_of_bytes_ends_the_process(tmp_path: Path) -> None:
+    path = tmp_path / "model.bin"
+    torch.save({"a": torch.zeros(64)}, path)
+    with zipfile.ZipFile(path) as archive:
+        records = [(name, archive.read(name)) for name in archive.namelist()]
+    with warnings.catch_warnings(), zipfile.ZipFile(path, "w") as archive:
+        warnings.simplefilter("ignore", UserWarning)  # of the second record of a name
+        for name, raw in records:
+            archive.writestr(name, b"big" if name.endswith("/byteorder") else raw)
+            if name.endswith("/byteorder"):
+                archive.writestr(name, b"little")
+    with pytest.raises(CheckpointError, match="two records of one name"):
+        open_checkpoint(path)
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, raw in records:
+            if not name.endswith("/byteorder"):
+                archive.writestr(name, raw)
+    assert open_checkpoint(path).sources.keys() == {"a"}
+    torch.serialization.set_default_load_endianness(torch.serialization.LoadEndianness.BIG)
+    try:
+        with pytest.raises(CheckpointError, match="big-endian"):
+            open_checkpoint(path)
+    finally:
+        torch.serialization.set_default_load_endianness(None)
+
+
 def test_damaged_files_are_refused_or_read_as_torch_does(tmp_path: Path) -> None:
     path = tmp_path / "model.bin"
     torch.save(odd_tensors(), path)
