@@ -206,6 +206,7 @@ class _Runs:
             machine=machine,
             cache_dir=self._folder,
             strategy=_STREAMED if streamed else None,
+            mesh=False,
         ) as compiled:
             time_s = self._time_s(compiled, inputs)
             free = correct.with_overhead(machine, 0.0, "")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import nn
@@ -15,12 +15,12 @@ from torch import nn
 from gascompile.api.compiled import CompiledModel
 from gascompile.api.looked_up import LookedUp
 from gascompile.api.moved_states import require_own_values
-from gascompile.api.runner import Runner
 from gascompile.api.sources import model_of, require_sense
+from gascompile.api.started import started
 from gascompile.api.unit import Unit
 from gascompile.bundles.bundle import Bundle
 from gascompile.bundles.reuse import CachedPlan
-from gascompile.capture.calls import ExampleInputs, normalize_call, positional_names, split_inputs
+from gascompile.capture.calls import ExampleInputs, positional_names, split_inputs
 from gascompile.capture.fingerprint.fingerprint import (
     ModulePrint,
     module_print,
@@ -33,7 +33,6 @@ from gascompile.capture.torch_settings import require_castable
 from gascompile.codegen.fuse import fused_unit, outdated, with_kernels
 from gascompile.core.budget import Budget
 from gascompile.core.checks.machine import source_warnings
-from gascompile.core.collection import no_collection
 from gascompile.core.config import CompileConfig
 from gascompile.core.errors import FormatError, PlanVerificationError
 from gascompile.core.machine import Machine
@@ -44,13 +43,14 @@ from gascompile.core.progress import task
 from gascompile.machines.admission import admit, admit_model
 from gascompile.machines.op_memory import annotate_memory, lacks_memory, unknown_ops
 from gascompile.machines.resolve import resolve_machine
-from gascompile.runtime.memory.early_memory import EarlyMemory
 from gascompile.runtime.transfer.engine import read_blocks
 from gascompile.weights.checkpoint import Checkpoint, open_checkpoint_of
-from gascompile.weights.resolve import Resolved, reserved_bytes, resolve_weights, with_held_tensors
+from gascompile.weights.resolve import Resolved, resolve_weights, with_held_tensors
 from gascompile.weights.store import STORE
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from gascompile.capture.record.record import CaptureRecord
     from gascompile.capture.to_program import Capture
     from gascompile.passes.graph.annotate import Annotation
@@ -73,6 +73,8 @@ class Job:
     weighs: bool = False  # whether forms of weights may depend on their values, which are there
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)  # that calls mutate: one for all
     history: History = field(default_factory=History)
+    shares_memory: ClassVar[bool] = False
+    """Whether other processes run the same plans on one copy of the weights."""
 
     def open_checkpoint(self) -> Checkpoint | None:
         """Read the checkpoint's headers, under the names that the model uses."""
@@ -338,6 +340,7 @@ def compile(  # noqa: A001 - the public name, as in torch.compile
     graphs: str = "auto",
     sites: str = "one",
     on_exceed: str = "error",
+    mesh: DeviceMesh | Literal[False] | None = None,
 ) -> CompiledModel:
     """Plan ``model`` for ``budget`` and return it ready to run.
 
@@ -365,14 +368,20 @@ def compile(  # noqa: A001 - the public name, as in torch.compile
         graphs: ``"auto"`` gives a GPU the ops between two moves in one call, as a CUDA graph; ``"off"`` one by one.
         sites: ``"all"`` lets ops run on the host's processor while an accelerator does the rest.
         on_exceed: where an op asks for more than the budget has, ``"error"`` plans again or stops, ``"warn"`` goes on.
+        mesh: the ranks that run the model, of one dimension; by default those that ``torchrun`` has started. Those of
+            one host share one copy of the weights, of which each reads a part, and each calls the model with rows of
+            its own, in the same order and of the same shapes. ``False``: this process alone.
 
     Raises:
         CaptureError: the model cannot be traced.
         CheckpointError: weights are missing, extra, corrupt or do not fit the model.
         DeviceError: the machine computes on a GPU that cannot be used here, or whose memory others hold.
         InfeasiblePlanError: the budget is too small; names the smallest feasible one.
+        RankError: another rank has failed, or makes other calls.
         StorageError: a file cannot be read or written.
     """
+    from gascompile.api.ranked import compiled_over, local_ranks
+
     config = CompileConfig(
         time_limit_s=time_limit_s,
         mip_gap=mip_gap,
@@ -386,39 +395,9 @@ def compile(  # noqa: A001 - the public name, as in torch.compile
         **({"cache_dir": Path(cache_dir)} if cache_dir is not None else {}),
     )
     given = split_inputs(example_inputs) if example_inputs is not None else None
-    job = make_job(
-        model,
-        budget,
-        checkpoint=checkpoint,
-        dynamic_shapes=dynamic_shapes,
-        machine=machine,
-        config=config,
+    make = partial(
+        make_job, model, checkpoint=checkpoint, dynamic_shapes=dynamic_shapes, config=config
     )
-    if given is None:
-        return _compiled(job, [])
-    args, kwargs = normalize_call(job.model, *given)
-    early = EarlyMemory(min(reserved_bytes(job.model), job.limit_bytes))
-    with ExitStack() as stack:
-        stack.callback(early.discard)
-        # Graphs and plans are many objects that stay: passes over them would take as long as making them.
-        with no_collection():
-            looked_up = job.look_up(args, kwargs)
-            if looked_up.unit is not None:
-                stack.pop_all()
-                looked_up.unit.early = early
-                return _compiled(job, [looked_up.unit])
-        unit = job.plan_anew(looked_up, args, kwargs)
-        stack.pop_all()
-    unit.early = early
-    return _compiled(job, [unit])
-
-
-def _compiled(job: Job, units: list[Unit]) -> CompiledModel:
-    runner = Runner(
-        positional=positional_names(job.model),
-        units=units,
-        planning=job,
-        cache_dir=job.config.cache_dir,
-        on_exceed=job.config.on_exceed,
-    )
-    return CompiledModel.of(runner)
+    if (ranks := local_ranks(mesh)) is not None:
+        return compiled_over(ranks, make, budget, machine, given)
+    return started(make(budget=budget, machine=machine), given)

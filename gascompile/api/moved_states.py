@@ -14,15 +14,23 @@ from gascompile.bundles.bundle import Bundle
 from gascompile.codegen.allocator_library import page_memory
 from gascompile.core.errors import OpenStepError
 from gascompile.core.waiting import life, require_life
+from gascompile.runtime.collectives.local_ranks import LocalRanks
 from gascompile.runtime.memory.early_memory import EarlyMemory
 from gascompile.runtime.memory.lasting import moves_lasting
+from gascompile.runtime.memory.shared_arena import SharedCpu
 from gascompile.runtime.run.lasting_session import LastingSession
 from gascompile.runtime.run.session import Session
+from gascompile.runtime.run.shared_session import SharedSession
 from gascompile.runtime.transfer.residents import Progress
 
 
 def open_session(
-    bundle: Bundle, cache_dir: Path, *, early: EarlyMemory | None, progress: Progress | None
+    bundle: Bundle,
+    cache_dir: Path,
+    *,
+    early: EarlyMemory | None,
+    progress: Progress | None,
+    ranks: LocalRanks | None = None,
 ) -> Session:
     """Return a session of the size and with the resident weights, or with the moved states, of a plan.
 
@@ -31,10 +39,12 @@ def open_session(
         cache_dir: where what leaves memory goes.
         early: memory that was taken ahead for an arena.
         progress: told about the loading of resident weights.
+        ranks: of this host, all of which open one for the same plan; they share its arena.
     """
     plan, weights, folder = bundle.plan, bundle.weights, cache_dir / "spill"
     if not moves_lasting(plan):
-        return Session.for_plan(
+        of = Session if ranks is None else SharedSession
+        return of.for_plan(
             plan,
             sources=weights.sources,
             stamps=weights.stamps,
@@ -42,6 +52,7 @@ def open_session(
             progress=progress,
             early=early,
             spill_folder=folder,
+            device=SharedCpu(ranks) if ranks is not None else None,
         )
     if early is not None:
         early.discard()

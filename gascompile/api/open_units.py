@@ -12,6 +12,7 @@ from gascompile.bundles.files import Weights
 from gascompile.codegen.allocator_library import allocation_counter
 from gascompile.core.progress import LoadingBar
 from gascompile.core.sources import FileStamp
+from gascompile.runtime.collectives.local_ranks import LocalRanks
 from gascompile.runtime.memory.lasting import moves_lasting
 from gascompile.runtime.run.executor import Executor
 from gascompile.runtime.run.session import Session
@@ -20,8 +21,11 @@ from gascompile.runtime.run.session import Session
 class OpenUnits:
     """The session of the plan in use, and the executors of all plans that share its arena."""
 
-    def __init__(self, cache_dir: Path, *, on_exceed: str, from_file: bool) -> None:
+    def __init__(
+        self, cache_dir: Path, *, on_exceed: str, from_file: bool, ranks: LocalRanks | None = None
+    ) -> None:
         self._cache_dir, self._on_exceed, self._from_file = cache_dir, on_exceed, from_file
+        self._ranks = ranks
         self.session: Session | None = None
         self.executor: Executor | None = None
         self.units: tuple[Unit, ...] = ()
@@ -46,7 +50,9 @@ class OpenUnits:
         early, unit.early = unit.early, None
         self._bar = LoadingBar("Loading resident weights")
         bundle = _of_all(units)
-        self.session = open_session(bundle, self._cache_dir, early=early, progress=self._bar)
+        self.session = open_session(
+            bundle, self._cache_dir, early=early, progress=self._bar, ranks=self._ranks
+        )
         self.units = units
         return self.use(unit)
 

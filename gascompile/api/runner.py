@@ -39,6 +39,7 @@ from gascompile.core.progress import task
 from gascompile.core.waiting import Turn
 from gascompile.machines.admission import device_of
 from gascompile.machines.run_within_budget import run_within_budget
+from gascompile.runtime.collectives.local_ranks import LocalRanks
 from gascompile.runtime.run.executor import Executor
 from gascompile.runtime.run.session import Session
 from gascompile.weights.store import is_spilled
@@ -61,6 +62,9 @@ class Runner:
     Only the plan in use holds memory. Calls from several threads take turns.
     """
 
+    plans_again = True
+    """Whether a call makes a plan again that turns out to be too small."""
+
     def __init__(
         self,
         *,
@@ -69,6 +73,7 @@ class Runner:
         planning: Planning | None = None,
         cache_dir: Path | None = None,
         on_exceed: str = "error",
+        ranks: LocalRanks | None = None,
     ) -> None:
         """Open the first of ``units``.
 
@@ -78,6 +83,7 @@ class Runner:
             planning: makes plans; ``None`` for a bundle, which knows no model.
             cache_dir: where kernels are kept and activations that move to a drive are written.
             on_exceed: as ``compile`` takes it.
+            ranks: of this host, which share the memory of each plan.
         """
         if planning is not None:
             # Before the first call is taken apart.
@@ -93,7 +99,9 @@ class Runner:
         self._given_forward = GivenForward(planning.model) if planning is not None else None
         self._values = Parameters(planning.model) if planning is not None else None
         self._cache_dir = cache_dir or default_cache_dir()
-        self._open = OpenUnits(self._cache_dir, on_exceed=on_exceed, from_file=planning is None)
+        self._open = OpenUnits(
+            self._cache_dir, on_exceed=on_exceed, from_file=planning is None, ranks=ranks
+        )
         self._last: Unit | None = units[0] if units else None
         if units:
             self._activate(units[0])
@@ -118,7 +126,8 @@ class Runner:
 
     def _run(self, unit: Unit, leaves: list[Any]) -> tuple[Any, ...]:
         i, self._last = self.units.index(unit), unit
-        start, again = self._activate, self._planned_again if self.planning else None
+        is_fixed = self.planning is None or not self.plans_again
+        start, again = self._activate, None if is_fixed else self._planned_again
         unit, outputs = run_within_budget(unit, leaves, start, again, self._cache_dir)
         self.units[i] = self._last = unit
         executor = self._open.executor

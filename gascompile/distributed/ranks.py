@@ -257,13 +257,23 @@ def find_ranks(mesh: DeviceMesh | None = None) -> Ranks | None:
     Raises:
         ValueError: a mesh of more than one dimension.
     """
+    group = find_group(mesh)
+    return Ranks(group) if group is not None else None
+
+
+def find_group(mesh: DeviceMesh | None = None) -> dist.ProcessGroup | None:
+    """Return the group of ``mesh``, or of the job that ``torchrun`` has started; ``None`` if this process is alone.
+
+    Raises:
+        ValueError: a mesh of more than one dimension.
+    """
     if mesh is not None:
         if mesh.ndim != 1:
             raise ValueError(
                 f"the mesh has {mesh.ndim} dimensions {mesh.mesh_dim_names or ''}; pass one of them, mesh['dp']: "
                 "each of its ranks takes rows of its own"
             )
-        return Ranks(mesh.get_group()) if mesh.size() > 1 else None
+        return mesh.get_group() if mesh.size() > 1 else None
     if not dist.is_available():
         return None
     if not dist.is_initialized():
@@ -274,7 +284,7 @@ def find_ranks(mesh: DeviceMesh | None = None) -> Ranks | None:
     if dist.get_world_size() < 2:
         return None
     assert dist.group.WORLD is not None, "it is initialised"
-    return Ranks(dist.group.WORLD)
+    return dist.group.WORLD
 
 
 def _broken(rank: int, said: str) -> str:

@@ -61,7 +61,8 @@ def backend(
             f"unknown option '{min(unknown)}' of backend='gascompile': choose of {', '.join(sorted(OPTIONS))}"
         )
     module = _Graph(graph_module, example_inputs)
-    compiled = compile_model(module, **given)
+    # Ranks trace at times of their own.
+    compiled = compile_model(module, mesh=False, **given)
     shared = _shared.setdefault(id(options), _Shared(options))
     shared.budget.add(compiled._gascompile)
     return _Call(module, compiled, shared)

@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING
 
 from gascompile.core.machine import IoSettings
 from gascompile.runtime.memory.arena import Arena
+from gascompile.runtime.memory.shared_arena import SharedArena
 from gascompile.runtime.memory.staging import Staging
 from gascompile.runtime.transfer.engine import Engine
 from gascompile.runtime.transfer.files import SourceFiles
 from gascompile.runtime.transfer.routing import Router, by_drive, by_size, drive_of, share
+from gascompile.runtime.transfer.shared_engine import SharedEngine
 
 if TYPE_CHECKING:
     from gascompile.runtime.protocols import Device, Memory, Reader, Receive, TransferEngine
@@ -57,7 +59,8 @@ def open_engine(
         return Engine(files, memoryview(b""), own, reader=reader)
     if device.is_host and isinstance(arena, Arena):
         memory = arena.memory
-        return _each(count, drives, lambda: Engine(files, memory, own, reader=reader))
+        engine = _each(count, drives, lambda: Engine(files, memory, own, reader=reader))
+        return SharedEngine(engine, arena.ranks) if isinstance(arena, SharedArena) else engine
     if io.engine == KVIKIO:
         make = _with_kvikio(
             device, arena, files, io, own=own, count=count, reader=reader, pinned=pinned

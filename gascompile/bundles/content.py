@@ -1,0 +1,47 @@
+"""Digests of whole weight files, each read once after a boot: what was found is noted with the file's stamp."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from gascompile.bundles.bundle import content_stamp
+from gascompile.core import serial
+from gascompile.core.errors import FormatError, StorageError
+from gascompile.core.progress import task
+from gascompile.core.sources import FileStamp
+
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+
+
+def content_of(path: str, cache_dir: Path) -> str:
+    """Return the digest of a file's content.
+
+    Raises:
+        StorageError: the file cannot be read.
+    """
+    note = cache_dir / "content" / f"{serial.digest(os.path.abspath(path))}.json"
+    before = _identity(path)
+    try:
+        known = serial.read_json(note)
+        if known["identity"] == before and isinstance(known["digest"], str):
+            return known["digest"]
+    except (FormatError, StorageError, KeyError, TypeError):
+        pass
+    size_bytes = int(before[3])
+    with task(f"Comparing {Path(path).name}", size_bytes) as advance:
+        stamp = FileStamp(path=path, size_bytes=size_bytes, mtime_ns=int(before[4]))
+        found = content_stamp(stamp, advance).digest
+    if _identity(path) == before:
+        serial.write_atomic(note, serial.dumps({"identity": before, "digest": found}))
+    return found
+
+
+def _identity(path: str) -> list[str]:
+    try:
+        stat = os.stat(path)
+    except OSError as error:
+        raise StorageError(f"cannot read {path}: {error.strerror or error}") from error
+    boot = _BOOT.read_text(encoding="ascii").strip() if _BOOT.exists() else ""
+    numbers = (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
+    return [boot, *map(str, numbers)]
