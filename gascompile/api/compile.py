@@ -73,8 +73,7 @@ class Job:
     weighs: bool = False  # whether forms of weights may depend on their values, which are there
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)  # that calls mutate: one for all
     history: History = field(default_factory=History)
-    shares_memory: ClassVar[bool] = False
-    """Whether other processes run the same plans on one copy of the weights."""
+    shares_memory: ClassVar[bool] = False  # with processes that run the same plans
 
     def open_checkpoint(self) -> Checkpoint | None:
         """Read the checkpoint's headers, under the names that the model uses."""
@@ -368,16 +367,15 @@ def compile(  # noqa: A001 - the public name, as in torch.compile
         graphs: ``"auto"`` gives a GPU the ops between two moves in one call, as a CUDA graph; ``"off"`` one by one.
         sites: ``"all"`` lets ops run on the host's processor while an accelerator does the rest.
         on_exceed: where an op asks for more than the budget has, ``"error"`` plans again or stops, ``"warn"`` goes on.
-        mesh: the ranks that run the model, of one dimension; by default those that ``torchrun`` has started. Those of
-            one host share one copy of the weights, of which each reads a part, and each calls the model with rows of
-            its own, in the same order and of the same shapes. ``False``: this process alone.
+        mesh: the ranks that run the model on rows of their own, in step, with one copy of the weights per host; by
+            default those that ``torchrun`` has started. ``False``: this process alone.
 
     Raises:
         CaptureError: the model cannot be traced.
         CheckpointError: weights are missing, extra, corrupt or do not fit the model.
         DeviceError: the machine computes on a GPU that cannot be used here, or whose memory others hold.
         InfeasiblePlanError: the budget is too small; names the smallest feasible one.
-        RankError: another rank has failed, or makes other calls.
+        RankError: another rank has failed, or differs.
         StorageError: a file cannot be read or written.
     """
     from gascompile.api.ranked import compiled_over, local_ranks
@@ -395,9 +393,8 @@ def compile(  # noqa: A001 - the public name, as in torch.compile
         **({"cache_dir": Path(cache_dir)} if cache_dir is not None else {}),
     )
     given = split_inputs(example_inputs) if example_inputs is not None else None
-    make = partial(
-        make_job, model, checkpoint=checkpoint, dynamic_shapes=dynamic_shapes, config=config
-    )
+    source = {"checkpoint": checkpoint, "dynamic_shapes": dynamic_shapes}
+    make = partial(make_job, model, config=config, **source)
     if (ranks := local_ranks(mesh)) is not None:
         return compiled_over(ranks, make, budget, machine, given)
     return started(make(budget=budget, machine=machine), given)

@@ -17,8 +17,6 @@ from gascompile.runtime.transfer.shared_engine import SharedEngine
 
 Result = TypeVar("Result")
 _COLD, _NEW, _WARM = range(3)
-_ENOUGH_BYTES = 32 << 20
-"""Of parts that were read, to judge a drive by."""
 
 
 class SharedSession(Session):
@@ -53,15 +51,11 @@ class SharedSession(Session):
     def _agree(self, user: object, engine: SharedEngine) -> None:
         """Go on where all ranks can, else let all start afresh."""
         stands = _WARM if self._user is user else _NEW if self._settled else _COLD
-        rate = int(engine.rate(_ENOUGH_BYTES))
-        told = self.ranks.meet("how weights lie in their files", self._lie(), (stands, rate))
-        rates = [row[1] for row in told]
-        if {row[0] for row in told} not in ({_WARM}, {_NEW}):
+        told = self.ranks.meet("how weights lie in their files", self._lie(), (stands,))
+        if {state for (state,) in told} not in ({_WARM}, {_NEW}):
             self._cool()
             counts = self.ranks.meet("where reads begin anew", numbers=(engine.num_submitted,))
             engine.go_on_from(max(count for (count,) in counts))
-        elif min(rates) > 0:
-            engine.divide(rates)
 
     def _lie(self) -> str:
         """Return a digest of where in its reservation each weight begins: by the files, and by how they are read."""

@@ -12,12 +12,10 @@ for loads before the one at hand, so none waits in a circle.
 
 from __future__ import annotations
 
-import itertools
 import queue
-import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from gascompile.core.errors import StorageError
@@ -29,8 +27,6 @@ from gascompile.runtime.transfer.read_plan import Landing, Piece
 
 _LEAST_BYTES = 256 << 10
 """Of a part: what is smaller is left to one rank, to each in its turn."""
-_UNEQUAL = 1.25
-"""Drives whose rates differ by less have equal parts: rates that are measured beside compute vary as much."""
 _SOON_S, _LATER_S = 1e-4, 1e-3
 """Between two looks at what others have asked for, at first and at most."""
 
@@ -137,14 +133,6 @@ class SharedEngine:
         self._number = number
         self._ranks.submit(number)
 
-    def rate(self, least_bytes: int) -> float:
-        """Return the bytes per second that this rank's parts came with lately; 0 where they were fewer bytes."""
-        return self._parts.rate(least_bytes)
-
-    def divide(self, rates: Sequence[float]) -> None:
-        """Let loads from here on be divided among the ranks as their drives' ``rates`` are; all do it at once."""
-        self._parts.divide(self._number, rates)
-
     def drain(self) -> None:
         """Cancel what is queued and block until this rank reads no more."""
         self._parts.cancel()
@@ -162,13 +150,10 @@ class _Parts:
 
     def __init__(self, engine: TransferEngine, ranks: LocalRanks) -> None:
         self._engine, self._ranks = engine, ranks
-        self._inbox: queue.SimpleQueue[_Load | Gate | tuple[int, tuple[int, ...]] | None]
-        self._inbox = queue.SimpleQueue()
+        self._inbox = queue.SimpleQueue[_Load | Gate | None]()
         self._waiting: deque[_Load] = deque()
-        self._started: dict[int, tuple[_Load, Ticket | None]] = {}
-        self._shares: list[tuple[int, tuple[int, ...]]] = [(0, (1,) * ranks.size)]
+        self._started: dict[int, tuple[_Load, Ticket]] = {}
         self._ends = self._is_closed = False
-        self._bytes, self._busy_s = 0, 0.0
         self._thread = OwnThread(self._work, "gascompile-parts")
         self.put, self.join = self._inbox.put, self._thread.join
 
@@ -186,43 +171,24 @@ class _Parts:
         self._is_closed = True
         self._inbox.put(None)
 
-    def rate(self, least_bytes: int) -> float:
-        """Return the bytes per second of the parts since the last ``divide``, if they were enough."""
-        is_known = self._bytes >= least_bytes and self._busy_s > 0
-        return self._bytes / self._busy_s if is_known else 0.0
-
-    def divide(self, number: int, rates: Sequence[float]) -> None:
-        """Divide loads from ``number`` on by ``rates``."""
-        found = shares_of(rates)
-        self._inbox.put((number, found))
-        self._bytes, self._busy_s = 0, 0.0
-
     # ------------------------------------------------------------ the thread
 
     def _work(self) -> None:
         pause_s = _SOON_S
-        look_s = time.monotonic()
         while not self._ends:
-            is_busy = bool(self._started)
             try:
-                idle = not self._waiting and not is_busy
+                idle = not self._waiting and not self._started
                 self._obey(self._inbox.get() if idle else self._inbox.get(timeout=pause_s))
                 while not self._inbox.empty():
                     self._obey(self._inbox.get())
             except queue.Empty:
                 pass
-            now_s = time.monotonic()
-            self._busy_s += now_s - look_s if is_busy else 0.0
-            look_s = now_s
             moved = self._end() + self._start()
             pause_s = _SOON_S if moved else min(2 * pause_s, _LATER_S)
 
-    def _obey(self, message: _Load | Gate | tuple[int, tuple[int, ...]] | None) -> None:
+    def _obey(self, message: _Load | Gate | None) -> None:
         if isinstance(message, _Load):
             self._waiting.append(message)
-            return
-        if isinstance(message, tuple):
-            self._shares = [*self._shares[-1:], message]
             return
         for load in self._waiting:
             load.error = StorageError(
@@ -242,16 +208,12 @@ class _Parts:
             if self._started and number - min(self._started) >= NUM_FLAGS:
                 break
             load = self._waiting.popleft()
-            shares = next(
-                (of for begin, of in reversed(self._shares) if begin <= number), self._shares[0][1]
-            )
-            part = part_of(load.landing, shares, self._ranks.rank, number)
+            part = part_of(load.landing, self._ranks.rank, self._ranks.size, number)
             count += 1
             try:
                 if not part.pieces:
                     load.deliver()
                     continue
-                self._bytes += part.size_bytes
                 ticket = self._engine.submit(
                     part, load.address, key=load.key, link=load.link, on_done=load.deliver
                 )
@@ -273,35 +235,23 @@ class _Parts:
         return len(ended)
 
 
-def shares_of(rates: Sequence[float]) -> tuple[int, ...]:
-    """Return the parts of each read that ranks have whose drives reach ``rates``, in whole numbers."""
-    if min(rates) <= 0 or max(rates) < _UNEQUAL * min(rates):
-        return (1,) * len(rates)
-    return tuple(max(1, round(64 * rate / sum(rates))) for rate in rates)
-
-
-def part_of(landing: Landing, shares: Sequence[int], rank: int, number: int) -> Landing:
+def part_of(landing: Landing, rank: int, size: int, number: int) -> Landing:
     """Return what one rank reads of a load.
 
     Args:
         landing: the whole load, which lies alike on all ranks: parts are bounded by places in memory.
-        shares: of each rank, in whole numbers; of small loads some have none.
         rank: whose part it is.
+        size: number of ranks.
         number: of the load, by which small ones are left to the ranks in turn.
     """
-    total = sum(shares)
     # What ranks agree in: reads may pass the end of the tensor on one, and not on another.
-    size_bytes = landing.shift_bytes + landing.size_bytes
-    if size_bytes * min(shares) < _LEAST_BYTES * total:
-        turn = number % total
-        own = next(i for i, end in enumerate(itertools.accumulate(shares)) if turn < end)
-        return landing if rank == own else replace(landing, size_bytes=0, pieces=())
-    ends = [
-        size_bytes * end // total // PAGE_BYTES * PAGE_BYTES for end in itertools.accumulate(shares)
-    ]
-    ends[-1] = align_up(size_bytes)
-    begin = ends[rank - 1] if rank else 0
-    pieces = [_within(piece, begin, ends[rank]) for piece in landing.pieces]
+    total_bytes = landing.shift_bytes + landing.size_bytes
+    if total_bytes < _LEAST_BYTES * size:
+        return landing if rank == number % size else replace(landing, size_bytes=0, pieces=())
+    begin, end = (total_bytes * r // size // PAGE_BYTES * PAGE_BYTES for r in (rank, rank + 1))
+    if rank == size - 1:
+        end = align_up(total_bytes)
+    pieces = [_within(piece, begin, end) for piece in landing.pieces]
     kept = tuple(piece for piece in pieces if piece is not None)
     return replace(landing, size_bytes=sum(p.needed_bytes for p in kept), pieces=kept)
 

@@ -98,9 +98,7 @@ def computes(folder: Path) -> dict[str, Any]:
         ("own copies", own, STREAMED),
     ):
         with compiled(meta(), folder, budget, checkpoint=where) as model:
-            outputs = [
-                model(*rows(count, number)) for number, count in enumerate((3, 3, 3, 5, 3))
-            ]
+            outputs = [model(*rows(count, number)) for number, count in enumerate((3, 3, 3, 5, 3))]
             session = model._gascompile.session
             assert session is not None
             found[name] = {
@@ -129,12 +127,11 @@ def _memory_bytes() -> float:
 def trains(folder: Path) -> dict[str, Any]:
     """Buffers that calls change are each rank's own; a model in memory has its weights in the store."""
     model, twin = net().train(), net().train()
-    equal = []
     with compiled(model, folder, STREAMED) as found, torch.no_grad():
-        for number in range(3):
-            equal.append(
-                torch.allclose(found(*rows(4, number)), twin(*rows(4, number)), atol=1e-6)
-            )
+        equal = [
+            torch.allclose(found(*rows(4, number)), twin(*rows(4, number)), atol=1e-6)
+            for number in range(3)
+        ]
         mean = dict(model.named_buffers())["norm.running_mean"]
         equal.append(torch.allclose(mean, twin.norm.running_mean, atol=1e-7))
     return {"equal": equal, "mean": mean.sum().item()}

@@ -33,7 +33,9 @@ def free_port() -> int:
         return port
 
 
-def run_job(folder: Path, size: int, *asked: str) -> list[int]:
+def run_job(
+    folder: Path, size: int, *asked: str, worker: str = "tests.distributed.rank_worker"
+) -> list[int]:
     """Run the same scenarios on ``size`` ranks; return the exit codes."""
     port = str(free_port())
     ranks: list[subprocess.Popen[bytes]] = []
@@ -48,7 +50,7 @@ def run_job(folder: Path, size: int, *asked: str) -> list[int]:
             "OMP_NUM_THREADS": "1",
             "PYTHONHASHSEED": str(rank),
         }
-        command = [sys.executable, "-m", "tests.distributed.rank_worker", str(folder), *asked]
+        command = [sys.executable, "-m", worker, str(folder), *asked]
         log = (folder / f"log-{rank}").open("ab")
         ranks.append(subprocess.Popen(command, cwd=_ROOT, env=env, stdout=log, stderr=log))
         log.close()
