@@ -25,10 +25,6 @@ EVERYTHING = SOURCES + sorted(
 )
 MAX_LINES = 400
 LONGER = {
-<<<<<<< HEAD
-    "gascompile/api/compile.py": 424,
-=======
->>>>>>> d6ae48f (Inference by several ranks of a host: one arena, of which each rank reads a part)
     "benchmarks/training_traces.py": 410,
 }
 MAX_FUNCTION_LINES = 50
