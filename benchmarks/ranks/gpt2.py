@@ -60,7 +60,7 @@ class _Jobs:
     def process_bytes(self) -> int:
         """Return what a rank takes beside its budget, and let caches be filled."""
         ended = self.run([ONE_CORE, ONE_CORE], prepare_only=True)
-        peaks = [rank[0]["setup_peak_bytes"] for rank in ended.trained()]
+        peaks = [int(rank[0]["setup_peak_bytes"]) for rank in ended.trained()]
         return -(-max(peaks) // _ROUND_BYTES) * _ROUND_BYTES
 
 

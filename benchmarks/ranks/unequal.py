@@ -94,7 +94,7 @@ def _settled(rows: list[list[int]], slow_at: int) -> int | None:
 
 
 def _late(rank: Result, count: int) -> float:
-    return statistics.median(rank["seconds"][-max(count, 1) :])
+    return float(statistics.median(rank["seconds"][-max(count, 1) :]))
 
 
 def _row(what: str, rank: Result, count: int) -> Result:

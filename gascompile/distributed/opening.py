@@ -14,6 +14,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
+from torch._C._distributed_c10d import Store
+from torch.distributed.rendezvous import rendezvous
 
 from gascompile.core.errors import RankError
 
@@ -32,12 +34,12 @@ def open_default_group() -> None:
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         dist.init_process_group(backend)
         return
-    store, rank, size = next(dist.rendezvous("env://"))
+    store, rank, size = next(rendezvous("env://"))
     own = unused(store, rank, size)
     dist.init_process_group(backend, store=own, rank=rank, world_size=size)
 
 
-def unused(store: dist.Store, rank: int, size: int, limit: timedelta = _LIMIT) -> dist.Store:
+def unused(store: Store, rank: int, size: int, limit: timedelta = _LIMIT) -> Store:
     """Return a part of ``store`` that is these ranks' own, whatever ranks before them have left in it.
 
     Rank 0 lists who it sees until each has found itself in the list, under whose name they then go on: names that
