@@ -85,6 +85,9 @@ class Ranks:
         self._meeting, self._group = groups.meeting, groups.work
         groups.users.add(self)
         self._failure: RankError | None = None
+        self._num_compared = 0
+        self._common: BaseException | None = None
+        """What this rank has raised last that all ranks know of, and that breaks nothing."""
         self.exchange = Exchange(self._group, why=self._reason)
         self._store.set(f"host/{self.layout.rank}", f"{socket.gethostname()} {os.getpid()}")
         # Now, as the store goes with the rank that keeps it.
@@ -109,6 +112,7 @@ class Ranks:
             raise self._failure
         if self._meeting is None:
             raise RankError(f"rank {self.layout.rank} has left the others", rank=self.layout.rank)
+        self._num_compared += 1
         heading = f"{self._job} {what} {len(numbers)} "
         digest = hashlib.sha256(heading.encode() + facts).digest()
         words = [
@@ -125,7 +129,7 @@ class Ranks:
             raise self._reason(error) from error
         table = rows.tolist()
         others = [rank for rank, row in enumerate(table) if row[:_WORDS] != table[0][:_WORDS]]
-        if others and (failed := self._said()) is not None:
+        if others and (failed := self._said() or self._refused()) is not None:
             raise failed
         if others:
             raise RankMismatchError(
@@ -135,6 +139,37 @@ class Ranks:
                 rank=others[0],
             )
         return [row[_WORDS : _WORDS + len(numbers)] for row in table]
+
+    def refuse(self, error: Exception) -> None:
+        """Tell the others that this rank cannot do what all are about to: they raise that, and all may go on.
+
+        Nothing may have changed yet. Where all ranks refuse, each has its own reason.
+
+        Raises:
+            RankError: a rank has failed.
+        """
+        if self._group is None or self._failure is not None:
+            return
+        said = f"{type(error).__name__}: {error}"
+        key = f"refused/{self._num_compared + 1}/{self.layout.rank}"
+        with contextlib.suppress(RuntimeError):
+            self._store.set(key, said)
+        with contextlib.suppress(RankMismatchError):
+            self.compare("what a rank refuses", b"")
+        self._common = error
+
+    def _refused(self) -> RankMismatchError | None:
+        """Return what a rank refuses to do that the others were about to, if one does."""
+        for rank in range(self.layout.size):
+            key = f"refused/{self._num_compared}/{rank}"
+            with contextlib.suppress(RuntimeError):
+                if rank != self.layout.rank and self._store.check([key]):
+                    return RankMismatchError(
+                        f"rank {rank} cannot do what all are about to: {self._store.get(key).decode()}. Nothing has "
+                        "changed on any rank; call again with what all of them can do",
+                        rank=rank,
+                    )
+        return None
 
     def _wait(self, work: dist.Work) -> None:
         """Wait for a meeting, as long as the other ranks of this host run: one may load data for long.
@@ -176,7 +211,7 @@ class Ranks:
             yield
         except BaseException as error:
             # Of the loss over all rows, or of what was compared: every rank has found it.
-            is_common = isinstance(error, RankMismatchError)
+            is_common = isinstance(error, RankMismatchError) or error is self._common
             if not is_common and not (isinstance(error, NanLossError) and not error.op):
                 self.fail(error)
             raise

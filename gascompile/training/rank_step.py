@@ -16,7 +16,13 @@ from torch.utils import _pytree as pytree
 
 from gascompile.bundles.reuse import CachedPlan
 from gascompile.core import serial
-from gascompile.core.errors import UnsupportedOpError
+from gascompile.core.errors import (
+    DeviceError,
+    GASCompileError,
+    RankError,
+    StorageError,
+    UnsupportedOpError,
+)
 from gascompile.core.reports import RunReport
 from gascompile.distributed.balance import Balance
 from gascompile.distributed.ranks import Ranks, find_ranks
@@ -119,6 +125,17 @@ class RankStep:
         """Take the other ranks along where something fails here."""
         with self._ranks.together():
             yield
+
+    @contextlib.contextmanager
+    def planning(self) -> Iterator[None]:
+        """Let all ranks go on where one of them cannot plan: nothing has changed by then."""
+        try:
+            yield
+        except (RankError, StorageError, DeviceError):
+            raise
+        except (GASCompileError, TypeError, ValueError) as error:
+            self._ranks.refuse(error)
+            raise
 
     @contextlib.contextmanager
     def one_by_one(self) -> Iterator[None]:

@@ -190,7 +190,11 @@ class TrainingStep(StepValues):
 
     def prepare(self, batch: Any) -> None:
         """Plan for batches like this one, unless that has been done."""
-        with self.ranks.together() if self.ranks else nullcontext():
+        ranks = self.ranks
+        with (
+            ranks.together() if ranks else nullcontext(),
+            ranks.planning() if ranks else nullcontext(),
+        ):
             for number in range(min(self._settings.accumulate, 2)):
                 self._unit(batch, trains=True, updates=number == 0)
 
@@ -241,11 +245,13 @@ class TrainingStep(StepValues):
 
         def run() -> tuple[Unit, States, Sequence[torch.Tensor]]:
             nonlocal unit
-            unit = self._unit(batch, trains=trains, updates=updates, calls=calls)
-            return unit, *self._run(unit, batch, None if calls else self.ranks)
+            with ranks.planning() if ranks else nullcontext():
+                unit = self._unit(batch, trains=trains, updates=updates, calls=calls)
+            return unit, *self._run(unit, batch, ranks)
 
         # A call is this rank's own: it needs no other.
-        with self.ranks.together() if self.ranks and not calls else nullcontext():
+        ranks = None if calls else self.ranks
+        with ranks.together() if ranks else nullcontext():
             return planned_again(run, lambda error: unit is not None and self._learns(unit, error))
 
     def _learns(self, unit: Unit, error: BudgetExceededError) -> bool:

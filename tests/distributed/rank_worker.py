@@ -159,6 +159,29 @@ def meets_nan(scenario: Scenario, folder: Path) -> dict[str, Any]:
         return {"said": said, "before": before, "after": after, "loss": step(batch)}
 
 
+def refuses(scenario: Scenario, folder: Path) -> dict[str, Any]:
+    """A batch that one rank, or none, can plan for is refused, and the step goes on; nothing is lost at its end."""
+    torch.manual_seed(0)
+    model = net_of(scenario)
+    said = []
+    with opened(scenario, model, optimizer_of(scenario, model), folder) as step:
+        batch = own_rows(batches(scenario)[0], scenario)
+        wrong = [batch[0][:, :-1], batch[1]]
+        step(batch)
+        before = step.state_dict()["model"]
+        for given in (batch if RANK == 0 else wrong, wrong):
+            try:
+                step(given)
+            except GASCompileError as error:
+                said.append(f"{type(error).__name__}: {error}")
+        after = step.state_dict()["model"]
+        step(batch)
+        last = step.state_dict()["model"]
+    return {
+        "said": said, "before": before, "after": after, "last": last, "closed": model.state_dict()
+    }  # fmt: skip
+
+
 def _with(change: Callable[[TrainingStep, torch.optim.Optimizer], object]) -> Callable[..., Any]:
     def run(scenario: Scenario, folder: Path) -> dict[str, Any]:
         torch.manual_seed(0)
@@ -245,6 +268,7 @@ KINDS: dict[str, Callable[[Scenario, Path], dict[str, Any]]] = {
     "trains": trains,
     "resumes": resumes,
     "nan": meets_nan,
+    "refuses": refuses,
     "other lr": _with(_other_lr),
     "eval": _with(
         lambda step, _: step.eval(own_rows(batches(SCENARIOS["adamw"])[0], SCENARIOS["adamw"]))

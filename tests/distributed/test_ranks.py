@@ -86,7 +86,7 @@ def close(found: Any, wanted: Any) -> None:
 def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What two ranks left that train, meet what breaks nothing, and in the end what does."""
     folder = tmp_path_factory.mktemp("two")
-    asked = [*(f"trains:{name}" for name in SCENARIOS), "nan", *RESUMED, *DIFFERENT]
+    asked = [*(f"trains:{name}" for name in SCENARIOS), "nan", "refuses:kept", *RESUMED, *DIFFERENT]
     codes = run_job(folder, 2, *asked, "local norm", "raises:kept")
     assert codes == [0, 0], [(folder / f"log-{r}").read_text()[-3000:] for r in range(2)]
     return folder
@@ -162,6 +162,22 @@ def test_a_nan_of_one_rank_ends_the_step_on_all(two: Path) -> None:
         assert "NaN" in rank["said"]
         close(rank["after"], rank["before"])
         assert torch.isfinite(rank["loss"])
+
+
+def test_a_batch_that_cannot_be_planned_for_costs_nothing(two: Path) -> None:
+    for number, rank in enumerate(left_by(two, 2, "refuses:kept")):
+        alone, together = rank["said"]
+        if number == 0:
+            assert alone.startswith(
+                "RankMismatchError: rank 1 cannot do what all are about to: Capture"
+            )
+        else:
+            assert alone.startswith("CaptureError")
+        assert together.startswith("CaptureError")
+        for name, value in rank["before"].items():
+            assert torch.equal(rank["after"][name], value), name
+            assert torch.equal(rank["closed"][name], rank["last"][name]), name
+        assert any(not torch.equal(rank["last"][n], v) for n, v in rank["before"].items())
 
 
 @pytest.mark.parametrize("asked", RESUMED)
