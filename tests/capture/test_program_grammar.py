@@ -77,6 +77,7 @@ REFUSED = [
     (lambda data: data["inputs"][0].update(dtype="quint8"), "no dtype that a program may have"),
     (lambda data: data["inputs"][0].update(shape=[1 << 60]), "no shape of a tensor"),
     (lambda data: data["bound"].update({"%x": data["bound"]["layer.bias"]}), "called like the result of an op"),
+    (lambda data: data["bound"].update({"x[0:1]": data["bound"]["layer.bias"]}), "called like the result of an op"),
     (field("outputs", [X, X]), "a result has 1 parts, the program 2"),
     (field("states", ["nobody"]), "of no weight of the program"),
     (field("more", 1), "unknown or missing"),

@@ -87,7 +87,7 @@ def check_tensor_name(value: object, where: str, parts: Collection[str] = ()) ->
     Args:
         value: the name.
         where: of it.
-        parts: names of states that are parts of what an optimizer keeps, in itself no tensor of the program.
+        parts: names of what is a part of a moment or a divided parameter, in itself no tensor of the program.
     """
     if not isinstance(value, str) or not value or len(value) > 2 * MAX_NAME:
         refuse(where, f"{shown(value)} is no name of a tensor")
@@ -120,8 +120,10 @@ def check_program(data: Any, *, where: str) -> None:
         refuse(f"{where}.name", f"{shown(data['name'])} is no name of a model")
     parts = {
         name
-        for name in data["states"]
-        if isinstance(name, str) and base_name(name) not in data["bound"]
+        for name in data["bound"]
+        if base_name(name) not in data["bound"]
+        # What no op can be called is of a divided parameter, which not every step changes.
+        and (name in data["states"] or not is_name(base_name(name)))
     }
     for name in (*data["bound"], *data["states"], *data["bindings"].values()):
         check_tensor_name(name, f"{where}.bound", parts)
