@@ -178,6 +178,8 @@ def _count(flag: str, value: str) -> int:
     return int(value)
 
 
+_HALVES = ("bf16", "fp16")
+"""Sections that say whether weights are of two bytes, which ``stage3_param_persistence_threshold`` needs."""
 _DEVICES = {"none": "", "cpu": "cpu", "nvme": "nvme"}
 _AHEAD = "how early weights come: times are between no such load and loads that are hidden"
 _ZERO_REASONS = {
@@ -203,12 +205,12 @@ def _of_deepspeed(path: Path, data: Mapping[str, Any]) -> Placement:
     if type(stage) is not int or not 0 <= stage <= 3 or not isinstance(offload, dict):
         raise FormatError(f"{path}: zero_optimization needs a stage of 0 to 3 and objects below it")
     device = offload.get("device", "none")
-    if device not in _DEVICES:
+    if not isinstance(device, str) or device not in _DEVICES:
         raise DeviceMapError(
             f"{path}: offload_param.device is {device!a:.200}; known are none, cpu and nvme"
         )
     others = {f"zero_optimization.{name}": why for name, why in _zero_fields(zero)}
-    others |= {name: _NOT_HERE for name in data if name != "zero_optimization"}
+    others |= {name: _NOT_HERE for name in data if name not in ("zero_optimization", *_HALVES)}
     place = _DEVICES[device]
     if stage < 3 and place:
         others["zero_optimization.offload_param.device"] = (
@@ -221,11 +223,9 @@ def _of_deepspeed(path: Path, data: Mapping[str, Any]) -> Placement:
             f"'auto' depends on the model; {_PERSISTENT_ELEMENTS} elements are taken"
         )
         kept = _PERSISTENT_ELEMENTS
-    if isinstance(kept, bool) or not isinstance(kept, (int, float)) or kept < 0:
+    if isinstance(kept, bool) or not isinstance(kept, (int, float)) or not kept >= 0:
         raise FormatError(f"{path}: stage3_param_persistence_threshold is no number of elements")
-    is_half = any(
-        isinstance(h := data.get(n), dict) and h.get("enabled") is True for n in ("bf16", "fp16")
-    )
+    is_half = any(_is_on(path, name, data.get(name)) for name in _HALVES)
     kept_bytes = kept * (2 if is_half else 4)
 
     def tiers(job: Mapped) -> Mapping[str, str]:
@@ -236,6 +236,17 @@ def _of_deepspeed(path: Path, data: Mapping[str, Any]) -> Placement:
         return {w.name: place if place and w.size_bytes > kept_bytes else site for w in weights}
 
     return Placement(origin="DeepSpeed", tiers=tiers, loads_ahead=bool(place), not_modelled=others)
+
+
+def _is_on(path: Path, name: str, section: Any) -> bool:
+    """Return whether weights are of two bytes; raises ``FormatError`` where that is left to another program."""
+    enabled = section.get("enabled", False) if isinstance(section, dict) else section
+    if enabled is None or isinstance(enabled, bool):
+        return bool(enabled)
+    raise FormatError(
+        f"{path}: {name}.enabled is {enabled!a:.200}, and what stays where ops compute depends on it; write true or "
+        "false"
+    )
 
 
 def _zero_fields(zero: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

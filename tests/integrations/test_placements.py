@@ -64,7 +64,7 @@ def written(path: Path, data: Any) -> str:
     return str(path)
 
 
-def zero(path: Path, *, stage: int = 3, device: str = "cpu", **more: Any) -> str:
+def zero(path: Path, *, stage: int = 3, device: Any = "cpu", **more: Any) -> str:
     """Return the path of a configuration of DeepSpeed."""
     offload = {"device": device, "pin_memory": True}
     return written(
@@ -183,8 +183,18 @@ def test_files_that_are_neither_are_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(FormatError, match=r"given\.json"):
             read_placement(written(path, data))
-    with pytest.raises(DeviceMapError, match="'tape'"):
-        read_placement(zero(tmp_path, device="tape"))
+    for device, shown in (("tape", "'tape'"), (["cpu"], r"\['cpu'\]")):
+        with pytest.raises(DeviceMapError, match=shown):
+            read_placement(zero(tmp_path, device=device))
+    with pytest.raises(FormatError, match="no number of elements"):
+        read_placement(zero(tmp_path, stage3_param_persistence_threshold=float("nan")))
+    # Whether weights are of two or of four bytes is left open, and with it which of them stay.
+    data = json.loads(Path(zero(tmp_path)).read_text())
+    with pytest.raises(FormatError, match=r"bf16\.enabled is 'auto'.*true or"):
+        read_placement(written(path, data | {"bf16": {"enabled": "auto"}}))
+    assert not read_placement(
+        written(path, data | {"bf16": {"enabled": True}})
+    ).not_modelled.keys() & {"bf16"}
     with pytest.raises(DeviceMapError, match="no place 'nvme'"):
         taken_by(read_placement(zero(tmp_path, device="nvme")), job(on=without_drive()))
 

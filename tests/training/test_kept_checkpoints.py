@@ -38,6 +38,17 @@ def steps_in(folder: Path) -> dict[str, int]:
     }
 
 
+def test_no_checkpoint_is_written_under_a_name_that_load_overlooks(
+    step: TrainingStep, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    losses(step, 0, 1)
+    (folder / "checkpoint-99999999").mkdir(parents=True)
+    with pytest.raises(StorageError, match="no number after checkpoint-99999999"):
+        step.save(folder)
+    assert sorted(path.name for path in folder.iterdir()) == ["checkpoint-99999999", "lock"]
+
+
 class Held:
     """Holds up what goes to the drive from own threads, until it is let go."""
 

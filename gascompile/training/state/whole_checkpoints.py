@@ -7,6 +7,7 @@ name, too, and only what was written here: no link, and no folder with a file th
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -23,6 +24,7 @@ from gascompile.training.attempt import Attempt, begin
 FORMAT = "gascompile.training-checkpoint/2"
 MANIFEST = "manifest.json"
 _NAME = re.compile(r"checkpoint-(\d{8})")
+_MOST = 99_999_999
 _LEFTOVER = re.compile(r"\.writing-\d{8}|\.old-checkpoint-\d{8}")
 
 
@@ -45,6 +47,9 @@ class Saving:
                 shutil.rmtree(leftover)
         before = found_in(folder)
         number = int(before[-1].name[-8:]) + 1 if before else 1
+        if number > _MOST:
+            # Of more digits, no load would find it.
+            raise OSError(errno.EOVERFLOW, f"there is no number after {before[-1].name}")
         self._folder = folder
         self.temporary = folder / f".writing-{number:08d}"
         self.final = folder / f"checkpoint-{number:08d}"
