@@ -293,11 +293,11 @@ def _sequence(step: StepProgram) -> list[object]:
             found.append([str(node.target), _named(node.args[0], step)])
         if rank_ops.exchanges(node.target):
             bounds = [arg for arg in node.args if _is_numbers(arg)]
-            values = node.meta.get("val") if node.target is rank_ops.add else ()
-            shapes = [list(value.shape) for value in values or ()]
+            # Their number alone: programs from the cache have no shapes, and gradients are told apart by their names.
+            num_values = len(node.all_input_nodes)
             parts = node.args[0] if node.target is rank_ops.whole else ()
             names = [_named(part, step) for part in pytree.tree_leaves(parts)]
-            found.append([str(node.target), names, bounds, shapes])
+            found.append([str(node.target), names, bounds, num_values])
         if node.target is torch.ops.aten.copy_.default and _named(node.args[0], step):
             found.append(_behind(node, step))
     return found

@@ -6,6 +6,7 @@ Run as ``python -m tests.distributed.rank_worker FOLDER SCENARIO...`` with what 
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Callable
@@ -159,6 +160,16 @@ def meets_nan(scenario: Scenario, folder: Path) -> dict[str, Any]:
         return {"said": said, "before": before, "after": after, "loss": step(batch)}
 
 
+def forgets(scenario: Scenario, folder: Path) -> dict[str, Any]:
+    """Take a step that the first rank finds in its cache and the others plan anew."""
+    if RANK:
+        shutil.rmtree(folder / f"cache-{RANK}" / "plans")
+    torch.manual_seed(0)
+    model = net_of(scenario)
+    with opened(scenario, model, optimizer_of(scenario, model), folder) as step:
+        return {"loss": step(own_rows(batches(scenario)[0], scenario))}
+
+
 def refuses(scenario: Scenario, folder: Path) -> dict[str, Any]:
     """A batch that one rank, or none, can plan for is refused, and the step goes on; nothing is lost at its end."""
     torch.manual_seed(0)
@@ -268,6 +279,7 @@ KINDS: dict[str, Callable[[Scenario, Path], dict[str, Any]]] = {
     "trains": trains,
     "resumes": resumes,
     "nan": meets_nan,
+    "forgets": forgets,
     "refuses": refuses,
     "other lr": _with(_other_lr),
     "eval": _with(

@@ -86,7 +86,14 @@ def close(found: Any, wanted: Any) -> None:
 def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What two ranks left that train, meet what breaks nothing, and in the end what does."""
     folder = tmp_path_factory.mktemp("two")
-    asked = [*(f"trains:{name}" for name in SCENARIOS), "nan", "refuses:kept", *RESUMED, *DIFFERENT]
+    asked = [
+        *(f"trains:{name}" for name in SCENARIOS),
+        "nan",
+        "forgets",
+        "refuses:kept",
+        *RESUMED,
+        *DIFFERENT,
+    ]
     codes = run_job(folder, 2, *asked, "local norm", "raises:kept")
     assert codes == [0, 0], [(folder / f"log-{r}").read_text()[-3000:] for r in range(2)]
     return folder
@@ -162,6 +169,11 @@ def test_a_nan_of_one_rank_ends_the_step_on_all(two: Path) -> None:
         assert "NaN" in rank["said"]
         close(rank["after"], rank["before"])
         assert torch.isfinite(rank["loss"])
+
+
+def test_plans_from_the_cache_and_new_ones_go_together(two: Path) -> None:
+    first, second = (rank["loss"] for rank in left_by(two, 2, "forgets"))
+    assert first == second
 
 
 def test_a_batch_that_cannot_be_planned_for_costs_nothing(two: Path) -> None:
