@@ -35,8 +35,10 @@ def measured(spec: dict[str, Any], folder: Path) -> dict[str, Any]:
 
     import gascompile
 
+    # A configuration tells where it was read from, and ranks are to have the same model.
+    config = AutoConfig.from_pretrained(spec["folders"][0])
     with init_empty_weights(include_buffers=False):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).eval()
+        model = AutoModelForCausalLM.from_config(config).eval()
     random = torch.Generator().manual_seed(RANK)
     ids = torch.randint(0, 1000, (1, spec["tokens"]), generator=random)
     before_bytes = anonymous_bytes()
