@@ -13,7 +13,6 @@ from gascompile.core.plan import Certificate, Plan, TensorPlan
 from gascompile.core.reports import Energy
 from gascompile.core.sizes import format_size, format_time
 from gascompile.core.workload import OpSpec, TensorKind, Workload
-from gascompile.cost_models.formulas.energy import plan_energy
 from gascompile.passes.bounds.certify import EVERYTHING, WEIGHTS
 
 
@@ -32,6 +31,8 @@ def weights_of(plan: Plan) -> tuple[list[TensorPlan], list[TensorPlan]]:
 
 def plan_parts(plan: Plan) -> list[RenderableType]:
     """Return the summary of a plan for people."""
+    from gascompile.cost_models.formulas.energy import plan_energy
+
     resident, streamed = weights_of(plan)
     site = plan.machine.compute_tier
     rows = [
