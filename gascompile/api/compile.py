@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -73,7 +73,7 @@ class Job:
     weighs: bool = False  # whether forms of weights may depend on their values, which are there
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)  # that calls mutate: one for all
     history: History = field(default_factory=History)
-    shares_memory: ClassVar[bool] = False  # with processes that run the same plans
+    shares_memory = False  # with processes that run the same plans
 
     def open_checkpoint(self) -> Checkpoint | None:
         """Read the checkpoint's headers, under the names that the model uses."""
