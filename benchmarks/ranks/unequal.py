@@ -1,7 +1,8 @@
 """One of two ranks has half a core, or loses it: rows that follow, beside DDP and FSDP2 with equal rows.
 
 The ideal step is that of ranks which share rows by their speed and exchange nothing: all rows, times the seconds of a
-row of one rank alone on a full core, over one and a half cores.
+row of one rank alone on a full core, over one and a half cores. Half a core computes less than half of a full one, as
+each pause costs its caches: beside it stands the ideal of the speeds that both ranks have when they are alone.
 """
 
 from __future__ import annotations
@@ -40,16 +41,23 @@ class _Runs:
         ended = jobs.run(self._folder, {"tasks": [task]}, limits)
         return [rank[0] for rank in ended.trained()]
 
+    def alone(self, rows: int, limits: Limits, steps: int) -> float:
+        """Return the seconds of a row of one rank that has no other beside it."""
+        (rank,) = self.ranks([rows], [limits], steps=steps)
+        return _late(rank, steps - 2) / rows
+
 
 def run(setting: Setting) -> Found:
     """Measure one rank alone, both rivals, and planned steps whose rows follow."""
     found, runs = Found(), _Runs(setting)
     equal, few = [runs.total // 2] * 2, 2 if setting.toy else 5
-    # As many rows as the faster of the two is to have.
-    (alone,) = runs.ranks([runs.total * 2 // 3], [ONE_CORE], steps=few)
-    row_s = _late(alone, few - 2) / (runs.total * 2 // 3)
+    # As many rows as each is to have.
+    row_s = runs.alone(runs.total * 2 // 3, ONE_CORE, few)
+    half_row_s = runs.alone(runs.total // 3, _HALF, few)
     ideal_s = runs.total * row_s / _CORES
+    own_ideal_s = runs.total / (1 / row_s + 1 / half_row_s)
     found.rows.append({"what": "ideal", "step_s": ideal_s, "row_s": row_s})
+    found.rows.append({"what": "ideal of own speeds", "step_s": own_ideal_s, "row_s": half_row_s})
     pair = [ONE_CORE, _HALF]
     losses: dict[str, list[float]] = {}
     for way in ("ddp", "fsdp2"):
@@ -60,11 +68,12 @@ def run(setting: Setting) -> Found:
     ranks = runs.ranks(equal, pair, steps=steps, balance=True)
     row = _row("planned, rows follow", ranks[0], 4)
     found.rows.append(row)
-    for rival in found.rows[1:3]:
+    for rival in found.rows[2:4]:
         found.at_least(
             f"times faster than {rival['what']}", rival["step_s"] / row["step_s"], SPEED_UP
         )
     found.at_most("of the ideal step", row["step_s"] / ideal_s, OF_IDEAL)
+    found.at_most("of the ideal of own speeds", row["step_s"] / own_ideal_s, OF_IDEAL)
     found.at_most("losses beside DDP's", relative(ranks[0]["losses"][:few], losses["ddp"]), 1e-6)
     found.true(
         "both ranks' parameters have the same bits", ranks[0]["digest"] == ranks[1]["digest"]
