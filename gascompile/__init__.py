@@ -70,6 +70,7 @@ __all__ = sorted([*_MODULE_OF, "__version__"])  # noqa: PLE0605 - a computed lis
 
 
 model_libraries.register("gascompile.integrations.transformers_library")
+model_libraries.register("gascompile.integrations.onnx.library")
 
 
 def __getattr__(name: str) -> Any:

@@ -344,7 +344,7 @@ def compile(  # noqa: A001 - the public name, as in torch.compile
     """Plan ``model`` for ``budget`` and return it ready to run.
 
     Args:
-        model: a module that ``torch.export`` can trace, on the meta device with ``checkpoint``; or a model's directory.
+        model: a module that ``torch.export`` can trace, on the meta device with ``checkpoint``; or a model's path.
         budget: memory the runtime may allocate in the tier that computes (``"8GiB"``, bytes), or a ``Budget``.
             ``None`` allows what the machine holds.
         example_inputs: tuple or dict of inputs to plan for now. Without it, a plan is made at the first call

@@ -44,6 +44,6 @@ def from_pretrained(
         if revision is not None:
             raise ValueError(f"revision is of a name on the Hub, and {path} is here; leave it out")
     else:
-        (library,) = model_libraries()
+        library = model_libraries()[0]  # of names on the Hub
         path = library.fetch(os.fspath(name_or_path), revision)
     return compile_model(path, budget, **options)

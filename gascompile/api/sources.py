@@ -22,6 +22,7 @@ from gascompile.core.model_libraries import model_libraries
 from gascompile.core.sizes import parse_size
 from gascompile.formats.dtypes import FLOATING
 from gascompile.weights.checkpoint import holds_pickled, is_gguf, open_checkpoint
+from gascompile.weights.onnx_file import is_onnx
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +35,7 @@ class Source:
 
 
 def open_source(source: str | os.PathLike[str], *, batch: int = 1, tokens: int = 128) -> Source:
-    """Return the model of a Hugging Face directory, a ``.gguf`` or ``.pt2`` file or ``package.module:callable``.
+    """Return the model of a Hugging Face directory, a .gguf, .onnx or .pt2 file or ``package.module:callable``.
 
     ``batch`` and ``tokens`` shape the inputs that are made up for a Hugging Face model. A callable
     takes no arguments and returns a module, or a module and its example inputs.
@@ -52,13 +53,18 @@ def open_source(source: str | os.PathLike[str], *, batch: int = 1, tokens: int =
         raise CheckpointError(
             f"{text[:1000]!r} is no GGUF file, whatever its name: it does not begin as one; download it again"
         )
+    if is_onnx(path):
+        graph: Any = _skeleton(path)[0]
+        return Source(
+            model=graph, checkpoint=path, inputs=((), graph.made_up_inputs(batch, tokens))
+        )
     if path.suffix == ".pt2":
         return _open_exported(path)
     if ":" in text:
         return _open_callable(text)
     raise FormatError(
-        f"cannot open {text[:1000]!r}: a source is a Hugging Face directory (with config.json), a .gguf file, a "
-        ".pt2 file, a .workload.json file, or package.module:callable"
+        f"cannot open {text[:1000]!r}: a source is a Hugging Face directory (with config.json), a .gguf file, an .onnx "
+        "file, a .pt2 file, a .workload.json file, or package.module:callable"
     )
 
 
@@ -85,7 +91,8 @@ def model_of(
         return source, checkpoint
     if not isinstance(source, (str, os.PathLike)):
         raise TypeError(
-            f"model is a torch.nn.Module, a .gguf file or a Hugging Face directory, not {type(source).__name__}"
+            "model is a torch.nn.Module, a .gguf or .onnx file or a Hugging Face directory, not "
+            f"{type(source).__name__}"
         )
     model, has_weights = _skeleton(Path(source))
     if checkpoint is None and not has_weights:
@@ -106,7 +113,7 @@ def _skeleton(path: Path) -> tuple[nn.Module, bool]:
     is_safe = any(path.glob("*.safetensors"))
     has_blocks = not is_safe and (is_gguf(path) or any(path.glob("*.gguf")))
     is_plain = is_safe or (not has_blocks and holds_pickled(path))
-    has_weights = is_plain or has_blocks
+    has_weights = is_plain or has_blocks or is_onnx(path)
     # Values of blocks are computed in float32.
     dtype = "float32" if has_blocks else None
     if is_plain:

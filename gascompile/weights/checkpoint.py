@@ -17,6 +17,7 @@ from gascompile.core.model_libraries import model_libraries
 from gascompile.core.serial import parse_json, read_json
 from gascompile.core.sources import Extent, FileStamp, WeightSource
 from gascompile.weights.gguf import MAGIC, Scalar, read_gguf_header
+from gascompile.weights.onnx_file import is_onnx, read_onnx
 
 if TYPE_CHECKING:
     from torch import nn
@@ -64,17 +65,21 @@ class Checkpoint:
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
-    """Read the headers of a .safetensors, .gguf, .bin or .pt file, a sharded directory or a Hugging Face directory.
+    """Read the headers of a .safetensors, .gguf, .bin or .onnx file, a sharded directory or a Hugging Face directory.
 
     Raises:
         CheckpointError: a file is missing, truncated, corrupt or none of these.
     """
     root = Path(path)
     files = _files(root)
+    if is_onnx(files[0]):
+        graph = read_onnx(files[0])
+        sources = {source.name: source for source in graph.weights.values()}
+        return Checkpoint(sources=sources, stamps=graph.stamps)
     if is_gguf(files[0]):
         header = read_gguf_header(files[0])
         return Checkpoint(sources=header.sources, stamps=(header.stamp,), gguf=header.metadata)
-    sources: dict[str, WeightSource] = {}
+    sources = {}
     stamps = []
     for file in files:
         found, stamp = _read_header(file)

@@ -1,0 +1,1 @@
+"""ONNX models: their graphs as modules of ATen ops, with weights read in place."""

@@ -1,0 +1,80 @@
+"""Which ONNX ops are known, and what each means."""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Final
+
+import torch
+from torch.nn import functional
+
+from gascompile.integrations.onnx import math_ops as m
+from gascompile.integrations.onnx import shape_ops as s
+from gascompile.integrations.onnx.values import each, is_known, tensor
+
+MIN_OPSET, MAX_OPSET = 13, 25
+"""Between these, what the ops below mean differs by their attributes and inputs alone; later ones were not compared."""
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """An op: what it computes, and which inputs it wants as numbers where they are constant."""
+
+    compute: Callable[..., Any]
+    numbers: tuple[int, ...] = ()
+
+
+def _unary(compute: Callable[[torch.Tensor], torch.Tensor]) -> Op:
+    return Op(lambda x: compute(tensor(x)))
+
+
+def _negative(x: Any) -> Any:
+    return each(operator.neg, x) if is_known(x) else -x
+
+
+_UNARY: Final = {
+    "Abs": torch.abs, "Ceil": torch.ceil, "Cos": torch.cos, "Erf": torch.erf, "Exp": torch.exp,
+    "Floor": torch.floor, "HardSwish": functional.hardswish, "IsNaN": torch.isnan, "Log": torch.log,
+    "Not": torch.logical_not, "Reciprocal": torch.reciprocal, "Relu": torch.relu, "Round": torch.round,
+    "Sigmoid": torch.sigmoid, "Sign": torch.sign, "Sin": torch.sin, "Sqrt": torch.sqrt, "Tanh": torch.tanh,
+}  # fmt: skip
+
+OPS: Final[Mapping[str, Op]] = {
+    **{name: _unary(compute) for name, compute in _UNARY.items()},
+    "Add": Op(m.binary(torch.add, operator.add)), "Sub": Op(m.binary(torch.sub, operator.sub)),
+    "Mul": Op(m.binary(torch.mul, operator.mul)), "Div": Op(m.divide), "Mod": Op(m.modulo),
+    "Pow": Op(m.power, (1,)), "And": Op(m.binary(torch.logical_and)), "Or": Op(m.binary(torch.logical_or)),
+    "Xor": Op(m.binary(torch.logical_xor)), "Equal": Op(m.binary(torch.eq, operator.eq)),
+    "Less": Op(m.binary(torch.lt)), "LessOrEqual": Op(m.binary(torch.le)), "Greater": Op(m.binary(torch.gt)),
+    "GreaterOrEqual": Op(m.binary(torch.ge)), "Max": Op(m.many(torch.maximum)), "Min": Op(m.many(torch.minimum)),
+    "Sum": Op(m.many(torch.add)), "Neg": Op(_negative), "Identity": Op(lambda x: x), "Clip": Op(m.clip),
+    "Cast": Op(m.cast), "Softmax": Op(m.softmax), "LogSoftmax": Op(m.log_softmax), "Gelu": Op(m.gelu),
+    "LeakyRelu": Op(m.leaky_relu), "Elu": Op(m.elu), "MatMul": Op(m.binary(torch.matmul)), "Gemm": Op(m.gemm),
+    "Einsum": Op(m.einsum), "ArgMax": Op(m.arg(torch.argmax)), "ArgMin": Op(m.arg(torch.argmin)),
+    "ReduceSum": Op(m.reducer(lambda x, d, k: x.sum(d, keepdim=k, dtype=x.dtype), whole=True)),
+    "ReduceMean": Op(m.reducer(lambda x, d, k: x.mean(d, keepdim=k))),
+    "ReduceMax": Op(m.reducer(lambda x, d, k: x.amax(d, keepdim=k), whole=True)),
+    "ReduceMin": Op(m.reducer(lambda x, d, k: x.amin(d, keepdim=k), whole=True)),
+    "ReduceL2": Op(m.reducer(lambda x, d, k: x.square().sum(d, keepdim=k).sqrt())),
+    "CumSum": Op(m.cumsum), "LayerNormalization": Op(m.layer_norm), "RMSNormalization": Op(m.rms_norm),
+    "BatchNormalization": Op(m.batch_norm), "Conv": Op(m.conv), "MaxPool": Op(m.max_pool),
+    "GlobalAveragePool": Op(m.global_average_pool), "Dropout": Op(m.dropout, (1, 2)),
+    "Shape": Op(s.shape), "Size": Op(s.size), "Reshape": Op(s.reshape), "Flatten": Op(s.flatten),
+    "Transpose": Op(s.transpose), "Squeeze": Op(s.squeeze), "Unsqueeze": Op(s.unsqueeze), "Concat": Op(s.concat),
+    "Split": Op(s.split), "Expand": Op(s.expand), "Tile": Op(s.tile), "Pad": Op(s.pad, (2,)),
+    "Slice": Op(s.slice_), "Gather": Op(s.gather), "GatherElements": Op(s.gather_elements),
+    "GatherND": Op(s.gather_nd), "ScatterND": Op(s.scatter_nd), "ScatterElements": Op(s.scatter_elements),
+    "ConstantOfShape": Op(s.constant_of_shape), "Range": Op(s.range_, (0, 1, 2)), "Where": Op(s.where),
+    "Trilu": Op(s.trilu),
+}  # fmt: skip
+
+
+@cache
+def options_of(name: str) -> frozenset[str]:
+    """Return the attributes that an op takes, and ``results`` and ``result_dtype`` where it wants those."""
+    found = inspect.signature(OPS[name].compute).parameters.values()
+    return frozenset(p.name for p in found if p.kind is p.KEYWORD_ONLY)

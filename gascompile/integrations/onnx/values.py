@@ -1,0 +1,84 @@
+"""Values of an ONNX graph while it runs: tensors, and sizes that Python knows.
+
+ONNX computes shapes with ops on int64 tensors. Those that come from shapes and constants are kept as numbers, a list of
+them for a tensor of one dimension, so that they are sizes to torch, of a range of which a plan can hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from gascompile.core.errors import UnsupportedOpError
+
+Known = int | torch.SymInt | list[Any]
+"""A number, or those of a tensor of one dimension; of int64."""
+Value = torch.Tensor | Known
+
+
+def is_known(*values: Any) -> bool:
+    """Return whether values are sizes that Python knows."""
+    return all(isinstance(v, (int, torch.SymInt, list)) for v in values)
+
+
+def tensor(value: Any, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    """Return a value as a tensor."""
+    if isinstance(value, torch.Tensor):
+        return value
+    parts = value if isinstance(value, list) else [value]
+    if all(isinstance(part, (int, float)) for part in parts):
+        return torch.tensor(value, dtype=dtype)
+    found = [torch.scalar_tensor(part, dtype=dtype) for part in parts]
+    return torch.stack(found) if isinstance(value, list) else found[0]
+
+
+def sizes(value: Any, what: str) -> list[Any]:
+    """Return a list of sizes; raises ``UnsupportedOpError`` where they are only known when the model runs."""
+    if isinstance(value, list):
+        return list(value)
+    if is_known(value):
+        return [value]
+    raise UnsupportedOpError(
+        f"its {what} is computed from the model's inputs, so no plan can know sizes; export the model with it constant"
+    )
+
+
+def number(value: Any, what: str) -> Any:
+    """Return one number; raises ``UnsupportedOpError`` as ``sizes`` does."""
+    if isinstance(value, float):
+        return value
+    found = sizes(value, what)
+    if len(found) != 1:
+        raise UnsupportedOpError(f"its {what} has {len(found)} values, where one is needed")
+    return found[0]
+
+
+def each(compute: Callable[..., Any], *values: Known) -> Known:
+    """Compute with known numbers, one by one, as tensors of one dimension are broadcast."""
+    lists = [value for value in values if isinstance(value, list)]
+    if not lists:
+        return compute(*values)  # type: ignore[no-any-return]
+    length = max((len(found) for found in lists if len(found) != 1), default=1)
+    if any(len(found) not in (1, length) for found in lists):
+        raise UnsupportedOpError(f"its inputs have {[len(found) for found in lists]} values")
+    rows = [
+        value * length if isinstance(value, list) and len(value) == 1
+        else value if isinstance(value, list) else [value] * length
+        for value in values
+    ]  # fmt: skip
+    return [compute(*row) for row in zip(*rows, strict=True)]
+
+
+def wrapped(indices: torch.Tensor, length: Any) -> torch.Tensor:
+    """Return indices of which negative ones count from the end, as indices from the begin."""
+    return torch.where(indices < 0, indices + length, indices)
+
+
+def dims_of(axes: Sequence[int], rank: int) -> list[int]:
+    """Return axes counted from the first, each once; raises ``UnsupportedOpError``."""
+    found = [axis + rank if axis < 0 else axis for axis in axes]
+    if len(set(found)) != len(found) or any(not 0 <= axis < rank for axis in found):
+        raise UnsupportedOpError(f"its axes are {list(axes)}, of {rank} dimensions")
+    return found

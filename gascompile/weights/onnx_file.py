@@ -1,0 +1,340 @@
+"""ONNX files: the graph, and where in which file each weight lies. Weights are not read.
+
+A weight lies in a file of external data beside the model, or within the model's own file, where the fields of the
+protobuf are walked to find its first byte. Either way it is read in place, as those of safetensors files are. A file
+may come from anywhere: what it says of places and sizes is checked before anything is believed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import mmap
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any, Final
+
+from gascompile.core.errors import CheckpointError, StorageError
+from gascompile.core.files import is_file, open_regular
+from gascompile.core.sources import Extent, FileStamp, WeightSource
+
+if TYPE_CHECKING:
+    import onnx_ir
+
+DTYPES: Final = {
+    "FLOAT": ("float32", 4), "DOUBLE": ("float64", 8), "FLOAT16": ("float16", 2), "BFLOAT16": ("bfloat16", 2),
+    "INT8": ("int8", 1), "INT16": ("int16", 2), "INT32": ("int32", 4), "INT64": ("int64", 8),
+    "UINT8": ("uint8", 1), "BOOL": ("bool", 1),
+}  # fmt: skip
+"""Of ONNX's types those whose values torch computes with, by torch's names, and bytes of a value."""
+_FLOATING: Final = frozenset(("FLOAT", "DOUBLE", "FLOAT16", "BFLOAT16"))
+_SMALL_FLOAT_BYTES: Final = 256
+_SMALL_BYTES: Final = 4096
+"""Initializers below these are constants of the graph, which shapes and indices are computed from."""
+_TYPED_LIMIT_BYTES: Final = 1 << 20
+"""Of an initializer that is a list of numbers in the protobuf, which has no bytes to read in place."""
+_GRAPH, _INITIALIZER, _RAW_DATA = 7, 5, 9
+"""Numbers of fields in ONNX's protobuf."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OnnxFile:
+    """A model as it stands in its file."""
+
+    model: onnx_ir.Model
+    weights: Mapping[str, WeightSource]
+    """By the name in the graph; a source has the name that the weight has in a module."""
+    constants: Mapping[str, tuple[str, tuple[int, ...], bytes]]
+    """Small initializers by name: torch's dtype, shape, little-endian bytes."""
+    stamps: tuple[FileStamp, ...]
+
+
+def is_onnx(file: Path) -> bool:
+    """Return whether a file says by its name that it is an ONNX model; the format has no mark of its own."""
+    return file.suffix == ".onnx" and is_file(file)
+
+
+def read_onnx(file: Path) -> OnnxFile:
+    """Read the graph of an ONNX model, with the dtypes and shapes that ONNX infers, and find its weights.
+
+    Raises:
+        CheckpointError: onnx is not installed; the file is damaged or no ONNX model, or its weights are not where it
+            says or cannot be read in place.
+    """
+    proto, stat, digest = _proto(file)
+    graph = proto.graph
+    if graph.sparse_initializer:
+        raise CheckpointError(
+            f"{file}: '{graph.sparse_initializer[0].values.name[:200]}' is a sparse initializer, which cannot be read "
+            "in place; save it as a dense tensor"
+        )
+    model = _inferred(file, proto)
+    inline = _inline_offsets(file, proto)
+    weights: dict[str, WeightSource] = {}
+    constants = {}
+    taken: set[str] = set()
+    for number, tensor in enumerate(graph.initializer):
+        source = _source(file, tensor, inline.get(number), weight_name(tensor.name, taken))
+        if source.extents and _is_weight(tensor, source):
+            weights[tensor.name] = source
+            taken.add(source.name)
+        else:
+            constants[tensor.name] = (source.dtype, source.shape, _content(file, tensor, source))
+    _check_overlaps(file, weights)
+    own = FileStamp(
+        path=str(file.resolve()), size_bytes=stat.st_size, mtime_ns=stat.st_mtime_ns, digest=digest
+    )
+    paths = {extent.path for source in weights.values() for extent in source.extents} - {own.path}
+    others = tuple(_stamp(path, digest) for path in sorted(paths))
+    return OnnxFile(model=model, weights=weights, constants=constants, stamps=(own, *others))
+
+
+def weight_name(name: str, taken: set[str]) -> str:
+    """Return the name in a module of an initializer: parts of letters, digits and underscores, as modules have."""
+    parts = ["".join(c if c.isascii() and c.isalnum() else "_" for c in p) for p in name.split(".")]
+    found = plain = ".".join(part for part in parts if part) or "weight"
+    number = 1
+    # A module cannot be a parameter, too.
+    while any(found == t or t.startswith(f"{found}.") or found.startswith(f"{t}.") for t in taken):
+        number += 1
+        found = f"{plain.replace('.', '_')}_{number}"
+    return found
+
+
+def require_onnx(where: str) -> None:
+    """Refuse what needs the onnx packages where they are not installed; raises ``CheckpointError``."""
+    try:
+        import onnx  # noqa: F401
+        import onnx_ir  # noqa: F401
+    except ImportError as error:
+        raise CheckpointError(
+            f"{where} is an ONNX model, which needs onnx and onnx_ir ({error}); install them with: "
+            "pip install 'gascompile[onnx]'"
+        ) from error
+
+
+def _proto(file: Path) -> tuple[Any, os.stat_result, str]:
+    """Return the parsed file without external data, its state, and the digest of all but large initializers."""
+    require_onnx(str(file))
+    import onnx
+    from google.protobuf.message import DecodeError
+
+    try:
+        with open(open_regular(file), "rb") as stream:
+            stat = os.fstat(stream.fileno())
+            raw = stream.read()
+        proto = onnx.ModelProto.FromString(raw)
+        # By its path: where external data lies is checked, too.
+        onnx.checker.check_model(str(file))
+    except OSError as error:
+        raise CheckpointError(f"cannot read {file}: {error.strerror or error}") from error
+    except StorageError as error:
+        raise CheckpointError(str(error)) from error
+    except (DecodeError, onnx.checker.ValidationError, ValueError, RuntimeError) as error:
+        raise _damaged(file, error) from error
+    return proto, stat, hashlib.blake2b(raw, digest_size=20).hexdigest()
+
+
+def _damaged(file: Path, error: Exception) -> CheckpointError:
+    reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+    return CheckpointError(f"{file} is damaged or no ONNX model: {ascii(reason)[1:-1]}")
+
+
+def _inferred(file: Path, proto: Any) -> onnx_ir.Model:
+    """Return the graph with the type of every value that ONNX's own rules can tell."""
+    import onnx
+    import onnx_ir
+
+    try:
+        inferred = onnx.shape_inference.infer_shapes(proto, check_type=True, data_prop=True)
+        return onnx_ir.serde.deserialize_model(inferred)
+    except (onnx.shape_inference.InferenceError, ValueError, RuntimeError, TypeError) as error:
+        raise _damaged(file, error) from error
+
+
+def _source(file: Path, tensor: Any, inline: Extent | None, name: str) -> WeightSource:
+    import onnx
+
+    kind = onnx.TensorProto.DataType.Name(tensor.data_type)
+    if kind not in DTYPES:
+        raise CheckpointError(
+            f"{file}: the initializer {ascii(tensor.name)[:200]} is of {kind}, with which torch does not compute; "
+            "export the model before it was quantised"
+        )
+    dtype, itemsize = DTYPES[kind]
+    shape = tuple(tensor.dims)
+    size_bytes = itemsize
+    for dim in shape:
+        if not 0 <= dim < 1 << 62:
+            raise CheckpointError(f"{file}: {ascii(tensor.name)[:200]} has a dimension of {dim}")
+        size_bytes *= dim
+    extent = inline
+    if tensor.data_location == onnx.TensorProto.EXTERNAL:
+        extent = _external(file, tensor, size_bytes)
+    if extent is not None and extent.size_bytes != size_bytes:
+        raise CheckpointError(
+            f"{file}: {ascii(tensor.name)[:200]} should have {size_bytes} bytes by its shape {list(shape)} and dtype "
+            f"{dtype}, the file gives it {extent.size_bytes}; the file is corrupt: export it again"
+        )
+    extents = (extent,) if extent is not None and size_bytes else ()
+    return WeightSource(name=name, dtype=dtype, shape=shape, extents=extents)
+
+
+def _is_weight(tensor: Any, source: WeightSource) -> bool:
+    import onnx
+
+    kind = onnx.TensorProto.DataType.Name(tensor.data_type)
+    is_values = kind in _FLOATING and len(source.shape) > 0
+    return source.size_bytes >= (_SMALL_FLOAT_BYTES if is_values else _SMALL_BYTES)
+
+
+def _external(file: Path, tensor: Any, size_bytes: int) -> Extent:
+    said = {entry.key: entry.value for entry in tensor.external_data}
+    name = ascii(tensor.name)[:200]
+    try:
+        offset, length = int(said.get("offset") or 0), int(said.get("length") or size_bytes)
+    except ValueError as error:
+        raise CheckpointError(f"{file}: {name} has no number as its offset or length") from error
+    path = _beside(file, said.get("location", ""), name)
+    held_bytes = path.stat().st_size
+    if offset < 0 or length < 0 or offset + length > held_bytes:
+        raise CheckpointError(
+            f"{path} is truncated: {name} lies at bytes {offset} to {offset + length} by {file.name}, the file holds "
+            f"{held_bytes}; download it again"
+        )
+    return Extent(path=str(path), offset=offset, size_bytes=length)
+
+
+def _beside(file: Path, location: str, name: str) -> Path:
+    """Return the file of external data: a regular one below the model's folder, as ONNX demands."""
+    relative = PurePosixPath(location)
+    if (
+        not location.isprintable()
+        or not relative.name
+        or relative.is_absolute()
+        or ".." in relative.parts
+    ):
+        raise CheckpointError(
+            f"{file}: {name} lies at {ascii(location)[:200]}, which is no path below the model's folder; save the "
+            "model with its data beside it"
+        )
+    path = (file.parent / relative).resolve()
+    # A download cache links both files to where their contents lie.
+    homes = (file.parent.resolve(), file.resolve().parent)
+    if not any(path.is_relative_to(home) for home in homes):
+        raise CheckpointError(
+            f"{file}: the link {ascii(location)[:200]} leads out of the model's folder; put the file itself there"
+        )
+    if not is_file(path):
+        raise CheckpointError(
+            f"{file} keeps {name} in {ascii(location)[:200]}, which is not there; put it beside the model"
+        )
+    return path
+
+
+def _content(file: Path, tensor: Any, source: WeightSource) -> bytes:
+    """Return the bytes of a constant."""
+    import onnx_ir
+
+    if source.extents:
+        (extent,) = source.extents
+        with open(extent.path, "rb") as stream:
+            stream.seek(extent.offset)
+            return stream.read(extent.size_bytes)
+    try:
+        content = bytes(onnx_ir.serde.deserialize_tensor(tensor).tobytes())
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise _damaged(file, error) from error
+    if len(content) > _TYPED_LIMIT_BYTES:
+        raise CheckpointError(
+            f"{file} holds {ascii(tensor.name)[:200]} as {len(content)} bytes of single numbers, not to be read in "
+            "place; save the model with external data: onnx.save(model, file, save_as_external_data=True)"
+        )
+    return content
+
+
+def _check_overlaps(file: Path, weights: Mapping[str, WeightSource]) -> None:
+    """Refuse weights of which one begins within another; the same bytes for two are as those of tied weights."""
+    spans = sorted(
+        {(e.path, e.offset, e.offset + e.size_bytes) for s in weights.values() for e in s.extents}
+    )
+    for before, after in itertools.pairwise(spans):
+        if before[0] == after[0] and after[1] < before[2]:
+            raise CheckpointError(
+                f"{file}: two weights overlap at byte {after[1]} of {after[0]}; the file is corrupt: export it again"
+            )
+
+
+def _stamp(path: str, digest: str) -> FileStamp:
+    """Return the stamp of a file of external data, whose tensors lie where the model's file says."""
+    stat = os.stat(path)
+    return FileStamp(path=path, size_bytes=stat.st_size, mtime_ns=stat.st_mtime_ns, digest=digest)
+
+
+def _inline_offsets(file: Path, proto: Any) -> dict[int, Extent]:
+    """Return where in the model's own file the raw bytes of initializers lie, by their number in the graph.
+
+    The parser does not tell, so the fields are walked; what lies there has to be what the parser found.
+    """
+    tensors = proto.graph.initializer
+    if not any(tensor.HasField("raw_data") for tensor in tensors):
+        return {}
+    found: dict[int, Extent] = {}
+    number = 0
+    path = str(file.resolve())
+    with open(open_regular(file), "rb") as stream:
+        data = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+        try:
+            for begin, end in _fields(data, 0, len(data), _GRAPH):
+                for first, last in _fields(data, begin, end, _INITIALIZER):
+                    spans = list(_fields(data, first, last, _RAW_DATA))
+                    if spans:
+                        start, stop = spans[-1]
+                        same = (
+                            number < len(tensors) and data[start:stop] == tensors[number].raw_data
+                        )
+                        if not same:
+                            raise ValueError("initializers do not lie where they were read")
+                        found[number] = Extent(path=path, offset=start, size_bytes=stop - start)
+                    number += 1
+        except (IndexError, ValueError) as error:
+            raise _damaged(file, error) from error
+        finally:
+            data.close()
+    return found
+
+
+def _fields(data: mmap.mmap, begin: int, end: int, wanted: int) -> Iterator[tuple[int, int]]:
+    """Yield the bytes of every length-delimited field of a number in a message."""
+    at = begin
+    while at < end:
+        key, at = _varint(data, at)
+        wire = key & 7
+        if wire == 0:
+            _, at = _varint(data, at)
+        elif wire == 2:
+            size, at = _varint(data, at)
+            if at + size > end:
+                raise ValueError("a field is longer than its message")
+            if key >> 3 == wanted:
+                yield at, at + size
+            at += size
+        elif wire in (1, 5):
+            at += 8 if wire == 1 else 4
+        else:
+            raise ValueError(f"a field is of the wire type {wire}")
+
+
+def _varint(data: mmap.mmap, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        byte = data[at]
+        value |= (byte & 0x7F) << shift
+        at += 1
+        if not byte & 0x80:
+            return value, at
+        shift += 7
+        if shift > 63:
+            raise ValueError("a number has more than 64 bits")
