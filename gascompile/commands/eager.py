@@ -21,6 +21,9 @@ from gascompile.capture.saved.program_io import load_treespec
 from gascompile.core.errors import CheckpointError, StorageError
 from gascompile.core.program import InputSpec, Program
 from gascompile.core.sizes import format_size
+from gascompile.weights.checkpoint import open_checkpoint
+from gascompile.weights.onnx_file import is_onnx
+from gascompile.weights.values import stored_value
 
 _TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 """Largest difference, relative to the largest value, that the rounding of a dtype explains."""
@@ -140,6 +143,11 @@ def _with_weights(source: Source) -> Any:
     """Return the model in memory; one on the meta device is loaded as transformers itself does it."""
     model: Any = source.model
     if source.checkpoint is None:
+        return model
+    if is_onnx(source.checkpoint):
+        sources = open_checkpoint(source.checkpoint).sources
+        values = {name: stored_value(found) for name, found in sources.items()}
+        model.load_state_dict(values, strict=False, assign=True)
         return model
     dtype = next(model.parameters()).dtype
     try:

@@ -111,7 +111,7 @@ def conversion_errors(path: str | Path) -> Mapping[str, float]:
         StorageError: it cannot be read.
     """
     try:
-        if is_gguf(Path(path)) or is_pickled(Path(path)):
+        if Path(path).suffix != ".safetensors" or is_gguf(Path(path)) or is_pickled(Path(path)):
             return {}
         with open(path, "rb") as stream:
             header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))

@@ -82,7 +82,7 @@ def constant(name: str, content: Any, dtype: torch.dtype = torch.int64) -> Any:
     return onnx.numpy_helper.from_array(torch.tensor(content, dtype=dtype).numpy(), name)
 
 
-def ints(**named: list[int] | int) -> list[Any]:
+def ints(**named: Any) -> list[Any]:
     return [constant(name, content) for name, content in named.items()]
 
 
@@ -296,3 +296,15 @@ def test_defaults_are_those_of_the_standard() -> None:
                 value = onnx.helper.get_attribute_value(default)
                 value = value.decode() if isinstance(value, bytes) else value
                 assert option.default == value, (name, option.name)
+
+
+@pytest.mark.parametrize("verb", [["plan"], ["run", "--check"]])
+def test_the_command_line_takes_the_file(exported: Path, verb: list[str], tmp_path: Path) -> None:
+    from typer.testing import CliRunner
+
+    from gascompile.cli import app
+
+    options = ["--budget", "900KiB", "--machine", "emulated", "--cache-dir", str(tmp_path)]
+    done = CliRunner().invoke(app, [verb[0], str(exported), *verb[1:], *options])
+    assert done.exit_code == 0, done.output
+    assert "OnnxModel" in done.output

@@ -100,14 +100,16 @@ class OnnxModel(nn.Module):
 def _check(what: str, value: Any, declared: Declared) -> None:
     """Refuse a value that is not what the file, or ONNX's own rules, say that it is."""
     if isinstance(value, torch.Tensor):
-        dtype, shape = str(value.dtype).removeprefix("torch."), tuple(value.shape)
+        dtype = str(value.dtype).removeprefix("torch.")
+        shape: tuple[Any, ...] = tuple(value.shape)
     else:
         dtype, shape = declared[0], (len(value),) if isinstance(value, list) else ()
     wrong = declared[1] is not None and (
         len(shape) != len(declared[1])
         or any(
-            isinstance(said, int) and isinstance(has, int) and said != has
+            isinstance(has, int) and has != said
             for has, said in zip(shape, declared[1], strict=True)
+            if isinstance(said, int)
         )
     )
     if dtype != declared[0] or wrong:

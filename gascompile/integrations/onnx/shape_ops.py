@@ -166,7 +166,7 @@ def gather(data: Value, indices: Value, *, axis: int = 0) -> Value:
     """Rows by their number, which may count from the end."""
     if isinstance(data, list) and is_known(indices):
         one = not isinstance(indices, list)
-        found = [data[at] for at in ([indices] if one else indices)]  # type: ignore[union-attr]
+        found: list[Any] = [data[at] for at in sizes([indices] if one else indices, "indices")]
         return found[0] if one else found
     rows = tensor(data)
     dim = dims_of([axis], rows.dim())[0]
@@ -186,7 +186,8 @@ def gather_elements(data: torch.Tensor, indices: Value, *, axis: int = 0) -> tor
 
 
 def _nd_indices(data: torch.Tensor, indices: torch.Tensor, batch_dims: int) -> list[torch.Tensor]:
-    if isinstance(indices.shape[-1], torch.SymInt):
+    last: Any = indices.shape[-1]
+    if isinstance(last, torch.SymInt):
         raise UnsupportedOpError("the last dimension of its indices is not constant")
     batch = [
         torch.arange(data.shape[dim]).reshape([-1] + [1] * (indices.dim() - 2 - dim))

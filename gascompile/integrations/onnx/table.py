@@ -36,7 +36,7 @@ def _negative(x: Any) -> Any:
     return each(operator.neg, x) if is_known(x) else -x
 
 
-_UNARY: Final = {
+_UNARY: Final[Mapping[str, Any]] = {
     "Abs": torch.abs, "Ceil": torch.ceil, "Cos": torch.cos, "Erf": torch.erf, "Exp": torch.exp,
     "Floor": torch.floor, "HardSwish": functional.hardswish, "IsNaN": torch.isnan, "Log": torch.log,
     "Not": torch.logical_not, "Reciprocal": torch.reciprocal, "Relu": torch.relu, "Round": torch.round,
