@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -308,3 +309,22 @@ def test_the_command_line_takes_the_file(exported: Path, verb: list[str], tmp_pa
     done = CliRunner().invoke(app, [verb[0], str(exported), *verb[1:], *options])
     assert done.exit_code == 0, done.output
     assert "OnnxModel" in done.output
+
+
+def test_without_onnx_the_extra_is_named(exported: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "onnx_ir", None)
+    with pytest.raises(CheckpointError, match=r"pip install 'gascompile\[onnx\]'"):
+        open_checkpoint(exported)
+
+
+def test_weights_that_overlap_are_refused(exported: Path, tmp_path: Path) -> None:
+    proto = onnx.load(exported, load_external_data=False)
+    weights = [t for t in proto.graph.initializer if t.dims == [256, 256]]
+    for number, tensor in enumerate(weights[:2]):
+        for entry in tensor.external_data:
+            if entry.key == "offset":
+                entry.value = str(4096 * number)
+    (tmp_path / "m.onnx").write_bytes(proto.SerializeToString())
+    (tmp_path / "m.onnx.data").write_bytes((exported.parent / "m.onnx.data").read_bytes())
+    with pytest.raises(CheckpointError, match="overlap"):
+        open_checkpoint(tmp_path / "m.onnx")
