@@ -328,3 +328,15 @@ def test_weights_that_overlap_are_refused(exported: Path, tmp_path: Path) -> Non
     (tmp_path / "m.onnx.data").write_bytes((exported.parent / "m.onnx.data").read_bytes())
     with pytest.raises(CheckpointError, match="overlap"):
         open_checkpoint(tmp_path / "m.onnx")
+
+
+def test_comparisons_of_sizes_are_booleans(tmp_path: Path) -> None:
+    nodes = [
+        onnx.helper.make_node("Shape", ["x"], ["s"]),
+        onnx.helper.make_node("Equal", ["s", "c"], ["e"]),
+        onnx.helper.make_node("Cast", ["e"], ["n"], to=7),
+    ]
+    outputs = [value("e", [3], 9), value("n", [3], 7)]
+    file = build(nodes, [value("x", [2, 3, 4])], outputs, ints(c=[2, 0, 4]), tmp_path / "e.onnx")
+    for found, expected in zip(onnx_module(file)(X), by_runtime(file, {"x": X}), strict=True):
+        torch.testing.assert_close(found, expected)

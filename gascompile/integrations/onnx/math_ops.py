@@ -83,7 +83,7 @@ def clip(x: Tensor, low: Tensor | None = None, high: Tensor | None = None) -> Te
 def cast(x: Value, *, to: str, saturate: int = 1) -> Value:
     """In another dtype; to whole numbers values are cut towards zero."""
     if to == "int64" and is_known(x):
-        return x
+        return each(lambda n: int(n) if isinstance(n, bool) else n, x)  # type: ignore[arg-type]
     return tensor(x).to(getattr(torch, to))
 
 

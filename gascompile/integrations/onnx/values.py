@@ -28,6 +28,8 @@ def tensor(value: Any, dtype: torch.dtype = torch.int64) -> torch.Tensor:
     if isinstance(value, torch.Tensor):
         return value
     parts = value if isinstance(value, list) else [value]
+    if parts and all(isinstance(part, bool) for part in parts):
+        return torch.tensor(value)  # of a comparison
     if all(isinstance(part, (int, float)) for part in parts):
         return torch.tensor(value, dtype=dtype)
     found = [torch.scalar_tensor(part, dtype=dtype) for part in parts]
