@@ -23,8 +23,8 @@ from gascompile.core.errors import RankError, RankMismatchError, UnsupportedOpEr
 from gascompile.core.waiting import life, require_life
 
 _TURN, _FAILED, _OF, _CLOSED, _DROPPED, _SUBMITTED, _HANDLE, _NUM_BYTES, _INODE, _SAID = range(10)
-"""Words of a row: the last meeting; the call that failed, and the rank it failed for; closed models and memories;
-loads asked for; the memory at hand: descriptor, size, inode; bytes of the reason of a failure."""
+"""Words of a row: the last meeting; the call that failed, and the rank it failed for; closed models; the last
+memory that is used no more; loads asked for; the memory at hand: descriptor, size, inode; bytes of the reason of a failure."""
 _FACTS, _NUMBERS = 2, 4
 _SLOT = 1 + _FACTS + _NUMBERS
 _SLOTS = 10
@@ -114,6 +114,8 @@ class LocalRanks:
         self._starts = [_ROW * other for other in range(self.size)]
         self._own = _ROW * rank
         self._call = self._index = 0
+        self.num_memories = 0
+        """That ranks have opened so far, each known by its number: who fails to open one is back in step by the next."""
         self._life = life()
         self._stopped_s: dict[int, float] = {}
         self.silent_s = SILENT_S
@@ -319,7 +321,8 @@ class LocalRanks:
                 found = os.fstat(handle)
                 words[first + _HANDLE], words[first + _INODE] = handle, found.st_ino
                 words[first + _NUM_BYTES] = found.st_size
-            self.meet(what, str(size_bytes))
+            told = self.meet(what, str(size_bytes), (self.num_memories,))
+            self.num_memories = 1 + max(count for (count,) in told)
             if self.rank != 0:
                 handle = open_handed(
                     self._processes[0].number, words[first + _HANDLE], words[first + _INODE]
@@ -337,13 +340,13 @@ class LocalRanks:
             if handle >= 0:
                 os.close(handle)
 
-    def drop_memory(self) -> bool:
-        """Note that this rank uses the memory that was opened last no more; return whether none does."""
+    def drop_memory(self, number: int) -> bool:
+        """Note that this rank uses memories up to ``number`` no more; return whether no rank does."""
         if self._life is not life():
             return False
         words = self._words
-        words[self._own + _DROPPED] += 1
-        return all(words[at + _DROPPED] >= words[self._own + _DROPPED] for at in self._starts)
+        words[self._own + _DROPPED] = max(number, words[self._own + _DROPPED])
+        return all(words[at + _DROPPED] >= number for at in self._starts)
 
     # ------------------------------------------------------------ loads
 

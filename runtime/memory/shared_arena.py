@@ -17,7 +17,7 @@ class SharedArena(Arena):
     def __init__(self, size_bytes: int, ranks: LocalRanks) -> None:
         """Map it; raises ``RankError`` where a rank cannot."""
         super().__init__(size_bytes, ranks.memory(max(size_bytes, 1)))
-        self.ranks, self._is_closed = ranks, False
+        self.ranks, self._number, self._is_closed = ranks, ranks.num_memories, False
 
     def fill(self, start: int, stop: int, value: int) -> None:
         """Refuse to write what others read."""
@@ -32,7 +32,7 @@ class SharedArena(Arena):
             return
         self._is_closed = True
         self._map.madvise(mmap.MADV_DONTNEED)
-        if self.ranks.drop_memory():
+        if self.ranks.drop_memory(self._number):
             self._map.madvise(mmap.MADV_REMOVE)
 
 

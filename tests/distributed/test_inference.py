@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import mmap
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gascompile.core.sizes import PAGE_BYTES
 from gascompile.core.sources import Extent, WeightSource
+from gascompile.runtime.collectives.local_ranks import LocalRanks, Process, block_bytes
+from gascompile.runtime.memory.shared_arena import SharedArena
 from gascompile.runtime.transfer.read_plan import plan_landing
 from gascompile.runtime.transfer.shared_engine import part_of
 from tests.distributed.test_ranks import left_by, run_job
@@ -73,6 +78,24 @@ def test_who_ends_is_named_at_once(two: Path) -> None:
     (told,) = left_by(two, 2, "ended", 0)
     assert (told["error"], told["rank"]) == ("RankError", 1)
     assert "rank 1 is gone" in told["said"]
+
+
+def test_memory_that_a_rank_still_uses_is_not_freed() -> None:
+    block, here = mmap.mmap(-1, block_bytes(2)), Process.here()
+    ranks = [LocalRanks(rank, block, [here, here], [0, 1]) for rank in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+
+        def opened() -> list[SharedArena]:
+            return list(pool.map(lambda of: SharedArena(PAGE_BYTES, of), ranks))
+
+        # The other rank fails before its session is whole, and never closes this one.
+        opened()[1].close()
+        first, second = opened()
+    second.memory[:4] = b"here"
+    first.close()
+    assert bytes(second.memory[:4]) == b"here"
+    second.close()
+    assert bytes(first.memory[:4]) == bytes(4)
 
 
 @given(
