@@ -24,7 +24,8 @@ from gascompile.core.waiting import life, require_life
 
 _TURN, _FAILED, _OF, _CLOSED, _DROPPED, _SUBMITTED, _HANDLE, _NUM_BYTES, _INODE, _SAID = range(10)
 """Words of a row: the last meeting; the call that failed, and the rank it failed for; closed models; the last
-memory that is used no more; loads asked for; the memory at hand: descriptor, size, inode; bytes of the reason of a failure."""
+memory that is used no more; loads asked for; the memory at hand: descriptor, size, inode; bytes of the reason of a
+failure."""
 _FACTS, _NUMBERS = 2, 4
 _SLOT = 1 + _FACTS + _NUMBERS
 _SLOTS = 10
@@ -115,7 +116,7 @@ class LocalRanks:
         self._own = _ROW * rank
         self._call = self._index = 0
         self.num_memories = 0
-        """That ranks have opened so far, each known by its number: who fails to open one is back in step by the next."""
+        """That ranks have opened so far; a rank that fails to open one is back in step by the next."""
         self._life = life()
         self._stopped_s: dict[int, float] = {}
         self.silent_s = SILENT_S
