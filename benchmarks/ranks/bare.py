@@ -14,7 +14,10 @@ import torch.distributed as dist
 def main() -> None:
     """Add until the file that is named second is there."""
     folder, stop = Path(sys.argv[1]), Path(sys.argv[2])
-    dist.init_process_group("gloo")
+    # Ranks that were started again would find addresses of dead ones in the store, which outlives them.
+    store, rank, size = next(dist.rendezvous("env://"))
+    own = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+    dist.init_process_group("gloo", store=own, rank=rank, world_size=size)
     value, number = torch.ones(1), 0
     while not value.isnan():
         value.fill_(float("nan") if stop.exists() else 1.0)

@@ -211,8 +211,9 @@ def read_safetensors_header(file: Path) -> tuple[dict[str, WeightSource], FileSt
                 )
             (header_bytes,) = struct.unpack("<Q", prefix)
             if header_bytes > min(MAX_HEADER_BYTES, stat.st_size - 8):
+                other = ", nor one of torch.save" if file.suffix in _PICKLED else ""
                 raise CheckpointError(
-                    f"{file} is truncated or not a safetensors file: it says that its header has {header_bytes} "
+                    f"{file} is truncated or not a safetensors file{other}: it says that its header has {header_bytes} "
                     f"bytes, the file has {stat.st_size}; download it again"
                 )
             raw = stream.read(header_bytes)

@@ -94,6 +94,11 @@ def _archive(file: Path, stream: BinaryIO) -> _Archive:
                 )
             if head.file_size > MAX_HEADER_BYTES:
                 raise CheckpointError(f"{file} has a pickle of {head.file_size} bytes, too many")
+            if not any(info.CRC for info in infos):
+                raise CheckpointError(
+                    f"{file} was saved without checksums, by which changed weights are noticed; save it again with "
+                    "torch.serialization.set_crc32_options(True), torch's default"
+                )
             if len(names) != len(infos):
                 raise CheckpointError(
                     f"{file} has two records of one name; the file is corrupt: download it again"
@@ -135,6 +140,11 @@ def _loaded(file: Path, stream: BinaryIO) -> Any:
     try:
         return torch.load(stream, map_location="meta", weights_only=True)
     except pickle.UnpicklingError as error:
+        if "Unsupported operand" in str(error):
+            raise CheckpointError(
+                f"{file} is pickled by a protocol that torch's safe loader does not read; where you trust it, save it "
+                'again: torch.save(torch.load(file, map_location="cpu", weights_only=False), file)'
+            ) from error
         named = re.search(r"GLOBAL (\S+)", str(error))
         what = f"objects of {named[1][:200]}" if named else "more than tensors"
         raise CheckpointError(

@@ -70,6 +70,26 @@ def test_tensors_lie_where_torch_loads_them_from(tmp_path: Path) -> None:
     assert conversion_errors(path) == {}
 
 
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+def test_what_torch_reads_and_the_safe_loader_or_checksums_do_not_is_told(tmp_path: Path) -> None:
+    newer, bare = tmp_path / "newer.bin", tmp_path / "bare.bin"
+    torch.save({"a": torch.randn(3)}, newer, pickle_protocol=4)
+    with pytest.raises(CheckpointError, match=r"protocol.*save it again"):
+        open_checkpoint(newer)
+    with_checksums = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save({"a": torch.randn(3)}, bare)
+    finally:
+        torch.serialization.set_crc32_options(with_checksums)
+    with pytest.raises(CheckpointError, match=r"without checksums.*set_crc32_options"):
+        open_checkpoint(bare)
+    noise = tmp_path / "pytorch_model.bin"
+    noise.write_bytes(b"\x93" * 500)
+    with pytest.raises(CheckpointError, match=r"nor one of torch.save"):
+        open_checkpoint(noise)
+
+
 @pytest.mark.parametrize("key", ["state_dict", "model_state_dict", "model"])
 def test_the_model_of_a_loop_is_found(tmp_path: Path, key: str) -> None:
     model = nn.Linear(3, 4)
