@@ -9,14 +9,16 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 
 def main() -> None:
     """Add until the file that is named second is there."""
     folder, stop = Path(sys.argv[1]), Path(sys.argv[2])
     # Ranks that were started again would find addresses of dead ones in the store, which outlives them.
-    store, rank, size = next(dist.rendezvous("env://"))
-    own = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+    store, rank, size = next(rendezvous("env://"))
+    own = PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
     dist.init_process_group("gloo", store=own, rank=rank, world_size=size)
     value, number = torch.ones(1), 0
     while not value.isnan():
