@@ -48,6 +48,10 @@ def case_of(name: str, size: str, tokens: int | None = None) -> Case:
     sizes = dict(LANGUAGE[size])
     if tokens is not None:
         sizes["tokens"] = tokens
+    if name == "gpt":
+        from examples.small_gpt import NUM_BYTES
+
+        sizes["vocab"] = NUM_BYTES
     build, loss = {
         "gpt": (_small_gpt, _next_token),
         "gpt2": (_gpt2, _masked),

@@ -222,6 +222,11 @@ class RankStep:
         """Return what an exchange takes; see ``Ladder.seconds``."""
         return self._ranks.ladder.seconds(size_bytes, divided=divided)
 
+    @property
+    def network(self) -> str:
+        """What exchanges take, roughly; see ``Ladder.grade``."""
+        return self._ranks.ladder.grade
+
     def alike(self, what: str, tensors: Sequence[torch.Tensor] = ()) -> None:
         """Wait until all ranks are here, with the same values.
 

@@ -90,6 +90,7 @@ def place_of_step(
     budget: Budget,
     config: CompileConfig,
     has_pages: bool,
+    network: str,
 ) -> CachedPlan:
     """Return where the plan of a step lies in the cache, if there is one."""
     printed = step_print(model, loss_fn, storages.left)
@@ -104,7 +105,7 @@ def place_of_step(
         "optimizer": serial.digest(_updates(model, optimizer, settings)),
         "step": serial.digest({**asdict(options), "pending": sorted(options.pending)}),
         SETTINGS: settings_now(),
-        "process": serial.digest([*_process(), has_pages]),
+        "process": serial.digest([*_process(), has_pages, network]),
         "memory": learnt_digest(config.cache_dir),
         "machine": serial.digest(machine),
         "budget": serial.digest(budget.limits_bytes(machine)),

@@ -152,6 +152,7 @@ class StepPlanner:
             budget=self._budget,
             config=self._config,
             has_pages=self.pages is not None,
+            network=self.ranks.network if self.ranks is not None else "",
         )
         place = with_shapes(self.states, storages, look)
         # Outside, as what is compared may lead to values that are not in memory.
