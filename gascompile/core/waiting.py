@@ -21,6 +21,7 @@ from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
 from gascompile.core.errors import ForkedError
+from gascompile.core.patience import Watch, arrived
 
 Result = TypeVar("Result")
 Request = TypeVar("Request")
@@ -64,11 +65,15 @@ class Gate:
         self.is_open = True
         self._lock.release()
 
-    def wait(self) -> None:
+    def wait(self, watch: Watch | None = None) -> None:
         """Block until the gate is open.
+
+        Args:
+            watch: over a wait for a drive.
 
         Raises:
             ForkedError: it was to be opened by a thread of the parent's.
+            StorageError: ``watch`` has given the wait up.
         """
         lock = self._lock
         while not self.is_open:
@@ -76,6 +81,8 @@ class Gate:
             # Interrupted in between, the lock stays taken: others see the flag at their next look.
             if lock.acquire(timeout=LOOK_S):
                 lock.release()
+            elif watch is not None:
+                watch()
 
 
 class Turn:
@@ -125,10 +132,10 @@ class OwnThread:
         """Whether it is here and has not ended."""
         return self._life is _life and not self._ended.is_open
 
-    def join(self) -> None:
-        """Block until it has ended; not in a child of its process, and not on itself."""
+    def join(self, watch: Watch | None = None) -> None:
+        """Block until it has ended; not in a child of its process, and not on itself. ``watch`` as a gate takes it."""
         if self._life is _life and self._number != _thread.get_ident():
-            self._ended.wait()
+            self._ended.wait(watch)
 
     def _run(self, work: Callable[[], None]) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, _MASKED)
@@ -215,7 +222,7 @@ class Pool(Generic[Request]):
         gate = Gate()
         self._inbox.put(gate)
         self._bell.put(None)
-        gate.wait()
+        gate.wait(Watch(f"the end of what {self._name} does"))
 
     def stop(self) -> None:
         """Cancel what is queued and let the threads end, without waiting for them."""
@@ -227,7 +234,7 @@ class Pool(Generic[Request]):
         """Stop and block until nothing is being served; idempotent, and to be repeated if interrupted."""
         self.stop()
         for thread in self.threads:
-            thread.join()
+            thread.join(Watch(f"the end of {self._name}"))
 
     # ------------------------------------------------------------ own threads
 
@@ -241,6 +248,7 @@ class Pool(Generic[Request]):
             task()
             # It may hold memory of the caller's, which must not live until the next one comes.
             del task
+            arrived()
             with self._lock:
                 self.in_flight -= 1
                 self._open_drains()

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
+from gascompile.core import patience
 from gascompile.core.errors import NanLossError, RankError, RankMismatchError
 from gascompile.core.ranks import RankLayout
 from gascompile.distributed.ladder import Ladder
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 SILENT_S = 20.0
 """A rank from which nothing comes for so long, and three of its predicted steps more, is given up. Half a minute for
 short steps: ranks wait for each other only while all are in the middle of one."""
+_OWN_S = 15.0
+"""As ``SILENT_S``, for a rank's own drives: sooner, so that the others hear of it."""
 _MEET = timedelta(minutes=30)
 """How long ranks wait for each other between steps, where one may load data or evaluate; torch's own default."""
 _REASON_S = 2.0
@@ -86,6 +89,7 @@ class Ranks:
         groups.users.add(self)
         self._failure: RankError | None = None
         self._num_compared = 0
+        self._own_s = _OWN_S
         self._common: BaseException | None = None
         """What this rank has raised last that all ranks know of, and that breaks nothing."""
         self.exchange = Exchange(self._group, why=self._reason)
@@ -201,8 +205,18 @@ class Ranks:
                 raise self._reason(error) from error
 
     def expect(self, time_s: float) -> None:
-        """Give a rank up that is silent for longer than ``SILENT_S`` and three times ``time_s`` in a step."""
+        """Give a rank, or its drives, up that are silent for too long in a step; ``time_s`` is what one takes."""
         self.exchange.silent_s = SILENT_S + 3 * time_s
+        self._own_s = _OWN_S + 3 * time_s
+
+    @contextlib.contextmanager
+    def in_a_step(self) -> Iterator[None]:
+        """Give this rank's drives up that are silent within: all ranks wait for it then, and not elsewhere."""
+        patience.limit(self, self._own_s)
+        try:
+            yield
+        finally:
+            patience.lift(self)
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:

@@ -192,7 +192,7 @@ class RankStep:
     def running(self) -> Iterator[None]:
         """Let the ops of a run exchange values."""
         before_s = self._ranks.exchange.time_s
-        with exchanging(self._ranks.exchange):
+        with exchanging(self._ranks.exchange), self._ranks.in_a_step():
             yield
         self._waited_s = self._ranks.exchange.time_s - before_s
 

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from gascompile.core import patience
 from gascompile.core.errors import RankError, RankMismatchError, UnsupportedOpError
 from gascompile.core.waiting import life, require_life
 
@@ -42,6 +43,8 @@ MEET_S = 1800.0
 """How long ranks wait for each other outside of runs, where one may load data or plan; torch's own default."""
 SILENT_S = 20.0
 """A rank of whose run nothing comes for so long, and three of its predicted runs more, is given up."""
+OWN_S = 15.0
+"""As ``SILENT_S``, for a rank's own drive: sooner, so that the others hear of it."""
 _STOPPED_S = 5.0
 """A rank that is stopped for longer is given up."""
 _LOOK_S = 0.05
@@ -191,10 +194,12 @@ class LocalRanks:
 
         Raises:
             RankError: a rank has failed in this call, is gone, or is silent.
+            StorageError: this rank's own drive is.
         """
         begin_s = look_s = heard_s = time.monotonic()
         limit_s = self.silent_s if silent_s is None else silent_s
         heard: tuple[int, ...] = ()
+        watch = patience.Watch("this rank's part of a weight")
         while (rank := missing()) >= 0:
             # What is missing may have come between, and then its rank may have failed at something later.
             if self._failure() is not None and missing() >= 0:
@@ -203,6 +208,8 @@ class LocalRanks:
             if now_s - look_s >= _LOOK_S:
                 look_s = now_s
                 self._require_running()
+                if rank == self.rank:
+                    watch()
                 at = self._starts[rank]
                 said = (rank, self._words[at + _TURN], self._words[at + _SUBMITTED])
                 if said != heard:
@@ -220,6 +227,7 @@ class LocalRanks:
     def expect(self, time_s: float) -> None:
         """Give a rank up that is silent for ``SILENT_S`` and three times ``time_s`` in a run."""
         self.silent_s = SILENT_S + 3 * time_s
+        patience.limit(self, OWN_S + 3 * time_s)
 
     # ------------------------------------------------------------ ranks that fail
 
@@ -239,6 +247,7 @@ class LocalRanks:
 
     def close(self) -> None:
         """Let the others know that this rank's model is closed: a call of theirs would wait for this rank."""
+        patience.lift(self)
         if self._life is life():
             self._words[self._own + _CLOSED] += 1
 

@@ -24,6 +24,7 @@ import torch
 
 from gascompile.core.errors import StorageError
 from gascompile.core.parts import Span
+from gascompile.core.patience import Watch, arrived
 from gascompile.core.sizes import PAGE_BYTES, align_up
 from gascompile.core.waiting import OwnThread, life, require_life
 from gascompile.runtime.memory.device_moves import DeviceMoves
@@ -207,7 +208,7 @@ class Spill:
         for jobs, move in zip(self._queues, ends, strict=True):
             jobs.put(move)
         for move in ends:
-            move.gate.wait()
+            move.gate.wait(Watch("the end of what moves"))
         for lane in self._lanes:
             lane.drain()
 
@@ -238,7 +239,7 @@ class Spill:
         for jobs in self._queues:
             jobs.put(None)
         for thread in self._threads:
-            thread.join()
+            thread.join(Watch("the end of what moves"))
         for lane in self._lanes:
             lane.close()
         files, self._file, self._plain = (self._file, self._plain), -1, -1
@@ -343,6 +344,8 @@ def _serve(
             move.error = moving_failed(move.name, error)
         move.storage = None
         move.done_s = time.perf_counter()
+        if move.pieces is not _NOTHING:
+            arrived()
         move.gate.open()
 
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from gascompile.core.errors import StorageError
+from gascompile.core.patience import Watch, arrived
 from gascompile.core.sizes import PAGE_BYTES, SPILL_BUFFER_BYTES, align_up
 from gascompile.core.waiting import OwnThread
 from gascompile.runtime.memory.source_slots import Pieces
@@ -58,7 +59,8 @@ class StagedMove(UnderWay):
         return self.bytes is None or self.event is None or self.event.reached
 
     def wait(self) -> None:
-        self.gate.wait()
+        if not self.gate.is_open:
+            self.gate.wait(Watch("a transfer"))
         if self.error is not None and self.event is not None:
             # A part is still on its way to memory that who learns of the error may let go.
             self.event.wait()
@@ -69,6 +71,8 @@ class StagedMove(UnderWay):
         """Take note that nothing of it is under way any more, but what ``event`` stands for."""
         self.after = self.stream = None
         self.ended_s = time.perf_counter()
+        if self.pieces:
+            arrived()
         self.gate.open()
 
     def fail(self, error: Exception) -> None:
@@ -177,7 +181,7 @@ class StagedMoves:
         for jobs, move in zip(self._jobs, moves, strict=True):
             jobs.put(move)
         for move in moves:
-            move.gate.wait()
+            move.gate.wait(Watch("the end of what moves"))
 
     def close(self) -> None:
         """Finish what is under way, stop the threads and give the memory back; idempotent."""
@@ -185,7 +189,7 @@ class StagedMoves:
         for jobs in self._jobs:
             jobs.put(None)
         for thread in self._threads:
-            thread.join()
+            thread.join(Watch("the end of what moves"))
         self._memory.close()
 
 

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from gascompile.core.errors import StorageError
+from gascompile.core.patience import Watch, arrived
 
 if TYPE_CHECKING:
     import torch
@@ -43,6 +44,8 @@ class _Thread:
         self._library = library
         self._handle = ctypes.c_void_p(library.gascompile_lane_open())
         self._process = os.getpid()
+        self.is_hung = False
+        """Whether a wait for it was given up: nothing that it may use is given back."""
         if self._handle.value is None:
             raise StorageError("no thread for transfers can be had; see the limits of this user")
 
@@ -68,10 +71,19 @@ class _Thread:
 
     def wait(self, outcome: _Outcome) -> None:
         """Block until a move that was submitted has ended."""
+        watch, was_over = None, bool(outcome.ended)
         while self.is_open and not self._library.gascompile_lane_wait(
             self._handle, ctypes.byref(outcome), _LOOK_S
         ):
-            pass
+            watch = watch or Watch("a transfer of pages")
+            try:
+                watch()
+            except StorageError:
+                self.is_hung = True
+                raise
+        self.is_hung = False
+        if not was_over:
+            arrived()
         if not outcome.ended:
             raise StorageError(
                 "a transfer was under way when this process was forked; it is its parent's"
@@ -247,8 +259,15 @@ class Lane:
 
 def _abandon(thread: _Thread, flying: deque[LaneMove]) -> None:
     """Close the thread of a lane that nobody has any more, and let its memory go after that."""
+    if thread.is_hung:
+        # Its end may never come, and until then it may write to that memory.
+        _kept.append((thread, flying))
+        return
     thread.close()
     flying.clear()
+
+
+_kept: list[tuple[_Thread, deque[LaneMove]]] = []
 
 
 def _declare(library: ctypes.CDLL) -> None:

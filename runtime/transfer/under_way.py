@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from gascompile.core.errors import StorageError
+from gascompile.core.patience import Watch
 from gascompile.core.waiting import Gate
 from gascompile.runtime.protocols import Event
 
@@ -27,7 +28,8 @@ class UnderWay:
         return self.error is not None
 
     def wait(self) -> None:
-        self.gate.wait()
+        if not self.gate.is_open:
+            self.gate.wait(Watch("a transfer"))
         if isinstance(self.error, StorageError):
             # A new object each time: several waiters must not share one traceback.
             raise StorageError(str(self.error)) from self.error.__cause__
