@@ -15,6 +15,8 @@ from gascompile.core.errors import StorageError
 
 _AGAIN_S = 0.1
 """After a wait was given up, others are as soon as this, as long as nothing arrives."""
+_LOOK_S = 1.0
+"""Looks are a fifth of this apart: where more has passed between two, this process was stopped, not a drive."""
 _limits: WeakKeyDictionary[object, float] = WeakKeyDictionary()
 _arrivals = [0, -1]
 """How much has arrived so far, and how much had when a wait was last given up."""
@@ -38,11 +40,12 @@ def arrived() -> None:
 class Watch:
     """Over one wait for a drive; to be called now and then while it lasts."""
 
-    __slots__ = ("_begin_s", "_seen", "_what")
+    __slots__ = ("_last_s", "_seen", "_waited_s", "_what")
 
     def __init__(self, what: str) -> None:
         """Begin; ``what`` is waited for, for the message."""
-        self._what, self._seen, self._begin_s = what, _arrivals[0], time.monotonic()
+        self._what, self._seen = what, _arrivals[0]
+        self._waited_s, self._last_s = 0.0, time.monotonic()
 
     def __call__(self) -> None:
         """Return while the wait is worth it.
@@ -51,12 +54,14 @@ class Watch:
             StorageError: no drive of this process has read or written anything for too long.
         """
         now_s = time.monotonic()
+        self._waited_s += min(now_s - self._last_s, _LOOK_S)
+        self._last_s = now_s
         if _arrivals[0] != self._seen:
-            self._seen, self._begin_s = _arrivals[0], now_s
+            self._seen, self._waited_s = _arrivals[0], 0.0
             return
         is_known = _arrivals[1] == self._seen
         limit_s = _AGAIN_S if is_known else max(_limits.values(), default=math.inf)
-        if now_s - self._begin_s > limit_s:
+        if self._waited_s > limit_s:
             _arrivals[1] = self._seen
             raise StorageError(
                 f"nothing was read or written{' any more' if is_known else f' for {limit_s:.0f} s'}, which "
