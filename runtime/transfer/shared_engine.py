@@ -36,6 +36,7 @@ class _Load:
 
     __slots__ = (
         "address",
+        "begun",
         "error",
         "event",
         "key",
@@ -60,6 +61,8 @@ class _Load:
         self.ranks, self.number = ranks, number
         self.landing, self.address, self.key, self.link = landing, address, key, link
         self.on_done = on_done
+        self.begun = False
+        """Whether the read of this rank's part has been asked for, as all ranks want the load."""
         self.error: BaseException | None = None
         self.event: Event | None = None
 
@@ -73,7 +76,13 @@ class _Load:
         return self.ranks.missing(self.number) >= 0
 
     def wait(self) -> None:
-        self.ranks.wait(lambda: -1 if self.error is not None else self.ranks.missing(self.number))
+        try:
+            self.ranks.wait(
+                lambda: -1 if self.error is not None else self.ranks.missing(self.number)
+            )
+        except StorageError as error:
+            state = "is under way" if self.begun else "has not begun"
+            raise StorageError(f"{error}. The read of '{self.landing.name}' {state}") from error
         if self.error is not None:
             raise StorageError(str(self.error)) from self.error.__cause__
 
@@ -210,6 +219,7 @@ class _Parts:
             load = self._waiting.popleft()
             part = part_of(load.landing, self._ranks.rank, self._ranks.size, number)
             count += 1
+            load.begun = True
             try:
                 if not part.pieces:
                     load.deliver()
