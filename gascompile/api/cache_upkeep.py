@@ -77,7 +77,7 @@ def items(cache_dir: Path) -> list[CacheItem]:
         _file_item(path, ItemKind.CODE, label, ok=True)
         for folder, label, files in (
             ("kernels", "fused kernels", "[!.]*.so"),
-            ("native", "allocator of pages and counts", "allocator*.so"),
+            ("native", "page memory", "pages*.so"),
             ("native", "products with packed weights", "wire*.so"),
         )
         for path in (cache_dir / folder).glob(files)

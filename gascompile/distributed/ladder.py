@@ -1,31 +1,51 @@
-"""Ladder: what exchanges of a few sizes take between the ranks of a job, measured when they meet."""
+"""Ladder: what exchanges of a few sizes take between the ranks of a job, measured when they meet.
+
+What was measured is kept and used again as long as the network is about as fast: the same exchange varies from one
+measurement to the next, and plans and predictions are not to vary with it.
+"""
 
 from __future__ import annotations
 
-import math
+import contextlib
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 
 import torch
 
+from gascompile.core import serial
+from gascompile.core.errors import FormatError, StorageError
 from gascompile.runtime.collectives.exchange import Exchange
 
 _SIZES_BYTES = (4 << 10, 256 << 10, 4 << 20)
 """[Empirical] From 4 MiB on seconds grow with bytes, within the scatter of a shared machine."""
 _REPEATS = 3
-_GRADE = 2.0
-"""Plans are made anew where exchanges take so much more or less. [Empirical] Between two processes of one busy host the
-same exchange takes 0.7 to 1.4 of its median."""
-Rungs = Sequence[tuple[int, float]]
+_BUSY, _FASTER = 2.0, 1.25
+"""What was measured before holds for a network whose largest exchange takes up to so much longer now, as hosts may be
+busy, and up to so much less. [Empirical] Between two processes of one busy host the same exchange takes 0.7 to 1.4 of
+its median."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rung:
+    """What an exchange of one size takes."""
+
+    size_bytes: int
+    time_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Ladder:
     """Seconds by bytes, for sums on all ranks and for sums and gathers of parts."""
 
-    def __init__(self, exchange: Exchange) -> None:
+    whole: tuple[Rung, ...]
+    part: tuple[Rung, ...]
+
+    @staticmethod
+    def measured(exchange: Exchange) -> Ladder:
         """Measure; all ranks do so at once. A fifth of a second between two processes of one host."""
-        self._whole = _measured(exchange.add)
         size = exchange.size
 
         def part(values: torch.Tensor) -> None:
@@ -33,7 +53,7 @@ class Ladder:
             sizes = [count] * (size - 1) + [values.numel() - count * (size - 1)]
             exchange.add_part(values, sizes)
 
-        self._part = _measured(part)
+        return Ladder(whole=_measured(exchange.add), part=_measured(part))
 
     def seconds(self, size_bytes: int, *, divided: bool) -> float:
         """Return what an exchange of so many bytes takes.
@@ -42,15 +62,32 @@ class Ladder:
             size_bytes: of the whole tensor or range.
             divided: each rank has a part of the result, or gives a part of it.
         """
-        return interpolated(self._part if divided else self._whole, size_bytes)
+        return interpolated(self.part if divided else self.whole, size_bytes)
 
-    @property
-    def grade(self) -> str:
-        """Tell networks apart whose plans and predictions do not hold for each other."""
-        return " ".join(f"{math.log(of[-1][1], _GRADE):.0f}" for of in (self._whole, self._part))
+    def as_kept(self, path: Path) -> Ladder:
+        """Return what is kept in a file, where that is of a network about as fast; else keep this one."""
+        with contextlib.suppress(OSError, FormatError):
+            kept = serial.from_json(Ladder, serial.parse_json(path.read_bytes(), where=str(path)))
+            if kept._is_like(self):
+                return kept
+        # Without a place to keep it, the next job measures for itself.
+        with contextlib.suppress(StorageError):
+            serial.write_atomic(path, serial.dumps(self))
+        return self
+
+    def _is_like(self, other: Ladder) -> bool:
+        """Return whether this one, which was kept, holds where the other was measured now."""
+        mine, others = (tuple(r.size_bytes for r in of.whole + of.part) for of in (self, other))
+        if mine != others or min(r.time_s for r in self.whole + self.part) <= 0.0:
+            return False
+        ratios = (
+            here[-1].time_s / there[-1].time_s
+            for here, there in ((self.whole, other.whole), (self.part, other.part))
+        )
+        return all(1 / _BUSY < ratio < _FASTER for ratio in ratios)
 
 
-def _measured(exchange: Callable[[torch.Tensor], object]) -> list[tuple[int, float]]:
+def _measured(exchange: Callable[[torch.Tensor], object]) -> tuple[Rung, ...]:
     found = []
     for size_bytes in _SIZES_BYTES:
         values = torch.zeros(size_bytes // torch.float32.itemsize)
@@ -59,16 +96,17 @@ def _measured(exchange: Callable[[torch.Tensor], object]) -> list[tuple[int, flo
             begin_s = time.perf_counter()
             exchange(values)
             times_s.append(time.perf_counter() - begin_s)
-        found.append((size_bytes, sorted(times_s)[_REPEATS // 2]))
-    return found
+        found.append(Rung(size_bytes=size_bytes, time_s=sorted(times_s)[_REPEATS // 2]))
+    return tuple(found)
 
 
-def interpolated(rungs: Rungs, size_bytes: int) -> float:
+def interpolated(rungs: Sequence[Rung], size_bytes: int) -> float:
     """Return the seconds at a size: between two rungs along the line, beyond the last in proportion to it."""
     first, last = rungs[0], rungs[-1]
-    if size_bytes <= first[0]:
-        return first[1]
-    if size_bytes >= last[0]:
-        return last[1] * size_bytes / last[0]
-    (low, low_s), (high, high_s) = next(p for p in pairwise(rungs) if size_bytes <= p[1][0])
-    return low_s + (high_s - low_s) * (size_bytes - low) / (high - low)
+    if size_bytes <= first.size_bytes:
+        return first.time_s
+    if size_bytes >= last.size_bytes:
+        return last.time_s * size_bytes / last.size_bytes
+    low, high = next(p for p in pairwise(rungs) if size_bytes <= p[1].size_bytes)
+    share = (size_bytes - low.size_bytes) / (high.size_bytes - low.size_bytes)
+    return low.time_s + (high.time_s - low.time_s) * share

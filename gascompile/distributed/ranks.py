@@ -97,8 +97,13 @@ class Ranks:
         # Now, as the store goes with the rank that keeps it.
         hosts = [self._store.get(f"host/{rank}").decode() for rank in range(len(members))]
         self._processes = [host.rpartition(" ")[::2] for host in hosts]
-        self.ladder = groups.ladder = groups.ladder or Ladder(self.exchange)
+        self.ladder = groups.ladder = groups.ladder or Ladder.measured(self.exchange)
         """What exchanges take."""
+
+    @property
+    def hosts(self) -> list[str]:
+        """The hosts of the ranks, in their order."""
+        return [host for host, _ in self._processes]
 
     def compare(self, what: str, facts: bytes, numbers: Sequence[int] = ()) -> list[list[int]]:
         """Return each rank's ``numbers``, once all ranks are here with the same facts.

@@ -7,6 +7,7 @@ import hashlib
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakKeyDictionary
 
@@ -54,6 +55,7 @@ class RankStep:
     def __init__(self, ranks: Ranks, loss: RankLoss, rows: Rows) -> None:
         """Begin with equal rows, whatever their number."""
         self._ranks, self.loss, self._policy = ranks, loss, rows
+        self._ladder = ranks.ladder
         self._balance: Balance | None = None
         self._last_rows: list[int] = []
         self.division: Division | None = None
@@ -220,12 +222,17 @@ class RankStep:
 
     def exchange_s(self, size_bytes: int, divided: bool) -> float:
         """Return what an exchange takes; see ``Ladder.seconds``."""
-        return self._ranks.ladder.seconds(size_bytes, divided=divided)
+        return self._ladder.seconds(size_bytes, divided=divided)
+
+    def keep_network(self, cache_dir: Path) -> None:
+        """Plan with what exchanges took before, where they still do; see ``Ladder.as_kept``."""
+        name = serial.digest([self._ranks.hosts, self.rank])[:16]
+        self._ladder = self._ranks.ladder.as_kept(cache_dir / "ranks" / f"exchanges-{name}.json")
 
     @property
     def network(self) -> str:
-        """What exchanges take, roughly; see ``Ladder.grade``."""
-        return self._ranks.ladder.grade
+        """Tells networks apart whose plans and predictions do not hold for each other."""
+        return serial.digest(self._ladder)
 
     def alike(self, what: str, tensors: Sequence[torch.Tensor] = ()) -> None:
         """Wait until all ranks are here, with the same values.

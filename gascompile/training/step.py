@@ -84,6 +84,7 @@ class TrainingStep(StepValues):
         )
         holdings.outlive(self)
         if ranks is not None:
+            ranks.keep_network(config.cache_dir)
             self._maker.ranks = ranks
             holdings.leave = ranks.leave
         self._watch = BudgetWatch(self._maker.transfer_bytes)

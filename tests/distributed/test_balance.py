@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from gascompile.core.errors import UnsupportedOpError
 from gascompile.core.ranks import RankLayout
 from gascompile.distributed.balance import Balance, divided
-from gascompile.distributed.ladder import interpolated
+from gascompile.distributed.ladder import Rung, interpolated
 from gascompile.distributed.rows import RowSampler, num_rows
 
 
@@ -74,6 +74,7 @@ def test_samplers_of_all_ranks_take_each_batch_apart() -> None:
 
 @given(st.integers(1, 1 << 24), st.integers(1, 1 << 24))
 def test_larger_exchanges_take_no_less(first: int, second: int) -> None:
-    rungs = [(1 << 12, 1e-3), (1 << 18, 2e-3), (1 << 22, 9e-3)]
+    found = [(1 << 12, 1e-3), (1 << 18, 2e-3), (1 << 22, 9e-3)]
+    rungs = [Rung(size_bytes=size_bytes, time_s=time_s) for size_bytes, time_s in found]
     small, large = sorted((first, second))
     assert interpolated(rungs, small) <= interpolated(rungs, large)

@@ -16,6 +16,12 @@ Times = Callable[[Mapping[str, str]], float | None]
 """Seconds of a step of one second of ops, by its division; ``None`` where nothing fits."""
 
 
+@pytest.fixture(autouse=True)
+def _chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Tests of ranks in this process may have forced a division.
+    monkeypatch.setattr(division, "forced", None)
+
+
 class Job:
     """Two ranks, of which the first one asks."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -24,7 +25,7 @@ def _climbed(monkeypatch: pytest.MonkeyPatch, bytes_per_s: float, start_s: float
 
     monkeypatch.setattr(ladder, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
     exchange = SimpleNamespace(size=3, add=whole, add_part=part)
-    return ladder.Ladder(cast(Any, exchange))
+    return ladder.Ladder.measured(cast(Any, exchange))
 
 
 @pytest.mark.parametrize("size_bytes", [4 << 10, 100_000, 1 << 20, 4 << 20])
@@ -41,8 +42,46 @@ def test_beyond_the_last_rung_seconds_grow_with_bytes(monkeypatch: pytest.Monkey
     assert found.seconds(64 << 20, divided=False) == pytest.approx((64 << 20) / 1e8)
 
 
-def test_plans_hold_for_networks_of_one_grade(monkeypatch: pytest.MonkeyPatch) -> None:
-    rates = [100e6, 110e6, 400e6, 25e6]
-    grades = [_climbed(monkeypatch, rate, 0.0).grade for rate in rates]
-    assert grades[0] == grades[1]
-    assert len(set(grades)) == 3
+def test_what_was_measured_first_is_kept_while_the_network_is_as_fast(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = tmp_path / "ranks" / "exchanges.json"
+    rates = (100e6, 110e6, 60e6, 140e6, 25e6)
+    first, like, busy, faster, slow = (_climbed(monkeypatch, rate, 0.0) for rate in rates)
+    assert first.as_kept(path) == first
+    assert like.as_kept(path) == first
+    assert busy.as_kept(path) == first
+    # Again, as what is compared with does not creep.
+    assert like.as_kept(path) == first
+    # The first may have been measured while the hosts were busy.
+    assert faster.as_kept(path) == faster
+    assert slow.as_kept(path) == slow
+    assert faster.as_kept(path) == faster
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"not json",
+        b'{"whole":[],"part":[]}',
+        b'{"whole":[{"size_bytes":4194304,"time_s":0.0}],"part":[{"size_bytes":4194304,"time_s":0.0}]}',
+        b'{"whole":[{"size_bytes":4194304,"time_s":0.04}],"part":[{"size_bytes":4194304,"time_s":0.02}]}',
+    ],
+)
+def test_what_cannot_be_used_is_measured_anew(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, content: bytes
+) -> None:
+    path = tmp_path / "exchanges.json"
+    path.write_bytes(content)
+    found = _climbed(monkeypatch, 100e6, 0.0)
+    assert found.as_kept(path) == found
+    assert _climbed(monkeypatch, 110e6, 0.0).as_kept(path) == found
+
+
+def test_a_folder_that_cannot_be_written_to_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "ranks").write_text("a file")
+    found = _climbed(monkeypatch, 100e6, 0.0)
+    assert found.as_kept(tmp_path / "ranks" / "exchanges.json") == found
