@@ -14,13 +14,16 @@ from torch.distributed.rendezvous import rendezvous
 
 
 def main() -> None:
-    """Add until the file that is named second is there."""
+    """Add until the file that is named second is there; with an optimizer, if ``adamw`` is named third."""
     folder, stop = Path(sys.argv[1]), Path(sys.argv[2])
     # Ranks that were started again would find addresses of dead ones in the store, which outlives them.
     store, rank, size = next(rendezvous("env://"))
     own = PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
     dist.init_process_group("gloo", store=own, rank=rank, world_size=size)
     value, number = torch.ones(1), 0
+    if sys.argv[3:] == ["adamw"]:
+        # The first optimizer of a process imports torch's compiler.
+        torch.optim.AdamW([torch.nn.Parameter(value.clone())])
     while not value.isnan():
         value.fill_(float("nan") if stop.exists() else 1.0)
         dist.all_reduce(value)
