@@ -27,6 +27,7 @@ from gascompile.runtime.memory.pinned import HOST
 from gascompile.runtime.run.counted_runs import CountedRuns
 from gascompile.runtime.run.lane import Lane
 from gascompile.runtime.run.meter import LiveBytes, process_peak_bytes
+from gascompile.runtime.run.profiled import Ranges
 from gascompile.runtime.run.recording import Recording
 from gascompile.runtime.run.schedule import Schedule, without_arrivals
 from gascompile.runtime.run.session import Session
@@ -103,6 +104,7 @@ class Executor:
         is_wanted = is_wanted and session.device.graphs() is not None
         self._graphs = GraphRuns(session, plan, self._schedule, on_host) if is_wanted else None
         self._counted: CountedRuns | None = None
+        self._ranges = Ranges(plan)
         if counter is not None and session.device.torch_device.type == "cpu":
             is_random = any(draws(node.target) for node in graph_module.graph.nodes)
             self._counted = CountedRuns(counter, session, plan, on_exceed, draws=is_random)
@@ -167,6 +169,7 @@ class Executor:
         if self._graphs is not None:
             self._graphs.give_back()
         # Constants of the steps are tensors that others may want to be gone.
+        self._ranges.clear()
         self._schedule = self._metered = replace(self._schedule, steps=(), slots=())
 
     def _run_here(
@@ -257,7 +260,7 @@ class Executor:
         values, graphs = list(schedule.slots), self._graphs
         inputs_bytes = self._place(values, inputs)
         given = {slot: value for (_, slot), value in zip(schedule.inputs, inputs, strict=True)}
-        live = self.mover.live
+        live, schedule = self.mover.live, self._ranges.of(schedule)
         interpret = partial(self._interpret, schedule, values, live)
         if schedule.site:
             self._lane = Lane(schedule, values, inputs, self.mover.meetings)
