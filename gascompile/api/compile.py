@@ -15,6 +15,7 @@ from torch import nn
 from gascompile.api.compiled import CompiledModel
 from gascompile.api.looked_up import LookedUp
 from gascompile.api.moved_states import require_own_values
+from gascompile.api.objective import planned, require_model
 from gascompile.api.sources import model_of, require_sense
 from gascompile.api.started import started
 from gascompile.api.unit import Unit
@@ -171,8 +172,8 @@ class Job:
         """Bind a cached program to the model's weights of today."""
         from gascompile.capture.fake_twin import canonical_names
 
-        names, constants = canonical_names(self.model), self._constants(cached)
-        resolved = self._resolve(cached.program, names, constants, checkpoint)
+        parts = (cached.program, canonical_names(self.model), self._constants(cached))
+        resolved = self._resolve(*parts, checkpoint)
         return replace(cached, weights=resolved.weights, held=resolved.held)
 
     def _constants(self, bundle: Bundle) -> dict[str, torch.Tensor]:
@@ -278,19 +279,18 @@ class Job:
             may_move = None if stays else on_heap(program, annotation, self.machine)
 
             def make(taken_bytes: int, budget: Budget) -> Plan:
-                return make_plan(
-                    workload,
-                    self.machine,
-                    budget,
+                plan = partial(
+                    make_plan,
+                    machine=self.machine,
+                    budget=budget,
                     fingerprint=prints,
-                    time_limit_s=config.time_limit_s,
-                    mip_gap=config.mip_gap,
-                    strategy=config.strategy,
                     warnings=warnings,
                     reserved_bytes=self.reserved_bytes + taken_bytes,
                     pinned=self.pinned,
                     on_heap=may_move,
+                    **config.search_limits,
                 )
+                return planned(plan, workload, self.machine, config, is_free=self.pinned is None)
 
             return plan_on_device(make, workload, self.machine, self.budget)
 
@@ -310,6 +310,7 @@ def make_job(
     with task("Measuring this machine" if machine is None else "Reading the machine"):
         resolved = admit(resolve_machine(machine, cache_dir=config.cache_dir, read=read_blocks))
     admit_model(model, resolved)
+    require_model(resolved, config)
     return Job(
         model=model,
         machine=resolved,
@@ -338,6 +339,7 @@ def compile(  # noqa: A001 - the public name, as in torch.compile
     fuse_runs: float = 1000.0,
     graphs: str = "auto",
     sites: str = "one",
+    objective: str = "time",
     on_exceed: str = "error",
     mesh: DeviceMesh | Literal[False] | None = None,
 ) -> CompiledModel:
@@ -345,28 +347,25 @@ def compile(  # noqa: A001 - the public name, as in torch.compile
 
     Args:
         model: a module that ``torch.export`` can trace, on the meta device with ``checkpoint``; or a model's path.
-        budget: memory the runtime may allocate in the tier that computes (``"8GiB"``, bytes), or a ``Budget``.
-            ``None`` allows what the machine holds.
-        example_inputs: tuple or dict of inputs to plan for now. Without it, a plan is made at the first call
-            of each input signature.
+        budget: memory to allocate in the tier that computes (``"8GiB"``, bytes), or a ``Budget``; by default all of it.
+        example_inputs: tuple or dict of inputs to plan for now. Without it, plans are made at first calls.
         checkpoint: .safetensors, .gguf or .bin file, sharded or Hugging Face directory; read in place, never whole.
         dynamic_shapes: as ``torch.export.export`` takes it; the plan holds for the upper bounds. Without it and without
             ``example_inputs``, dimensions that change from call to call get a range by themselves; ``False``: none.
         machine: ``None`` for this machine, measured once and remembered; or a preset's name or a file.
             ``"emulated"`` runs on an accelerator made of RAM and paced copies.
         cache_dir: where plans, the machine profile and spilled weights are kept.
-        time_limit_s: wall clock for the solver.
-        mip_gap: relative gap at which the solver may stop.
+        time_limit_s: wall clock for the solver, which may stop at the relative gap ``mip_gap``.
         strategy: force one candidate plan, such as ``"first_fit"``, for comparison.
         weights: ``None`` moves weights as they are stored, which loses nothing. ``"bf16"``, ``"int8"`` and
             ``"int4"`` move fewer bytes and lose precision; ``"auto"`` plans with each and takes the fastest.
         fuse: ``"auto"`` compiles the ops between two transfers where that pays, ``"exact"`` those among them whose
             results are the same bits, ``"off"`` none.
-        fuse_runs: compiling kernels may take as long as they are predicted to save in so many runs. Infinity
-            fuses whatever gains anything.
+        fuse_runs: compiling kernels may take as long as they save in so many runs; infinity fuses what gains anything.
         graphs: ``"auto"`` gives a GPU the ops between two moves in one call, as a CUDA graph; ``"off"`` one by one.
         sites: ``"all"`` lets ops run on the host's processor while an accelerator does the rest.
-        on_exceed: where an op asks for more than the budget has, ``"error"`` plans again or stops, ``"warn"`` goes on.
+        objective: ``"time"``, or ``"energy"`` for the fewest joules by what the machine says that its work takes.
+        on_exceed: where an op takes more than the budget has, ``"error"`` plans again or stops, ``"warn"`` goes on.
         mesh: the ranks that run the model on rows of their own, in step, with one copy of the weights per host; by
             default those that ``torchrun`` has started. ``False``: this process alone.
 
@@ -389,6 +388,7 @@ def compile(  # noqa: A001 - the public name, as in torch.compile
         fuse_runs=fuse_runs,
         graphs=graphs,
         sites=sites,
+        objective=objective,
         on_exceed=on_exceed,
         **({"cache_dir": Path(cache_dir)} if cache_dir is not None else {}),
     )

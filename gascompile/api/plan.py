@@ -9,6 +9,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gascompile.api.objective import planned, require_model
 from gascompile.core import serial
 from gascompile.core.budget import Budget
 from gascompile.core.checks.machine import source_warnings
@@ -45,6 +46,7 @@ def plan(
     strategy: str | None = None,
     weights: str | None = None,
     sites: str = "one",
+    objective: str = "time",
     batch: int = 1,
     tokens: int = 128,
 ) -> Plan:
@@ -63,6 +65,7 @@ def plan(
         strategy: force one candidate plan.
         weights: the form that weights move in, as ``compile`` takes it; for models.
         sites: as ``compile`` takes it; a workload says itself where its ops can run.
+        objective: ``"energy"`` plans for the fewest joules, by what the machine says that its work takes.
         batch: rows of made-up inputs.
         tokens: tokens per row of made-up inputs.
 
@@ -82,9 +85,11 @@ def plan(
         strategy=strategy,
         weights=weights,
         sites=sites,
+        objective=objective,
         **options,
     )
     resolved = machine_of(machine, config.cache_dir)
+    require_model(resolved, config)
     limits = Budget.of(budget, resolved)
     limits.limits_bytes(resolved)  # refuses what is no size, before anything is read or captured
     if weights is not None and (isinstance(source, Workload) or is_workload_file(source)):
@@ -147,17 +152,20 @@ def _plan_workload(
         "budget": serial.digest(budget.limits_bytes(machine)),
         "options": serial.digest({**config.fingerprint_fields(), **packing_fields()}),
     }
-    return make_plan(
-        workload,
-        machine,
-        budget,
-        fingerprint=prints,
-        time_limit_s=config.time_limit_s,
-        mip_gap=config.mip_gap,
-        strategy=config.strategy,
-        warnings=source_warnings(machine),
-        move_all=config.strategy is None,
-    )
+
+    def make(workload: Workload, *, strategy: str | None) -> Plan:
+        return make_plan(
+            workload,
+            machine,
+            budget,
+            fingerprint=prints,
+            **config.search_limits,
+            strategy=strategy,
+            warnings=source_warnings(machine),
+            move_all=strategy is None,
+        )
+
+    return planned(make, workload, machine, config)
 
 
 def simulate(plan: Plan, machine: Machine | str | os.PathLike[str] | None = None) -> Timeline:

@@ -122,6 +122,14 @@ Sites = Annotated[
         help="Whether ops of a model may run on the host's processor, too, beside the accelerator.",
     ),
 ]
+Objective = Annotated[
+    str,
+    typer.Option(
+        "--objective",
+        metavar="time|energy",
+        help="Plan for the least time, or the fewest joules by the machine's model.",
+    ),
+]
 Batch = Annotated[int, typer.Option("--batch", min=1, max=1 << 20, help="Rows of made-up inputs.")]
 Tokens = Annotated[
     int, typer.Option("--tokens", min=1, max=1 << 24, help="Tokens per row of made-up inputs.")

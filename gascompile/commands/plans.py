@@ -113,6 +113,7 @@ def plan(
     train: Train = False,
     weights: opt.WeightForm = None,
     sites: opt.Sites = "one",
+    objective: opt.Objective = "time",
     time_limit: opt.TimeLimit = 20.0,
     cache_dir: opt.CacheDir = None,
     json: opt.JsonFlag = False,
@@ -124,7 +125,7 @@ def plan(
     """
     if hosts is not None or ranks is not None or train:
         others = (budget, cpu, nvme, place, device_map, ngl, ot, weights, compare)
-        if any(option is not None for option in others) or sites != "one":
+        if any(option is not None for option in others) or (sites, objective) != ("one", "time"):
             raise typer.BadParameter(
                 "plans over ranks take --hosts or --ranks, --machine, --strategy, --train, --batch and --tokens alone; "
                 "what places may hold stands in the hosts file"
@@ -158,6 +159,7 @@ def plan(
                 cache_dir=folder,
                 weights=weights,
                 sites=sites,
+                objective=objective,
             )
         if output is not None:
             made.save(output)
@@ -285,6 +287,7 @@ def make_plan_of(
     cache_dir: Path,
     weights: str | None = None,
     sites: str = "one",
+    objective: str = "time",
 ) -> Plan:
     """Plan a source as the command line names it; ``limits`` are those of the command line."""
     from gascompile.api.plan import plan as plan_source
@@ -303,6 +306,7 @@ def make_plan_of(
             strategy=strategy,
             weights=weights,
             sites=sites,
+            objective=objective,
             batch=shape[0],
             tokens=shape[1],
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypedDict
 
 from gascompile.core.own_files import own_cache
 
@@ -15,6 +16,7 @@ FUSE = ("auto", "exact", "off")
 GRAPHS = ("auto", "off")
 ON_EXCEED = ("error", "warn")
 SITES = ("one", "all")
+OBJECTIVES = ("time", "energy")
 
 
 def default_cache_dir() -> Path:
@@ -24,6 +26,13 @@ def default_cache_dir() -> Path:
         return Path(given).expanduser()
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "gascompile"
+
+
+class SearchLimits(TypedDict):
+    """What ends the search for a plan."""
+
+    time_limit_s: float
+    mip_gap: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +54,8 @@ class CompileConfig:
     """Compiling kernels may take as long as they save in so many runs; infinity fuses whatever gains anything."""
     sites: str = "one"
     """``one`` runs all ops on the tier that computes; ``all`` also on the host's processor, both at once."""
+    objective: str = "time"
+    """``time`` plans the fastest iteration; ``energy`` the one of the fewest joules, by the machine's model."""
     graphs: str = field(default="auto", metadata={"fingerprint": False})
     """``auto`` gives a device that has graphs the ops between two moves in one call; ``off`` one by one."""
     on_exceed: str = field(default="error", metadata={"fingerprint": False})
@@ -67,10 +78,17 @@ class CompileConfig:
             raise ValueError(f"graphs is one of {', '.join(GRAPHS)}, not {self.graphs!r}")
         if self.sites not in SITES:
             raise ValueError(f"sites is one of {', '.join(SITES)}, not {self.sites!r}")
+        if self.objective not in OBJECTIVES:
+            raise ValueError(f"objective is one of {', '.join(OBJECTIVES)}, not {self.objective!r}")
         if self.on_exceed not in ON_EXCEED:
             raise ValueError(f"on_exceed is one of {', '.join(ON_EXCEED)}, not {self.on_exceed!r}")
         if not self.fuse_runs >= 0:
             raise ValueError(f"fuse_runs is a number of runs, not {self.fuse_runs}")
+
+    @property
+    def search_limits(self) -> SearchLimits:
+        """What ends a search, as ``make_plan`` takes it."""
+        return {"time_limit_s": self.time_limit_s, "mip_gap": self.mip_gap}
 
     def fingerprint_fields(self) -> dict[str, str]:
         """Return every field that shapes the plan, as text."""

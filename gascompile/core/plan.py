@@ -15,6 +15,7 @@ from typing import ClassVar
 
 from gascompile.core import serial
 from gascompile.core.machine import Machine
+from gascompile.core.reports import Energy
 from gascompile.core.serial import json_name
 from gascompile.core.steps import Step
 from gascompile.core.workload import Forms, TensorKind, Workload
@@ -149,6 +150,8 @@ class Plan:
     workload: Workload
     machine: Machine
     warnings: tuple[str, ...] = ()
+    energy: Energy | None = field(default=None, metadata={"left_out": True})
+    """Of one iteration; ``None`` where the machine does not say what it takes."""
 
     @staticmethod
     def older(named: str) -> type | None:

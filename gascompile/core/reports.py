@@ -42,7 +42,7 @@ class Energy:
 
     joules: float
     source: str
-    """``model``: constants of the machine times what the plan has; nothing was measured."""
+    """``model``: constants of the machine times what the plan has; nothing was measured. Else the counter's name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +74,13 @@ class RunReport:
     """Seconds that each processor was at ops, where they run on several; a device: that it did not wait."""
     grad_norm: float | None = None
     """Of a training step with an update: the norm of all gradients before clipping, where it clips or was asked."""
+    energy: Energy | None = field(default=None, metadata={"left_out": True})
+    """What the machine's counters counted while it ran, others' work included; ``None`` where none of them did."""
+
+    @property
+    def joules(self) -> float | None:
+        """What was counted; ``None`` is not nothing, but unknown."""
+        return self.energy.joules if self.energy is not None else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,6 +25,7 @@ from gascompile.machines.doctor_gpu import gpu_findings
 from gascompile.machines.findings import Finding as Finding  # noqa: PLC0414 - re-exported
 from gascompile.machines.findings import Status as Status  # noqa: PLC0414 - re-exported
 from gascompile.machines.resolve import remembered_machine, resolve_machine
+from gascompile.runtime.devices.energy_counters import package_counters
 from gascompile.runtime.devices.probe import GpuFacts
 from gascompile.runtime.devices.probe import look as look_at_gpu
 
@@ -227,9 +228,22 @@ def _compiler() -> Finding:
     )
 
 
+def _energy() -> Finding:
+    counters = package_counters()
+    if counters.of:
+        return Finding(name="energy counters", status=Status.OK, detail=counters.source)
+    return Finding(
+        name="energy counters",
+        status=Status.WARN,
+        detail=f"{counters.reason}: runs say no joules",
+        remedy="run as root on the machine itself, or plan with the energy that a machine file states",
+    )
+
+
 def _optional_parts() -> list[Finding]:
     return [
         _compiler(),
+        _energy(),
         _package("transformers", "pip install 'gascompile[hf]' to plan Hugging Face models"),
         _package("accelerate", "pip install 'gascompile[hf]' to plan Hugging Face models"),
         _package("triton", "pip install 'gascompile[gpu]' on a machine with a GPU"),

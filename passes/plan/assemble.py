@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from gascompile.core.machine import Machine
 from gascompile.core.plan import Certificate, OpPlan, Plan, accounts
+from gascompile.cost_models.formulas.energy import plan_energy
 from gascompile.passes.plan.draft import Draft
 from gascompile.passes.verify.account import account
 
@@ -46,4 +48,5 @@ def assemble(
         warnings=warnings,
     )
     peak_bytes, link_bytes = account(plan)
-    return plan.with_accounts(peak_bytes=peak_bytes, link_bytes=link_bytes)
+    plan = plan.with_accounts(peak_bytes=peak_bytes, link_bytes=link_bytes)
+    return replace(plan, energy=plan_energy(plan))

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from gascompile.core.machine import Machine
 from gascompile.core.plan import Plan
+from gascompile.cost_models.formulas.energy import plan_energy
 from gascompile.cost_models.simulate.replay import replay_plan
 from gascompile.passes.bounds.certify import Proof, certify
 from gascompile.passes.bounds.least_time import least_time
@@ -45,6 +46,7 @@ def recost(plan: Plan, machine: Machine, *, warning: str) -> Plan:
         mip_gap=0.0,
         solver=found.solver,
     )
-    return replace(
+    again = replace(
         plan, machine=machine, certificate=certificate, warnings=(*plan.warnings, warning)
     )
+    return replace(again, energy=plan_energy(again))

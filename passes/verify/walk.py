@@ -19,6 +19,7 @@ from gascompile.core.sizes import PAGE_BYTES, format_size, reserve_bytes
 from gascompile.core.steps import Compute, Offload, Prefetch, Recompute, Release, Reload, Step, Wait
 from gascompile.core.tiles import parse_tile
 from gascompile.core.workload import TensorKind
+from gascompile.cost_models.formulas.energy import plan_energy
 from gascompile.cost_models.formulas.gathers import gather_link, gathered
 from gascompile.cost_models.simulate.replay import replay_plan, up_front_transfers
 from gascompile.passes.bounds.certify import EVERYTHING, WEIGHTS
@@ -50,6 +51,7 @@ def verify(plan: Plan) -> None:
     _Walk(plan).run()
     _check_accounts(plan)
     _check_certificate(plan)
+    _check_energy(plan)
 
 
 def _refuse(message: str, step: int = -1) -> NoReturn:
@@ -384,6 +386,14 @@ def _check_certificate(plan: Plan) -> None:
     names = {"compute", *(link.name for link in plan.machine.links)}
     if found.binding not in names:
         _refuse(f"the certificate names the resource '{found.binding}', which does not exist")
+
+
+def _check_energy(plan: Plan) -> None:
+    """Check the joules that a plan claims; older ones claim none."""
+    claimed, found = plan.energy, plan_energy(plan)
+    if claimed is None or (found is not None and _close(claimed.joules, found.joules)):
+        return
+    _refuse(f"the plan claims {claimed.joules} joules, its machine's model gives {found}")
 
 
 def _close(a: float, b: float) -> bool:

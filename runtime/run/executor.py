@@ -16,15 +16,15 @@ import torch
 from torch import fx
 
 from gascompile.core.errors import DeviceError, PlanMismatchError, UnsupportedOpError
-from gascompile.core.op_sites import plan_sites
 from gascompile.core.plan import Plan
 from gascompile.core.program import draws
-from gascompile.core.reports import GraphReport, RunReport
+from gascompile.core.reports import Energy, GraphReport, RunReport
+from gascompile.runtime.devices.energy_counters import energy_counters
 from gascompile.runtime.devices.graphs import GraphRuns, make_room
 from gascompile.runtime.kernels.fused import FusedSegment
 from gascompile.runtime.memory.counting import NO_LIMIT, Count, Counter
-from gascompile.runtime.memory.pinned import HOST
 from gascompile.runtime.run.counted_runs import CountedRuns
+from gascompile.runtime.run.fit import require_fit
 from gascompile.runtime.run.lane import Lane
 from gascompile.runtime.run.meter import LiveBytes, process_peak_bytes
 from gascompile.runtime.run.profiled import Ranges
@@ -34,7 +34,6 @@ from gascompile.runtime.run.session import Session
 from gascompile.runtime.run.steps import compile_steps
 from gascompile.runtime.transfer.crossings import AbortedError
 from gascompile.runtime.transfer.mover import PlanMover
-from gascompile.runtime.transfer.residents import resident_addresses
 
 _REFUSALS = (
     RuntimeError,
@@ -92,7 +91,7 @@ class Executor:
             PlanMismatchError: session, graph and plan do not belong together.
             UnsupportedOpError: ops of the plan run elsewhere than on the session's device.
         """
-        _check_session(session, plan)
+        require_fit(session, plan)
         self._session = session
         self._plan = plan
         self._measure, self._from_file, self._on_host = measure, from_file, frozenset(on_host)
@@ -105,6 +104,7 @@ class Executor:
         self._graphs = GraphRuns(session, plan, self._schedule, on_host) if is_wanted else None
         self._counted: CountedRuns | None = None
         self._ranges = Ranges(plan)
+        self._energy = energy_counters(session.device.torch_device)
         if counter is not None and session.device.torch_device.type == "cpu":
             is_random = any(draws(node.target) for node in graph_module.graph.nodes)
             self._counted = CountedRuns(counter, session, plan, on_exceed, draws=is_random)
@@ -223,7 +223,7 @@ class Executor:
         warm: bool,
         recording: Recording | None = None,
     ) -> tuple[Any, ...]:
-        start_s = time.perf_counter()
+        start_s, before_j = time.perf_counter(), self._energy.read_j() if self._measure else None
         self._session.device.begin()
         self.mover.begin(warm=warm)
         count: Count | None = None
@@ -251,7 +251,10 @@ class Executor:
             if (end := self._session.device.mark()) is not None:
                 end.wait()
             time_s = time.perf_counter() - start_s
-            self.last_run = self._report(time_s, live_bytes, is_counted=count is not None)
+            found = self._report(time_s, live_bytes, is_counted=count is not None)
+            if (joules := self._energy.taken_j(before_j, time_s)) is not None:
+                found = replace(found, energy=Energy(joules=joules, source=self._energy.source))
+            self.last_run = found
         self.mover.end()
         return outputs
 
@@ -371,32 +374,3 @@ class Executor:
 def _line(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
-
-
-def _check_session(session: Session, plan: Plan) -> None:
-    tier = plan.machine.compute_tier
-    known = {tier} if session.device.is_host else {tier, HOST}
-    elsewhere = next((op for op in plan.ops if op.site not in known), None)
-    if elsewhere is not None:
-        raise UnsupportedOpError(
-            f"the plan runs op '{elsewhere.name}' on '{elsewhere.site}'; this runtime runs ops on "
-            f"{' and '.join(sorted(known))}: plan with op times for these alone"
-        )
-    sites = plan_sites(plan)
-    if sites is not None and (beside := sites.beside(plan, has_store=session.store is not None)):
-        raise UnsupportedOpError(
-            f"the plan moves '{beside}' out of memory and back beside ops on several sites, which this runtime does "
-            "for updates of what rests there alone; plan with op times for one site"
-        )
-    needed = plan.arena_bytes.get(tier, 0)
-    if needed > session.arena.size_bytes:
-        raise PlanMismatchError(
-            f"the plan needs an arena of {needed} bytes, the session has {session.arena.size_bytes}; "
-            "plan both for the same budget"
-        )
-    for name, address in resident_addresses(plan).items():
-        if session.addresses.get(name) != address:
-            raise PlanMismatchError(
-                f"the plan keeps '{name}' at address {address}, the session at "
-                f"{session.addresses.get(name)}; plan with the session's resident weights"
-            )

@@ -32,7 +32,7 @@ class Ranges:
 
     def of(self, schedule: Schedule) -> Schedule:
         """Return ``schedule`` with a range around each call where this thread is profiled; else as it is."""
-        if not torch.autograd._profiler_enabled():
+        if not torch._C._autograd._profiler_enabled():
             return schedule
         if self._latest is None or self._latest[0] is not schedule:
             self._latest = (schedule, with_ranges(schedule, self._plan))
