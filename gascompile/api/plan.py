@@ -27,6 +27,9 @@ from gascompile.machines.emulated import EMULATED
 from gascompile.passes.plan.make_plan import make_plan, require_known
 from gascompile.passes.verify.walk import verify
 
+_KINDS = (".json", ".pt2", ".onnx", ".gguf")
+"""Of files that may be a source; what they hold is looked at when they are opened."""
+
 if TYPE_CHECKING:
     from torch import nn
 
@@ -77,7 +80,7 @@ def plan(
             no sense; names the place.
     """
     require_known(strategy)
-    _require_some(source)
+    require_source(source)
     options: dict[str, Any] = {"cache_dir": Path(cache_dir)} if cache_dir is not None else {}
     config = CompileConfig(
         time_limit_s=time_limit_s,
@@ -117,11 +120,18 @@ def plan(
     )
 
 
-def _require_some(source: Any) -> None:
-    """Refuse a path that leads nowhere, before this machine is measured; raises ``FormatError``."""
+def require_source(source: Any) -> None:
+    """Refuse a path to nothing, or to a file of no kind that is known, before this machine is measured.
+
+    Raises:
+        FormatError: it is one.
+    """
     if not isinstance(source, (str, os.PathLike)) or is_workload_file(source):
         return
-    if ":" not in os.fspath(source) and not os.path.exists(source):
+    if os.path.isdir(source):
+        return
+    kind = os.path.splitext(source)[1]
+    if ":" not in os.fspath(source) and not (os.path.exists(source) and kind in _KINDS):
         from gascompile.api.sources import open_source
 
         open_source(source)

@@ -43,7 +43,7 @@ def annotate(
     """
     folder = opt.cache_dir_of(cache_dir)
     with reserved_stdout(json):
-        target = opt.machine_of(machine, folder)
+        target = opt.machine_of(machine, folder, source)
         with opt.usage_errors():
             config = CompileConfig(cache_dir=folder, sites=sites)
         found = _annotated(source, target, (batch, tokens), config)

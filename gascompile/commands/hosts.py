@@ -42,7 +42,7 @@ def plan_over(
         resolved = named_hosts(hosts)
     else:
         assert ranks is not None, "one of them is given"
-        resolved = equal_ranks(opt.machine_of(machine, cache_dir), ranks)
+        resolved = equal_ranks(opt.machine_of(machine, cache_dir, source), ranks)
     with opt.usage_errors():
         return plan_hosts(
             source,

@@ -153,11 +153,16 @@ def usage_errors() -> Iterator[None]:
         raise typer.BadParameter(str(error)) from error
 
 
-def machine_of(given: str | None, cache_dir: Path) -> Machine:
-    """Return the machine named on the command line, by default this one, measured once."""
+def machine_of(given: str | None, cache_dir: Path, source: str | None = None) -> Machine:
+    """Return the machine named on the command line, by default this one, measured once.
+
+    Where a ``source`` is what it is for, one that is nothing is refused before that.
+    """
     from gascompile.api import plan as planning
     from gascompile.core.progress import task
 
+    if source is not None:
+        planning.require_source(source)
     with usage_errors(), task("Measuring this machine" if given is None else "Reading the machine"):
         return planning.machine_of(given, cache_dir)
 

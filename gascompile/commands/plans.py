@@ -242,7 +242,7 @@ def _layered(
     from gascompile.integrations.llama_cpp import LlamaCppPlacement, llama_cpp_plan
 
     placement = LlamaCppPlacement.of(*said)
-    resolved = opt.machine_of(machine, cache_dir)
+    resolved = opt.machine_of(machine, cache_dir, source)
     return llama_cpp_plan(
         placement,
         source,
@@ -264,9 +264,10 @@ def _mapped(
 ) -> Plan:
     from gascompile.integrations.device_map import device_map_plan, read_device_map
 
-    resolved = opt.machine_of(machine, cache_dir)
+    theirs = read_device_map(device_map)
+    resolved = opt.machine_of(machine, cache_dir, source)
     return device_map_plan(
-        read_device_map(device_map),
+        theirs,
         source,
         resolved,
         opt.budget_of(limits, resolved),
@@ -292,7 +293,7 @@ def make_plan_of(
     """Plan a source as the command line names it; ``limits`` are those of the command line."""
     from gascompile.api.plan import plan as plan_source
 
-    resolved = opt.machine_of(machine, cache_dir)
+    resolved = opt.machine_of(machine, cache_dir, source)
     allowed = opt.budget_of(limits, resolved)
     path = Path(source)
     finished = opt.is_finished(path)

@@ -189,6 +189,30 @@ def test_an_infeasible_budget_fails_with_the_smallest_one(toy: str) -> None:
 
 
 @pytest.mark.parametrize(
+    "args",
+    [
+        ("plan",),
+        ("plan", "--ngl", "3"),
+        ("plan", "--ranks", "2"),
+        ("annotate", "-o", "x.json"),
+        ("explain", "x"),
+        ("whatif",),
+    ],
+)
+def test_nothing_is_measured_for_a_source_that_is_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, args: tuple[str, ...]
+) -> None:
+    def measure(*_: object) -> None:
+        pytest.fail("the machine was asked for")
+
+    monkeypatch.setattr("gascompile.api.plan.machine_of", measure)
+    (tmp_path / "notes.txt").write_text("no model")
+    for source in ("nope", str(tmp_path / "notes.txt")):
+        code, message = _failure(args[0], source, *args[1:])
+        assert (code, "cannot open" in message) == (1, True), message
+
+
+@pytest.mark.parametrize(
     ("args", "code", "words"),
     [
         (("x.onnx",), 1, "a source is"),
