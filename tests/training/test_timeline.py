@@ -31,7 +31,11 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[RecordedStep, An
         found = record(step, third)
         report = step.last_run
         assert step.recording is None
+        code = step.graph_module.code
         losses += [float(found.loss), float(step(fourth))]
+    # The schedule as code: a call for each move of the plan.
+    for kind, called in ((Offload, "offload("), (Reload, "reload(")):
+        assert code.count(called) == sum(isinstance(s, kind) for s in found.plan.steps) > 0
     return found, report, losses
 
 
