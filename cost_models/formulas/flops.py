@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from gascompile.formats.ops import wire_rows
+
 _Formula = Callable[[Sequence[Any], Sequence[Any]], int]
 """From an op's arguments and its results to its FLOPs."""
 
@@ -90,8 +92,8 @@ def _transposed(args: Sequence[Any], results: Sequence[Any]) -> int:
 
 
 def _packed_product(args: Sequence[Any], results: Sequence[Any]) -> int:
-    # The weight is packed along its columns; its rows are those of the product.
-    return 2 * int(args[0].numel()) * int(args[1].shape[0])
+    # The weight is packed; its rows are those of the product.
+    return 2 * int(args[0].numel()) * wire_rows(args[1], args[3], int(args[0].shape[-1]))
 
 
 def _attention(args: Sequence[Any], results: Sequence[Any]) -> int:

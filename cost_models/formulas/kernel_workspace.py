@@ -15,7 +15,7 @@ import torch
 
 from gascompile.core.sizes import align_up
 from gascompile.formats import ops as wire_ops
-from gascompile.formats.ops import decode_workspace_bytes, linear_workspace_bytes
+from gascompile.formats.workspace import decode_workspace_bytes, linear_workspace_bytes
 
 _ATTENTION_KEY_BLOCK = 512
 _CHANNEL_BLOCK = 16

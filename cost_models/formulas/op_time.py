@@ -18,6 +18,7 @@ from itertools import pairwise
 
 from gascompile.core.errors import UnsupportedOpError
 from gascompile.core.machine import ComputeRate, Machine, MemoryRate
+from gascompile.formats.packings import packing_of
 
 _PARTS_OF_COMPLEX = {"complex32": "float16", "complex64": "float32", "complex128": "float64"}
 _CPU_DECODING_BYTES = {
@@ -34,6 +35,8 @@ _CPU_DECODING_BYTES = {
     "q4_k": 1.5,
     "q6_k": 2.1,
 }
+_CPU_UNPACKING_BYTES = {"gptq": 12.0, "awq": 12.0, "packed": 9.0, "fp8": 7.0}
+"""Of forms whose parts lie apart, by their kind; plain torch unpacks them."""
 _FUSED_ROWS = 16
 _GPU_COMPUTE_BYTES = 2
 _MEMORY_BOUND_PREFIXES = ("int", "uint", "bool")
@@ -87,8 +90,10 @@ def decoding_bytes(num_weights: int, form: str, *, is_gpu: bool, rows: int) -> f
         is_gpu: whether a GPU computes.
         rows: of the product's input.
     """
+    packing = packing_of(form)
     if not is_gpu:
-        return _CPU_DECODING_BYTES[form] * num_weights
+        per_value = _CPU_UNPACKING_BYTES[packing.kind] if packing else _CPU_DECODING_BYTES[form]
+        return per_value * num_weights
     return 0.0 if rows <= _FUSED_ROWS else 2 * _GPU_COMPUTE_BYTES * num_weights
 
 

@@ -20,7 +20,8 @@ from gascompile.core.errors import CaptureError, CheckpointError, FormatError
 from gascompile.core.files import is_folder
 from gascompile.core.model_libraries import model_libraries
 from gascompile.core.sizes import parse_size
-from gascompile.formats.dtypes import FLOATING
+from gascompile.formats.dtypes import FLOATING, is_lossless
+from gascompile.formats.layout import is_read_packed
 from gascompile.weights.checkpoint import holds_pickled, is_gguf, open_checkpoint
 from gascompile.weights.onnx_file import is_onnx
 
@@ -223,6 +224,10 @@ def default_inputs(model: Any, *, batch: int, tokens: int) -> dict[str, Any]:
 
 
 def _checkpoint_dtype(dtypes: Collection[str]) -> str | None:
-    """Return the floating dtype that most weights of a checkpoint have."""
+    """Return the floating dtype that most weights of a checkpoint have, or one that holds those that are packed."""
     floating = [d for d in dtypes if d in FLOATING]
-    return max(set(floating), key=floating.count) if floating else None
+    found = max(set(floating), key=floating.count) if floating else None
+    packed = [d for d in dtypes if is_read_packed(d)]
+    if found is not None and not all(is_lossless(d, found) for d in packed):
+        return "float32"
+    return found

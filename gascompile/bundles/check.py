@@ -34,7 +34,7 @@ from gascompile.core.tiles import parse_tile
 from gascompile.core.workload import OpSpec, TensorKind, TensorSpec, Workload
 from gascompile.cost_models.formulas.gathers import gathered
 from gascompile.cost_models.measure.host import memory_limit
-from gascompile.formats.layout import PACKED_FORMS
+from gascompile.formats.layout import is_packed
 from gascompile.passes.graph.annotate import annotate
 from gascompile.passes.graph.divide import Division, divide
 from gascompile.passes.graph.order_graph import same_order
@@ -203,7 +203,7 @@ def check_weights(
         if source is None:
             raise CheckpointError(f"the bundle says nowhere where '{name}' lies; save it again")
         form = program.forms.get(name)
-        packed = form is not None and form.wire in PACKED_FORMS
+        packed = form is not None and is_packed(form.wire)
         if packed:
             wanted_dtypes: tuple[str, ...] = (bound.dtype, form.wire) if form else ()
         else:

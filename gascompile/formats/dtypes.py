@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from gascompile.core.program import BoundSpec, Program
 from gascompile.formats.layout import BLOCKS
+from gascompile.formats.packings import packing_of
 
 FLOATING = frozenset(("float64", "float32", "bfloat16", "float16"))
 _WIDER = {
@@ -17,8 +18,17 @@ _WIDER = {
 
 
 def is_lossless(stored: str, compute: str) -> bool:
-    """Return whether every value of ``stored`` is one of ``compute``; those of blocks are float32."""
-    if stored in BLOCKS:
+    """Return whether every value of ``stored`` is one of ``compute``; those of blocks are float32.
+
+    Values of a packing are those of the dtype of its scales, in which whoever unpacks it rounds them. Scales in
+    float32 say of no dtype that it is the one: their values are rounded once, to what is computed in.
+    """
+    packing = packing_of(stored)
+    if packing is not None and packing.scale == "float32":
+        return compute in FLOATING
+    if packing is not None:
+        stored = packing.scale
+    elif stored in BLOCKS:
         stored = "float32"
     return stored == compute or compute in _WIDER.get(stored, ())
 

@@ -18,6 +18,8 @@ Zeros fill every row up to a multiple of ``ROW_ALIGNMENT``, so that rows start w
 ``q8_0``, ``q4_0``, ``q4_k``, ``q6_k``
     What llama.cpp's files hold, byte for byte: blocks of so many values one after the other, each with its
     scales. Nothing is packed in these here. ``formats.blocks`` says what is in a block.
+
+What quantised safetensors hold has no packed rows: ``formats.packings`` says how its parts lie.
 """
 
 from __future__ import annotations
@@ -26,6 +28,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
+
+from gascompile.formats.packings import packing_of
 
 LAYOUT = 3
 """Of the rows: weights packed in another one are packed again."""
@@ -40,7 +44,7 @@ BLOCKS: Final[Mapping[str, tuple[int, int]]] = MappingProxyType(
 )
 """Forms that files are read in: values of a block, and its bytes."""
 PACKED_FORMS = (*FORMS, *BLOCKS)
-"""The forms whose rows are bytes; every other form is a plain matrix of its dtype."""
+"""The forms whose rows are bytes. Those of ``packings`` are bytes as a whole, every other is a plain matrix."""
 GROUPS = (16, 32, 64, 128)
 """How many columns may share a scale, and in ``int4`` a minimum."""
 DEFAULT_GROUPS: Final[Mapping[str, int]] = MappingProxyType(
@@ -123,8 +127,20 @@ def packed_parts(form: str, columns: int, group: int) -> Parts:
     )
 
 
+def is_packed(form: str) -> bool:
+    """Return whether a weight in this form moves as bytes that have to be decoded."""
+    return form in PACKED_FORMS or packing_of(form) is not None
+
+
+def is_read_packed(form: str) -> bool:
+    """Return whether files hold weights in this form, which are read in place and packed nowhere here."""
+    return form in BLOCKS or packing_of(form) is not None
+
+
 def group_of(form: str) -> int:
     """Return how many columns share a scale, or a block, in a packed form; 0 in others."""
+    if packing := packing_of(form):
+        return packing.group
     return BLOCKS[form][0] if form in BLOCKS else DEFAULT_GROUPS.get(form, 0)
 
 

@@ -10,12 +10,13 @@ each group of inputs.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final, Protocol
 
 import torch
 
-from gascompile.formats.blocks import decode_blocks, decode_bytes
+from gascompile.formats.blocks import decode_blocks
 from gascompile.formats.layout import (
     BLOCKS,
     GROUPS_PER_STEP,
@@ -27,6 +28,8 @@ from gascompile.formats.layout import (
     packed_parts,
     row_bytes,
 )
+from gascompile.formats.packings import packing_of, rows_of
+from gascompile.formats.unpack import unpack_into
 
 PLAIN: Final = ("bfloat16", "float16", "float32")
 """Wire forms that are matrices of a dtype of torch's."""
@@ -100,11 +103,18 @@ class FormSpec:
         return group_of(self.wire)
 
 
-def wire_matrix(form: str, rows: int, columns: int, group: int) -> tuple[str, tuple[int, int]]:
-    """Return dtype and shape of the matrix that a weight of ``rows x columns`` is on the wire."""
+def wire_matrix(form: str, rows: int, columns: int, group: int) -> tuple[str, tuple[int, ...]]:
+    """Return dtype and shape of what a weight of ``rows x columns`` is on the wire: bytes alone where it is whole."""
     if form in PLAIN:
         return form, (rows, columns)
+    if packing := packing_of(form):
+        return "uint8", (packing.size_bytes(rows, columns),)
     return "uint8", (rows, row_bytes(form, columns, group))
+
+
+def wire_rows(weight: torch.Tensor, form: str, columns: int) -> int:
+    """Return how many rows a weight on the wire has."""
+    return weight.shape[0] if weight.dim() > 1 else rows_of(form, columns, weight.shape[0])
 
 
 def linear_into(
@@ -120,11 +130,14 @@ def linear_into(
         group: columns per scale in packed forms.
     """
     columns = x.shape[1]
+    if packing_of(form) is not None:
+        _whole_into(out, x, weight, form)
+        return
     _check_width(weight, form, columns, group)
     kernels = _kernels.get(x.device.type)
     if kernels is not None and kernels.linear(out, x, weight, form, group):
         return
-    scratch = x.new_empty((_block_rows(x.shape[0], columns, weight.shape[0]), columns))
+    scratch = x.new_empty((block_rows(x.shape[0], columns, weight.shape[0]), columns))
     if kernels is not None and kernels.linear_by_blocks(out, x, weight, form, group, scratch):
         return
     if form == "int4" and x.dtype == torch.float32:
@@ -140,6 +153,33 @@ def linear_into(
         else:
             block.copy_(decoded(rows, form, columns, group, torch.float32))
         torch.mm(x, block.t(), out=part)
+
+
+def _whole_into(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, form: str) -> None:
+    """Multiply by a weight whose parts lie apart, some of its rows after the other."""
+    columns = x.shape[1]
+    step = block_rows(x.shape[0], columns, wire_rows(weight, form, columns))
+    # What is multiplied in less than float32 lies row by row: oneDNN would copy it so.
+    narrow = None if x.dtype == torch.float32 else x.new_empty((step, columns))
+    for begin, end, values in _unpacked(weight, form, columns, step):
+        block = values if narrow is None else narrow[: end - begin].copy_(values)
+        torch.mm(x, block.t(), out=out[:, begin:end])
+
+
+def _unpacked(
+    weight: torch.Tensor, form: str, columns: int, step: int
+) -> Iterator[tuple[int, int, torch.Tensor]]:
+    """Yield ranges of rows with their values, ``[step, columns]`` in float32, in one piece of memory."""
+    rows = wire_rows(weight, form, columns)
+    # Codes that follow each other along the rows are written so, too.
+    is_across = weight.dim() == 1 and form.startswith(("gptq", "awq"))
+    size = (columns, step) if is_across else (step, columns)
+    scratch = torch.empty(size, device=weight.device)
+    for begin in range(0, rows, step):
+        end = min(begin + step, rows)
+        block = scratch[:, : end - begin].t() if is_across else scratch[: end - begin]
+        unpack_into(block, weight, form, begin)
+        yield begin, end, block
 
 
 def _values_into(out: torch.Tensor, rows: torch.Tensor, form: str, group: int) -> None:
@@ -209,6 +249,13 @@ def decoded(
 
     A value is computed in float32 and rounded once; ``plain`` keeps to plain torch, whatever is installed.
     """
+    if packing_of(form) is not None:
+        num_rows = wire_rows(rows, form, columns)
+        found = torch.empty((num_rows, columns), dtype=dtype, device=rows.device)
+        step = block_rows(1, columns, num_rows)
+        for begin, end, block in _unpacked(rows, form, columns, step):
+            found[begin:end].copy_(block)
+        return found
     if form not in PACKED_FORMS:
         return rows.to(dtype)
     _check_width(rows, form, columns, group)
@@ -263,7 +310,8 @@ def _field(rows: torch.Tensor, offset: int, count: int, dtype: torch.dtype) -> t
     return raw.contiguous().view(dtype).float()
 
 
-def _block_rows(m: int, columns: int, rows: int) -> int:
+def block_rows(m: int, columns: int, rows: int) -> int:
+    """Return how many rows are decoded at once for ``m`` rows of inputs."""
     num_weights = _BLOCK_WEIGHTS * (2 if m >= _MANY_ROWS else 1)
     num_rows = max(num_weights // columns // _ROW_GROUP, 1) * _ROW_GROUP
     return min(num_rows, rows)
@@ -275,7 +323,8 @@ def _block_rows(m: int, columns: int, rows: int) -> int:
 def _linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, form: str, group: int
 ) -> torch.Tensor:
-    return linear_tile(None, x, weight, bias, 0, weight.shape[0], form, group)
+    features = wire_rows(weight, form, x.shape[-1])
+    return linear_tile(None, x, weight, bias, 0, features, form, group)
 
 
 def linear_tile(
@@ -304,7 +353,7 @@ def linear_tile(
         out = x.new_empty((*x.shape[:-1], features))
     if not out.numel():
         return out
-    end = begin + weight.shape[0]
+    end = begin + wire_rows(weight, form, x.shape[-1])
     part = out.view(-1, features)[:, begin:end]
     linear_into(part, x.reshape(-1, x.shape[-1]), weight, form, group)
     if bias is not None:
@@ -315,8 +364,8 @@ def linear_tile(
 def _linear_shape(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, form: str, group: int
 ) -> torch.Tensor:
-    del bias, form, group
-    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+    del bias, group
+    return x.new_empty((*x.shape[:-1], wire_rows(weight, form, x.shape[-1])))
 
 
 def _decode(
@@ -328,6 +377,8 @@ def _decode(
 def _decode_shape(
     rows: torch.Tensor, form: str, columns: int, group: int, dtype: torch.dtype
 ) -> torch.Tensor:
+    if packing_of(form) is not None:
+        return rows.new_empty((wire_rows(rows, form, columns), columns), dtype=dtype)
     return rows.new_empty(
         (*rows.shape[:-1], columns) if form in PACKED_FORMS else rows.shape, dtype=dtype
     )
@@ -346,52 +397,3 @@ _LIBRARY.impl("wire_decode", _decode_shape, "Meta")
 
 LINEAR: Final[torch._ops.OpOverload] = torch.ops.gascompile.wire_linear.default
 DECODE: Final[torch._ops.OpOverload] = torch.ops.gascompile.wire_decode.default
-
-
-# ------------------------------------------------------------ what they need beside their results
-
-
-def linear_workspace_bytes(x: torch.Tensor, weight: torch.Tensor, form: str, group: int) -> int:
-    """Return at least what ``wire_linear`` allocates at once beside its result."""
-    columns, itemsize = x.shape[-1], x.element_size()
-    m = x.numel() // columns
-    block = _block_rows(m, columns, weight.shape[0])
-    size_bytes = block * columns * itemsize + _FEW_BYTES
-    if not x.is_contiguous():
-        size_bytes += m * columns * itemsize
-    if form not in PACKED_FORMS:
-        return size_bytes
-    num_scales = block * -(-columns // group)
-    if x.dtype != torch.float32:
-        decoding_bytes = decode_workspace_bytes(block, columns, form, group)
-        return size_bytes + decoding_bytes + 4 * block * columns
-    if form != "int4":
-        return size_bytes + decode_workspace_bytes(block, columns, form, group)
-    # Scales in float32, and minima in both dtypes.
-    size_bytes += num_scales * (4 + 2 + 4) + block * columns // 2
-    size_bytes += m * columns * itemsize + m * (columns // group) * itemsize
-    return size_bytes
-
-
-def decode_workspace_bytes(
-    num_rows: int, columns: int, form: str, group: int, dtype_bytes: int = 4
-) -> int:
-    """Return at least what decoding wire rows allocates at once beside its result."""
-    if form not in PACKED_FORMS:
-        return _FEW_BYTES
-    if form in BLOCKS:
-        plain_bytes = decode_bytes(num_rows, columns, form)
-        return _FEW_BYTES + plain_bytes + (4 * num_rows * columns if dtype_bytes != 4 else 0)
-    parts = packed_parts(form, columns, group)
-    row_bytes = columns // 2 + parts.num_scales * (2 + 4)
-    if form != "int4":
-        # Codes twice, scales and steps in float32, lower bits as bytes and in float32.
-        row_bytes = parts.num_scales + 2 + parts.num_steps * (4 * GROUPS_PER_STEP + 2 + 4)
-        row_bytes += parts.low_bytes * (1 + 4)
-    if dtype_bytes != 4:
-        row_bytes += 4 * columns
-    return _FEW_BYTES + num_rows * row_bytes
-
-
-_FEW_BYTES = 1 << 10
-"""Allocations of a few bytes: sizes are rounded up."""

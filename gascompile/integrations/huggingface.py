@@ -19,6 +19,7 @@ from gascompile.core.errors import CheckpointError, FormatError
 from gascompile.core.files import is_file
 from gascompile.core.serial import read_json
 from gascompile.weights.checkpoint import is_gguf, open_checkpoint
+from gascompile.weights.quantisation import quantisation_of, scheme_of
 
 
 def register_pytrees() -> None:
@@ -231,23 +232,29 @@ def _config(path: Path) -> tuple[Any, str]:
         data = read_json(path / "config.json", strict=False)
         if not isinstance(data, dict):
             raise CheckpointError(f"{where} holds no object; download it again")
-        _require_plain_weights(data.get("quantization_config"), where)
     try:
         found = transformers.AutoConfig.from_pretrained(str(place), local_files_only=True, **kwargs)
     except Exception as error:  # transformers and its validators raise what they like
         raise CheckpointError(f"{where} cannot be used: {_in_short(error)}") from error
-    return found, where
+    return (found if kwargs else _without_quantisation(found, path)), where
 
 
-def _require_plain_weights(quantization: Any, where: str) -> None:
-    """Refuse weights that are packed in a way that is not known: they would be taken for plain ones."""
-    if not quantization:
-        return
-    method = quantization.get("quant_method") if isinstance(quantization, dict) else None
-    raise CheckpointError(
-        f"{where}: the weights are quantised ({method!a:.50}), which cannot be read in place; use a GGUF file of the "
-        "model (Q4_K, Q6_K, Q8_0 or Q4_0), or its checkpoint before it was quantised with weights='int4' or 'int8'"
-    )
+def _without_quantisation(config: Any, path: Path) -> Any:
+    """Return the configuration of the model before it was quantised, which is what is built.
+
+    Raises:
+        CheckpointError: the folder has no weights, whose headers alone say how they are packed.
+    """
+    quantisation = quantisation_of(path)
+    if quantisation:
+        scheme_of(quantisation, str(path))
+        if not any(path.glob("*.safetensors")):
+            raise CheckpointError(
+                f"{path} says that its weights are quantised and holds no .safetensors file, so that it is not known "
+                "what they take; put the files there, or plan the model's folder from before it was quantised"
+            )
+        del config.quantization_config
+    return config
 
 
 def ignorable_weights(model: nn.Module, names: Collection[str]) -> set[str]:

@@ -21,7 +21,7 @@ from gascompile.core.program import Program
 from gascompile.core.sources import WeightSource
 from gascompile.formats.allocation import CEILINGS, TARGETS, UNMEASURED_CEILINGS, Choice, allocate
 from gascompile.formats.dtypes import FLOATING, is_lossless
-from gascompile.formats.layout import BLOCKS, DEFAULT_GROUPS, FORMS, LOW_BITS
+from gascompile.formats.layout import DEFAULT_GROUPS, FORMS, LOW_BITS, is_read_packed
 from gascompile.formats.ops import FormSpec, wire_matrix
 from gascompile.weights.checkpoint import Checkpoint
 
@@ -93,7 +93,7 @@ def choose_forms(
         UnsupportedOpError: ``weights`` asks for a form, and no weight of the program can have it, or they have one.
     """
     heads = interleaved or {}
-    blocks = next((form for form in stored.values() if form in BLOCKS), None)
+    blocks = next((form for form in stored.values() if is_read_packed(form)), None)
     if blocks is not None and weights in TRIED:
         raise UnsupportedOpError(
             f"the checkpoint holds weights in {blocks}: packing them again as {weights} would lose more; leave "
@@ -114,7 +114,7 @@ def choose_forms(
     for name, bound in program.bound.items():
         if name in program.states or bound.dtype not in FLOATING or bound.stride is not None:
             continue
-        has_blocks = stored[name] in BLOCKS
+        has_blocks = is_read_packed(stored[name])
         is_kept = has_blocks or is_lossless(stored[name], bound.dtype)
         kept = stored[name] if is_kept else bound.dtype
         wire = lossy.get(name, kept)
@@ -180,9 +180,9 @@ def _gains(
 
 
 def _size_bytes(form: str, shape: tuple[int, ...]) -> int:
-    dtype, (rows, row) = wire_matrix(form, shape[0], shape[1], DEFAULT_GROUPS.get(form, 0))
+    dtype, size = wire_matrix(form, shape[0], shape[1], DEFAULT_GROUPS.get(form, 0))
     element: torch.dtype = getattr(torch, dtype)
-    return rows * row * element.itemsize
+    return math.prod(size) * element.itemsize
 
 
 def _matrices(program: Program) -> dict[str, _Uses]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from gascompile.core.errors import InfeasiblePlanError, UnsupportedOpError
 from gascompile.core.program import Program
 from gascompile.core.sizes import format_time
-from gascompile.formats.layout import BLOCKS
+from gascompile.formats.layout import is_read_packed
 from gascompile.passes.graph.change_formats import change_forms
 from gascompile.precision.choice import TRIED as PACKED
 from gascompile.precision.choice import choose_forms, is_stored_losslessly
@@ -47,7 +47,7 @@ class Forming:
         return fastest_form(self._in, predicted_s) if weights == "auto" else self._in(weights)
 
     def _in(self, weights: str | None) -> Program:
-        is_packed = any(form in BLOCKS for form in self.stored.values())
+        is_packed = any(map(is_read_packed, self.stored.values()))
         found = self._sensitivities() if weights in PACKED and not is_packed else None
         forms = choose_forms(self.program, self.stored, weights, found, self.interleaved)
         return change_forms(self.program, forms)

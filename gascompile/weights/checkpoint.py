@@ -18,6 +18,7 @@ from gascompile.core.serial import parse_json, read_json
 from gascompile.core.sources import Extent, FileStamp, WeightSource
 from gascompile.weights.gguf import MAGIC, Scalar, read_gguf_header
 from gascompile.weights.onnx_file import is_onnx, read_onnx
+from gascompile.weights.quantisation import quantisation_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -91,6 +92,15 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
                 )
             sources[name] = source
         stamps.append(stamp)
+    quantisation = quantisation_of(root) if is_folder(root) else None
+    if quantisation:
+        if any(is_pickled(file) for file in files):
+            raise CheckpointError(
+                f"{root} holds quantised weights in files of torch.save, which cannot be read in place; use safetensors"
+            )
+        from gascompile.weights.quantised import with_packed_weights
+
+        sources = with_packed_weights(sources, quantisation, str(root))
     return Checkpoint(sources=sources, stamps=tuple(stamps))
 
 
@@ -339,8 +349,14 @@ def match_weights(
     missing, claimed = [], set(ignorable)
     for name, (dtype, shape) in expected.items():
         aliases = names.get(name, (name,))
-        source = next((checkpoint.sources[a] for a in aliases if a in checkpoint.sources), None)
+        stored = [checkpoint.sources[a] for a in aliases if a in checkpoint.sources]
+        source = stored[0] if stored else None
         claimed.update(aliases)
+        if len({one.dtype for one in stored}) > 1:
+            raise CheckpointError(
+                f"'{name}' is one weight of several names in the model, which {where} has as {stored[0].dtype} and as "
+                f"{stored[-1].dtype}; build the model without tied weights (tie_word_embeddings=False)"
+            )
         if source is None:
             missing.append(name)
             continue
@@ -363,13 +379,14 @@ def match_weights(
 
 
 def _require_plain(checkpoint: Checkpoint, known: Collection[str], where: str) -> None:
-    """Refuse what GPTQ, AWQ, compressed-tensors, bitsandbytes and fp8 checkpoints hold beside their weights."""
+    """Refuse what quantised checkpoints hold beside their weights and nobody has put together."""
     odd = next((n for n in checkpoint.sources if n.endswith(_QUANTISED) and n not in known), None)
     if odd is not None:
         raise CheckpointError(
-            f"{where} holds weights that are quantised ('{odd[:200]}'), which cannot be read in place; use a GGUF file "
-            "of the model (Q4_K, Q6_K, Q8_0 or Q4_0), or its checkpoint before it was quantised, with weights='int4' "
-            "or 'int8'"
+            f"{where} holds weights that are quantised ('{odd[:200]}') in a way that it does not say; pass the folder "
+            "with their config.json, if its quantization_config names GPTQ, AWQ, compressed-tensors or fp8; or use a "
+            "GGUF file of the model (Q4_K, Q6_K, Q8_0 or Q4_0), or its checkpoint before it was quantised, with "
+            "weights='int4' or 'int8'"
         )
 
 

@@ -17,7 +17,7 @@ from gascompile.core.sizes import reserve_bytes
 from gascompile.core.sources import FileStamp, WeightSource
 from gascompile.core.workload import Forms
 from gascompile.formats.dtypes import FLOATING, as_computed, is_lossless
-from gascompile.formats.layout import BLOCKS, group_of
+from gascompile.formats.layout import group_of, is_read_packed
 from gascompile.formats.ops import wire_matrix
 from gascompile.weights.checkpoint import Checkpoint, has_own_values, match_weights
 from gascompile.weights.mapped import mapped_weights
@@ -177,8 +177,8 @@ def _in_wire_forms(
 
 
 def _as_lying(source: WeightSource) -> WeightSource:
-    """Return a weight of packed rows as the bytes that it is, as it moves; others as they are."""
-    if source.dtype not in BLOCKS:
+    """Return a packed weight as the bytes that it is, as it moves; others as they are."""
+    if not is_read_packed(source.dtype):
         return source
     rows, columns = source.shape
     dtype, shape = wire_matrix(source.dtype, rows, columns, group_of(source.dtype))
@@ -234,7 +234,9 @@ def _from_checkpoint(
 
 
 def _may_be_rounded(stored: str, compute: str) -> bool:
-    return stored == compute or (stored in {*FLOATING, *BLOCKS} and compute in FLOATING)
+    return stored == compute or (
+        (stored in FLOATING or is_read_packed(stored)) and compute in FLOATING
+    )
 
 
 def _no_value(name: str, *, persistent: bool, where: str) -> CheckpointError:
@@ -250,7 +252,7 @@ def _no_value(name: str, *, persistent: bool, where: str) -> CheckpointError:
 
 def _read(source: WeightSource, where: str) -> torch.Tensor:
     """Read one small tensor that stays in RAM."""
-    if source.dtype in BLOCKS:
+    if is_read_packed(source.dtype):
         raise CheckpointError(
             f"'{source.name}' lies packed in {where}, and calls change it or it has strides of its own; pass a "
             "safetensors file"

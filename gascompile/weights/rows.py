@@ -10,11 +10,11 @@ import torch
 
 from gascompile.core.errors import CheckpointError, StorageError
 from gascompile.core.sources import WeightSource
-from gascompile.formats.layout import BLOCKS
+from gascompile.formats.layout import is_read_packed
 
 
 def _dtype(source: WeightSource) -> torch.dtype:
-    if source.dtype in BLOCKS or source.interleaved_heads:
+    if is_read_packed(source.dtype) or source.interleaved_heads:
         raise CheckpointError(
             f"'{source.name}' does not lie in its file as rows of values in their order; pass a safetensors file"
         )

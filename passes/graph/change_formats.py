@@ -16,8 +16,9 @@ from torch import fx
 from gascompile.core.errors import UnsupportedOpError
 from gascompile.core.program import BoundSpec, Program
 from gascompile.core.workload import Forms
-from gascompile.formats.layout import PACKED_FORMS
+from gascompile.formats.layout import is_packed
 from gascompile.formats.ops import DECODE, LINEAR, FormSpec, wire_matrix
+from gascompile.formats.packings import packing_of
 
 _EMBEDDING = torch.ops.aten.embedding.default
 _LINEAR = torch.ops.aten.linear.default
@@ -76,12 +77,12 @@ def _check(program: Program, name: str, spec: FormSpec) -> None:
     if name not in program.bound or name in program.states:
         raise ValueError(f"'{name}' is no weight of '{program.name}'")
     shape = program.bound[name].shape
-    if spec.wire in PACKED_FORMS and len(shape) != 2:
+    if is_packed(spec.wire) and len(shape) != 2:
         raise ValueError(f"'{name}' has the shape {list(shape)}; {spec.wire} is for matrices")
 
 
 def _wire_spec(bound: BoundSpec, spec: FormSpec) -> BoundSpec:
-    if spec.wire not in PACKED_FORMS:
+    if not is_packed(spec.wire):
         return BoundSpec(dtype=spec.wire, shape=bound.shape)
     rows, columns = bound.shape
     dtype, shape = wire_matrix(spec.wire, rows, columns, spec.group)
@@ -142,11 +143,12 @@ def _change(weight: fx.Node, bound: BoundSpec, spec: FormSpec) -> None:
     if isinstance(value, torch.Tensor):
         weight.meta = {**weight.meta, "val": value.new_empty(wire.shape, dtype=_dtype(wire))}
     fixed = (spec.wire, bound.shape[-1] if bound.shape else 1, spec.group, compute)
+    has_rows = packing_of(spec.wire) is None
     rest = []
     for user in list(weight.users):
         if _takes_wire(user, weight, compute):
             _to_wire_linear(user, spec)
-        elif user.target is _EMBEDDING and user.args[0] is weight and user.args[1] is not weight:
+        elif has_rows and user.target is _EMBEDDING and user.args[0] is weight is not user.args[1]:
             _decode_rows(user, fixed, wire)
         else:
             rest.append(user)

@@ -25,7 +25,7 @@ from gascompile.core.true_strides import true_strides
 from gascompile.cost_models.formulas.flops import flops_of, is_heavy
 from gascompile.cost_models.formulas.kernel_workspace import is_proven, kernel_workspace_bytes
 from gascompile.cost_models.measure.op_memory import OpCall, op_kind
-from gascompile.formats.ops import LINEAR
+from gascompile.formats.ops import LINEAR, wire_rows
 from gascompile.passes.graph.fake_inputs import fake_inputs
 from gascompile.passes.graph.fake_limits import limit_work
 from gascompile.passes.graph.mutated_tensors import written_arguments
@@ -356,7 +356,8 @@ def _decoded(func: Any, args: Any) -> Decoded | None:
     if func is not LINEAR:
         return None
     x, weight, _, form, _ = args
-    return Decoded(form, weight.shape[0] * x.shape[-1], x.numel() // x.shape[-1])
+    columns = x.shape[-1]
+    return Decoded(form, wire_rows(weight, form, columns) * columns, x.numel() // columns)
 
 
 def _leaf(

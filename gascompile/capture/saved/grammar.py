@@ -17,7 +17,7 @@ from gascompile.capture.saved.call_types import check_call_type
 from gascompile.core.errors import FormatError
 from gascompile.core.strides import span_elements
 from gascompile.core.tiles import base_name, parse_tile
-from gascompile.formats.layout import PACKED_FORMS
+from gascompile.formats.layout import PACKED_FORMS, is_packed
 
 MAX_NODES: Final = 1 << 20
 MAX_ITEMS: Final = 1 << 16
@@ -48,7 +48,7 @@ WORDS: Final = frozenset(
         "gelsd", "gelss", "float32", *PACKED_FORMS, "bfloat16", "float16",
     }
 )  # fmt: skip
-"""Texts that ops take; beside them only the equation of ``einsum``."""
+"""Texts that ops take; beside them only names of packed forms, and the equation of ``einsum``."""
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 _EQUATION = re.compile(r"[A-Za-z.,> -]{1,400}", re.ASCII)
@@ -238,7 +238,7 @@ def is_number(data: Any, nodes: Any) -> bool:
 
 def _is_text(data: Any, nodes: Any) -> bool:
     del nodes
-    return isinstance(data, str) and data in WORDS
+    return isinstance(data, str) and (data in WORDS or is_packed(data))
 
 
 def is_equation(data: Any, nodes: Any) -> bool:

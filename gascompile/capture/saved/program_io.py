@@ -41,7 +41,7 @@ from gascompile.core.program import (
     graph_module_of,
 )
 from gascompile.core.workload import Forms
-from gascompile.formats.layout import PACKED_FORMS
+from gascompile.formats.layout import is_packed
 
 FORMAT = "gascompile.program/1"
 
@@ -176,7 +176,7 @@ def _check_signature(
         grammar.check_dtype(weight.dtype, f"{where}.bound.{name!a}")
     for name, form in forms.items():
         for kind in (form.stored, form.wire, form.compute):
-            if kind not in grammar.DTYPES and kind not in PACKED_FORMS:
+            if kind not in grammar.DTYPES and not is_packed(kind):
                 grammar.refuse(f"{where}.forms.{name!a}", f"{grammar.shown(kind)} is no form")
 
 

@@ -21,6 +21,7 @@ from gascompile.core.model_libraries import ignorable_weights, rebuild_buffers
 from gascompile.core.sizes import format_size
 from gascompile.core.sources import WeightSource
 from gascompile.formats.dtypes import is_lossless
+from gascompile.formats.layout import is_read_packed
 from gascompile.runtime.memory.persistent import Persistent
 from gascompile.runtime.memory.source_slots import SourceSlots
 from gascompile.runtime.transfer.files import SourceFile, SourceFiles
@@ -65,6 +66,8 @@ class FileValues:
                 f"{path} is a GGUF file, whose weights cannot be trained from in place; load the model with "
                 "transformers (gguf_file=), save_pretrained it, and pass that folder"
             )
+        if any(is_read_packed(source.dtype) for source in checkpoint.sources.values()):
+            raise UnsupportedOpError(f"{path} holds packed weights")
         self._stamps = checkpoint.stamps
         self.sources = self._found(model, canonical, checkpoint)
         rest = [name for name in self._tensors if name not in self.sources]
