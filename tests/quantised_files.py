@@ -73,8 +73,8 @@ def _values(
     )
 
 
-def _scales(rows: int, groups: int, dtype: torch.dtype) -> torch.Tensor:
-    return (torch.rand(rows, groups) * 0.02 + 0.002).to(dtype)
+def _scales(rows: int, groups: int, dtype: torch.dtype, largest: float = 0.02) -> torch.Tensor:
+    return (torch.rand(rows, groups) * largest + largest / 10).to(dtype)
 
 
 def _groups(columns: int, size: int, *, ordered: bool) -> list[int]:
@@ -185,7 +185,7 @@ def fp8(
         else block
     )
     assert size is not None
-    scales = _scales(-(-rows // size[0]), -(-columns // size[1]), dtype)
+    scales = _scales(-(-rows // size[0]), -(-columns // size[1]), dtype, 0.0005)
     codes = _numbers((rows, columns), 0, 256)
     if not has_nan:
         codes = [[code - 1 if code & 127 == 127 else code for code in row] for row in codes]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -112,12 +113,18 @@ def scheme_of(quantization: Any, where: str) -> Scheme:
         raise fields.refuse("quant_method")
     found: Scheme = reader(fields)
     if found.rounds_activations:
-        _log.warning(
-            "%s is of a scheme that rounds activations, too; here weights alone are, so that results are those of its "
-            "dequantised weights",
-            where,
-        )
+        _tell_of_activations(where)
     return found
+
+
+@cache
+def _tell_of_activations(where: str) -> None:
+    """Say once of each directory that its results are not those of the library that it is for."""
+    _log.warning(
+        "%s is of a scheme that rounds activations, too; here weights alone are, so that results are those of its "
+        "dequantised weights",
+        where,
+    )
 
 
 _OF_QUANTISING: Final = frozenset(

@@ -58,7 +58,7 @@ def skeleton(folder: Folder, dtype: torch.dtype | None = None) -> Any:
         torch.set_default_dtype(before)
 
 
-def packed_bytes(folder: Folder, ignored: tuple[str, ...] = ("weight_shape", "input_scale")) -> int:
+def packed_bytes(folder: Folder, ignored: tuple[str, ...]) -> int:
     """Return the bytes that the tensors of a folder have in its files, but of those that nothing reads."""
     return sum(
         tensor.numel() * tensor.element_size()
@@ -67,7 +67,9 @@ def packed_bytes(folder: Folder, ignored: tuple[str, ...] = ("weight_shape", "in
     )
 
 
-def check(folder: Folder, cache: Path, *, ignored: tuple[str, ...] = ("weight_shape",)) -> Any:
+def check(
+    folder: Folder, cache: Path, *, ignored: tuple[str, ...] = ("weight_shape", ".g_idx")
+) -> Any:
     """Compare results with those of eager, and what moves with what lies in the files."""
     with torch.no_grad():
         wanted = folder.model(**CALL).logits
@@ -77,9 +79,8 @@ def check(folder: Folder, cache: Path, *, ignored: tuple[str, ...] = ("weight_sh
     ) as compiled:
         found = compiled(**CALL).logits
         report, plan, formats = compiled.last_run, compiled.plan, compiled.format_report
-    tolerance = {F32: 2e-5, F16: 5e-3, BF16: 4e-2}[folder.model.dtype]
-    limit = tolerance * float(wanted.abs().max())
-    torch.testing.assert_close(found, wanted, rtol=tolerance, atol=limit)
+    tolerance = {F32: 1e-5, F16: 4e-3, BF16: 2e-2}[folder.model.dtype]
+    assert (found - wanted).float().norm() <= tolerance * wanted.float().norm()
     assert report is not None
     assert report.peak_bytes["cpu"] <= plan.budget_bytes["cpu"]
     total_bytes = packed_bytes(folder, ignored)
@@ -119,7 +120,9 @@ CASES: Mapping[str, tuple[torch.dtype, Callable[[int, int], Layer], Mapping[str,
 def test_results_are_those_of_the_values(case: str, cache: Path, tmp_path: Path) -> None:
     dtype, make, config = CASES[case]
     folder = quantised_folder(made(dtype), tmp_path / "model", make, config)
-    formats = check(folder, cache)
+    # Groups that lie in order are told by their size.
+    ignored = ("weight_shape",) if case == "gptq-order" else ("weight_shape", ".g_idx")
+    formats = check(folder, cache, ignored=ignored)
     assert (
         sum(form.startswith(("gptq", "awq", "packed", "fp8")) for form in formats.size_bytes) == 1
     )
