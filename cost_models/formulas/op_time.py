@@ -35,7 +35,7 @@ _CPU_DECODING_BYTES = {
     "q4_k": 1.5,
     "q6_k": 2.1,
 }
-_CPU_UNPACKING_BYTES = {"gptq": 12.0, "awq": 12.0, "packed": 9.0, "fp8": 7.0}
+_CPU_UNPACKING_BYTES = {"gptq": 15.0, "awq": 30.0, "packed": 13.0, "fp8": 20.0}
 """Of forms whose parts lie apart, by their kind; plain torch unpacks them."""
 _FUSED_ROWS = 16
 _GPU_COMPUTE_BYTES = 2

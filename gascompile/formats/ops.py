@@ -162,7 +162,8 @@ def _whole_into(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, form: 
     # What is multiplied in less than float32 lies row by row: oneDNN would copy it so.
     narrow = None if x.dtype == torch.float32 else x.new_empty((step, columns))
     for begin, end, values in _unpacked(weight, form, columns, step):
-        block = values if narrow is None else narrow[: end - begin].copy_(values)
+        # In two steps: torch is slow to convert and to transpose at once.
+        block = values if narrow is None else narrow[: end - begin].copy_(values.to(x.dtype))
         torch.mm(x, block.t(), out=out[:, begin:end])
 
 
@@ -254,7 +255,7 @@ def decoded(
         found = torch.empty((num_rows, columns), dtype=dtype, device=rows.device)
         step = block_rows(1, columns, num_rows)
         for begin, end, block in _unpacked(rows, form, columns, step):
-            found[begin:end].copy_(block)
+            found[begin:end].copy_(block.to(dtype))
         return found
     if form not in PACKED_FORMS:
         return rows.to(dtype)

@@ -53,7 +53,7 @@ def _codes_into(
 ) -> None:
     each, mask = WORD_BITS // packing.bits, (1 << packing.bits) - 1
     if packing.kind == "fp8":
-        out.copy_(codes[begin:end])
+        _bytes_into(out, codes[begin:end])
     elif packing.kind == "gptq":
         words = codes[:, begin:end]
         places = out.t().unflatten(0, (-1, each))
@@ -71,6 +71,16 @@ def _codes_into(
             return
         out[:, 0::2].copy_((raw & mask)[:, : -(-columns // 2)])
         out[:, 1::2].copy_((raw >> packing.bits)[:, : columns // 2])
+
+
+def _bytes_into(out: torch.Tensor, codes: torch.Tensor) -> None:
+    """Write fp8 as float32, by a table of all bytes: torch converts one by one. [Empirical] a third of the time."""
+    if not out.is_contiguous():
+        out.copy_(codes)
+        return
+    table = torch.arange(256, dtype=torch.uint8, device=out.device).view(codes.dtype).float()
+    places = codes.view(torch.uint8).flatten().int()
+    torch.index_select(table, 0, places, out=out.view(-1))
 
 
 def _scales(scales: torch.Tensor, packing: Packing, begin: int, end: int) -> torch.Tensor:
@@ -135,7 +145,7 @@ def unpack_bytes(num_rows: int, columns: int, form: str) -> int:
     num_values = num_rows * columns
     if packing.kind == "fp8":
         # Scales of the blocks in float32, beside those of each row and which they are.
-        return num_rows * (8 + 8 * groups) + 16 * groups + (1 << 10)
+        return num_rows * (8 + 8 * groups) + 16 * groups + 4 * num_values + (4 << 10)
     codes_bytes = num_values if packing.kind == "packed" else 8 * num_values * packing.bits // 32
     # Zero points as numbers, in float32 and in the order of the rows; scales in float32.
     factors_bytes = (num_rows + ROW_GROUP) * groups * (4 + 4 + 4 + 4)

@@ -23,7 +23,7 @@ def linear_workspace_bytes(x: torch.Tensor, weight: torch.Tensor, form: str, gro
     if not x.is_contiguous():
         size_bytes += m * columns * itemsize
     if packing_of(form) is not None:
-        size_bytes += 4 * block * columns if x.dtype != torch.float32 else 0
+        size_bytes += (4 + itemsize) * block * columns if x.dtype != torch.float32 else 0
         return size_bytes + unpack_bytes(block, columns, form)
     if form not in PACKED_FORMS:
         return size_bytes
@@ -45,7 +45,8 @@ def decode_workspace_bytes(
     """Return at least what decoding wire rows allocates at once beside its result."""
     if packing_of(form) is not None:
         block = block_rows(1, columns, num_rows)
-        return _FEW_BYTES + 4 * block * columns + unpack_bytes(block, columns, form)
+        narrow_bytes = dtype_bytes * block * columns if dtype_bytes != 4 else 0
+        return _FEW_BYTES + 4 * block * columns + narrow_bytes + unpack_bytes(block, columns, form)
     if form not in PACKED_FORMS:
         return _FEW_BYTES
     if form in BLOCKS:
