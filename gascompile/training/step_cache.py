@@ -37,11 +37,12 @@ from gascompile.training.planning.step_costs import learnt_digest
 from gascompile.training.planning.step_program import StepOptions, StepProgram
 from gascompile.training.settings import Settings
 from gascompile.training.state.aliasing import Storages, named_tensors
+from gascompile.training.state.packed_values import PackedValue
 
 if TYPE_CHECKING:
     from gascompile.codegen.fuse import LoadedFusion
 
-_OWN = ("aten.", "prims.", "gascompile_")
+_OWN = ("aten.", "prims.", "gascompile_", "gascompile.wire_")
 """Beginnings of the names of ops whose gradients are torch's or ours."""
 _CONSTANT = -1
 
@@ -91,6 +92,7 @@ def place_of_step(
     config: CompileConfig,
     has_pages: bool,
     network: str,
+    packed: Mapping[str, PackedValue],
 ) -> CachedPlan:
     """Return where the plan of a step lies in the cache, if there is one."""
     printed = step_print(model, loss_fn, storages.left)
@@ -103,6 +105,7 @@ def place_of_step(
             {name: [view.owner, repr(view.layout)] for name, view in storages.views.items()}
         ),
         "optimizer": serial.digest(_updates(model, optimizer, settings)),
+        "weights": serial.digest({n: [v.form, v.heads] for n, v in sorted(packed.items())}),
         "step": serial.digest({**asdict(options), "pending": sorted(options.pending)}),
         SETTINGS: settings_now(),
         "process": serial.digest([*_process(), has_pages, network]),
@@ -166,6 +169,7 @@ def bound_step(
     optimizer: torch.optim.Optimizer,
     storages: Storages,
     settings: Settings,
+    packed: Mapping[str, PackedValue],
 ) -> PlannedStep:
     """Bind a kept step to the model and the optimizer of today.
 
@@ -190,8 +194,9 @@ def bound_step(
         tile = tiles.get(name)
         if tile is None and name not in known:
             raise FormatError(f"'{name}' is no tensor of the model or the optimizer")
-        shape = (tile.length,) if tile is not None else tuple(known[name].shape)
-        dtype = tile.dtype if tile is not None else known[name].dtype
+        own = packed[name].outline() if name in packed else known.get(name)
+        shape = (tile.length,) if tile is not None else tuple(own.shape)
+        dtype = tile.dtype if tile is not None else own.dtype
         if (bound.shape, bound.dtype) != (shape, str(dtype).removeprefix("torch.")):
             raise FormatError(f"'{name}' is another tensor in it than in the model")
     if [node.name for node in program.op_nodes()] != [op.name for op in bundle.plan.ops]:

@@ -37,6 +37,7 @@ from gascompile.training.capture.traced_loss import LossFunction
 from gascompile.training.division import Stages
 from gascompile.training.optimizers.optimizers import Rules
 from gascompile.training.optimizers.unplanned import state_bytes
+from gascompile.training.planning.packed_nodes import with_packed
 from gascompile.training.planning.step_costs import costed_workload, remember
 from gascompile.training.planning.step_plan import step_plan
 from gascompile.training.planning.step_program import StepOptions, StepProgram, step_program
@@ -138,7 +139,8 @@ class StepPlanner:
         self, batch: Any, options: StepOptions, storages: Storages
     ) -> tuple[CachedPlan, PlannedStep | None]:
         """Return the place of a step in the cache, and what is kept there."""
-        own = self._model, self.optimizer, storages, self._settings
+        packed = self._values.packed if self._values is not None else {}
+        own = self._model, self.optimizer, storages, self._settings, packed
         look = partial(
             place_of_step,
             self._model,
@@ -153,6 +155,7 @@ class StepPlanner:
             config=self._config,
             has_pages=self.pages is not None,
             network=self.ranks.network if self.ranks is not None else "",
+            packed=packed,
         )
         place = with_shapes(self.states, storages, look)
         # Outside, as what is compared may lead to values that are not in memory.
@@ -187,7 +190,9 @@ class StepPlanner:
             )
             trained = list(joint.gradients) if trains else []
             rules = rules_of(self.optimizer, joint.tensors, storages, trained, self._settings)
-            return step_program(joint, rules, name=name, options=options), rules, joint
+            found = step_program(joint, rules, name=name, options=options)
+            packed = self._values.packed if self._values is not None else {}
+            return with_packed(found, packed), rules, joint
 
         with task(f"Capturing a {name}"):
             program, rules, joint = with_shapes(self.states, storages, captured)

@@ -144,6 +144,8 @@ class UnitMaker(StepPlanner):
     ) -> States:
         """Take parameters, buffers and moments over at the first plan; what changes later gets a slot by then."""
         changing = program.program.states | program.gradients
+        if self._values is not None:
+            self._values.require_frozen(changing)
         if self.states is None:
             assert self._storages is not None, "a capture has looked at them"
             self._open_device()

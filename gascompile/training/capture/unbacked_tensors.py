@@ -26,7 +26,7 @@ class Outlines:
         if self._entered:
             return
         self._entered = True
-        with _untouched():
+        with untouched():
             for tensor in self.tensors.values():
                 become(tensor, torch.empty_like(tensor, device="cpu"))
 
@@ -59,7 +59,7 @@ def become(tensor: torch.Tensor, other: torch.Tensor) -> None:
 
 
 @contextmanager
-def _untouched() -> Iterator[None]:
+def untouched() -> Iterator[None]:
     """Let new tensors be as the kernel gives them; deterministic programs fill them."""
     settings: Any = torch.utils.deterministic
     before = settings.fill_uninitialized_memory

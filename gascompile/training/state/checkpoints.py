@@ -334,7 +334,8 @@ def _entries(
 
 
 def _of_model(states: States, name: str) -> Entry:
-    if name not in states.storages.views and name not in states.divided:
+    made = states.storages.views.keys() | states.divided.keys() | states.packed.keys()
+    if name not in made:
         return made_of(states.persistent, name)
     like = states.like(name)
     return Entry(

@@ -21,13 +21,13 @@ from gascompile.core.model_libraries import ignorable_weights, rebuild_buffers
 from gascompile.core.sizes import format_size
 from gascompile.core.sources import WeightSource
 from gascompile.formats.dtypes import is_lossless
-from gascompile.formats.layout import is_read_packed
 from gascompile.runtime.memory.persistent import Persistent
 from gascompile.runtime.memory.source_slots import SourceSlots
 from gascompile.runtime.transfer.files import SourceFile, SourceFiles
 from gascompile.training.capture.unbacked_tensors import Outlines, become
 from gascompile.training.state.aliasing import named_tensors
 from gascompile.training.state.named_values import NamedValues
+from gascompile.training.state.packed_values import packed_values
 from gascompile.weights.checkpoint import (
     Checkpoint,
     has_own_values,
@@ -50,26 +50,21 @@ class FileValues:
         """Find all of the model's tensors in the checkpoint; only headers are read.
 
         Args:
-            path: a .safetensors, .bin or .pt file, a sharded directory or a Hugging Face directory.
+            path: a .safetensors, .gguf, .bin or .pt file, a sharded directory or a Hugging Face directory.
 
         Raises:
             CheckpointError: the checkpoint cannot be read, or is of another model: names what is missing, extra
                 or of another shape or dtype. A buffer has neither a value nor a place in the checkpoint.
-            UnsupportedOpError: tensors of the model share memory.
+            UnsupportedOpError: tensors of the model share memory; one that is packed is trained.
         """
         self.where = str(path)
         canonical, self._tensors = named_tensors(model)
         _require_apart(self._tensors)
         checkpoint = open_checkpoint_of(model, Path(path))
-        if checkpoint.gguf is not None:
-            raise UnsupportedOpError(
-                f"{path} is a GGUF file, whose weights cannot be trained from in place; load the model with "
-                "transformers (gguf_file=), save_pretrained it, and pass that folder"
-            )
-        if any(is_read_packed(source.dtype) for source in checkpoint.sources.values()):
-            raise UnsupportedOpError(f"{path} holds packed weights")
         self._stamps = checkpoint.stamps
         self.sources = self._found(model, canonical, checkpoint)
+        self.packed = packed_values(self.sources, self._tensors, self.where)
+        """Those that are kept as their files have them, by name."""
         rest = [name for name in self._tensors if name not in self.sources]
         lost = [name for name in rest if self._tensors[name].is_meta]
         rebuilt = rebuild_buffers(model) if lost else {}
@@ -113,16 +108,27 @@ class FileValues:
 
         Raises:
             CheckpointError: a file is missing, or has changed since its header was read.
+            UnsupportedOpError: steps change what is packed.
         """
+        self.require_frozen(changing)
         found = {
             name: source
             for name, source in self.sources.items()
-            if name not in changing and _lies_as_kept(source, tensors[name])
+            if name in self.packed
+            or (name not in changing and _lies_as_kept(source, tensors[name]))
         }
         try:
             return SourceSlots(found, self._stamps)
         except StorageError as error:
             raise CheckpointError(str(error)) from error
+
+    def require_frozen(self, changing: Collection[str]) -> None:
+        """Refuse steps that change what is packed; raises ``UnsupportedOpError``."""
+        if changed := sorted(self.packed.keys() & changing):
+            raise UnsupportedOpError(
+                f"'{changed[0]}' lies packed in {self.where}, and steps would change it: leave it frozen, or train "
+                "from a checkpoint that is not quantised"
+            )
 
     def fill(self, persistent: Persistent, assign: Callable[[str, torch.Tensor], object]) -> None:
         """Let the values that cannot be read in place be in slots; closes ``persistent`` where that fails.
@@ -182,7 +188,11 @@ class FileValues:
             shut: lets the model's tensors be its own again.
         """
         persistent, divided = values.persistent, values.divided
-        away_bytes = sum(persistent.sizes[name] for name in tensors if persistent.is_away(name))
+        away = [name for name in tensors if persistent.is_away(name)]
+        away_bytes = sum(
+            self.packed[name].size_bytes if name in self.packed else persistent.sizes[name]
+            for name in away
+        )
         away_bytes += sum(outline.numel() * outline.itemsize for outline in divided.values())
         if not values.agreed(away_bytes > available_bytes, "whether a model stays out of memory"):
             return False
@@ -194,7 +204,8 @@ class FileValues:
         for name in tensors.keys() - self.sources.keys():
             tensors[name].data = persistent.taken(name)
         shut()
-        self.leave({**persistent.tensors, **divided})
+        packed = {name: value.like() for name, value in self.packed.items()}
+        self.leave({**persistent.tensors, **divided, **packed})
         return True
 
     def _reader(self, name: str, files: SourceFiles) -> Reader:

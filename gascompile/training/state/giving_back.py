@@ -57,7 +57,7 @@ def _values_back(states: States) -> StorageError | None:
             if not persistent.is_in_place(name) or persistent.has_sources():
                 raise
             own = behind(tensor)
-            become(own, torch.empty_like(persistent.tensors[name], device="meta"))
+            become(own, states.like(name))
             lost = error
     return lost
 

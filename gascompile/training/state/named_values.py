@@ -16,6 +16,7 @@ from gascompile.training.optimizers.optimizers import Rules
 from gascompile.training.optimizers.slots import PART, Tile
 from gascompile.training.state.aliasing import Storages, in_order_of
 from gascompile.training.state.open_tensors import behind
+from gascompile.training.state.packed_values import PackedValue
 
 Total = Callable[[torch.Tensor, str], torch.Tensor]
 """Returns the sum of a tensor over the ranks, for what it is said to be; all ranks call it."""
@@ -35,8 +36,11 @@ class NamedValues:
         tensors: Mapping[str, torch.Tensor],
         storages: Storages,
         total: Total | None,
+        packed: Mapping[str, PackedValue] | None = None,
     ) -> None:
         """Know the names; see ``States``."""
+        self.packed = packed or {}
+        """Frozen parameters that are kept as their files have them."""
         self.model, self.rules, self.storages = model, rules, storages
         self.tensors, self._total = tensors, total
         self.given: set[str] = set()
@@ -72,6 +76,8 @@ class NamedValues:
     def like(self, name: str) -> torch.Tensor:
         """Return a tensor that has a parameter's or buffer's layout alone."""
         view = self.storages.views.get(name)
+        if name in self.packed:
+            return self.packed[name].like()
         if view is None:
             return self.outline(name).to("meta")
         layout, dtype = view.layout, view.tensor.dtype
@@ -85,13 +91,22 @@ class NamedValues:
         """
         if name in self.divided:
             return self.kept(name, PART)
+        if name in self.packed:
+            return self.packed[name].values(self.persistent.value(name))
         view = self.storages.views.get(name)
         if view is None:
             return self.persistent.value(name)
         return view.layout.within(self.persistent.value(view.owner)).clone()
 
     def assign(self, name: str, value: torch.Tensor) -> None:
-        """Give a parameter or buffer a new value, a divided one its part of it."""
+        """Give a parameter or buffer a new value, a divided one its part of it.
+
+        Raises:
+            UnsupportedOpError: it lies packed in a file that has another value.
+        """
+        if name in self.packed:
+            self.packed[name].require_same(self.persistent.value(name), value)
+            return
         if name in self.divided:
             self.keep(name, PART, value)
             return
@@ -162,6 +177,7 @@ class NamedValues:
             StorageError: it cannot be read.
         """
         if name not in self.given:
-            taken = self.value if name in self.divided else self.persistent.taken
+            is_made = name in self.divided or name in self.packed
+            taken = self.value if is_made else self.persistent.taken
             behind(self.tensors[name]).data = taken(name)
             self.given.add(name)

@@ -79,7 +79,8 @@ class States(NamedValues):
             StorageError: the folder cannot be written to, or has too little space.
         """
         every = {**(values.tensors if values else {}), **tensors}
-        super().__init__(model, rules, every, storages, total)
+        packed = values.packed if values else {}
+        super().__init__(model, rules, every, storages, total, packed)
         self.optimizer, self.values = rules.optimizer, values
         self.generation = 0  # goes up when values come from elsewhere
         entries = {
@@ -92,6 +93,7 @@ class States(NamedValues):
         self.pending: frozenset[str] = frozenset()
         """Parameters whose totals hold a gradient."""
         own = {n: tensor.detach() for n, tensor in self.tensors.items() if n not in self.divided}
+        own |= {name: value.outline() for name, value in packed.items()}
         self.tiles = {}
         for tile in tiles:
             self.tiles.setdefault((tile.parameter, tile.key), []).append(tile)

@@ -1,0 +1,158 @@
+"""Adapters over a base that stays packed in its checkpoint: trained as peft trains them over its dequantised values."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+import warnings
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from torch.nn import functional
+
+import gascompile
+from gascompile.core.errors import UnsupportedOpError
+from tests.quantised_files import (
+    AWQ,
+    FP8,
+    GPTQ,
+    Folder,
+    Layer,
+    awq,
+    compressed,
+    compressed_config,
+    fp8,
+    gptq,
+    quantised_folder,
+)
+from tests.training.runs import MACHINE, PLANNING_S, adamw
+
+BUDGET_BYTES = (4 << 20) + 700_000
+"""Four MiB of transfer buffers, and less than the base has as values."""
+RATES = tuple(
+    dataclasses.replace(MACHINE.rates[0], dtype=dtype) for dtype in ("bfloat16", "float16")
+)
+HOST = dataclasses.replace(MACHINE, name="by hand, in three dtypes", rates=(*MACHINE.rates, *RATES))
+TOKENS = [torch.randint(0, 96, (2, 8), generator=torch.Generator().manual_seed(n)) for n in (1, 2)]
+MASK = torch.ones(1, 1, 8, 8, dtype=torch.bool).tril()
+CASES: Mapping[str, tuple[torch.dtype, Callable[[int, int], Layer], Mapping[str, Any]]] = {
+    "gptq": (torch.float32, partial(gptq, ordered=True), {**GPTQ, "desc_act": True}),
+    "awq": (torch.float32, awq, AWQ),
+    "packed": (torch.bfloat16, compressed, compressed_config()),
+    "fp8": (torch.float32, fp8, FP8),
+}
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder in which the page memory is compiled once."""
+    return tmp_path_factory.mktemp("cache")
+
+
+def made(dtype: torch.dtype) -> Any:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=96,
+        hidden_size=128,
+        intermediate_size=352,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=32,
+    )
+    return transformers.LlamaForCausalLM(config).to(dtype)
+
+
+def adapted(model: nn.Module) -> nn.Module:
+    """Put adapters in float32 around queries and values, with the same values wherever the base is."""
+    import peft
+
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0)
+    with warnings.catch_warnings():
+        # Of transformers, about its own attribute that peft asks for.
+        warnings.simplefilter("ignore", FutureWarning)
+        found: nn.Module = peft.get_peft_model(model, config)
+    for name, part in found.named_modules():
+        if name.endswith((".lora_A", ".lora_B")):
+            if any(p.is_meta for p in part.parameters()):
+                part.to_empty(device="cpu")
+            part.float()
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for name, parameter in found.named_parameters():
+            if "lora" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) / 10)
+    return found.train()
+
+
+def outline(folder: Folder) -> nn.Module:
+    with torch.device("meta"):
+        found: nn.Module = transformers.LlamaForCausalLM(folder.model.config)
+    return found.to(folder.model.dtype)
+
+
+def next_tokens(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    logits = model(input_ids=ids, attention_mask=MASK, use_cache=False).logits
+    return functional.cross_entropy(logits[:, :-1].float().flatten(0, 1), ids[:, 1:].flatten())
+
+
+def eager_losses(model: nn.Module, steps: int) -> list[float]:
+    optimizer, losses = adamw(model), []
+    for number in range(steps):
+        optimizer.zero_grad()
+        loss = next_tokens(model, TOKENS[number % 2])
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def digests(folder: Path) -> dict[str, str]:
+    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in folder.iterdir()}
+
+
+def opened(folder: Folder, model: nn.Module, cache: Path, budget: int = BUDGET_BYTES) -> Any:
+    return gascompile.compile_step(
+        model,
+        next_tokens,
+        adamw(model),
+        budget,
+        TOKENS[0],
+        checkpoint=folder.path,
+        machine=HOST,
+        cache_dir=cache,
+        time_limit_s=PLANNING_S,
+    )
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_losses_are_those_over_the_values(case: str, tmp_path: Path, cache: Path) -> None:
+    dtype, make, config = CASES[case]
+    folder = quantised_folder(made(dtype), tmp_path / "base", make, config)
+    before = digests(folder.path)
+    model = adapted(outline(folder))
+    with opened(folder, model, cache) as step:
+        losses = [step(TOKENS[number % 2]).item() for number in range(4)]
+        assert step.last_run.peak_bytes["cpu"] <= BUDGET_BYTES
+        wires = {t.forms.wire for t in step.plan.tensors.values() if t.forms}
+        assert len(wires) == 1
+        places = step.state_places()
+        file = next(place[0] for name, place in places.items() if "lora" in name)
+        slots_bytes = os.fstat(file).st_size
+        step.settle()
+    eager = adapted(folder.model)
+    assert losses == eager_losses(eager, 4)
+    # Adapters with their moments, and tables: nothing of the base.
+    trained_bytes = sum(p.nbytes for p in eager.parameters() if p.requires_grad)
+    assert slots_bytes <= 4 * trained_bytes + (64 << 10)
+    assert digests(folder.path) == before
+    wanted = dict(eager.named_parameters())
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, wanted[name]), name
