@@ -71,13 +71,13 @@ class NamedValues:
 
     def outline(self, name: str) -> torch.Tensor:
         """Return a tensor of the host with the layout of one, whose memory may be away."""
+        if name in self.packed:
+            return self.packed[name].without_memory()
         return self.divided[name] if name in self.divided else self.persistent.outline(name)
 
     def like(self, name: str) -> torch.Tensor:
         """Return a tensor that has a parameter's or buffer's layout alone."""
         view = self.storages.views.get(name)
-        if name in self.packed:
-            return self.packed[name].like()
         if view is None:
             return self.outline(name).to("meta")
         layout, dtype = view.layout, view.tensor.dtype

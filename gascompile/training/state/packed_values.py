@@ -49,6 +49,12 @@ class PackedValue:
         """Return a tensor that has the layout of the values alone."""
         return torch.empty(self.shape, dtype=self.dtype, device="meta")
 
+    def without_memory(self) -> torch.Tensor:
+        """Return a tensor of the host that has the layout of the values, and no memory for them."""
+        found = torch.empty(self.shape, dtype=self.dtype)
+        found.untyped_storage().resize_(0)
+        return found
+
     def values(self, kept: torch.Tensor) -> torch.Tensor:
         """Return the values of the bytes of files."""
         group = group_of(self.form)
@@ -64,10 +70,11 @@ class PackedValue:
         Raises:
             UnsupportedOpError: it is another one.
         """
-        own = self.values(kept)
-        if value.shape != own.shape or not torch.equal(
-            own.nan_to_num(), value.detach().to(own.device, own.dtype).nan_to_num()
-        ):
+        own, given = self.values(kept), value.detach().to(kept.device, self.dtype)
+        is_same = own.shape == given.shape and bool(
+            ((own == given) | (own.isnan() & given.isnan())).all()
+        )
+        if not is_same:
             raise UnsupportedOpError(
                 f"'{self.name}' lies packed in its file ({self.form}) and cannot get other values; train from a "
                 "checkpoint that is not quantised"
