@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import os
+import shutil
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -11,8 +14,12 @@ import pytest
 import torch
 import transformers
 from accelerate import init_empty_weights
+from safetensors.torch import save_file
 
 import gascompile
+from gascompile.core.errors import CheckpointError, StorageError, UnsupportedOpError
+from gascompile.integrations.generation import Generator
+from tests.commands.command_line import ok
 from tests.quantised_files import (
     AWQ,
     FP8,
@@ -126,3 +133,120 @@ def test_results_are_those_of_the_values(case: str, cache: Path, tmp_path: Path)
     assert (
         sum(form.startswith(("gptq", "awq", "packed", "fp8")) for form in formats.size_bytes) == 1
     )
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Folder:
+    """Return a directory in three files, in which the parts of a weight lie in several of them; one layer is plain."""
+    path = tmp_path_factory.mktemp("directory") / "model"
+    model = made(F16)
+    return quantised_folder(
+        model,
+        path,
+        gptq,
+        GPTQ,
+        is_packed=lambda name: name == "lm_head" or (".layers." in name and ".k_proj" not in name),
+        num_shards=3,
+    )
+
+
+def logits(folder: Folder) -> torch.Tensor:
+    with torch.no_grad():
+        found: torch.Tensor = folder.model(**CALL).logits
+    return found
+
+
+def is_near(found: torch.Tensor, wanted: torch.Tensor) -> bool:
+    return bool((found - wanted).float().norm() <= 4e-3 * wanted.float().norm())
+
+
+def test_a_directory_is_a_model(directory: Folder, cache: Path, tmp_path: Path) -> None:
+    wanted = logits(directory)
+    with gascompile.from_pretrained(
+        directory.path, "256KiB", example_inputs=CALL, cache_dir=cache
+    ) as compiled:
+        found = compiled(**CALL).logits
+        assert found.dtype == F16 and is_near(found, wanted)
+        assert not hasattr(compiled.config, "quantization_config")
+        stored = {w.name: w.stored for w in compiled.format_report.weights}
+        compiled.save(tmp_path / "bundle")
+    assert stored["model.layers.0.self_attn.k_proj.weight"] == "float16"
+    assert stored["model.layers.0.self_attn.q_proj.weight"] == "gptq4-g32-f16-v1"
+    assert stored["lm_head.weight"] == "gptq4-g32-f16-v1"
+    moved = tmp_path / "elsewhere"
+    shutil.copytree(directory.path, moved)
+    for options in ({}, {"checkpoint": moved}):
+        with gascompile.load(tmp_path / "bundle", cache_dir=cache, **options) as loaded:
+            assert torch.equal(loaded(**CALL).logits, found)
+    plan = gascompile.plan(directory.path, "8MiB", "cpu-nvme", cache_dir=cache)
+    forms = {t.forms.wire for t in plan.tensors.values() if t.forms}
+    assert forms == {"gptq4-g32-f16-v1"}
+
+
+def test_files_that_change_are_noticed(directory: Folder, cache: Path, tmp_path: Path) -> None:
+    """The same program over other bytes, and bytes that are packed in another way now."""
+    folder = tmp_path / "model"
+    shutil.copytree(directory.path, folder)
+    with gascompile.compile(folder, "8MiB", CALL, cache_dir=cache) as compiled:
+        first = compiled(**CALL).logits
+        assert is_near(first, logits(directory))
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["checkpoint_format"] = "gptq_v2"
+    (folder / "config.json").write_text(json.dumps(config))
+    with gascompile.compile(folder, "8MiB", CALL, cache_dir=cache) as compiled:
+        assert not is_near(compiled(**CALL).logits, first)
+        changed = next(file for file in folder.iterdir() if file.suffix == ".safetensors")
+        os.utime(changed, ns=(1, 1))
+        with pytest.raises(StorageError, match="changed"):
+            compiled(**CALL)
+
+
+def test_commands_take_a_directory(directory: Folder, cache: Path) -> None:
+    name = "model.layers.0.mlp.up_proj.weight"
+    options = ("--budget", "8MiB", "--machine", "cpu-nvme", "--cache-dir", str(cache))
+    assert "gptq4-g32-f16-v1" in ok("explain", str(directory.path), name, *options)
+
+
+def test_text_is_that_of_eager(directory: Folder, cache: Path) -> None:
+    prompt = CALL["input_ids"][:1, :5]
+    wanted = directory.model.generate(prompt, max_new_tokens=4, do_sample=False)[0, 5:].tolist()
+    with Generator(directory.path, "8MiB", max_length=16, cache_dir=cache) as generator:
+        assert list(generator.stream(prompt, max_new_tokens=4)) == wanted
+
+
+def test_a_table_of_words_that_is_packed_is_decoded_as_a_whole(cache: Path, tmp_path: Path) -> None:
+    """Of a packed table no row can be fetched by itself; results are those of its values."""
+    folder = quantised_folder(
+        made(F32), tmp_path / "model", fp8, FP8, is_packed=lambda name: name.endswith("up_proj")
+    )
+    table = fp8(*folder.model.get_input_embeddings().weight.shape)
+    folder.model.get_input_embeddings().weight.data.copy_(table.values)
+    del folder.parts["model.embed_tokens.weight"]
+    folder.parts |= {f"model.embed_tokens.{name}": part for name, part in table.parts.items()}
+    save_file(folder.parts, folder.path / "model.safetensors")
+    wanted = logits(folder)
+    with gascompile.compile(folder.path, "8MiB", CALL, cache_dir=cache, fuse="off") as compiled:
+        torch.testing.assert_close(compiled(**CALL).logits, wanted)
+
+
+def refused(folder: Folder, cache: Path, **options: Any) -> str:
+    with pytest.raises((CheckpointError, UnsupportedOpError)) as caught:
+        gascompile.compile(
+            skeleton(folder), "8MiB", CALL, checkpoint=folder.path, cache_dir=cache, **options
+        )
+    return str(caught.value)
+
+
+def test_models_that_would_round_or_lose_are_refused(directory: Folder, cache: Path) -> None:
+    narrow = skeleton(directory, BF16)
+    with pytest.raises(CheckpointError, match=r"has the dtype .*needs bfloat16"):
+        gascompile.compile(narrow, "8MiB", CALL, checkpoint=directory.path, cache_dir=cache)
+    assert "leave weights= out" in refused(directory, cache, weights="int4")
+    tied = skeleton(directory)
+    tied.config.tie_word_embeddings = True
+    tied.tie_weights()
+    with pytest.raises(CheckpointError, match="tie_word_embeddings=False"):
+        gascompile.compile(tied, "8MiB", CALL, checkpoint=directory.path, cache_dir=cache)
+    file = next(directory.path.glob("*-00001-*.safetensors"))
+    with pytest.raises(CheckpointError, match="pass the folder"):
+        gascompile.compile(skeleton(directory), "8MiB", CALL, checkpoint=file, cache_dir=cache)
