@@ -14,6 +14,7 @@ from gascompile.commands.simulation import why_late
 from gascompile.core import serial
 from gascompile.core.plan import Plan
 from gascompile.core.sizes import format_size, format_time
+from gascompile.core.tiles import parse_tile
 
 if TYPE_CHECKING:  # numpy comes with it, which help and wrong usage need not wait for
     from gascompile.cost_models.simulate.trace import Transfer
@@ -85,6 +86,7 @@ def _tensor_parts(found: TensorExplanation, plan: Plan) -> list[RenderableType]:
     rows = [
         ("kind", found.kind.value),
         ("size", format_size(found.size_bytes)),
+        *_form_rows(found.name, plan),
         ("home", found.home),
         ("why", found.reason),
         ("read by", _some(found.uses)),
@@ -110,6 +112,15 @@ def _tensor_parts(found: TensorExplanation, plan: Plan) -> list[RenderableType]:
         columns = [("instead", False), ("peak", True), *_TIME_COLUMNS]
         parts.append(grid("Alternatives, all else as planned", columns, lines))
     return parts
+
+
+def _form_rows(name: str, plan: Plan) -> list[tuple[str, str]]:
+    """Return how a weight moves that is computed in another form."""
+    for tensor in plan.workload.tensors:
+        tile = parse_tile(tensor.name)
+        if tensor.forms is not None and name in (tensor.name, tile.base if tile else ""):
+            return [("form", f"moves as {tensor.forms.wire}, computed in {tensor.forms.compute}")]
+    return []
 
 
 _TIME_COLUMNS = [("iteration", True), ("change", True), ("why not", False)]

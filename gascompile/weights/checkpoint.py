@@ -257,7 +257,12 @@ def read_safetensors_header(file: Path) -> tuple[dict[str, WeightSource], FileSt
 
 def _source(file: Path, name: str, entry: Any, data_start: int, data_bytes: int) -> WeightSource:
     try:
-        dtype, itemsize = _DTYPES[entry["dtype"]]
+        if isinstance(kind := entry["dtype"], str) and kind not in _DTYPES:
+            raise CheckpointError(
+                f"{file}: {ascii(name)[:200]} has the dtype {ascii(kind)[:40]}, which cannot be read; use a checkpoint "
+                f"of {', '.join(_DTYPES)}"
+            )
+        dtype, itemsize = _DTYPES[kind]
         shape, offsets = tuple(entry["shape"]), tuple(entry["data_offsets"])
         if not all(type(n) is int and 0 <= n < 1 << 62 for n in (*shape, *offsets)):
             raise ValueError("its shape and offsets are not whole numbers")

@@ -33,6 +33,8 @@ class Scheme:
     block_rows: int = 1
     zeros: bool = False
     is_less_one: bool = False
+    names_groups: bool = False
+    """Whether columns are of groups in another order than they lie in, which a part has to say."""
     scale_name: str = "weight_scale"
     rounds_activations: bool = False
     """Whether its own library rounds activations, too, which are not rounded here."""
@@ -91,7 +93,7 @@ def quantisation_of(folder: Path) -> dict[str, Any] | None:
         return None
     found = data.get("quantization_config") if isinstance(data, dict) else None
     # Something that is no object says that weights are quantised, too.
-    return found if isinstance(found, dict) or not found else {"quant_method": found}
+    return found if isinstance(found, dict) or not found else {"quant_method": [found]}
 
 
 def scheme_of(quantization: Any, where: str) -> Scheme:
@@ -184,6 +186,7 @@ def _gptq(fields: _Fields) -> Scheme:
         group=_group(fields, "group_size"),
         zeros=True,
         is_less_one=(formats or ["gptq"])[0] == "gptq",
+        names_groups=bool(fields.one_of("desc_act", (True, False, None))),
     )
 
 
@@ -294,6 +297,7 @@ def _of_group(fields: _Fields, layout: str) -> Scheme:
         bits=_bits(weights, (4, 8), "num_bits"),
         group=weights.count("group_size") if strategy == "group" else 0,
         zeros=not is_symmetric,
+        names_groups=weights.values.get("actorder") in ("group", "dynamic", True),
         rounds_activations=rounds,
     )
 

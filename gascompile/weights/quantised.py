@@ -23,9 +23,6 @@ _CODES: Final[Mapping[str, str]] = {
     "gptq": "qweight", "awq": "qweight", "packed": "weight_packed", "fp8": "weight",
 }  # fmt: skip
 """What the codes of a kind of packing are called, after the name of their layer."""
-_ZEROS: Final[Mapping[str, str]] = {
-    "gptq": "qzeros", "awq": "qzeros", "packed": "weight_zero_point",
-}  # fmt: skip
 _GROUPS: Final[Mapping[str, str]] = {"gptq": "g_idx", "packed": "weight_g_idx"}
 _ACTIVATIONS = ("input_scale", "activation_scale", "input_zero_point")
 """Of schemes that round activations, which nothing here does."""
@@ -104,12 +101,14 @@ def with_packed_weights(
 
 def _gptq(layer: str, scheme: Scheme, layers: _Layers) -> WeightSource:
     codes, scales = layers.need(layer, "qweight"), layers.need(layer, "scales")
-    zeros, groups = layers.need(layer, "qzeros"), layers.take(layer, "g_idx")
+    zeros, groups = layers.need(layer, "qzeros"), layers.take(layer, _GROUPS["gptq"])
     each = WORD_BITS // scheme.bits
     rows, columns = _last(codes), (codes.shape or (0,))[0] * each
     packing = _packing(layer, scheme, layers, scales)
     if groups is not None:
         packing = replace(packing, is_ordered=_is_ordered(layer, packing, columns, groups, layers))
+    elif scheme.names_groups:
+        raise layers.odd(layer, f"lacks its '{_GROUPS[scheme.kind]}', which its scheme needs")
     parts = {"codes": codes, "scales": scales, "zeros": zeros, "groups": groups}
     found = _assembled(layer, packing, rows, columns, parts, layers)
     if rows % each:
@@ -134,7 +133,7 @@ def _packed(layer: str, scheme: Scheme, layers: _Layers) -> WeightSource:
     codes, scales = layers.need(layer, "weight_packed"), layers.need(layer, "weight_scale")
     shape = layers.values(layers.need(layer, "weight_shape")).tolist()
     rows, columns = (int(size) for size in shape) if _is_shape(shape) else (0, 0)
-    zeros, groups = layers.take(layer, "weight_zero_point"), layers.take(layer, "weight_g_idx")
+    zeros, groups = layers.take(layer, "weight_zero_point"), layers.take(layer, _GROUPS["packed"])
     if scheme.zeros != (zeros is not None):
         raise layers.odd(
             layer, "has zero points where its scheme has none, or none where it has some"
@@ -142,6 +141,8 @@ def _packed(layer: str, scheme: Scheme, layers: _Layers) -> WeightSource:
     packing = _packing(layer, scheme, layers, scales)
     if groups is not None:
         packing = replace(packing, is_ordered=_is_ordered(layer, packing, columns, groups, layers))
+    elif scheme.names_groups:
+        raise layers.odd(layer, f"lacks its '{_GROUPS[scheme.kind]}', which its scheme needs")
     parts = {"codes": codes, "scales": scales, "zeros": zeros, "groups": groups}
     return _assembled(layer, packing, rows, columns, parts, layers)
 
