@@ -255,7 +255,7 @@ def _write(path: Path, tensors: dict[str, torch.Tensor], num_shards: int) -> Non
     if num_shards == 1:
         save_file(tensors, path / "model.safetensors")
         return
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for i in range(num_shards):
         file = f"model-{i + 1:05}-of-{num_shards:05}.safetensors"
         shard = dict(list(tensors.items())[i::num_shards])

@@ -96,6 +96,7 @@ class Packing:
         groups, each = self.num_groups(columns), WORD_BITS // self.bits
         blocks = -(-rows // self.block_rows) if self.block_rows else 1
         scales = ("scales", self.scale, (groups, rows))
+        found: list[tuple[str, str, tuple[int, ...]]]
         if self.kind == "gptq":
             found = [
                 ("codes", "int32", (-(-columns // each), rows)),

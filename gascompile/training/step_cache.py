@@ -194,9 +194,11 @@ def bound_step(
         tile = tiles.get(name)
         if tile is None and name not in known:
             raise FormatError(f"'{name}' is no tensor of the model or the optimizer")
-        own = packed[name].outline() if name in packed else known.get(name)
-        shape = (tile.length,) if tile is not None else tuple(own.shape)
-        dtype = tile.dtype if tile is not None else own.dtype
+        if tile is not None:
+            shape, dtype = (tile.length,), tile.dtype
+        else:
+            own = packed[name].outline() if name in packed else known[name]
+            shape, dtype = tuple(own.shape), own.dtype
         if (bound.shape, bound.dtype) != (shape, str(dtype).removeprefix("torch.")):
             raise FormatError(f"'{name}' is another tensor in it than in the model")
     if [node.name for node in program.op_nodes()] != [op.name for op in bundle.plan.ops]:

@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 
 from gascompile.core.errors import CheckpointError
-from gascompile.core.sources import WeightSource
+from gascompile.core.sources import Extent, WeightSource
 from gascompile.formats.packings import SCALE_NAMES, WORD_BITS, Packing
 from gascompile.weights.quantisation import Scheme, scheme_of
 from gascompile.weights.rows import WeightRows
@@ -208,7 +208,7 @@ def _assembled(
         raise layers.odd(layer, "has no values")
     if packing.kind in ("awq", "packed") and packing.group and columns % packing.group:
         raise layers.odd(layer, f"has {columns} columns, which are no groups of {packing.group}")
-    extents = []
+    extents: list[Extent] = []
     for part in packing.parts(rows, columns):
         source = parts[part.name]
         assert source is not None, "a packing has parts that are there"

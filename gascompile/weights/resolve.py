@@ -19,8 +19,9 @@ from gascompile.core.workload import Forms
 from gascompile.formats.dtypes import FLOATING, as_computed, is_lossless
 from gascompile.formats.layout import group_of, is_read_packed
 from gascompile.formats.ops import wire_matrix
-from gascompile.weights.checkpoint import Checkpoint, has_own_values, match_weights
+from gascompile.weights.checkpoint import Checkpoint, has_own_values
 from gascompile.weights.mapped import mapped_weights
+from gascompile.weights.matching import match_weights
 from gascompile.weights.memory_layout import as_span, with_strides
 from gascompile.weights.store import spill
 

@@ -13,6 +13,7 @@ from gascompile.codegen.build import has_compiler
 from gascompile.codegen.packed_kernels import use_wire_kernels
 from gascompile.formats import ops as wire_ops
 from gascompile.formats.layout import BLOCKS, group_of, row_bytes
+from gascompile.formats.workspace import decode_workspace_bytes, linear_workspace_bytes
 from tests.allocator import peak_growth_bytes
 from tests.gguf_files import oracle, random_blocks
 
@@ -82,11 +83,11 @@ def test_no_more_memory_than_planned(form: str, kernels: wire_ops.Kernels | None
     rows = random_blocks(form, 700, columns)
     x = torch.randn(40, columns)
     peak_bytes = peak_growth_bytes(partial(wire_ops.LINEAR, x, rows, None, form, group))
-    planned_bytes = wire_ops.linear_workspace_bytes(x, rows, form, group)
+    planned_bytes = linear_workspace_bytes(x, rows, form, group)
     assert peak_bytes <= planned_bytes + 40 * 700 * 4
     for dtype in (torch.float32, torch.bfloat16):
         peak_bytes = peak_growth_bytes(partial(wire_ops.DECODE, rows, form, columns, group, dtype))
-        planned_bytes = wire_ops.decode_workspace_bytes(700, columns, form, group, dtype.itemsize)
+        planned_bytes = decode_workspace_bytes(700, columns, form, group, dtype.itemsize)
         assert peak_bytes <= planned_bytes + 700 * columns * dtype.itemsize
 
 

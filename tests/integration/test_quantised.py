@@ -175,8 +175,8 @@ def test_a_directory_is_a_model(directory: Folder, cache: Path, tmp_path: Path) 
     assert stored["lm_head.weight"] == "gptq4-g32-f16-v1"
     moved = tmp_path / "elsewhere"
     shutil.copytree(directory.path, moved)
-    for options in ({}, {"checkpoint": moved}):
-        with gascompile.load(tmp_path / "bundle", cache_dir=cache, **options) as loaded:
+    for place in (None, moved):
+        with gascompile.load(tmp_path / "bundle", checkpoint=place, cache_dir=cache) as loaded:
             assert torch.equal(loaded(**CALL).logits, found)
     plan = gascompile.plan(directory.path, "8MiB", "cpu-nvme", cache_dir=cache)
     forms = {t.forms.wire for t in plan.tensors.values() if t.forms}

@@ -14,8 +14,9 @@ from torch.utils import _pytree as pytree
 
 import gascompile
 from gascompile.capture.calls import bind_call
-from gascompile.formats.ops import LINEAR, FormSpec, decoded, linear_workspace_bytes
+from gascompile.formats.ops import LINEAR, FormSpec, decoded
 from gascompile.formats.quantize import pack
+from gascompile.formats.workspace import linear_workspace_bytes
 from gascompile.integrations.huggingface import register_pytrees
 from gascompile.weights.convert import conversion_errors
 from gascompile.weights.store_check import NOTES

@@ -16,6 +16,7 @@ from gascompile.codegen.packed_kernels import use_wire_kernels
 from gascompile.formats import ops as wire_ops
 from gascompile.formats.layout import GROUPS, LOW_BITS
 from gascompile.formats.quantize import pack
+from gascompile.formats.workspace import decode_workspace_bytes, linear_workspace_bytes
 from gascompile.runtime.kernels import packed as wire
 from gascompile.runtime.kernels.packed import MAX_FEW_ROWS, WireKernels
 from tests.allocator import peak_growth_bytes
@@ -255,11 +256,11 @@ def test_no_more_memory_than_planned(
     x = torch.randn(rows, columns)
     wire_ops.use_kernels(kernels if installed else None)
     peak_bytes = peak_growth_bytes(partial(wire_ops.LINEAR, x, weight, None, form, group))
-    planned_bytes = wire_ops.linear_workspace_bytes(x, weight, form, group)
+    planned_bytes = linear_workspace_bytes(x, weight, form, group)
     assert peak_bytes <= planned_bytes + rows * 700 * 4
     for dtype in (torch.float32, torch.bfloat16):
         peak_bytes = peak_growth_bytes(
             partial(wire_ops.DECODE, weight, form, columns, group, dtype)
         )
-        planned_bytes = wire_ops.decode_workspace_bytes(700, columns, form, group, dtype.itemsize)
+        planned_bytes = decode_workspace_bytes(700, columns, form, group, dtype.itemsize)
         assert peak_bytes <= planned_bytes + 700 * columns * dtype.itemsize

@@ -69,7 +69,8 @@ def made(dtype: torch.dtype) -> Any:
         num_key_value_heads=2,
         max_position_embeddings=32,
     )
-    return transformers.LlamaForCausalLM(config).to(dtype)
+    model: Any = transformers.LlamaForCausalLM(config)
+    return model.to(dtype)
 
 
 def adapted(model: nn.Module) -> nn.Module:

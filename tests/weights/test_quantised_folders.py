@@ -240,10 +240,16 @@ def test_spoilt_folders_are_read_or_refused(tmp_path: Path) -> None:
         else:
             name = rng.choice(list(parts))
             part = parts[name]
-            parts[name] = rng.choice([
-                lambda p: p.reshape(-1), lambda p: p.view(torch.uint8), lambda p: p[:1].clone(), lambda p: p[None],
-                lambda p: torch.zeros(0, dtype=torch.int32), lambda p: torch.randint(0, 9, p.shape, dtype=torch.int32),
-            ])(part)  # fmt: skip
+            parts[name] = rng.choice(
+                [
+                    part.reshape(-1),
+                    part.view(torch.uint8) if part.dim() else part[None],
+                    part[:1].clone() if part.dim() else part,
+                    part[None],
+                    torch.zeros(0, dtype=torch.int32),
+                    torch.randint(0, 9, part.shape, dtype=torch.int32),
+                ]
+            )
         path = folder(tmp_path / "model", Layer(parts=parts, values=layer.values), config)
         try:
             sources = open_checkpoint(path).sources

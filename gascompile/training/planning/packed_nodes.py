@@ -6,7 +6,7 @@ are the bytes that files have. Decoding gives the values of the model before it 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -47,14 +47,7 @@ def _decode(weight: fx.Node, value: PackedValue) -> tuple[BoundSpec, Forms]:
     weight.meta = {**weight.meta, "val": dense.new_empty(outline.shape, dtype=outline.dtype)}
     for user, path in list(_uses(weight)):
         with weight.graph.inserting_before(user):
-            found = _decoded(weight, value, dense)
-            for view in path:
-                # The view before is the one argument that is a tensor of the weight.
-                before = path[path.index(view) - 1] if view is not path[0] else weight
-                copied = weight.graph.node_copy(
-                    view, lambda n, before=before, found=found: found if n is before else n
-                )
-                found = copied
+            found = _seen(weight, _decoded(weight, value, dense), path)
         user.replace_input_with(path[-1] if path else weight, found)
     spec = value.spec
     forms = Forms(
@@ -73,6 +66,18 @@ def _uses(node: fx.Node, path: tuple[fx.Node, ...] = ()) -> Iterator[tuple[fx.No
             yield from _uses(user, (*path, user))
         else:
             yield user, list(path)
+
+
+def _seen(weight: fx.Node, decoded: fx.Node, path: Sequence[fx.Node]) -> fx.Node:
+    """Add the views of ``path``, which begins at a weight, of what was decoded of it."""
+    copies = {weight: decoded}
+
+    def copied(node: fx.Node) -> fx.Node:
+        return copies.get(node, node)
+
+    for view in path:
+        copies[view] = weight.graph.node_copy(view, copied)
+    return copied(path[-1]) if path else decoded
 
 
 def _decoded(weight: fx.Node, value: PackedValue, dense: torch.Tensor) -> fx.Node:

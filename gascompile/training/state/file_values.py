@@ -31,9 +31,9 @@ from gascompile.training.state.packed_values import packed_values
 from gascompile.weights.checkpoint import (
     Checkpoint,
     has_own_values,
-    match_weights,
     open_checkpoint_of,
 )
+from gascompile.weights.matching import match_weights
 
 Reader = Callable[[memoryview, int], None]
 """Fills memory with a tensor's bytes from an offset on; both are whole elements."""
