@@ -15,11 +15,11 @@ from typing import Any
 
 from gascompile.core.errors import CheckpointError
 from gascompile.core.sources import Extent, WeightSource
-from gascompile.formats.layout import is_read_packed
 from gascompile.integrations.adapter_names import base_name, with_base_names
 from gascompile.integrations.gguf_names import with_gguf_names
 from gascompile.integrations.huggingface import strip_prefix, transformers_models
 from gascompile.weights.checkpoint import Checkpoint
+from gascompile.weights.rows import lies_packed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +113,7 @@ def _renamed(source: WeightSource, name: str) -> WeightSource:
 def _convert(
     target: str, operations: Sequence[Any], parts: list[list[WeightSource]]
 ) -> WeightSource:
-    if any(is_read_packed(source.dtype) for part in parts for source in part):
+    if any(lies_packed(source) for part in parts for source in part):
         raise CheckpointError(
             f"the weight '{target}' is made of several that are quantised, which cannot be read in place; use the "
             "checkpoint before it was quantised, with weights='int4' or 'int8'"

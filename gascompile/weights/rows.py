@@ -13,8 +13,13 @@ from gascompile.core.sources import WeightSource
 from gascompile.formats.layout import is_read_packed
 
 
+def lies_packed(source: WeightSource) -> bool:
+    """Return whether a file has a weight in a packed form."""
+    return is_read_packed(source.dtype)
+
+
 def _dtype(source: WeightSource) -> torch.dtype:
-    if is_read_packed(source.dtype) or source.interleaved_heads:
+    if lies_packed(source) or source.interleaved_heads:
         raise CheckpointError(
             f"'{source.name}' does not lie in its file as rows of values in their order; pass a safetensors file"
         )
