@@ -15,6 +15,7 @@ from gascompile.core.files import is_file, is_folder, open_regular
 from gascompile.core.model_libraries import model_libraries
 from gascompile.core.serial import parse_json, read_json
 from gascompile.core.sources import Extent, FileStamp, WeightSource
+from gascompile.formats.packings import packing_of
 from gascompile.weights.gguf import MAGIC, Scalar, read_gguf_header
 from gascompile.weights.onnx_file import is_onnx, read_onnx
 from gascompile.weights.quantisation import quantisation_of
@@ -306,11 +307,16 @@ def open_checkpoint_of(model: nn.Module, path: Path) -> Checkpoint:
     """Read the headers of a checkpoint, under the names that ``model`` uses.
 
     Raises:
-        CheckpointError: as ``open_checkpoint``; or the names of a library's model cannot be used in place.
+        CheckpointError: as ``open_checkpoint``; or the names of a library's model cannot be used in place, or what
+            is packed is no layer whose rows are its outputs.
     """
     found = open_checkpoint(path)
     for library in model_libraries():
         found = library.with_model_names(model, found)
+    if any(packing_of(source.dtype) for source in found.sources.values()):
+        from gascompile.weights.quantised import require_layers
+
+        require_layers(model, found.sources, str(path))
     return found
 
 

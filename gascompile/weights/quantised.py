@@ -12,10 +12,11 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
+from torch import nn
 
 from gascompile.core.errors import CheckpointError
 from gascompile.core.sources import Extent, WeightSource
-from gascompile.formats.packings import SCALE_NAMES, WORD_BITS, Packing
+from gascompile.formats.packings import SCALE_NAMES, WORD_BITS, Packing, packing_of
 from gascompile.weights.quantisation import Scheme, scheme_of
 from gascompile.weights.rows import WeightRows
 
@@ -28,6 +29,25 @@ _ACTIVATIONS = ("input_scale", "activation_scale", "input_zero_point")
 """Of schemes that round activations, which nothing here does."""
 _LARGEST_VALUES = 1 << 28
 """Of a part that is read to be checked."""
+
+
+def require_layers(model: nn.Module, sources: Mapping[str, WeightSource], where: str) -> None:
+    """Refuse packed weights of modules that may have them the other way round, such as GPT-2's.
+
+    Raises:
+        CheckpointError: names the module.
+    """
+    modules = dict(model.named_modules())
+    for name, source in sources.items():
+        module = modules.get(name.rpartition(".")[0])
+        if packing_of(source.dtype) is None or module is None:
+            continue
+        if not isinstance(module, (nn.Linear, nn.Embedding)):
+            raise CheckpointError(
+                f"'{name:.300}' in {where} is packed ({source.dtype}) and belongs to a {type(module).__name__}, whose "
+                "weight may lie the other way round; packed weights are read of nn.Linear and nn.Embedding alone: use "
+                "the checkpoint before it was quantised"
+            )
 
 
 @dataclass(slots=True)

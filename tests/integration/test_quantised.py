@@ -14,7 +14,7 @@ import pytest
 import torch
 import transformers
 from accelerate import init_empty_weights
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 import gascompile
 from gascompile.core.errors import CheckpointError, StorageError, UnsupportedOpError
@@ -250,3 +250,39 @@ def test_models_that_would_round_or_lose_are_refused(directory: Folder, cache: P
     file = next(directory.path.glob("*-00001-*.safetensors"))
     with pytest.raises(CheckpointError, match="pass the folder"):
         gascompile.compile(skeleton(directory), "8MiB", CALL, checkpoint=file, cache_dir=cache)
+
+
+def test_layers_that_are_laid_out_otherwise_are_refused(cache: Path, tmp_path: Path) -> None:
+    """Weights of GPT-2's layers lie the other way round, which a square one does not show; experts are joined."""
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(n_embd=64, n_layer=1, n_head=2, vocab_size=96, n_positions=16)
+    model: Any = transformers.GPT2LMHeadModel(config).eval()
+    model.save_pretrained(tmp_path / "a")
+    tensors = load_file(tmp_path / "a" / "model.safetensors")
+    name = next(name for name in tensors if name.endswith("attn.c_proj.weight"))
+    del tensors[name]
+    parts = gptq(64, 64).parts
+    layer = name.removesuffix(".weight")
+    save_file(
+        {**tensors, **{f"{layer}.{part}": p for part, p in parts.items()}},
+        tmp_path / "a" / "model.safetensors",
+    )
+    data = {**config.to_dict(), "quantization_config": dict(GPTQ)}
+    (tmp_path / "a" / "config.json").write_text(json.dumps(data))
+    with pytest.raises(CheckpointError, match="belongs to a Conv1D"):
+        gascompile.compile(model, "8MiB", CALL, checkpoint=tmp_path / "a", cache_dir=cache)
+
+
+def test_experts_that_are_packed_one_by_one_are_refused(cache: Path, tmp_path: Path) -> None:
+    model = made(F16, "Mixtral", num_local_experts=2)
+    model.save_pretrained(tmp_path / "a")
+    file = tmp_path / "a" / "model.safetensors"
+    tensors = load_file(file)
+    for name in [name for name in tensors if ".experts." in name]:
+        parts = gptq(*tensors.pop(name).shape).parts
+        tensors |= {f"{name.removesuffix('.weight')}.{part}": p for part, p in parts.items()}
+    save_file(tensors, file)
+    data = {**model.config.to_dict(), "quantization_config": dict(GPTQ)}
+    (tmp_path / "a" / "config.json").write_text(json.dumps(data))
+    with pytest.raises(CheckpointError, match="made of several that are quantised"):
+        gascompile.compile(model, "8MiB", CALL, checkpoint=tmp_path / "a", cache_dir=cache)
