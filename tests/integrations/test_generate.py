@@ -263,3 +263,19 @@ def test_a_plan_for_given_inputs_alone_says_so(tmp_path: Path) -> None:
         pytest.raises(PlanMismatchError),
     ):
         it.generate(text(1, 5), max_new_tokens=2)
+
+
+def test_hidden_states_of_a_model_that_never_gave_any(compiled: Compiled) -> None:
+    """The library sets its hooks at the first call that asks: they are there before a plan, and once each."""
+    model, other = made("Llama"), made("Llama")
+    other.load_state_dict(model.state_dict())
+    it = compiled(model)
+    for use_cache in (True, False):
+        full = {"return_dict_in_generate": True, "output_hidden_states": True}
+        full |= {"max_new_tokens": 3, "do_sample": False, "use_cache": use_cache}
+        found, wanted = (one.generate(text(2, 5), **full) for one in (it, other))
+        assert torch.equal(found.sequences, wanted.sequences)
+        for one, expected in zip(found.hidden_states, wanted.hidden_states, strict=True):
+            for state, of in zip(one, expected, strict=True):
+                torch.testing.assert_close(state, of)
+    assert it(text(2, 5), use_cache=False).hidden_states is None
