@@ -115,13 +115,18 @@ def sorted_out(plain: Iterable[Line], compiled: Iterable[Line]) -> dict[str, Any
     kinds = ("passed", "passed_without_a_call", "does_not_apply", "failed", "skipped_by_the_library",
              "fails_without_us")  # fmt: skip
     found: dict[str, Any] = {kind: {} for kind in kinds}
+    passing = set()
     for line in plain:
-        if line["outcome"] == "skipped":
+        if line["outcome"] == "passed":
+            passing.add(line["name"])
+        elif line["outcome"] == "skipped":
             _note(found["skipped_by_the_library"], line["name"], line["reason"])
-        elif line["outcome"] == "failed":
+        else:
             _note(found["fails_without_us"], line["name"], line["reason"])
     for line in compiled:
         name = line["name"]
+        if name not in passing:
+            continue
         if line["outcome"] == "passed":
             kind = "passed" if line["calls"] else "passed_without_a_call"
             file, _, test = name.partition("::")
