@@ -23,7 +23,7 @@ _TORCH_COMPILE = (
     "asserts that generate() has called torch.compile; a compiled model has plans in its place, and refuses the caches "
     "that are made for it"
 )
-_CLASS_OF_CACHE = "asserts that the cache asked for as static is a StaticCache; a compiled decoder fills one of fixed size of its own"
+_CLASS_OF_CACHE = "asserts a StaticCache where one is asked for; a compiled decoder fills one of fixed size of its own"
 NOT_APPLICABLE: Mapping[str, str] = {
     "*::test_generate_compile_model_forward_fullgraph*": _TORCH_COMPILE,
     "*::test_generate_compilation_all_outputs": _TORCH_COMPILE,
