@@ -107,8 +107,11 @@ def _replace(replaced: _Replaced, patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(PreTrainedModel, "eval", eval_compiled, raising=False)
     patch.setattr(GenerationMixin, "generate", generate_compiled)
-    patch.setattr(transformers, "Trainer", _Budgeted)
-    patch.setattr(transformers, "Seq2SeqTrainer", _BudgetedSeq2Seq)
+    # In the modules that define them, too: some tests import the package anew.
+    for module in (transformers, transformers.trainer):
+        patch.setattr(module, "Trainer", _Budgeted)
+    for module in (transformers, transformers.trainer_seq2seq):
+        patch.setattr(module, "Seq2SeqTrainer", _BudgetedSeq2Seq)
     patch.setattr(Runner, "call", _counted(replaced, Runner, "call"))
     patch.setattr(TrainingStep, "__call__", _counted(replaced, TrainingStep, "__call__"))
 
