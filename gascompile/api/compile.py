@@ -37,7 +37,7 @@ from gascompile.core.checks.machine import source_warnings
 from gascompile.core.config import CompileConfig
 from gascompile.core.errors import FormatError, PlanVerificationError
 from gascompile.core.machine import Machine
-from gascompile.core.model_libraries import register_pytrees
+from gascompile.core.model_libraries import register_pytrees, set_recorders
 from gascompile.core.plan import Plan
 from gascompile.core.program import Program
 from gascompile.core.progress import task
@@ -107,6 +107,7 @@ class Job:
     def look_up(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> LookedUp:
         """Return the plan for one input signature, if the cache has it, and what it is looked up by."""
         register_pytrees()
+        set_recorders(self.model, kwargs)
         require_own_values((*self.model.parameters(), *self.model.buffers()))
         require_plain_inputs(args, kwargs)
         require_castable(self.config.weights)

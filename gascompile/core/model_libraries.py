@@ -7,7 +7,7 @@ for the first time. No room below ``api`` knows any of them.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
@@ -60,6 +60,10 @@ class ModelLibrary(Protocol):
         """Return the folder of a model that has a name in the library's collection; raises ``CheckpointError``."""
         ...
 
+    def set_recorders(self, model: nn.Module, kwargs: Mapping[str, Any]) -> None:
+        """Set what the library itself sets on a model at the first call like this one."""
+        ...
+
     def methods(self, cls: type) -> dict[str, Callable[..., Any]]:
         """Return what a compiled model does in another way than its class does."""
         ...
@@ -96,6 +100,12 @@ def rebuild_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
         for library in model_libraries()
         for name, value in library.rebuild_buffers(model).items()
     }
+
+
+def set_recorders(model: nn.Module, kwargs: Mapping[str, Any]) -> None:
+    """Set what libraries themselves set on their models at the first call like this one."""
+    for library in model_libraries():
+        library.set_recorders(model, kwargs)
 
 
 def methods(cls: type) -> dict[str, Callable[..., Any]]:

@@ -58,6 +58,7 @@ def methods(cls: type) -> dict[str, Callable[..., Any]]:
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not any(map(_is_fixed, (*args, *kwargs.values()))):
+            _refuse_static(kwargs.get("past_key_values"))
             return self._gascompile.call(args, kwargs)
         args, kwargs = bind_call(self._gascompile.positional, args, kwargs)
         return _forward(self, kwargs["past_key_values"], args, kwargs)
@@ -99,6 +100,22 @@ def _is_fixed(value: Any) -> bool:
     # What loads transformers' caches is imported with the first of ours.
     found = sys.modules.get("gascompile.integrations.fixed_cache")
     return found is not None and isinstance(value, found.FixedCache)
+
+
+def _refuse_static(cache: Any) -> None:
+    """Refuse transformers' own caches of a fixed size.
+
+    Raises:
+        UnsupportedOpError: says what to do.
+    """
+    library = sys.modules.get("transformers.cache_utils")
+    if library is not None and isinstance(
+        getattr(cache, "self_attention_cache", cache), library.StaticCache
+    ):
+        raise UnsupportedOpError(
+            "a StaticCache is for calls that torch.compile traces, and no input of a plan; leave out past_key_values= "
+            "and cache_implementation=: a decoder that is compiled makes a cache of fixed size by itself"
+        )
 
 
 def _cache_for(

@@ -6,18 +6,21 @@ own checkpoints and how they are resumed.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import Trainer
+from transformers.optimization import AdafactorSchedule
 
 from gascompile.core.budget import Budget
 from gascompile.core.errors import UnsupportedOpError
 from gascompile.training.compile_step import compile_step
 from gascompile.training.step import TrainingStep
 
+_log = logging.getLogger(__name__)
 _TRAINERS_OWN = ("accumulate", "max_grad_norm", "example_batch", "optimizer", "loss_fn", "model")
 """What ``TrainingArguments`` say, or the trainer has, in place of ``compile_step``'s arguments."""
 
@@ -87,6 +90,13 @@ class GasTrainer(Trainer):
         # The scheduler goes on with the optimizer itself, whose groups each step reads.
         self._planned = _PlannedOptimizer(self.optimizer)
         self.optimizer = self.callback_handler.optimizer = self._planned
+        if isinstance(
+            getattr(self.lr_scheduler, "scheduler", self.lr_scheduler), AdafactorSchedule
+        ):
+            _log.warning(
+                "AdafactorSchedule tells the learning rate by gradients and states, which the planned step keeps: "
+                "updates take the rate that they do with Trainer, logs and param_groups say the one that it begins with"
+            )
         return prepared
 
     def training_step(

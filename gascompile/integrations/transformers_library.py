@@ -11,6 +11,7 @@ from gascompile.integrations.huggingface import (
 )
 from gascompile.integrations.huggingface import is_model_directory as is_directory
 from gascompile.integrations.lost_buffers import rebuild_buffers
+from gascompile.integrations.recorders import set_recorders
 from gascompile.integrations.weight_names import with_model_names
 
 __all__ = [
@@ -23,5 +24,6 @@ __all__ = [
     "register_ops",
     "register_pytrees",
     "register_types",
+    "set_recorders",
     "with_model_names",
 ]

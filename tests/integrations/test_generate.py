@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, StaticCache
 
 import gascompile
 from gascompile.core.errors import (
@@ -263,3 +263,34 @@ def test_a_plan_for_given_inputs_alone_says_so(tmp_path: Path) -> None:
         pytest.raises(PlanMismatchError),
     ):
         it.generate(text(1, 5), max_new_tokens=2)
+
+
+def test_hidden_states_of_a_model_that_never_gave_any(compiled: Compiled) -> None:
+    """The library sets its hooks at the first call that asks: they are there before a plan, and once each."""
+    model, other = made("Llama"), made("Llama")
+    other.load_state_dict(model.state_dict())
+    it = compiled(model)
+    for use_cache in (True, False):
+        full = {"return_dict_in_generate": True, "output_hidden_states": True}
+        full |= {"max_new_tokens": 3, "do_sample": False, "use_cache": use_cache}
+        found, wanted = (one.generate(text(2, 5), **full) for one in (it, other))
+        assert torch.equal(found.sequences, wanted.sequences)
+        for one, expected in zip(found.hidden_states, wanted.hidden_states, strict=True):
+            for state, of in zip(one, expected, strict=True):
+                torch.testing.assert_close(state, of)
+    assert it(text(2, 5), use_cache=False).hidden_states is None
+
+
+def test_caches_of_a_fixed_size_that_are_not_ours_are_refused(compiled: Compiled) -> None:
+    """What attention returns over one is as long as the cache, not the text; and T5 makes no cache of ours."""
+    model = made("Llama")
+    it, static = compiled(model), StaticCache(config=model.config, max_cache_len=16)
+    with pytest.raises(UnsupportedOpError, match="leave out past_key_values="):
+        it.generate(text(1, 4), max_new_tokens=2, past_key_values=static)
+    with pytest.raises(UnsupportedOpError, match="StaticCache"):
+        it.generate(
+            text(1, 4), max_new_tokens=2, output_attentions=True, cache_implementation="static"
+        )
+    it = compiled(made("T5"))
+    with pytest.raises(UnsupportedOpError, match="StaticCache"):
+        it.generate(text(1, 4), max_new_tokens=2, cache_implementation="static")

@@ -10,6 +10,7 @@ import torch
 import transformers
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+from transformers.optimization import Adafactor, AdafactorSchedule
 
 from gascompile.integrations.trainer import GasTrainer
 
@@ -196,3 +197,22 @@ def test_what_is_refused_says_what_to_do(
     """Arguments that say a thing twice."""
     with pytest.raises(error, match=said):
         made(GasTrainer, tmp_path, {**SHORT, **arguments}, budget=BUDGET, **own).train()
+
+
+def test_adafactor_that_schedules_itself(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The library's schedule for its logs finds no gradients, which is told; updates are the same."""
+    trained = []
+    for kind in (Trainer, GasTrainer):
+        model = small_model()
+        own = Adafactor(model.parameters(), relative_step=True, warmup_init=True, lr=None)
+        budget = {"budget": BUDGET} if kind is GasTrainer else {}
+        options = {"num_train_epochs": 1, "eval_strategy": "no", "save_strategy": "no"}
+        schedule = AdafactorSchedule(own)
+        trainer = made(kind, tmp_path, options, model=model, optimizers=(own, schedule), **budget)
+        trainer.train()
+        trained.append(model)
+    wanted = trained[0].state_dict()
+    for name, value in trained[1].state_dict().items():
+        # Biases begin at zero, and are some 1e-8 after three updates.
+        torch.testing.assert_close(value, wanted[name], rtol=1e-4, atol=1e-12, msg=name)
+    assert "AdafactorSchedule" in caplog.text
