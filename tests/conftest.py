@@ -15,6 +15,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+from gascompile.bundles import plan_cache
+from gascompile.bundles.reuse import CachedPlan
 from gascompile.codegen.build import compiler
 from gascompile.core.machine import Machine
 from gascompile.cost_models.measure import machine as measuring
@@ -89,6 +91,17 @@ def _measured_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(resolve, "measure_briefly", once)
         yield
+
+
+@pytest.fixture
+def _kept_plans(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep plans where all workers find them, for tests of anything but captures and the cache of plans.
+
+    A plan is found by all that it was made of, so one that another test has kept is the one that would be made.
+    """
+    folder = _shared(tmp_path_factory)
+    place = property(lambda self: plan_cache.folder_of(folder, self.prints))
+    monkeypatch.setattr(CachedPlan, "folder", place)
 
 
 def _shared(tmp_path_factory: pytest.TempPathFactory) -> Path:

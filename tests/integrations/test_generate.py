@@ -26,6 +26,7 @@ from tests.integrations import generation_table as table
 from tests.integrations.generation_table import DECODERS, MODES, OTHERS, made, text
 
 Compiled = Callable[..., Any]
+pytestmark = pytest.mark.usefixtures("_kept_plans")
 
 
 @pytest.fixture
