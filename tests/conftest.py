@@ -93,14 +93,21 @@ def _measured_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
-@pytest.fixture
-def _kept_plans(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep plans where all workers find them, for tests of anything but captures and the cache of plans.
+@pytest.fixture(scope="session")
+def run_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a cache folder that all workers of this run share, for tests that do not look at what it holds.
 
     A plan is found by all that it was made of, so one that another test has kept is the one that would be made.
     """
-    folder = _shared(tmp_path_factory)
-    place = property(lambda self: plan_cache.folder_of(folder, self.prints))
+    folder = _shared(tmp_path_factory) / "run_cache"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+@pytest.fixture
+def _kept_plans(run_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep plans where all workers find them, for tests of anything but captures and the cache of plans."""
+    place = property(lambda self: plan_cache.folder_of(run_cache, self.prints))
     monkeypatch.setattr(CachedPlan, "folder", place)
 
 
