@@ -15,6 +15,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+from gascompile.bundles import plan_cache
+from gascompile.bundles.reuse import CachedPlan
 from gascompile.codegen.build import compiler
 from gascompile.core.machine import Machine
 from gascompile.cost_models.measure import machine as measuring
@@ -89,6 +91,24 @@ def _measured_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(resolve, "measure_briefly", once)
         yield
+
+
+@pytest.fixture(scope="session")
+def run_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a cache folder that all workers of this run share, for tests that do not look at what it holds.
+
+    A plan is found by all that it was made of, so one that another test has kept is the one that would be made.
+    """
+    folder = _shared(tmp_path_factory) / "run_cache"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+@pytest.fixture
+def _kept_plans(run_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep plans where all workers find them, for tests of anything but captures and the cache of plans."""
+    place = property(lambda self: plan_cache.folder_of(run_cache, self.prints))
+    monkeypatch.setattr(CachedPlan, "folder", place)
 
 
 def _shared(tmp_path_factory: pytest.TempPathFactory) -> Path:

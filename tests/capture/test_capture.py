@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._export.utils import _collect_all_valid_cia_ops
 from torch.utils import _pytree as pytree
 
 from gascompile.capture.calls import bind_call, normalize_call
@@ -45,6 +46,30 @@ def test_program_and_its_json_equal_eager(name: str) -> None:
     assert [node.name for node in reread.op_nodes()] == [
         node.name for node in found.program.op_nodes()
     ]
+
+
+@pytest.mark.parametrize("overload", [False, True], ids=["op", "overload"])
+def test_the_first_use_of_an_op_is_no_effect(*, overload: bool) -> None:
+    """torch looks its name up and keeps it; what a library takes with it when it goes leaves nothing behind."""
+    with torch.library._scoped_library("op_names_tests", "FRAGMENT") as library:
+        library.define("twice(Tensor x) -> Tensor")
+        library.impl("twice", lambda x: 2 * x, "CompositeExplicitAutograd")
+
+        class Twice(nn.Module):
+            def forward(self, x: torch.Tensor) -> Any:
+                if overload:
+                    return torch.ops.op_names_tests.twice.default(x)
+                return torch.ops.op_names_tests.twice(x)
+
+        model, x = Twice(), torch.randn(3)
+        found = capture(model, (), {"x": x})
+        assert found.record is not None
+        assert found.record.is_reproducible, found.record.why
+        assert torch.equal(run(found, model, {"x": x}, found.program)[0], 2 * x)
+        assert list(torch.ops.op_names_tests) == ["twice"]
+    assert not list(torch.ops.op_names_tests)
+    # What fails where a name is left, as at the first import of Inductor's decompositions.
+    assert _collect_all_valid_cia_ops()
 
 
 def test_meta_weights_are_never_needed() -> None:

@@ -29,13 +29,11 @@ Compiled = Callable[..., Any]
 
 
 @pytest.fixture
-def compiled(tmp_path: Path) -> Iterator[Compiled]:
+def compiled(run_cache: Path) -> Iterator[Compiled]:
     found: list[Any] = []
 
     def compile_it(model: Any, budget: str = "8MiB") -> Any:
-        found.append(
-            gascompile.compile(model, budget, machine="cpu-nvme", cache_dir=tmp_path / "cache")
-        )
+        found.append(gascompile.compile(model, budget, machine="cpu-nvme", cache_dir=run_cache))
         return found[-1]
 
     yield compile_it

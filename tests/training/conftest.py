@@ -27,6 +27,32 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+_OWN_CACHE = {
+    f"test_{name}"
+    for name in (
+        "budget_exceeded",
+        "capture_step",
+        "crash",
+        "devices",
+        "fused_steps",
+        "refusals",
+        "saved_plans",
+        "step_cache",
+        "step_costs",
+        "step_program",
+        "updates_on_host",
+    )
+}
+"""Files whose tests look at captures, at what is measured for a plan, or at the cache itself."""
+
+
+@pytest.fixture(autouse=True)
+def _captured_once(request: pytest.FixtureRequest) -> None:
+    """Capture once what many tests train: the same model, loss and optimizer in the same budget."""
+    if request.path.stem not in _OWN_CACHE:
+        request.getfixturevalue("_kept_plans")
+
+
 @pytest.fixture(autouse=True, scope="package")
 def _planned_once() -> Iterator[None]:
     """Look once for the plan of a workload in a budget: many tests train the same small model."""

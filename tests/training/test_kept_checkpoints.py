@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gascompile import StorageError, TrainingStep, UnsupportedOpError
+from gascompile import CheckpointError, StorageError, TrainingStep, UnsupportedOpError
 from tests.training.runs import adamw, batches, compiled, new_model, plain_losses
 
 
@@ -147,6 +148,13 @@ def test_what_fails_behind_a_step_is_raised_by_the_next(
     assert not list(folder.glob(".writing-*"))
     assert losses(step, 1, 3) == reference[1:]  # it is said once
     step.load(folder)
+    assert losses(step, 1, 3) == reference[1:]
+    # Back to one that is not the newest, by the way that the error names.
+    one = folder / "checkpoint-00000001"
+    with pytest.raises(CheckpointError, match="copy it under its own name into an empty folder"):
+        step.load(one)
+    shutil.copytree(one, tmp_path / "back" / one.name)
+    step.load(tmp_path / "back")
     assert losses(step, 1, 3) == reference[1:]
     with monkeypatch.context() as patch:
         held = Held(patch, errno.EIO)

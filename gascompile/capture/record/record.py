@@ -276,7 +276,7 @@ def _code_of(known: Dependencies) -> list[Code]:
 
 def _codes(name: str, module: types.ModuleType) -> Iterator[types.CodeType]:
     """Yield the code of a module's functions and methods."""
-    todo = [value for value in vars(module).values() if getattr(value, "__module__", None) == name]
+    todo = [value for value in vars(module).values() if _module_of(value) == name]
     seen: set[int] = set()
     for value in todo:
         if isinstance(value, type):
@@ -290,6 +290,14 @@ def _codes(name: str, module: types.ModuleType) -> Iterator[types.CodeType]:
         code = getattr(inspect.unwrap(inner), "__code__", None)
         if isinstance(code, types.CodeType):
             yield from codes_in(code)
+
+
+def _module_of(value: object) -> object:
+    """Return the name of the module that made a value, past what its class does when it is asked: some warn."""
+    try:
+        return object.__getattribute__(value, "__module__")
+    except AttributeError:
+        return None
 
 
 def _joined(reasons: list[str]) -> str | None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy
 
+from gascompile.capture.record.op_names import op_spaces
 from gascompile.capture.record.watched import Current, Watches
 
 
@@ -21,12 +22,13 @@ class Snapshot:
         owners = {id(owner): owner for owner, _, _ in self._places}
         owners.update((id(owner), owner) for owner, *_ in watches.sized())
         # Others write to a module's globals, too; what is watched there is in the places.
+        ops = op_spaces()
         self._dicts = [
             (owner, set(owner))
             for owner in owners.values()
-            if isinstance(owner, dict) and "__builtins__" not in owner
+            if isinstance(owner, dict) and "__builtins__" not in owner and id(owner) not in ops
         ]
-        self._absent = [(owner, key) for owner, key, _ in watches.absent]
+        self._absent = [(owner, key) for owner, key, _ in watches.absent if id(owner) not in ops]
         self._lists = [(o, list(o)) for o in owners.values() if isinstance(o, (list, deque))]
 
     def restore(self) -> None:

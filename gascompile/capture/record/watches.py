@@ -28,6 +28,7 @@ from gascompile.capture.fingerprint.code_origin import (
     origin_of_name,
 )
 from gascompile.capture.record.likeness import GONE, SCALARS
+from gascompile.capture.record.op_names import look_up_op, look_up_overloads
 from gascompile.capture.record.opaque import is_source
 from gascompile.capture.record.watched import (
     ARRAYS,
@@ -213,6 +214,7 @@ class _Walk:
             self.watches.size(value, name)
             self.watches.content(value, name)
         elif id(value) not in self._registered:
+            look_up_overloads(value)
             self.fields(value, name)
             if isinstance(value, nn.Module):
                 self.value(value._modules, name)
@@ -237,8 +239,9 @@ class _Walk:
     def names(self, names: Names, space: dict[str, Any]) -> None:
         """Watch the globals, and what is read of modules among them."""
         for chain in names.chains:
-            owner, label = space, str(space.get("__name__"))
+            owner, label, module = space, str(space.get("__name__")), None
             for key in chain:
+                look_up_op(module, key)
                 if key not in owner:
                     if not hasattr(builtins, key):
                         self.watches.absent.append((owner, key, f"{label}.{key}"))
@@ -249,7 +252,7 @@ class _Walk:
                 self.item(owner, key, f"{label}.{key}")
                 if not isinstance(value, types.ModuleType):
                     break
-                owner, label = vars(value), value.__name__
+                owner, label, module = vars(value), value.__name__, value
         for taken in names.imports:
             self._import(taken, space)
 

@@ -192,6 +192,11 @@ class CheckpointFolder:
             StorageError: another job saves here, or a value cannot be kept.
         """
         self.finish()
+        if (self.folder / MANIFEST).is_file():
+            raise CheckpointError(
+                f"{self.folder} is one checkpoint; load takes the folder that save was given, of which it restores the "
+                "newest. To go back to this one, copy it under its own name into an empty folder, and pass that"
+            )
         with self._shared() if takes_lock else contextlib.nullcontext():
             found = found_in(self.folder)
             if not found:
