@@ -353,8 +353,7 @@ def compile(  # noqa: A001 - the public name, as in torch.compile
         checkpoint: .safetensors, .gguf or .bin file, sharded or Hugging Face directory; read in place, never whole.
         dynamic_shapes: as ``torch.export.export`` takes it; the plan holds for the upper bounds. Without it and without
             ``example_inputs``, dimensions that change from call to call get a range by themselves; ``False``: none.
-        machine: ``None`` for this machine, measured once and remembered; or a preset's name or a file.
-            ``"emulated"`` runs on an accelerator made of RAM and paced copies.
+        machine: by default this one, measured once; a preset's name or a file; ``"emulated"`` runs on one made of RAM.
         cache_dir: where plans, the machine profile and spilled weights are kept.
         time_limit_s: wall clock for the solver, which may stop at the relative gap ``mip_gap``.
         strategy: force one candidate plan, such as ``"first_fit"``, for comparison.
