@@ -27,12 +27,12 @@ def unpack_into(out: torch.Tensor, weight: torch.Tensor, form: str, begin: int) 
     assert packing is not None, f"{form} is a packing"
     num_rows, columns = out.shape
     whole = rows_of(form, columns, weight.numel())
-    parts = {part.name: _view(weight, part) for part in packing.parts(whole, columns)}
+    parts = {part.name: part for part in packing.parts(whole, columns)}
     end = begin + num_rows
-    _codes_into(out, parts["codes"], packing, begin, end)
-    scales = _scales(parts["scales"], packing, begin, end)
-    zeros = _zeros(parts.get("zeros"), packing, begin, end)
-    groups = parts.get("groups")
+    _codes_into(out, weight, parts["codes"], packing, begin)
+    scales = _scales(weight, parts["scales"], packing, begin, end)
+    zeros = _zeros(weight, parts.get("zeros"), packing, begin, end)
+    groups = _rows(weight, parts["groups"], 0, columns) if "groups" in parts else None
     if isinstance(zeros, int):
         out.sub_(zeros) if zeros else None
     else:
@@ -40,32 +40,36 @@ def unpack_into(out: torch.Tensor, weight: torch.Tensor, form: str, begin: int) 
     _combine(out, scales, packing.group, groups, torch.Tensor.mul_)
 
 
-def _view(weight: torch.Tensor, part: Part) -> torch.Tensor:
+def _rows(weight: torch.Tensor, part: Part, begin: int, end: int) -> torch.Tensor:
+    """Return rows of a part; of one that is not aligned a copy."""
     dtype: torch.dtype = getattr(torch, part.dtype)
-    raw = weight[part.offset : part.offset + part.size_bytes]
+    row_bytes = part.size_bytes // part.shape[0]
+    raw = weight[part.offset + begin * row_bytes : part.offset + end * row_bytes]
     if raw.storage_offset() % dtype.itemsize:
-        raw = raw.clone()  # of bytes that are scales: codes come first
-    return raw.view(dtype).view(part.shape)
+        raw = raw.clone()
+    return raw.view(dtype).view(-1, *part.shape[1:])
 
 
 def _codes_into(
-    out: torch.Tensor, codes: torch.Tensor, packing: Packing, begin: int, end: int
+    out: torch.Tensor, weight: torch.Tensor, part: Part, packing: Packing, begin: int
 ) -> None:
-    each, mask = WORD_BITS // packing.bits, (1 << packing.bits) - 1
+    each, mask, end = WORD_BITS // packing.bits, (1 << packing.bits) - 1, begin + out.shape[0]
     if packing.kind == "fp8":
-        _bytes_into(out, codes[begin:end])
+        _bytes_into(out, _rows(weight, part, begin, end))
     elif packing.kind == "gptq":
-        words = codes[:, begin:end]
+        words = _rows(weight, part, 0, part.shape[0])[:, begin:end]
         places = out.t().unflatten(0, (-1, each))
         for place in range(each):
             places[:, place].copy_((words >> packing.bits * place).bitwise_and_(mask))
     elif packing.kind == "awq":
-        words = codes[:, begin // each : end // each]
+        words = _rows(weight, part, 0, part.shape[0])[:, begin // each : end // each]
         places = out.t().unflatten(1, (-1, each))
         for row, place in enumerate(_PLACES):
             places[..., row].copy_((words >> packing.bits * place).bitwise_and_(mask))
     else:
-        raw, columns = codes[begin:end].view(torch.uint8), out.shape[1]
+        row_bytes, columns = part.size_bytes // part.shape[0], out.shape[1]
+        raw = weight[part.offset + begin * row_bytes : part.offset + end * row_bytes]
+        raw = raw.view(-1, row_bytes)
         if packing.bits == 8:
             out.copy_(raw[:, :columns])
             return
@@ -83,33 +87,39 @@ def _bytes_into(out: torch.Tensor, codes: torch.Tensor) -> None:
     torch.index_select(table, 0, places, out=out.view(-1))
 
 
-def _scales(scales: torch.Tensor, packing: Packing, begin: int, end: int) -> torch.Tensor:
+def _scales(
+    weight: torch.Tensor, part: Part, packing: Packing, begin: int, end: int
+) -> torch.Tensor:
     """Return the scales of some rows in float32, ``[rows, groups]``."""
     if packing.kind in ("gptq", "awq"):
-        return scales[:, begin:end].float().t()
-    if packing.kind == "packed" or packing.block_rows == 1:
-        return scales[begin:end].float()
-    if not packing.block_rows:
-        return scales.float()
-    first, last = begin // packing.block_rows, -(-end // packing.block_rows)
-    rows = torch.arange(begin, end, device=scales.device)
-    rows = rows.div_(packing.block_rows, rounding_mode="floor").sub_(first)
-    return scales[first:last].float().index_select(0, rows)
+        return _rows(weight, part, 0, part.shape[0])[:, begin:end].float().t()
+    size = packing.block_rows if packing.kind == "fp8" else 1
+    if size == 1:
+        return _rows(weight, part, begin, end).float()
+    if not size:
+        return _rows(weight, part, 0, 1).float()
+    first, last = begin // size, -(-end // size)
+    rows = torch.arange(begin, end, device=weight.device)
+    rows = rows.div_(size, rounding_mode="floor").sub_(first)
+    return _rows(weight, part, first, last).float().index_select(0, rows)
 
 
 def _zeros(
-    zeros: torch.Tensor | None, packing: Packing, begin: int, end: int
+    weight: torch.Tensor, part: Part | None, packing: Packing, begin: int, end: int
 ) -> torch.Tensor | int:
     """Return the zero points of some rows in float32, ``[rows, groups]``, or the one of all."""
     if packing.kind == "fp8":
         return 0
-    if zeros is None:
+    if part is None:
         return 1 << packing.bits - 1
     each, mask = WORD_BITS // packing.bits, (1 << packing.bits) - 1
     first, last = begin // each, -(-end // each)
-    words = zeros[first:last].t() if packing.kind == "packed" else zeros[:, first:last]
+    if packing.kind == "packed":
+        words = _rows(weight, part, first, last).t()
+    else:
+        words = _rows(weight, part, 0, part.shape[0])[:, first:last]
     places = _PLACES if packing.kind == "awq" else range(each)
-    shifts = torch.tensor(list(places), dtype=torch.int32, device=zeros.device) * packing.bits
+    shifts = torch.tensor(list(places), dtype=torch.int32, device=weight.device) * packing.bits
     found = (words.unsqueeze(-1) >> shifts).bitwise_and_(mask)
     if packing.is_less_one:
         found.add_(1).bitwise_and_(mask)

@@ -103,6 +103,19 @@ def test_blocks_of_rows_and_what_they_take(form: str, monkeypatch: pytest.Monkey
         assert taken <= room + out.numel() * out.element_size()
 
 
+@pytest.mark.parametrize(
+    "form", ["packed4-g16-bf16-zeros", "packed4-row-f16", "fp8-32x32-f32", "fp8-row-bf16"]
+)
+def test_rows_that_begin_anywhere(form: str) -> None:
+    """Files are read to where their pages line up: parts by rows need no alignment."""
+    layer = CASES[form]()
+    wire = joined(form, layer)
+    for begin in (1, 2, 3):
+        moved = torch.zeros(wire.numel() + begin, dtype=torch.uint8)[begin:].copy_(wire)
+        found = wire_ops.DECODE(moved, form, layer.values.shape[1], 0, torch.float32)
+        assert torch.equal(found, rounded(layer.values, torch.float32))
+
+
 def test_what_is_no_number_stays_none() -> None:
     torch.manual_seed(2)
     layer = fp8(64, 64, has_nan=True)
