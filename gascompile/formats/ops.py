@@ -28,7 +28,7 @@ from gascompile.formats.layout import (
     packed_parts,
     row_bytes,
 )
-from gascompile.formats.packings import packing_of, rows_of
+from gascompile.formats.packings import Packing, packing_of, rows_of
 from gascompile.formats.unpack import unpack_into
 
 PLAIN: Final = ("bfloat16", "float16", "float32")
@@ -64,6 +64,18 @@ class Kernels(Protocol):
 
     def decode(self, out: torch.Tensor, weight: torch.Tensor, form: str, group: int) -> bool:
         """Write the values of packed rows, of any form but ``int4``, into ``out``, a matrix."""
+        ...
+
+    def unpack(
+        self,
+        out: torch.Tensor,
+        codes: torch.Tensor,
+        zeros: torch.Tensor | int,
+        scales: torch.Tensor,
+        groups: torch.Tensor | None,
+        packing: Packing,
+    ) -> bool:
+        """Write the values of rows whose parts lie apart; see ``unpack.Unpack``."""
         ...
 
 
@@ -161,14 +173,14 @@ def _whole_into(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, form: 
     step = block_rows(x.shape[0], columns, wire_rows(weight, form, columns))
     # What is multiplied in less than float32 lies row by row: oneDNN would copy it so.
     narrow = None if x.dtype == torch.float32 else x.new_empty((step, columns))
-    for begin, end, values in _unpacked(weight, form, columns, step):
+    for begin, end, values in _unpacked(weight, form, columns, step, plain=False):
         # In two steps: torch is slow to convert and to transpose at once.
         block = values if narrow is None else narrow[: end - begin].copy_(values.to(x.dtype))
         torch.mm(x, block.t(), out=out[:, begin:end])
 
 
 def _unpacked(
-    weight: torch.Tensor, form: str, columns: int, step: int
+    weight: torch.Tensor, form: str, columns: int, step: int, *, plain: bool
 ) -> Iterator[tuple[int, int, torch.Tensor]]:
     """Yield ranges of rows with their values, ``[step, columns]`` in float32, in one piece of memory."""
     rows = wire_rows(weight, form, columns)
@@ -176,10 +188,12 @@ def _unpacked(
     is_across = weight.dim() == 1 and form.startswith(("gptq", "awq"))
     size = (columns, step) if is_across else (step, columns)
     scratch = torch.empty(size, device=weight.device)
+    kernels = None if plain else _kernels.get(weight.device.type)
+    native = kernels.unpack if kernels is not None else None
     for begin in range(0, rows, step):
         end = min(begin + step, rows)
         block = scratch[:, : end - begin].t() if is_across else scratch[: end - begin]
-        unpack_into(block, weight, form, begin)
+        unpack_into(block, weight, form, begin, native)
         yield begin, end, block
 
 
@@ -254,7 +268,7 @@ def decoded(
         num_rows = wire_rows(rows, form, columns)
         found = torch.empty((num_rows, columns), dtype=dtype, device=rows.device)
         step = block_rows(1, columns, num_rows)
-        for begin, end, block in _unpacked(rows, form, columns, step):
+        for begin, end, block in _unpacked(rows, form, columns, step, plain=plain):
             found[begin:end].copy_(block.to(dtype))
         return found
     if form not in PACKED_FORMS:
