@@ -374,7 +374,47 @@ void columns_of_eights(const Apart& of) {
   }
 }
 
-// Rows of codes; `code` gives that of a column.
+// Codes of rows: that of a column, and those of as many as a vector has from an even column on.
+struct FourBits {
+  float one(const uint8_t* from, int64_t column) const {
+    return static_cast<float>((from[column >> 1] >> ((column & 1) << 2)) & 15);
+  }
+  Floats many(const uint8_t* from, int64_t column) const {
+    typedef uint8_t Half __attribute__((vector_size(kLanes / 2)));
+    typedef uint16_t Pairs __attribute__((vector_size(kLanes)));
+    // Each byte becomes two, the lower four bits first.
+    const Pairs both = __builtin_convertvector(load<Half>(from + column / 2), Pairs);
+    const Pairs apart = (both & 15) | (both >> 4 << 8);
+    return floats(widened(load<Bytes>(reinterpret_cast<const uint8_t*>(&apart))));
+  }
+};
+
+struct EightBits {
+  float one(const uint8_t* from, int64_t column) const { return static_cast<float>(from[column]); }
+  Floats many(const uint8_t* from, int64_t column) const {
+    return floats(widened(load<Bytes>(from + column)));
+  }
+};
+
+// A sign, four bits of exponent, three of fraction; all ones are no number.
+struct Fp8 {
+  const float* table;
+  float one(const uint8_t* from, int64_t column) const { return table[from[column]]; }
+  Floats many(const uint8_t* from, int64_t column) const {
+    const Numbers raw = widened(load<Bytes>(from + column)), size = raw & 127;
+    // Below the least exponent by integers: where the processor takes subnormals for zeros, these are none.
+    const Floats small = floats(size) * 0x1p-9f;
+    Numbers bits;
+    std::memcpy(&bits, &small, sizeof(bits));
+    const Numbers is_small = size < 8, is_none = size == 127;
+    bits = (bits & is_small) | (((size << 20) + (120 << 23)) & ~is_small);
+    bits |= ((raw & 128) << 24) | (is_none & 0x7fc00000);
+    Words found;
+    std::memcpy(&found, &bits, sizeof(found));
+    return to_floats(found);
+  }
+};
+
 template <class Code>
 void rows_of_codes(const Apart& of, Code code) {
 #pragma omp parallel for schedule(static)
@@ -387,7 +427,7 @@ void rows_of_codes(const Apart& of, Code code) {
       for (int64_t column = 0; column < of.columns; ++column) {
         const int64_t number = of.order[column];
         const float zero = zeros ? zeros[number] : of.middle;
-        to[column] = (code(from, column) - zero) * scales[number];
+        to[column] = (code.one(from, column) - zero) * scales[number];
       }
       continue;
     }
@@ -395,8 +435,12 @@ void rows_of_codes(const Apart& of, Code code) {
     for (int64_t begin = 0, number = 0; begin < of.columns; begin += width, ++number) {
       const int64_t end = begin + width < of.columns ? begin + width : of.columns;
       const float zero = zeros ? zeros[number] : of.middle, scale = scales[number];
-      for (int64_t column = begin; column < end; ++column)
-        to[column] = (code(from, column) - zero) * scale;
+      int64_t column = begin;
+      for (; begin % 2 == 0 && column + kLanes <= end; column += kLanes) {
+        const Floats values = (code.many(from, column) - zero) * scale;
+        std::memcpy(to + column, &values, sizeof(values));
+      }
+      for (; column < end; ++column) to[column] = (code.one(from, column) - zero) * scale;
     }
   }
 }
@@ -407,25 +451,14 @@ extern "C" {
 
 // Returns 1 where a kind is not known, or a column is of a group that is not there.
 int gas_unpack(int64_t kind, const Apart* of) {
-  const float* table = of->table;
   for (int64_t column = 0; of->order && column < of->columns; ++column)
     if (of->order[column] < 0 || of->order[column] >= of->groups) return 1;
   switch (kind) {
     case 1: columns_of_words(*of); return 0;
     case 2: columns_of_eights(*of); return 0;
-    case 3:
-      rows_of_codes(*of, [](const uint8_t* from, int64_t column) {
-        return static_cast<float>((from[column >> 1] >> ((column & 1) << 2)) & 15);
-      });
-      return 0;
-    case 4:
-      rows_of_codes(*of, [](const uint8_t* from, int64_t column) {
-        return static_cast<float>(from[column]);
-      });
-      return 0;
-    case 5:
-      rows_of_codes(*of, [table](const uint8_t* from, int64_t column) { return table[from[column]]; });
-      return 0;
+    case 3: rows_of_codes(*of, FourBits{}); return 0;
+    case 4: rows_of_codes(*of, EightBits{}); return 0;
+    case 5: rows_of_codes(*of, Fp8{of->table}); return 0;
     default: return 1;
   }
 }
