@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Final, Protocol
 
 import torch
@@ -28,6 +29,22 @@ class Unpack(Protocol):
     ) -> bool:
         """Write ``(code - zero) * scale`` into ``out``, ``[rows, columns]``; factors are ``[rows, groups]``."""
         ...
+
+
+def unpacked(
+    weight: torch.Tensor, form: str, columns: int, step: int, native: Unpack | None
+) -> Iterator[tuple[int, int, torch.Tensor]]:
+    """Yield ranges of rows with their values, ``[step, columns]`` in float32, in one piece of memory."""
+    rows = rows_of(form, columns, weight.numel())
+    # Codes that follow each other along the rows are written so, too.
+    is_across = form.startswith(("gptq", "awq"))
+    size = (columns, step) if is_across else (step, columns)
+    scratch = torch.empty(size, device=weight.device)
+    for begin in range(0, rows, step):
+        end = min(begin + step, rows)
+        block = scratch[:, : end - begin].t() if is_across else scratch[: end - begin]
+        unpack_into(block, weight, form, begin, native)
+        yield begin, end, block
 
 
 def unpack_into(
