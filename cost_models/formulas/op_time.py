@@ -35,8 +35,8 @@ _CPU_DECODING_BYTES = {
     "q4_k": 1.5,
     "q6_k": 2.1,
 }
-_CPU_UNPACKING_BYTES = {"gptq": 15.0, "awq": 30.0, "packed": 13.0, "fp8": 20.0}
-"""Of forms whose parts lie apart, by their kind; plain torch unpacks them."""
+_CPU_UNPACKING_BYTES = {"gptq": 6.0, "awq": 7.0, "packed": 5.5, "fp8": 7.0}
+"""Of forms whose parts lie apart, by their kind."""
 _FUSED_ROWS = 16
 _GPU_COMPUTE_BYTES = 2
 _MEMORY_BOUND_PREFIXES = ("int", "uint", "bool")

@@ -10,7 +10,6 @@ each group of inputs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -28,8 +27,8 @@ from gascompile.formats.layout import (
     packed_parts,
     row_bytes,
 )
-from gascompile.formats.packings import packing_of, rows_of
-from gascompile.formats.unpack import unpack_into
+from gascompile.formats.packings import Packing, packing_of, rows_of
+from gascompile.formats.unpack import Unpack, unpacked
 
 PLAIN: Final = ("bfloat16", "float16", "float32")
 """Wire forms that are matrices of a dtype of torch's."""
@@ -64,6 +63,18 @@ class Kernels(Protocol):
 
     def decode(self, out: torch.Tensor, weight: torch.Tensor, form: str, group: int) -> bool:
         """Write the values of packed rows, of any form but ``int4``, into ``out``, a matrix."""
+        ...
+
+    def unpack(
+        self,
+        out: torch.Tensor,
+        codes: torch.Tensor,
+        zeros: torch.Tensor | int,
+        scales: torch.Tensor,
+        groups: torch.Tensor | None,
+        packing: Packing,
+    ) -> bool:
+        """Write the values of rows whose parts lie apart; see ``unpack.Unpack``."""
         ...
 
 
@@ -161,26 +172,15 @@ def _whole_into(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, form: 
     step = block_rows(x.shape[0], columns, wire_rows(weight, form, columns))
     # What is multiplied in less than float32 lies row by row: oneDNN would copy it so.
     narrow = None if x.dtype == torch.float32 else x.new_empty((step, columns))
-    for begin, end, values in _unpacked(weight, form, columns, step):
+    for begin, end, values in unpacked(weight, form, columns, step, _native(weight)):
         # In two steps: torch is slow to convert and to transpose at once.
         block = values if narrow is None else narrow[: end - begin].copy_(values.to(x.dtype))
         torch.mm(x, block.t(), out=out[:, begin:end])
 
 
-def _unpacked(
-    weight: torch.Tensor, form: str, columns: int, step: int
-) -> Iterator[tuple[int, int, torch.Tensor]]:
-    """Yield ranges of rows with their values, ``[step, columns]`` in float32, in one piece of memory."""
-    rows = wire_rows(weight, form, columns)
-    # Codes that follow each other along the rows are written so, too.
-    is_across = weight.dim() == 1 and form.startswith(("gptq", "awq"))
-    size = (columns, step) if is_across else (step, columns)
-    scratch = torch.empty(size, device=weight.device)
-    for begin in range(0, rows, step):
-        end = min(begin + step, rows)
-        block = scratch[:, : end - begin].t() if is_across else scratch[: end - begin]
-        unpack_into(block, weight, form, begin)
-        yield begin, end, block
+def _native(weight: torch.Tensor) -> Unpack | None:
+    kernels = _kernels.get(weight.device.type)
+    return kernels.unpack if kernels is not None else None
 
 
 def _values_into(out: torch.Tensor, rows: torch.Tensor, form: str, group: int) -> None:
@@ -254,7 +254,8 @@ def decoded(
         num_rows = wire_rows(rows, form, columns)
         found = torch.empty((num_rows, columns), dtype=dtype, device=rows.device)
         step = block_rows(1, columns, num_rows)
-        for begin, end, block in _unpacked(rows, form, columns, step):
+        native = None if plain else _native(rows)
+        for begin, end, block in unpacked(rows, form, columns, step, native):
             found[begin:end].copy_(block.to(dtype))
         return found
     if form not in PACKED_FORMS:

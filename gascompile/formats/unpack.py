@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Iterator
+from typing import Final, Protocol
 
 import torch
 
@@ -14,7 +15,41 @@ ROW_GROUP: Final = 16
 """Rows are taken in multiples of it, so that a word of zero points is never divided."""
 
 
-def unpack_into(out: torch.Tensor, weight: torch.Tensor, form: str, begin: int) -> None:
+class Unpack(Protocol):
+    """Compiled code that writes values; says whether shapes were for it."""
+
+    def __call__(
+        self,
+        out: torch.Tensor,
+        codes: torch.Tensor,
+        zeros: torch.Tensor | int,
+        scales: torch.Tensor,
+        groups: torch.Tensor | None,
+        packing: Packing,
+    ) -> bool:
+        """Write ``(code - zero) * scale`` into ``out``, ``[rows, columns]``; factors are ``[rows, groups]``."""
+        ...
+
+
+def unpacked(
+    weight: torch.Tensor, form: str, columns: int, step: int, native: Unpack | None
+) -> Iterator[tuple[int, int, torch.Tensor]]:
+    """Yield ranges of rows with their values, ``[step, columns]`` in float32, in one piece of memory."""
+    rows = rows_of(form, columns, weight.numel())
+    # Codes that follow each other along the rows are written so, too.
+    is_across = form.startswith(("gptq", "awq"))
+    size = (columns, step) if is_across else (step, columns)
+    scratch = torch.empty(size, device=weight.device)
+    for begin in range(0, rows, step):
+        end = min(begin + step, rows)
+        block = scratch[:, : end - begin].t() if is_across else scratch[: end - begin]
+        unpack_into(block, weight, form, begin, native)
+        yield begin, end, block
+
+
+def unpack_into(
+    out: torch.Tensor, weight: torch.Tensor, form: str, begin: int, native: Unpack | None = None
+) -> None:
     """Write the values of some rows into ``out``.
 
     Args:
@@ -22,17 +57,21 @@ def unpack_into(out: torch.Tensor, weight: torch.Tensor, form: str, begin: int) 
         weight: all bytes of the weight, in one dimension.
         form: of a packing.
         begin: the first row, a multiple of ``ROW_GROUP``.
+        native: does it where it can.
     """
     packing = packing_of(form)
     assert packing is not None, f"{form} is a packing"
     num_rows, columns = out.shape
     whole = rows_of(form, columns, weight.numel())
-    parts = {part.name: _view(weight, part) for part in packing.parts(whole, columns)}
+    parts = {part.name: part for part in packing.parts(whole, columns)}
     end = begin + num_rows
-    _codes_into(out, parts["codes"], packing, begin, end)
-    scales = _scales(parts["scales"], packing, begin, end)
-    zeros = _zeros(parts.get("zeros"), packing, begin, end)
-    groups = parts.get("groups")
+    codes = _codes(weight, parts["codes"], packing, begin, end)
+    scales = _scales(weight, parts["scales"], packing, begin, end)
+    zeros = _zeros(weight, parts.get("zeros"), packing, begin, end)
+    groups = _rows(weight, parts["groups"], 0, columns) if "groups" in parts else None
+    if native is not None and native(out, codes, zeros, scales, groups, packing):
+        return
+    _codes_into(out, codes, packing)
     if isinstance(zeros, int):
         out.sub_(zeros) if zeros else None
     else:
@@ -40,37 +79,49 @@ def unpack_into(out: torch.Tensor, weight: torch.Tensor, form: str, begin: int) 
     _combine(out, scales, packing.group, groups, torch.Tensor.mul_)
 
 
-def _view(weight: torch.Tensor, part: Part) -> torch.Tensor:
+def _rows(weight: torch.Tensor, part: Part, begin: int, end: int) -> torch.Tensor:
+    """Return rows of a part; of one that is not aligned a copy."""
     dtype: torch.dtype = getattr(torch, part.dtype)
-    raw = weight[part.offset : part.offset + part.size_bytes]
+    row_bytes = part.size_bytes // part.shape[0]
+    raw = weight[part.offset + begin * row_bytes : part.offset + end * row_bytes]
     if raw.storage_offset() % dtype.itemsize:
-        raw = raw.clone()  # of bytes that are scales: codes come first
-    return raw.view(dtype).view(part.shape)
+        raw = raw.clone()
+    return raw.view(dtype).view(-1, *part.shape[1:])
 
 
-def _codes_into(
-    out: torch.Tensor, codes: torch.Tensor, packing: Packing, begin: int, end: int
-) -> None:
+def _codes(
+    weight: torch.Tensor, part: Part, packing: Packing, begin: int, end: int
+) -> torch.Tensor:
+    """Return the codes of some rows: words where they follow each other along the rows, else rows of bytes."""
+    if packing.kind == "fp8":
+        return _rows(weight, part, begin, end)
+    if packing.kind == "packed":
+        row_bytes = part.size_bytes // part.shape[0]
+        raw = weight[part.offset + begin * row_bytes : part.offset + end * row_bytes]
+        return raw.view(-1, row_bytes)
+    words = _rows(weight, part, 0, part.shape[0])
+    each = WORD_BITS // packing.bits if packing.kind == "awq" else 1
+    return words[:, begin // each : end // each]
+
+
+def _codes_into(out: torch.Tensor, codes: torch.Tensor, packing: Packing) -> None:
     each, mask = WORD_BITS // packing.bits, (1 << packing.bits) - 1
     if packing.kind == "fp8":
-        _bytes_into(out, codes[begin:end])
+        _bytes_into(out, codes)
     elif packing.kind == "gptq":
-        words = codes[:, begin:end]
         places = out.t().unflatten(0, (-1, each))
         for place in range(each):
-            places[:, place].copy_((words >> packing.bits * place).bitwise_and_(mask))
+            places[:, place].copy_((codes >> packing.bits * place).bitwise_and_(mask))
     elif packing.kind == "awq":
-        words = codes[:, begin // each : end // each]
         places = out.t().unflatten(1, (-1, each))
         for row, place in enumerate(_PLACES):
-            places[..., row].copy_((words >> packing.bits * place).bitwise_and_(mask))
+            places[..., row].copy_((codes >> packing.bits * place).bitwise_and_(mask))
+    elif packing.bits == 8:
+        out.copy_(codes[:, : out.shape[1]])
     else:
-        raw, columns = codes[begin:end].view(torch.uint8), out.shape[1]
-        if packing.bits == 8:
-            out.copy_(raw[:, :columns])
-            return
-        out[:, 0::2].copy_((raw & mask)[:, : -(-columns // 2)])
-        out[:, 1::2].copy_((raw >> packing.bits)[:, : columns // 2])
+        columns = out.shape[1]
+        out[:, 0::2].copy_((codes & mask)[:, : -(-columns // 2)])
+        out[:, 1::2].copy_((codes >> packing.bits)[:, : columns // 2])
 
 
 def _bytes_into(out: torch.Tensor, codes: torch.Tensor) -> None:
@@ -78,38 +129,50 @@ def _bytes_into(out: torch.Tensor, codes: torch.Tensor) -> None:
     if not out.is_contiguous():
         out.copy_(codes)
         return
-    table = torch.arange(256, dtype=torch.uint8, device=out.device).view(codes.dtype).float()
+    table = fp8_table(out.device)
     places = codes.view(torch.uint8).flatten().int()
     torch.index_select(table, 0, places, out=out.view(-1))
 
 
-def _scales(scales: torch.Tensor, packing: Packing, begin: int, end: int) -> torch.Tensor:
+def fp8_table(device: torch.device | str = "cpu") -> torch.Tensor:
+    """Return what each byte is as E4M3, in float32."""
+    every = torch.arange(256, dtype=torch.uint8, device=device)
+    return every.view(torch.float8_e4m3fn).float()
+
+
+def _scales(
+    weight: torch.Tensor, part: Part, packing: Packing, begin: int, end: int
+) -> torch.Tensor:
     """Return the scales of some rows in float32, ``[rows, groups]``."""
     if packing.kind in ("gptq", "awq"):
-        return scales[:, begin:end].float().t()
-    if packing.kind == "packed" or packing.block_rows == 1:
-        return scales[begin:end].float()
-    if not packing.block_rows:
-        return scales.float()
-    first, last = begin // packing.block_rows, -(-end // packing.block_rows)
-    rows = torch.arange(begin, end, device=scales.device)
-    rows = rows.div_(packing.block_rows, rounding_mode="floor").sub_(first)
-    return scales[first:last].float().index_select(0, rows)
+        return _rows(weight, part, 0, part.shape[0])[:, begin:end].float().t()
+    size = packing.block_rows if packing.kind == "fp8" else 1
+    if size == 1:
+        return _rows(weight, part, begin, end).float()
+    if not size:
+        return _rows(weight, part, 0, 1).float()
+    first, last = begin // size, -(-end // size)
+    rows = torch.arange(begin, end, device=weight.device)
+    rows = rows.div_(size, rounding_mode="floor").sub_(first)
+    return _rows(weight, part, first, last).float().index_select(0, rows)
 
 
 def _zeros(
-    zeros: torch.Tensor | None, packing: Packing, begin: int, end: int
+    weight: torch.Tensor, part: Part | None, packing: Packing, begin: int, end: int
 ) -> torch.Tensor | int:
     """Return the zero points of some rows in float32, ``[rows, groups]``, or the one of all."""
     if packing.kind == "fp8":
         return 0
-    if zeros is None:
+    if part is None:
         return 1 << packing.bits - 1
     each, mask = WORD_BITS // packing.bits, (1 << packing.bits) - 1
     first, last = begin // each, -(-end // each)
-    words = zeros[first:last].t() if packing.kind == "packed" else zeros[:, first:last]
+    if packing.kind == "packed":
+        words = _rows(weight, part, first, last).t()
+    else:
+        words = _rows(weight, part, 0, part.shape[0])[:, first:last]
     places = _PLACES if packing.kind == "awq" else range(each)
-    shifts = torch.tensor(list(places), dtype=torch.int32, device=zeros.device) * packing.bits
+    shifts = torch.tensor(list(places), dtype=torch.int32, device=weight.device) * packing.bits
     found = (words.unsqueeze(-1) >> shifts).bitwise_and_(mask)
     if packing.is_less_one:
         found.add_(1).bitwise_and_(mask)
@@ -145,9 +208,9 @@ def unpack_bytes(num_rows: int, columns: int, form: str) -> int:
     num_values = num_rows * columns
     if packing.kind == "fp8":
         # Scales of the blocks in float32, beside those of each row and which they are.
-        return num_rows * (8 + 8 * groups) + 16 * groups + 4 * num_values + (4 << 10)
+        return num_rows * (8 + 12 * groups) + 16 * groups + 4 * num_values + (4 << 10)
     codes_bytes = num_values if packing.kind == "packed" else 8 * num_values * packing.bits // 32
-    # Zero points as numbers, in float32 and in the order of the rows; scales in float32.
-    factors_bytes = (num_rows + ROW_GROUP) * groups * (4 + 4 + 4 + 4)
+    # Zero points as words, numbers, in float32 and in order; scales as they lie and in float32.
+    factors_bytes = (num_rows + ROW_GROUP) * groups * (4 + 4 + 4 + 4 + 4 + 4)
     spread_bytes = 4 * num_values if packing.is_ordered else 0
     return max(codes_bytes, factors_bytes + spread_bytes) + (4 << 10)

@@ -194,6 +194,7 @@ def bound_step(
         tile = tiles.get(name)
         if tile is None and name not in known:
             raise FormatError(f"'{name}' is no tensor of the model or the optimizer")
+        shape: tuple[int, ...]
         if tile is not None:
             shape, dtype = (tile.length,), tile.dtype
         else:

@@ -239,6 +239,10 @@ def _assembled(
                 f"{list(part.shape)}, not {source.dtype} of {list(source.shape)[:4]}",
             )
         extents += source.extents
+    if packing.kind in ("gptq", "awq") and extents[0].offset % 4:
+        raise layers.odd(
+            layer, "begins at a byte that is not a multiple of four, and is of numbers of four"
+        )
     return WeightSource(
         name=f"{layer}.weight", dtype=packing.form, shape=(rows, columns), extents=tuple(extents)
     )

@@ -6,6 +6,7 @@ import torch
 
 from gascompile.formats import ops as wire_ops
 from gascompile.formats.layout import FORMS
+from gascompile.formats.packings import Packing
 from gascompile.runtime import kernels
 from gascompile.runtime.kernels.checks import DTYPES
 
@@ -48,6 +49,19 @@ class TritonWire:
             return False
         kernels.unpack(weight, out, form=form, group=group)
         return True
+
+    def unpack(
+        self,
+        out: torch.Tensor,
+        codes: torch.Tensor,
+        zeros: torch.Tensor | int,
+        scales: torch.Tensor,
+        groups: torch.Tensor | None,
+        packing: Packing,
+    ) -> bool:
+        """Leave parts that lie apart to plain torch."""
+        del out, codes, zeros, scales, groups, packing
+        return False
 
 
 def _is_known(x: torch.Tensor, weight: torch.Tensor, form: str) -> bool:

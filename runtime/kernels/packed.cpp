@@ -313,9 +313,155 @@ void write_row(const uint8_t* row, const Row& read, float* to) {
       [&](int64_t column, float value) { to[column] = value; });
 }
 
+// A weight whose codes, scales and zero points lie apart, of which `rows` rows are written: what
+// gascompile/formats/unpack.py does, bit for bit. Scales and zero points are of [groups, rows] where codes follow each
+// other along the rows, else of [rows, groups]; no `zeros` are the same one, `middle`, for all.
+struct Apart {
+  const uint8_t* codes;
+  int64_t stride, bits, rows, columns, groups, group;
+  const float *zeros, *scales;
+  float middle;
+  const int32_t* order;
+  float* out;
+  int64_t out_stride;
+  const float* table;
+};
+
+int64_t group_of(const Apart& of, int64_t column) {
+  return of.order ? of.order[column] : of.group ? column / of.group : 0;
+}
+
+// Words of the codes of some columns, one for each row.
+void columns_of_words(const Apart& of) {
+  const int64_t each = 32 / of.bits, lines = of.columns / each;
+  const uint32_t mask = (1u << of.bits) - 1;
+#pragma omp parallel for schedule(static)
+  for (int64_t line = 0; line < lines; ++line) {
+    const auto* words = reinterpret_cast<const uint32_t*>(of.codes + line * of.stride);
+    for (int64_t place = 0; place < each; ++place) {
+      const int64_t column = line * each + place, number = group_of(of, column) * of.rows;
+      const int shift = static_cast<int>(place * of.bits);
+      const float *zeros = of.zeros + number, *scales = of.scales + number;
+      float* to = of.out + column * of.out_stride;
+      for (int64_t row = 0; row < of.rows; ++row) {
+        const auto code = static_cast<int32_t>((words[row] >> shift) & mask);
+        to[row] = (static_cast<float>(code) - zeros[row]) * scales[row];
+      }
+    }
+  }
+}
+
+// Words of eight rows of one column.
+void columns_of_eights(const Apart& of) {
+  typedef uint32_t Eight __attribute__((vector_size(32)));
+  typedef int32_t SignedEight __attribute__((vector_size(32)));
+  typedef float FloatEight __attribute__((vector_size(32)));
+  const Eight shifts = {0, 16, 4, 20, 8, 24, 12, 28};
+#pragma omp parallel for schedule(static)
+  for (int64_t column = 0; column < of.columns; ++column) {
+    const auto* words = reinterpret_cast<const uint32_t*>(of.codes + column * of.stride);
+    const int64_t number = group_of(of, column) * of.rows;
+    float* to = of.out + column * of.out_stride;
+    for (int64_t row = 0; row < of.rows; row += 8) {
+      const Eight codes = ((Eight{} + words[row / 8]) >> shifts) & 15;
+      SignedEight small;
+      std::memcpy(&small, &codes, sizeof(small));
+      const auto zeros = load<FloatEight>(of.zeros + number + row);
+      const auto scales = load<FloatEight>(of.scales + number + row);
+      const FloatEight values = (__builtin_convertvector(small, FloatEight) - zeros) * scales;
+      std::memcpy(to + row, &values, sizeof(values));
+    }
+  }
+}
+
+// Codes of rows: that of a column, and those of as many as a vector has from an even column on.
+struct FourBits {
+  float one(const uint8_t* from, int64_t column) const {
+    return static_cast<float>((from[column >> 1] >> ((column & 1) << 2)) & 15);
+  }
+  Floats many(const uint8_t* from, int64_t column) const {
+    typedef uint8_t Half __attribute__((vector_size(kLanes / 2)));
+    typedef uint16_t Pairs __attribute__((vector_size(kLanes)));
+    // Each byte becomes two, the lower four bits first.
+    const Pairs both = __builtin_convertvector(load<Half>(from + column / 2), Pairs);
+    const Pairs apart = (both & 15) | (both >> 4 << 8);
+    return floats(widened(load<Bytes>(reinterpret_cast<const uint8_t*>(&apart))));
+  }
+};
+
+struct EightBits {
+  float one(const uint8_t* from, int64_t column) const { return static_cast<float>(from[column]); }
+  Floats many(const uint8_t* from, int64_t column) const {
+    return floats(widened(load<Bytes>(from + column)));
+  }
+};
+
+// A sign, four bits of exponent, three of fraction; all ones are no number.
+struct Fp8 {
+  const float* table;
+  float one(const uint8_t* from, int64_t column) const { return table[from[column]]; }
+  Floats many(const uint8_t* from, int64_t column) const {
+    const Numbers raw = widened(load<Bytes>(from + column)), size = raw & 127;
+    // Below the least exponent by integers: where the processor takes subnormals for zeros, these are none.
+    const Floats small = floats(size) * 0x1p-9f;
+    Numbers bits;
+    std::memcpy(&bits, &small, sizeof(bits));
+    const Numbers is_small = size < 8, is_none = size == 127;
+    bits = (bits & is_small) | (((size << 20) + (120 << 23)) & ~is_small);
+    bits |= ((raw & 128) << 24) | (is_none & 0x7fc00000);
+    Words found;
+    std::memcpy(&found, &bits, sizeof(found));
+    return to_floats(found);
+  }
+};
+
+template <class Code>
+void rows_of_codes(const Apart& of, Code code) {
+#pragma omp parallel for schedule(static)
+  for (int64_t row = 0; row < of.rows; ++row) {
+    const uint8_t* from = of.codes + row * of.stride;
+    const float* scales = of.scales + row * of.groups;
+    const float* zeros = of.zeros ? of.zeros + row * of.groups : nullptr;
+    float* to = of.out + row * of.out_stride;
+    if (of.order) {
+      for (int64_t column = 0; column < of.columns; ++column) {
+        const int64_t number = of.order[column];
+        const float zero = zeros ? zeros[number] : of.middle;
+        to[column] = (code.one(from, column) - zero) * scales[number];
+      }
+      continue;
+    }
+    const int64_t width = of.group ? of.group : of.columns;
+    for (int64_t begin = 0, number = 0; begin < of.columns; begin += width, ++number) {
+      const int64_t end = begin + width < of.columns ? begin + width : of.columns;
+      const float zero = zeros ? zeros[number] : of.middle, scale = scales[number];
+      int64_t column = begin;
+      for (; begin % 2 == 0 && column + kLanes <= end; column += kLanes) {
+        const Floats values = (code.many(from, column) - zero) * scale;
+        std::memcpy(to + column, &values, sizeof(values));
+      }
+      for (; column < end; ++column) to[column] = (code.one(from, column) - zero) * scale;
+    }
+  }
+}
+
 }  // namespace
 
 extern "C" {
+
+// Returns 1 where a kind is not known, or a column is of a group that is not there.
+int gas_unpack(int64_t kind, const Apart* of) {
+  for (int64_t column = 0; of->order && column < of->columns; ++column)
+    if (of->order[column] < 0 || of->order[column] >= of->groups) return 1;
+  switch (kind) {
+    case 1: columns_of_words(*of); return 0;
+    case 2: columns_of_eights(*of); return 0;
+    case 3: rows_of_codes(*of, FourBits{}); return 0;
+    case 4: rows_of_codes(*of, EightBits{}); return 0;
+    case 5: rows_of_codes(*of, Fp8{of->table}); return 0;
+    default: return 1;
+  }
+}
 
 int omp_get_thread_num();
 

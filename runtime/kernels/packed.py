@@ -15,6 +15,8 @@ import torch
 from gascompile.core.own_files import load_own
 from gascompile.formats import ops as wire_ops
 from gascompile.formats.layout import BLOCKS, FORMS, LOW_BITS, PACKED_FORMS, packed_parts, row_bytes
+from gascompile.formats.packings import WORD_BITS, Packing
+from gascompile.formats.unpack import fp8_table
 
 SOURCE: Final = "packed.cpp"
 MAX_FEW_ROWS: Final = 4
@@ -31,6 +33,7 @@ _CODES: Final = {
     "q4_k": 204,
     "q6_k": 206,
 }
+_KINDS: Final = {"gptq": 1, "awq": 2, "packed": 3, "fp8": 5}
 _NUMBER, _ADDRESS = ctypes.c_int64, ctypes.c_void_p
 
 
@@ -53,6 +56,20 @@ class _Task(ctypes.Structure):
     )
 
 
+class _Apart(ctypes.Structure):
+    _fields_ = (
+        ("codes", _ADDRESS),
+        *((n, _NUMBER) for n in ("stride", "bits", "rows", "columns", "groups", "group")),
+        ("zeros", _ADDRESS),
+        ("scales", _ADDRESS),
+        ("middle", ctypes.c_float),
+        ("order", _ADDRESS),
+        ("out", _ADDRESS),
+        ("out_stride", _NUMBER),
+        ("table", _ADDRESS),
+    )
+
+
 class WireKernels:
     """The functions of the library; each says whether it did the work."""
 
@@ -65,6 +82,9 @@ class WireKernels:
         for function in (self._few, self._many, self._decode):
             function.argtypes, function.restype = (_NUMBER, _ADDRESS, _ADDRESS), ctypes.c_int
         self._many.argtypes += (_ADDRESS, _NUMBER, _NUMBER, _ADDRESS)
+        self._unpack = library.gas_unpack
+        self._unpack.argtypes, self._unpack.restype = (_NUMBER, _ADDRESS), ctypes.c_int
+        self._table = fp8_table()
         self._sgemm = _torch_sgemm()
         self._layouts: dict[tuple[str, int, int], _Layout] = {}
 
@@ -116,6 +136,45 @@ class WireKernels:
         task = _task(out, out, weight)
         return not self._decode(_CODES[form], ctypes.byref(layout), ctypes.byref(task))
 
+    def unpack(
+        self,
+        out: torch.Tensor,
+        codes: torch.Tensor,
+        zeros: torch.Tensor | int,
+        scales: torch.Tensor,
+        groups: torch.Tensor | None,
+        packing: Packing,
+    ) -> bool:
+        """Write ``(code - zero) * scale`` of rows whose parts lie apart into ``out``, ``[rows, columns]``."""
+        is_across = packing.kind in ("gptq", "awq")
+        lines = out.t() if is_across else out
+        is_ours = _is_float32(out) and lines.stride(1) == 1 and codes.stride(1) == 1
+        each = WORD_BITS // packing.bits
+        rest = {"awq": out.shape[0] % each, "gptq": out.shape[1] % each}.get(packing.kind, 0)
+        if not is_ours or rest:
+            return False
+        num_groups = packing.num_groups(out.shape[1])
+        factors = _factors(scales.expand(out.shape[0], num_groups), is_across=is_across)
+        points = None if isinstance(zeros, int) else _factors(zeros, is_across=is_across)
+        apart = _Apart(
+            codes=codes.data_ptr(),
+            stride=codes.stride(0) * codes.element_size(),
+            bits=packing.bits,
+            rows=out.shape[0],
+            columns=out.shape[1],
+            groups=num_groups,
+            group=packing.group,
+            zeros=None if points is None else points.data_ptr(),
+            scales=factors.data_ptr(),
+            middle=zeros if isinstance(zeros, int) else 0,
+            order=None if groups is None else groups.data_ptr(),
+            out=out.data_ptr(),
+            out_stride=lines.stride(0),
+            table=self._table.data_ptr(),
+        )
+        kind = _KINDS[packing.kind] + (packing.kind == "packed" and packing.bits == 8)
+        return not self._unpack(kind, ctypes.byref(apart))
+
     def _layout(self, form: str, columns: int, group: int) -> _Layout:
         key = (form, columns, group)
         if key not in self._layouts:
@@ -128,6 +187,11 @@ class WireKernels:
                 fields["steps_offset"] = parts.steps_offset or parts.minima_offset
             self._layouts[key] = _Layout(**fields)
         return self._layouts[key]
+
+
+def _factors(factors: torch.Tensor, *, is_across: bool) -> torch.Tensor:
+    """Return factors of ``[rows, groups]`` in the order of memory in which the library takes them."""
+    return (factors.t() if is_across else factors).contiguous()
 
 
 def _torch_sgemm() -> int | None:

@@ -2,38 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
 
-from gascompile.codegen.build import has_compiler
-from gascompile.codegen.packed_kernels import use_wire_kernels
 from gascompile.formats import ops as wire_ops
 from gascompile.formats.layout import BLOCKS, group_of, row_bytes
 from gascompile.formats.workspace import decode_workspace_bytes, linear_workspace_bytes
 from tests.allocator import peak_growth_bytes
 from tests.gguf_files import oracle, random_blocks
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
-
-
-@pytest.fixture(params=["compiled", "plain"])
-def kernels(request: pytest.FixtureRequest, folder: Path) -> Iterator[wire_ops.Kernels | None]:
-    """Both ways to decode; the process has the one that it had before again."""
-    if request.param == "compiled" and not has_compiler():
-        pytest.skip("needs a C++ compiler")
-    before = wire_ops.kernels_for()
-    wire_ops.use_kernels(None)
-    if request.param == "compiled":
-        use_wire_kernels({"weight": "q8_0"}, folder, make=True)
-    yield wire_ops.kernels_for()
-    wire_ops.use_kernels(before)
 
 
 @pytest.mark.parametrize("form", BLOCKS)

@@ -54,7 +54,7 @@ def joined(form: str, layer: Layer) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("form", CASES)
-def test_values_are_those_that_were_packed(form: str) -> None:
+def test_values_are_those_that_were_packed(form: str, kernels: object) -> None:
     torch.manual_seed(len(form))
     layer = CASES[form]()
     wire = joined(form, layer)
@@ -79,7 +79,9 @@ def test_values_are_those_that_were_packed(form: str) -> None:
 
 
 @pytest.mark.parametrize("form", CASES)
-def test_blocks_of_rows_and_what_they_take(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_of_rows_and_what_they_take(
+    form: str, kernels: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rows are taken 16 at a time here, as those of large weights are."""
     monkeypatch.setattr(wire_ops, "_BLOCK_WEIGHTS", 1)
     torch.manual_seed(1)
@@ -103,7 +105,20 @@ def test_blocks_of_rows_and_what_they_take(form: str, monkeypatch: pytest.Monkey
         assert taken <= room + out.numel() * out.element_size()
 
 
-def test_what_is_no_number_stays_none() -> None:
+@pytest.mark.parametrize(
+    "form", ["packed4-g16-bf16-zeros", "packed4-row-f16", "fp8-32x32-f32", "fp8-row-bf16"]
+)
+def test_rows_that_begin_anywhere(form: str, kernels: object) -> None:
+    """Files are read to where their pages line up: parts by rows need no alignment."""
+    layer = CASES[form]()
+    wire = joined(form, layer)
+    for begin in (1, 2, 3):
+        moved = torch.zeros(wire.numel() + begin, dtype=torch.uint8)[begin:].copy_(wire)
+        found = wire_ops.DECODE(moved, form, layer.values.shape[1], 0, torch.float32)
+        assert torch.equal(found, rounded(layer.values, torch.float32))
+
+
+def test_what_is_no_number_stays_none(kernels: object) -> None:
     torch.manual_seed(2)
     layer = fp8(64, 64, has_nan=True)
     assert layer.values.isnan().any()

@@ -1,0 +1,31 @@
+"""Both ways to decode weights: by compiled code and in plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from gascompile.codegen.build import has_compiler
+from gascompile.codegen.packed_kernels import use_wire_kernels
+from gascompile.formats import ops as wire_ops
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder in which the library is compiled once."""
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(params=["compiled", "plain"])
+def kernels(request: pytest.FixtureRequest, folder: Path) -> Iterator[wire_ops.Kernels | None]:
+    """Both ways to decode; the process has the one that it had before again."""
+    if request.param == "compiled" and not has_compiler():
+        pytest.skip("needs a C++ compiler")
+    before = wire_ops.kernels_for()
+    wire_ops.use_kernels(None)
+    if request.param == "compiled":
+        use_wire_kernels({"weight": "q8_0"}, folder, make=True)
+    yield wire_ops.kernels_for()
+    wire_ops.use_kernels(before)
