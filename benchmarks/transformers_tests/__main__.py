@@ -36,6 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("checkout", type=Path, help="folder of transformers' sources with tests/")
     parser.add_argument("--families", nargs="*", default=FAMILIES, help="folders of tests/models")
     parser.add_argument("--training", nargs="*", default=TRAINING, help="files of tests/trainer")
+    parser.add_argument("--sources", help="version or commit of the checkout, for the result")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds per test")
     parser.add_argument("--lines", type=Path, help="folder that keeps the lines of each run")
     parser.add_argument("--output", type=Path)
@@ -47,10 +48,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             name: _group(asked.checkout, folder, name, paths, marks, asked.timeout)
             for name, paths, marks in _groups(asked.families, asked.training)
         }
-    result = headed("transformers_tests") | {"budget": BUDGET, "groups": groups}
+    result = headed("transformers_tests") | {
+        "sources": asked.sources,
+        "budget": BUDGET,
+        "counts": {
+            name: {kind: count(found) for kind, found in group.items()}
+            for name, group in groups.items()
+        },
+        "groups": groups,
+    }
     path = write_result(result, asked.output)
-    for name, group in groups.items():
-        print(name, {kind: count(found) for kind, found in group.items()})
+    for name, counts in result["counts"].items():
+        print(name, counts)
     print(f"Written to {path}")
     return int(any(group["failed"] for group in groups.values()))
 

@@ -159,3 +159,21 @@ def test_lambdas_and_made_classes_of_libraries_differ_by_what_they_do() -> None:
     assert len(set(prints)) == len(prints)
     assert module_print(Applies(of_library("x + 1"))) == prints[0]
     assert module_print(Applies(class_of_library(1))) == prints[3]
+
+
+class _Ratio:
+    __slots__ = ("above", "below")
+
+
+class _One(_Ratio):
+    """As sympy's one: its class says what the slots of its base would, which are empty."""
+
+    __slots__ = ()
+    above = 1
+
+
+def test_slots_that_a_class_below_hides() -> None:
+    one, half, third = _One(), _One(), _One()
+    half.below, third.below = 2, 3
+    prints = [module_print(Applies(value)).digest for value in (one, half, third)]
+    assert len({*prints}) == 3

@@ -8,6 +8,7 @@ names it in ``opaque``, and what has such a digest is never taken for unchanged.
 from __future__ import annotations
 
 import array
+import contextlib
 import contextvars
 import enum
 import functools
@@ -233,8 +234,7 @@ class ValueDigest(CodeDigest):
             value = value.to_dense()
         if value.is_quantized:
             value = value.dequantize()
-        pointer = value.untyped_storage().data_ptr()
-        first = self._storages.setdefault(pointer, len(self._storages))
+        first = self._storages.setdefault(value.untyped_storage().data_ptr(), len(self._storages))
         self.add("memory", first, value.storage_offset(), value.stride())
         whole = value.cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
         self._state.update(whole.view(torch.uint8).numpy().data)
@@ -314,8 +314,7 @@ class ValueDigest(CodeDigest):
             self.add("named", reduced)
         elif isinstance(reduced, tuple):
             for part in reduced:
-                as_list = hasattr(type(part), "__next__")
-                self.value(list(part) if as_list else part, "state")
+                self.value(list(part) if hasattr(type(part), "__next__") else part, "state")
         else:
             self.unknown(f"a {type(value).__module__}.{type(value).__qualname__}")
 
@@ -333,8 +332,9 @@ def fields_of(value: Any) -> dict[str, Any]:
     found = dict(vars(value)) if hasattr(value, "__dict__") else {}
     for base in type(value).__mro__:
         for name, slot in vars(base).items():
-            if isinstance(slot, types.MemberDescriptorType) and hasattr(value, name):
-                found.setdefault(name, slot.__get__(value))
+            if isinstance(slot, types.MemberDescriptorType):  # empty, or hidden by a class below
+                with contextlib.suppress(AttributeError):
+                    found.setdefault(name, slot.__get__(value))
     return found
 
 
