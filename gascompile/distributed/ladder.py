@@ -66,20 +66,26 @@ class Ladder:
 
     def as_kept(self, path: Path) -> Ladder:
         """Return what is kept in a file, where that is of a network about as fast; else keep this one."""
-        with contextlib.suppress(OSError, FormatError):
-            kept = serial.from_json(Ladder, serial.parse_json(path.read_bytes(), where=str(path)))
-            if kept._is_like(self):
-                return kept
+        kept = Ladder.kept(path)
+        if kept is not None and kept._is_like(self):
+            return kept
         # Without a place to keep it, the next job measures for itself.
         with contextlib.suppress(StorageError):
             serial.write_atomic(path, serial.dumps(self))
         return self
 
+    @staticmethod
+    def kept(path: Path) -> Ladder | None:
+        """Return what is kept in a file; nothing where that cannot be used."""
+        with contextlib.suppress(OSError, FormatError):
+            kept = serial.from_json(Ladder, serial.parse_json(path.read_bytes(), where=str(path)))
+            sizes = [tuple(rung.size_bytes for rung in rungs) for rungs in (kept.whole, kept.part)]
+            if sizes == [_SIZES_BYTES] * 2 and min(r.time_s for r in kept.whole + kept.part) > 0.0:
+                return kept
+        return None
+
     def _is_like(self, other: Ladder) -> bool:
         """Return whether this one, which was kept, holds where the other was measured now."""
-        mine, others = (tuple(r.size_bytes for r in of.whole + of.part) for of in (self, other))
-        if mine != others or min(r.time_s for r in self.whole + self.part) <= 0.0:
-            return False
         ratios = (
             here[-1].time_s / there[-1].time_s
             for here, there in ((self.whole, other.whole), (self.part, other.part))

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 import torch
@@ -28,6 +28,7 @@ from gascompile.core.errors import NanLossError, RankError, RankMismatchError
 from gascompile.core.ranks import RankLayout
 from gascompile.distributed.ladder import Ladder
 from gascompile.distributed.opening import open_default_group
+from gascompile.distributed.votes import Votes
 from gascompile.runtime.collectives.exchange import Exchange, ends
 
 if TYPE_CHECKING:
@@ -92,18 +93,25 @@ class Ranks:
         self._own_s = _OWN_S
         self._common: BaseException | None = None
         """What this rank has raised last that all ranks know of, and that breaks nothing."""
+        self._known: WeakSet[Exception] = WeakSet()
         self.exchange = Exchange(self._group, why=self._reason)
         self._store.set(f"host/{self.layout.rank}", f"{socket.gethostname()} {os.getpid()}")
         # Now, as the store goes with the rank that keeps it.
         hosts = [self._store.get(f"host/{rank}").decode() for rank in range(len(members))]
         self._processes = [host.rpartition(" ")[::2] for host in hosts]
-        self.ladder = groups.ladder = groups.ladder or Ladder.measured(self.exchange)
-        """What exchanges take."""
+        self.votes = Votes(self._store, self.layout, _MEET.total_seconds(), self._broken_by)
+        """What ranks tell each other beside the steps."""
 
     @property
     def hosts(self) -> list[str]:
         """The hosts of the ranks, in their order."""
         return [host for host, _ in self._processes]
+
+    def ladder(self) -> Ladder:
+        """Return what exchanges take; all ranks measure it at once, unless they have."""
+        groups = _open[self._members]
+        groups.ladder = groups.ladder or Ladder.measured(self.exchange)
+        return groups.ladder
 
     def compare(self, what: str, facts: bytes, numbers: Sequence[int] = ()) -> list[list[int]]:
         """Return each rank's ``numbers``, once all ranks are here with the same facts.
@@ -192,22 +200,56 @@ class Ranks:
                 self.exchange.is_hung = True
                 raise RuntimeError("nothing comes any more")
 
+    def _broken_by(self, error: BaseException | None) -> RankError | None:
+        """Return why a vote comes to nothing: what ``error`` broke it by, or what is known of the ranks by now."""
+        if self._failure is not None:
+            return self._failure
+        if error is not None:
+            return self._reason(error)
+        failed = self._said()
+        if failed is not None or self._gone() < 0:
+            return failed
+        return self._reason(RuntimeError("it votes no more"))
+
+    def known(self, error: Exception) -> Exception:
+        """Return an error that all ranks raise by now, and after which all may go on."""
+        self._known.add(error)
+        return error
+
     def _gone(self) -> int:
         """Return a rank of this host that does not run any more, or -1."""
         others = (rank for rank in range(self.layout.size) if rank != self.layout.rank)
         return next((rank for rank in others if self._is_gone(rank)), -1)
 
-    def send_from_first(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Give all ranks the values of rank 0.
+    def send(self, tensors: Sequence[torch.Tensor], rank: int = 0) -> None:
+        """Give all ranks the values of one.
 
         Raises:
             RankError: a rank has failed.
         """
         for tensor in tensors:
             try:
-                dist.broadcast(tensor, group_src=0, group=self._meeting)
+                work = dist.broadcast(tensor, group_src=rank, group=self._meeting, async_op=True)
+                self._wait(work)
             except RuntimeError as error:
                 raise self._reason(error) from error
+
+    def trade(
+        self, sent: torch.Tensor, sent_sizes: Sequence[int], received_sizes: Sequence[int]
+    ) -> torch.Tensor:
+        """Send each rank its part of a vector; return what comes from each, one after the other.
+
+        Raises:
+            RankError: a rank has failed.
+        """
+        found = sent.new_empty(sum(received_sizes))
+        sizes = (list(received_sizes), list(sent_sizes))
+        how: dict[str, Any] = {"group": self._meeting, "async_op": True}
+        try:
+            self._wait(dist.all_to_all_single(found, sent, *sizes, **how))
+        except RuntimeError as error:
+            raise self._reason(error) from error
+        return found
 
     def expect(self, time_s: float) -> None:
         """Give a rank, or its drives, up that are silent for too long in a step; ``time_s`` is what one takes."""
@@ -231,6 +273,7 @@ class Ranks:
         except BaseException as error:
             # Of the loss over all rows, or of what was compared: every rank has found it.
             is_common = isinstance(error, RankMismatchError) or error is self._common
+            is_common = is_common or any(error is known for known in self._known)
             if not is_common and not (isinstance(error, NanLossError) and not error.op):
                 self.fail(error)
             raise

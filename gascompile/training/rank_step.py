@@ -26,6 +26,7 @@ from gascompile.core.errors import (
 )
 from gascompile.core.reports import RunReport
 from gascompile.distributed.balance import Balance
+from gascompile.distributed.ladder import Ladder
 from gascompile.distributed.ranks import Ranks, find_ranks
 from gascompile.distributed.rows import RowSampler, num_rows
 from gascompile.runtime.collectives.exchange import exchanging
@@ -35,6 +36,8 @@ from gascompile.training.capture.traced_loss import LossFunction
 from gascompile.training.division import Attempt, Division, Stages, divide
 from gascompile.training.optimizers import rank_ops
 from gascompile.training.planning.step_program import StepProgram
+from gascompile.training.state.rank_checkpoints import RankCheckpoints, own_bytes
+from gascompile.training.state.replicas import ReplicaCost
 from gascompile.training.state.train_state import States
 from gascompile.training.step_cache import PlannedStep
 from gascompile.training.unit import Unit
@@ -55,7 +58,7 @@ class RankStep:
     def __init__(self, ranks: Ranks, loss: RankLoss, rows: Rows) -> None:
         """Begin with equal rows, whatever their number."""
         self._ranks, self.loss, self._policy = ranks, loss, rows
-        self._ladder = ranks.ladder
+        self._ladder: Ladder | None = None
         self._balance: Balance | None = None
         self._last_rows: list[int] = []
         self.division: Division | None = None
@@ -120,7 +123,7 @@ class RankStep:
         found = self._ranks.compare("how its tensors lie in memory", sizes, [sum_of])
         if any(row != found[0] for row in found):
             _log.info("ranks begin with other values: all take those of rank 0")
-            self._ranks.send_from_first(whole)
+            self._ranks.send(whole)
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
@@ -222,12 +225,22 @@ class RankStep:
 
     def exchange_s(self, size_bytes: int, divided: bool) -> float:
         """Return what an exchange takes; see ``Ladder.seconds``."""
+        assert self._ladder is not None, "plans come after keep_network"
         return self._ladder.seconds(size_bytes, divided=divided)
 
     def keep_network(self, cache_dir: Path) -> None:
-        """Plan with what exchanges took before, where they still do; see ``Ladder.as_kept``."""
+        """Plan with what exchanges took before, where they still do; see ``Ladder.as_kept``.
+
+        Ranks that torchrun starts again measure nothing: they go on with what their job has measured, and so with the
+        plans that it has made.
+        """
         name = serial.digest([self._ranks.hosts, self.rank])[:16]
-        self._ladder = self._ranks.ladder.as_kept(cache_dir / "ranks" / f"exchanges-{name}.json")
+        path = cache_dir / "ranks" / f"exchanges-{name}.json"
+        # Each agent of torchrun counts the restarts of its own ranks.
+        again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+        kept = Ladder.kept(path) if again else None
+        told = self._ranks.compare("what exchanges took", b"", [int(kept is not None)])
+        self._ladder = kept if all(has for (has,) in told) else self._ranks.ladder().as_kept(path)
 
     @property
     def network(self) -> str:
@@ -241,6 +254,20 @@ class RankStep:
             RankError: one does something else, or has failed.
         """
         self._ranks.compare(what, _digest(_memory_of(tensors)))
+
+    def checkpoints(self, folder: Path) -> RankCheckpoints:
+        """Return the checkpoints in a folder, which all ranks ask for."""
+        return RankCheckpoints(folder, self._ranks)
+
+    def replica_cost(
+        self, states: States, changing: frozenset[str], write_bytes_per_s: float
+    ) -> ReplicaCost:
+        """Return what it takes to send and write a rank's files once more; the slower end decides."""
+        size_bytes = own_bytes(states, changing, self.rank)
+        sent_s = self.exchange_s(size_bytes, divided=True)
+        return ReplicaCost(
+            size_bytes=size_bytes, time_s=max(sent_s, size_bytes / write_bytes_per_s)
+        )
 
     def leave(self, error: BaseException | None = None) -> None:
         """Leave the ranks, which end with ``error`` where there is one; idempotent."""

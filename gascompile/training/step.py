@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -84,9 +85,12 @@ class TrainingStep(StepValues):
         )
         holdings.outlive(self)
         if ranks is not None:
-            ranks.keep_network(config.cache_dir)
+            with ranks.together():
+                ranks.keep_network(config.cache_dir)
             self._maker.ranks = ranks
             holdings.leave = ranks.leave
+        out = [link for link in machine.links if link.name == "cpu->nvme"]
+        self._write_bytes_per_s = out[0].bandwidth_bytes_per_s if out else math.inf
         self._watch = BudgetWatch(self._maker.transfer_bytes)
         self.plan: Plan | None = None
         self.graph_module: fx.GraphModule | None = None

@@ -30,7 +30,6 @@ from gascompile.core.sizes import SPILL_BUFFER_BYTES
 from gascompile.machines.run_within_budget import log_replan
 from gascompile.passes.graph.leaving import other_sites
 from gascompile.runtime.memory.pinned import HOST
-from gascompile.training.capture.joint import Joint, capture_joint
 from gascompile.training.capture.shapes import with_shapes
 from gascompile.training.capture.traced_call import call_of
 from gascompile.training.capture.traced_loss import LossFunction
@@ -39,7 +38,6 @@ from gascompile.training.optimizers.optimizers import Rules
 from gascompile.training.optimizers.unplanned import state_bytes
 from gascompile.training.planning.packed_nodes import with_packed
 from gascompile.training.planning.step_costs import costed_workload, remember
-from gascompile.training.planning.step_plan import step_plan
 from gascompile.training.planning.step_program import StepOptions, StepProgram, step_program
 from gascompile.training.settings import Settings
 from gascompile.training.state.aliasing import Storages
@@ -58,6 +56,7 @@ from gascompile.training.step_cache import (
 from gascompile.training.unit import Unit
 
 if TYPE_CHECKING:
+    from gascompile.training.capture.joint import Joint
     from gascompile.training.rank_step import RankStep
 
 _BUFFERS = 4
@@ -182,6 +181,9 @@ class StepPlanner:
         self, name: str, batch: Any, options: StepOptions, storages: Storages, place: CachedPlan
     ) -> PlannedStep:
         """Capture a step and plan it."""
+        # Here: a step that is found in the cache needs no tracer.
+        from gascompile.training.capture.joint import capture_joint
+
         model, trains, traced = self._model, options.trains, self._traced(options)
 
         def captured() -> tuple[StepProgram, Rules, Joint]:
@@ -229,6 +231,9 @@ class StepPlanner:
         return True
 
     def _plan(self, program: StepProgram, prints: Mapping[str, str]) -> Plan:
+        # Here: a step that is found in the cache needs no solver.
+        from gascompile.training.planning.step_plan import step_plan
+
         sites = other_sites(self._machine) if self._config.sites == "all" else ()
         workload = costed_workload(
             program,

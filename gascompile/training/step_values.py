@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -16,7 +17,6 @@ from gascompile.core.errors import (
     CheckpointError,
     ClosedStepError,
     StorageError,
-    UnsupportedOpError,
 )
 from gascompile.distributed.rows import RowSampler
 from gascompile.training.optimizers.unplanned import changed_by
@@ -24,8 +24,8 @@ from gascompile.training.rank_step import RankStep
 from gascompile.training.state.checkpoints import CheckpointFolder
 from gascompile.training.state.file_values import FileValues
 from gascompile.training.state.holdings import Holdings
+from gascompile.training.state.replicas import ReplicaCost
 from gascompile.training.state.train_state import States
-from gascompile.training.state.whole_checkpoints import found_in
 from gascompile.training.unit_table import UnitTable
 
 
@@ -47,6 +47,8 @@ class StepValues:
         """What this process does with other ranks; ``None`` where it is alone."""
         self._model, self.optimizer = model, optimizer
         self._values, self._units, self._holdings = values, units, holdings
+        self._write_bytes_per_s = math.inf
+        """Of the drive, as the machine has it."""
 
     @property
     def _states(self) -> States | None:
@@ -161,10 +163,11 @@ class StepValues:
         *,
         keep: int = 1,
         blocking: bool = True,
+        replicas: int = 1,
     ) -> Path:
         """Write a checkpoint in ``folder``, remove the ones before the newest ``keep``, and return where it lies.
 
-        Of several ranks all call it, and rank 0 writes, so that any number of ranks can load it.
+        Of several ranks all call it, and each writes what it keeps; any number of ranks can load it.
 
         Args:
             folder: this run's own until ``close``.
@@ -173,32 +176,40 @@ class StepValues:
                 written, are never removed.
             blocking: False: return once the values of now are in files. Writing these to the drive, digests and
                 removing go on beside the next steps, and the folder has its name at the end; the next ``save`` or
-                ``load`` of this folder and ``close`` wait for it, and the next call raises what it failed with.
+                ``load`` of this folder and ``close`` wait for it, and the next call raises what it failed with. Ranks
+                are told by these alone, all at once.
+            replicas: 2: what each rank writes is in the folder of another, too, on another host where there is one, so
+                that a drive may be lost; ranks have folders of their own then. See ``replica_cost``.
 
         Raises:
             StorageError: another job saves there, or it cannot be written; the checkpoint before stays valid.
-            UnsupportedOpError: ``blocking=False`` of several ranks.
-            ValueError: nothing has been planned yet, ``extra`` is no JSON, or ``keep`` is not positive.
+            UnsupportedOpError: two replicas of one process, or in a folder that all ranks share.
+            ValueError: nothing has been planned yet, ``extra`` is no JSON, ``keep`` is not positive, or ``replicas``
+                neither 1 nor 2.
         """
+        if replicas not in (1, 2):
+            raise ValueError(
+                f"replicas={replicas}: 1 is what a rank writes, 2 a copy of it as well"
+            )
         if keep < 1:
             raise ValueError(f"keep={keep}: the checkpoint that is written stays; give 1 or more")
-        if self.ranks is not None and not blocking:
-            raise UnsupportedOpError(
-                "ranks wait for each other's checkpoint; leave blocking=False out"
-            )
         states = self._open_states()
         self._holdings.settle_all()
         checkpoints, changing = self._checkpoints(folder), self._changing(states)
-        if self.ranks is None:
-            return checkpoints.save(states, changing, extra or {}, keep=keep, blocking=blocking)
-        with self.ranks.together():
-            self.ranks.alike("saving a checkpoint")
-            if self.ranks.rank == 0:
-                checkpoints.save(states, changing, extra or {}, keep=keep)
-            else:
-                checkpoints.take_part(states, changing)
-            self.ranks.alike("the end of saving")
-        return found_in(checkpoints.folder)[-1]
+        with self.ranks.together() if self.ranks else contextlib.nullcontext():
+            return checkpoints.save(
+                states, changing, extra or {}, keep=keep, blocking=blocking, replicas=replicas
+            )
+
+    @property
+    def replica_cost(self) -> ReplicaCost:
+        """What ``save(folder, replicas=2)`` takes on this rank beyond a save without: bytes, and predicted seconds.
+
+        Raises:
+            ValueError: there are no other ranks, or nothing has been planned yet.
+        """
+        ranks, states = self._joined(), self._open_states()
+        return ranks.replica_cost(states, self._changing(states), self._write_bytes_per_s)
 
     def load(self, folder: str | os.PathLike[str]) -> dict[str, Any]:
         """Restore all of the newest checkpoint, torch's random numbers included; return its ``extra``.
@@ -209,16 +220,11 @@ class StepValues:
             ValueError: nothing has been planned yet.
         """
         checkpoints = self._checkpoints(folder)
-        if self.ranks is None:
-            with self._restoring() as states:
-                return checkpoints.load(states, self._changing(states))
-        with self.ranks.together(), self._restoring() as states:
-            self.ranks.alike("loading a checkpoint")
-            # Rank 0 has the folder's lock, if it has saved there.
-            is_first = self.ranks.rank == 0
-            extra = checkpoints.load(states, self._changing(states), takes_lock=is_first)
-            self.ranks.alike(f"the checkpoint {found_in(checkpoints.folder)[-1].name}")
-        return extra
+        with (
+            self.ranks.together() if self.ranks else contextlib.nullcontext(),
+            self._restoring() as states,
+        ):
+            return checkpoints.load(states, self._changing(states))
 
     @contextlib.contextmanager
     def _restoring(self) -> Iterator[States]:
@@ -247,8 +253,12 @@ class StepValues:
         self._holdings.failure = ""
 
     def _checkpoints(self, folder: str | os.PathLike[str]) -> CheckpointFolder:
-        found = CheckpointFolder(Path(folder).resolve())
-        return self._holdings.folders.setdefault(found.folder, found)
+        path = Path(folder).resolve()
+        if path not in self._holdings.folders:
+            ranks = self.ranks
+            made = CheckpointFolder(path) if ranks is None else ranks.checkpoints(path)
+            self._holdings.folders[path] = made
+        return self._holdings.folders[path]
 
     def _changing(self, states: States) -> frozenset[str]:
         return changed_by(states).union(*(unit.program.program.states for unit in self._units))

@@ -87,5 +87,5 @@ def _planned_once() -> Iterator[None]:
         return replace(found, fingerprint=dict(fingerprint))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("gascompile.training.step_planner.step_plan", once)
+        patch.setattr("gascompile.training.planning.step_plan.step_plan", once)
         yield

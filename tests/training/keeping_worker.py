@@ -15,8 +15,8 @@ from torch.nn import functional
 
 from tests.training.trials import Result, Trial
 
-CAPTURE = "gascompile.training.step_planner.capture_joint"
-PLAN = "gascompile.training.step_planner.step_plan"
+CAPTURE = "gascompile.training.capture.joint.capture_joint"
+PLAN = "gascompile.training.planning.step_plan.step_plan"
 
 
 class MLP(nn.Module):

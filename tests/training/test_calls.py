@@ -191,7 +191,7 @@ def test_calls_are_kept_and_saved_as_steps_are(
     def refused(*_: Any, **__: Any) -> Any:
         raise AssertionError("nothing is captured")
 
-    monkeypatch.setattr("gascompile.training.step_planner.capture_joint", refused)
+    monkeypatch.setattr("gascompile.training.capture.joint.capture_joint", refused)
     with many_step(model, tmp_path / "cache") as step:
         assert same(step.model(x), wanted)
     other = tmp_path / "other"

@@ -218,7 +218,7 @@ def test_a_kept_plan_serves_the_same_machine_alone(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     captures = Mock(wraps=capture_joint)
-    monkeypatch.setattr("gascompile.training.step_planner.capture_joint", captures)
+    monkeypatch.setattr("gascompile.training.capture.joint.capture_joint", captures)
     slower = replace(EMULATED, links=tuple(replace(x, latency_s=2e-5) for x in EMULATED.links))
     with caplog.at_level(logging.WARNING):
         for machine, count in ((EMULATED, 1), (EMULATED, 1), (slower, 2)):

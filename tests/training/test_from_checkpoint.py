@@ -286,7 +286,7 @@ def test_a_file_that_has_become_shorter_is_found(
             file.truncate(path.stat().st_size // 2)
         return step_plan(*args, **kwargs)  # type: ignore[arg-type]  # passed through
 
-    monkeypatch.setattr("gascompile.training.step_planner.step_plan", cut)
+    monkeypatch.setattr("gascompile.training.planning.step_plan.step_plan", cut)
     model = outline().train()
     with pytest.raises(CheckpointError, match="has changed since"):
         opened(model, path, tmp_path / "cache")

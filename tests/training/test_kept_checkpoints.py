@@ -207,11 +207,12 @@ def test_an_interrupted_save_leaves_nothing(
     assert len(os.listdir("/proc/self/fd")) == files
 
 
-def test_ranks_wait_for_their_checkpoint(
-    step: TrainingStep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_process_keeps_no_replicas(step: TrainingStep, tmp_path: Path) -> None:
     losses(step, 0, 1)
-    with monkeypatch.context() as patch:
-        patch.setattr(step, "ranks", object())
-        with pytest.raises(UnsupportedOpError, match="leave blocking=False out"):
-            step.save(tmp_path / "run", blocking=False)
+    with pytest.raises(UnsupportedOpError, match="this process trains alone"):
+        step.save(tmp_path / "run", replicas=2)
+    with pytest.raises(ValueError, match="replicas=3"):
+        step.save(tmp_path / "run", replicas=3)
+    with pytest.raises(ValueError, match="this process trains alone"):
+        _ = step.replica_cost
+    assert not (tmp_path / "run").exists()

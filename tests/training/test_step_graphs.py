@@ -15,7 +15,7 @@ from gascompile.core.reports import GraphReport
 from gascompile.core.steps import Offload, Reload
 from gascompile.runtime.devices.cuda import CudaDevice
 from gascompile.runtime.memory.device_moves import HOST_BYTES
-from gascompile.training import step_planner, units
+from gascompile.training import units
 from gascompile.training.planning.step_plan import step_plan
 from tests.runtime.devices.fake_cuda import FakeApi
 from tests.training.devices import SMALL, on_device
@@ -57,7 +57,7 @@ def _room(monkeypatch: pytest.MonkeyPatch) -> None:
         found = step_plan(*args, **kwargs)
         return found.with_accounts(budget_bytes={**found.budget_bytes, "gpu": 1 << 24})
 
-    monkeypatch.setattr(step_planner, "step_plan", with_room)
+    monkeypatch.setattr("gascompile.training.planning.step_plan.step_plan", with_room)
 
 
 @pytest.mark.usefixtures("_room")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,9 +21,9 @@ from gascompile.training.optimizers.optimizers import SUPPORTED, Rules
 from gascompile.training.optimizers.update_ops import total_norm_of
 from gascompile.training.settings import Settings
 from gascompile.training.state.open_optimizer import listed
+from gascompile.training.state.pieces import Stored
 from gascompile.training.state.tensor_files import Entry, of_tensor
 from gascompile.training.state.train_state import States
-from gascompile.weights.checkpoint import read_safetensors_header
 
 _PREFIX = "state:"
 """What names of an optimizer's tensors begin with in a checkpoint."""
@@ -190,23 +189,22 @@ def kept_values(optimizer: torch.optim.Optimizer) -> list[list[Any]]:
 class KeptState:
     """An optimizer's state in a checkpoint, which alone knows what it consists of."""
 
-    def __init__(self, path: Path, values: list[list[Any]]) -> None:
-        """Take what ``kept_tensors`` has left in a file, and ``kept_values``; tensors come with ``entries``.
+    def __init__(self, stored: Mapping[str, Stored], values: list[list[Any]]) -> None:
+        """Take what ``kept_tensors`` has left in files, and ``kept_values``; tensors come with ``entries``.
 
         Raises:
-            CheckpointError: the file cannot be read.
+            CheckpointError: a tensor has a dtype that is unknown.
         """
         self.state: dict[int, dict[str, Any]] = {}
         self.entries: dict[str, Entry] = {}
         for index, key, value in values:
             self.state.setdefault(index, {})[key] = value
-        header, _ = read_safetensors_header(path)
-        for name, source in header.items():
+        for name, source in stored.items():
             if name.startswith(_PREFIX):
                 index, key = name.removeprefix(_PREFIX).split(":", maxsplit=1)
                 self._expect(name, int(index), key, source)
 
-    def _expect(self, name: str, index: int, key: str, source: Any) -> None:
+    def _expect(self, name: str, index: int, key: str, source: Stored) -> None:
         dtype = getattr(torch, source.dtype, None)
         if not isinstance(dtype, torch.dtype):
             raise CheckpointError(f"'{name}' of the checkpoint is {source.dtype}, which is unknown")
@@ -214,4 +212,4 @@ class KeptState:
         def assign(value: torch.Tensor) -> None:
             self.state.setdefault(index, {})[key] = value
 
-        self.entries[name] = Entry(dtype=dtype, shape=tuple(source.shape), assign=assign)
+        self.entries[name] = Entry(dtype=dtype, shape=source.shape, assign=assign)

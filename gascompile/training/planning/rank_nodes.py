@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from typing import TYPE_CHECKING
 
 import torch
 from torch import fx
@@ -11,10 +12,12 @@ from gascompile.core.errors import UnsupportedOpError
 from gascompile.core.program import draws
 from gascompile.core.ranks import RankLayout
 from gascompile.passes.graph.bound_aliases import may_share_memory
-from gascompile.training.capture.joint import Joint
 from gascompile.training.optimizers import rank_ops
 from gascompile.training.optimizers.optimizers import FEWEST_SHARED
 from gascompile.training.optimizers.slots import Slot
+
+if TYPE_CHECKING:
+    from gascompile.training.capture.joint import Joint
 
 
 def is_small(parameter: fx.Node, layout: RankLayout | None) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import fx
@@ -17,12 +18,14 @@ from gascompile.core.errors import PlanMismatchError, UnsupportedOpError
 from gascompile.core.program import Program
 from gascompile.core.ranks import RankLayout
 from gascompile.passes.graph.bound_aliases import bound_aliases
-from gascompile.training.capture.joint import Joint
 from gascompile.training.optimizers import update_ops
 from gascompile.training.optimizers.optimizers import Rules
 from gascompile.training.optimizers.slots import Slot, Tile
 from gascompile.training.planning import rank_nodes
 from gascompile.training.planning.program_specs import bound_spec, input_spec, remove_unused
+
+if TYPE_CHECKING:
+    from gascompile.training.capture.joint import Joint
 
 RANDOM = "random numbers"
 """What ops draw from and thereby change, so that none of them runs again with other numbers."""
@@ -55,10 +58,7 @@ class StepOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepProgram:
-    """A program whose outputs are the loss and, where that is computed, the norm of all gradients.
-
-    That of a call has all that the model returns.
-    """
+    """A program whose outputs are the loss and, where computed, the norm of all gradients; of a call all it returns."""
 
     program: Program
     tiles: Mapping[str, Tile]

@@ -12,27 +12,25 @@ import fcntl
 import json
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from gascompile.core import serial
-from gascompile.core.errors import CheckpointError, FormatError, StorageError
+from gascompile.core.errors import CheckpointError, FormatError, StorageError, UnsupportedOpError
 from gascompile.core.waiting import life
 from gascompile.runtime.transfer.copying import write_all
-from gascompile.training.optimizers.slots import PART, TOTAL
 from gascompile.training.optimizers.unplanned import KeptState, kept_tensors, kept_values
+from gascompile.training.state.checkpoint_entries import entries_of, random_numbers
 from gascompile.training.state.open_optimizer import listed, plain_group
+from gascompile.training.state.pieces import Stored, stored_in
 from gascompile.training.state.tensor_files import (
     Entry,
     check_tensors,
-    joined,
-    made_of,
-    of_tensor,
     read_tensors,
+    whole_part,
     write_tensors,
 )
 from gascompile.training.state.train_state import States
@@ -41,15 +39,33 @@ from gascompile.training.state.whole_checkpoints import (
     Behind,
     Linkable,
     Saving,
+    files_of,
     found_in,
     verify,
 )
-from gascompile.weights.checkpoint import read_safetensors_header
 
-_LOCK, _STATE = "lock", "state.json"
-_TRAINED, _FROZEN = "model-trained.safetensors", "model-frozen.safetensors"
-_OPTIMIZER, _INDEX = "optimizer.safetensors", "model.safetensors.index.json"
-_RANDOM = "random numbers:cpu"
+_LOCK, STATE = "lock", "state.json"
+_TRAINED, FROZEN = "model-trained.safetensors", "model-frozen.safetensors"
+_OPTIMIZER, INDEX = "optimizer.safetensors", "model.safetensors.index.json"
+RANDOM = "random numbers:cpu"
+"""Of one process, or of rank 0; others' have their numbers behind it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loading:
+    """A checkpoint that was looked at and may be taken over."""
+
+    folder: Path
+    state: dict[str, Any]
+    stored: dict[str, Stored]
+    entries: dict[str, Entry]
+    kept: KeptState
+
+    @property
+    def extra(self) -> dict[str, Any]:
+        """Return what the caller of the save had added."""
+        extra: dict[str, Any] = self.state["extra"]
+        return extra
 
 
 class CheckpointFolder:
@@ -72,6 +88,7 @@ class CheckpointFolder:
         *,
         keep: int = 1,
         blocking: bool = True,
+        replicas: int = 1,
     ) -> Path:
         """Write a checkpoint, remove the ones before the newest ``keep``, and return its folder.
 
@@ -85,8 +102,13 @@ class CheckpointFolder:
         Raises:
             StorageError: another job saves here, or the folder cannot be written, now or by the save before; the
                 last checkpoint stays valid.
+            UnsupportedOpError: more than one replica.
         """
-        state = _state_json(states, extra)
+        if replicas > 1:
+            raise UnsupportedOpError(
+                "replicas=2 is for several ranks, and this process trains alone; leave it out"
+            )
+        state = state_json(states, extra)
         self.finish()
         try:
             self._take()
@@ -109,6 +131,7 @@ class CheckpointFolder:
         return saving.final
 
     def _not_written(self, error: OSError) -> StorageError:
+        """Return why there is no new checkpoint."""
         return StorageError(
             f"cannot write a checkpoint in {self.folder}: {error.strerror or error}; free some space or choose "
             "another folder. The last checkpoint there is still valid"
@@ -140,30 +163,26 @@ class CheckpointFolder:
         self, saving: Saving, states: States, changing: frozenset[str], state: bytes
     ) -> frozenset[str]:
         """Write all files of a checkpoint but its manifest; return the names of frozen tensors."""
-        trained, frozen, optimizer = _entries(states, changing, states.counts, states.pending)
+        trained, frozen, optimizer = entries_of(states, changing, states.counts, states.pending)
         optimizer.update(kept_tensors(states.optimizer))
-        names = frozenset(frozen)
-        linked = self._linked(saving.temporary, states.generation, names)
-        if linked:
-            saving.digests[_FROZEN] = linked
-        files = {_TRAINED: trained, _OPTIMIZER: optimizer}
-        for name, entries in (
-            files if linked or not frozen else {_FROZEN: frozen, **files}
-        ).items():
-            write_tensors(saving.temporary / name, entries, states.persistent, saving.files)
-        shards = dict.fromkeys(trained, _TRAINED) | dict.fromkeys(frozen, _FROZEN)
-        total = sum(entry.size_bytes for entry in (*trained.values(), *frozen.values()))
-        index = {"metadata": {"total_size": total}, "weight_map": shards}
-        saving.add(_INDEX, json.dumps(index).encode())
-        saving.add(_STATE, state)
-        return names
+        optimizer[RANDOM] = random_numbers()
+        self._write_frozen(saving, states, frozen)
+        for name, entries in ((_TRAINED, trained), (_OPTIMIZER, optimizer)):
+            parts = [whole_part(name, entry) for name, entry in entries.items()]
+            write_tensors(saving.temporary / name, parts, states.persistent, saving.files)
+        shards = dict.fromkeys(trained, _TRAINED) | dict.fromkeys(frozen, FROZEN)
+        saving.add(INDEX, index_of(shards, {**trained, **frozen}))
+        saving.add(STATE, state)
+        return frozenset(frozen)
 
-    def take_part(self, states: States, changing: frozenset[str]) -> None:
-        """Compute what rank 0 needs of this rank while it saves, in its order."""
-        trained, _, optimizer = _entries(states, changing, states.counts, states.pending)
-        for entry in (*trained.values(), *optimizer.values()):
-            if entry.made is not None:
-                entry.made()
+    def _write_frozen(self, saving: Saving, states: States, frozen: Mapping[str, Entry]) -> None:
+        """Write what no step changes, or link it from the checkpoint before."""
+        linked = self._linked(saving.temporary, states.generation, frozenset(frozen))
+        if linked:
+            saving.digests[FROZEN] = linked
+        elif frozen:
+            parts = [whole_part(name, entry) for name, entry in frozen.items()]
+            write_tensors(saving.temporary / FROZEN, parts, states.persistent, saving.files)
 
     def _linked(self, folder: Path, generation: int, names: frozenset[str]) -> str:
         """Link the frozen tensors of the checkpoint before; return their digest, or nothing."""
@@ -171,33 +190,26 @@ class CheckpointFolder:
             return ""
         before = self._linkable[0]
         try:
-            listed = serial.read_json(before / MANIFEST)["files"][_FROZEN]
-            os.link(before / _FROZEN, folder / _FROZEN)
+            listed = serial.read_json(before / MANIFEST)["files"][FROZEN]
+            os.link(before / FROZEN, folder / FROZEN)
         except (OSError, StorageError, FormatError):
             return ""  # gone, or a file system without links: it is written again
         digest: str = listed["sha256"]
         return digest
 
-    def load(
-        self, states: States, changing: frozenset[str], *, takes_lock: bool = True
-    ) -> dict[str, Any]:
+    def load(self, states: States, changing: frozenset[str]) -> dict[str, Any]:
         """Restore the newest checkpoint and return what the caller had added to it.
 
         Args:
             changing: names of persistent tensors that steps change.
-            takes_lock: False where another rank of the job has it.
 
         Raises:
             CheckpointError: there is none, it is damaged, or of another run; nothing has changed then.
-            StorageError: another job saves here, or a value cannot be kept.
+            StorageError: another job saves here, or a value cannot be read or kept.
         """
         self.finish()
-        if (self.folder / MANIFEST).is_file():
-            raise CheckpointError(
-                f"{self.folder} is one checkpoint; load takes the folder that save was given, of which it restores the "
-                "newest. To go back to this one, copy it under its own name into an empty folder, and pass that"
-            )
-        with self._shared() if takes_lock else contextlib.nullcontext():
+        self._require_folder()
+        with self._shared():
             found = found_in(self.folder)
             if not found:
                 raise CheckpointError(
@@ -205,36 +217,70 @@ class CheckpointFolder:
                 )
             newest = found[-1]
             verify(newest)
-            state = serial.read_json(newest / _STATE)
-            if (form := state.get("states", "fp32")) != states.rules.states:
-                raise CheckpointError(
-                    f"{newest} keeps moments as {form!r}, this step as {states.rules.states!r}; compile with "
-                    f"states={form!r}, or take it over through state_dict() and load_state_dict()"
-                )
-            counts = {name: state["updates"].get(name, 0) for name in states.counts}
-            pending = frozenset(state["pending"])
-            shapes = _entries(states, changing, counts, pending)
-            own = KeptState(newest / _OPTIMIZER, state.get("optimizer_state", []))
-            shapes[2].update(own.entries)
-            whole = shapes[0] | shapes[1]
-            split = _split(newest, whole, shapes[2])
-            states.rules.check_groups(state["param_groups"])
-            if state["optimizer"] != type(states.optimizer).__name__:
-                raise CheckpointError(
-                    f"{newest} is of {state['optimizer']}, the optimizer is {type(states.optimizer).__name__}"
-                )
-            states.generation += 1
-            for file, entries in split.items():
-                read_tensors(newest / file, entries, states.persistent)
-            groups = [plain_group(group) for group in state["param_groups"]]
-            kept = {"state": own.state} if "optimizer_state" in state else {}
-            states.load_groups(groups, **kept)
-            states.forget(counts, pending)
-            states.num_steps, states.num_batches = state["step"], state["num_batches"]
-            frozen = frozenset(split.get(_FROZEN, {}))
-            self._linkable = (newest, states.generation, frozen)
-        extra: dict[str, Any] = state["extra"]
-        return extra
+            loading = self._looked_at(newest, states, changing)
+            self._restore(states, loading)
+        return loading.extra
+
+    def _require_folder(self) -> None:
+        if (self.folder / MANIFEST).is_file():
+            raise CheckpointError(
+                f"{self.folder} is one checkpoint; load takes the folder that save was given, of which it restores the "
+                "newest. To go back to this one, copy it under its own name into an empty folder, and pass that"
+            )
+
+    def _looked_at(self, newest: Path, states: States, changing: frozenset[str]) -> Loading:
+        """Return what may be taken over; raises ``CheckpointError``."""
+        state = serial.read_json(newest / STATE)
+        if (form := state.get("states", "fp32")) != states.rules.states:
+            raise CheckpointError(
+                f"{newest} keeps moments as {form!r}, this step as {states.rules.states!r}; compile with "
+                f"states={form!r}, or take it over through state_dict() and load_state_dict()"
+            )
+        counts = {name: state["updates"].get(name, 0) for name in states.counts}
+        stored = self._stored(newest)
+        trained, frozen, optimizer = entries_of(
+            states, changing, counts, frozenset(state["pending"])
+        )
+        kept = KeptState(stored, state.get("optimizer_state", []))
+        entries = {**trained, **frozen, **optimizer, **kept.entries}
+        random = {name: s for name, s in stored.items() if name.startswith(RANDOM)}
+        numbers = self._random(random)
+        others = {name: s for name, s in stored.items() if name not in random}
+        check_tensors(newest, others, entries)
+        check_tensors(newest, {name: stored[name] for name in numbers if name in stored}, numbers)
+        entries.update(numbers)
+        states.rules.check_groups(state["param_groups"])
+        if state["optimizer"] != type(states.optimizer).__name__:
+            raise CheckpointError(
+                f"{newest} is of {state['optimizer']}, the optimizer is {type(states.optimizer).__name__}"
+            )
+        return Loading(folder=newest, state=state, stored=stored, entries=entries, kept=kept)
+
+    def _stored(self, newest: Path) -> dict[str, Stored]:
+        """Return the tensors of a checkpoint; raises ``CheckpointError``."""
+        return stored_in(files_of(newest))
+
+    def _random(self, stored: Mapping[str, Stored]) -> dict[str, Entry]:  # noqa: ARG002
+        """Return the random numbers, among those of all ranks, that this process takes over: rank 0's."""
+        return {RANDOM: random_numbers()}
+
+    def _restore(self, states: States, loading: Loading) -> None:
+        """Take a checkpoint over; raises ``StorageError``, after which values are half those of before."""
+        state = loading.state
+        states.generation += 1
+        read_tensors(loading.stored, loading.entries, states.persistent)
+        groups = [plain_group(group) for group in state["param_groups"]]
+        kept = {"state": loading.kept.state} if "optimizer_state" in state else {}
+        states.load_groups(groups, **kept)
+        counts = {name: state["updates"].get(name, 0) for name in states.counts}
+        states.forget(counts, frozenset(state["pending"]))
+        states.num_steps, states.num_batches = state["step"], state["num_batches"]
+        frozen = [
+            name
+            for name, s in loading.stored.items()
+            if s.pieces and s.pieces[0].file.name == FROZEN
+        ]
+        self._linkable = (loading.folder, states.generation, frozenset(frozen))
 
     def close(self) -> None:
         """Wait for the end of a save and let other jobs save here; idempotent.
@@ -284,90 +330,18 @@ class CheckpointFolder:
             ) from error
 
 
-def _entries(
-    states: States, changing: frozenset[str], counts: Mapping[str, int], pending: frozenset[str]
-) -> tuple[dict[str, Entry], dict[str, Entry], dict[str, Entry]]:
-    """Return the tensors of the files: of the model those that change and the others, and all else.
+def index_of(shards: Mapping[str, str], entries: Mapping[str, Entry]) -> bytes:
+    """Return the index of a model's tensors, by the files that they are in."""
+    total = sum(entries[name].size_bytes for name in shards)
+    return json.dumps({"metadata": {"total_size": total}, "weight_map": dict(shards)}).encode()
 
-    Args:
-        counts: updates of each parameter; what was never updated has zeros, which are not written.
-        pending: parameters whose totals hold a gradient.
+
+def state_json(states: States, extra: Mapping[str, Any]) -> bytes:
+    """Return what of a run is no tensor.
+
+    Raises:
+        ValueError: ``extra`` is no JSON.
     """
-    persistent = states.persistent
-    trained: dict[str, Entry] = {}
-    frozen: dict[str, Entry] = {}
-    optimizer: dict[str, Entry] = {}
-    kept, seen = states.model.state_dict(keep_vars=True), set()
-    for name, own in states.names().items():
-        if own and own not in seen:
-            changes = own in states.divided or states.owner(own) in changing
-            (trained if changes else frozen)[name] = _of_model(states, own)
-            seen.add(own)
-        elif not own and isinstance(kept[name], torch.Tensor):
-            trained[name] = of_tensor(kept[name])
-    for name in sorted(set(states.tensors) - seen):
-        optimizer[f"other:{name}"] = _of_model(states, name)
-    for (parameter, key), tiles in states.tiles.items():
-        if key == PART or not (parameter in pending if key == TOTAL else counts[parameter]):
-            continue
-        like = states.like(parameter)
-        if tiles[0].code is not None:
-            # As they are: only the same tiles of a parameter laid out the same way can take them.
-            order = "" if like.is_contiguous() else f" of strides {like.stride()}"
-            for tile in tiles:
-                optimizer[f"{tile.name}{order}"] = made_of(persistent, tile.name)
-            continue
-        lies = states.like_kept(parameter, key)
-        entry = joined(lies.shape, [tile.name for tile in tiles])
-        is_divided = bool(states.rules.slots[parameter].bounds)
-        if is_divided or states.rules.is_scalar(key) or not lies.is_contiguous():
-            entry = replace(
-                entry,
-                parts=(),
-                made=partial(states.kept, parameter, key),
-                assign=partial(states.keep, parameter, key),
-            )
-        optimizer[f"{parameter}:{key}"] = entry
-    random = torch.get_rng_state()
-    optimizer[_RANDOM] = Entry(
-        dtype=torch.uint8,
-        shape=tuple(random.shape),
-        made=lambda: random,
-        assign=torch.set_rng_state,
-    )
-    return trained, frozen, optimizer
-
-
-def _of_model(states: States, name: str) -> Entry:
-    made = states.storages.views.keys() | states.divided.keys() | states.packed.keys()
-    if name not in made:
-        return made_of(states.persistent, name)
-    like = states.like(name)
-    return Entry(
-        dtype=like.dtype,
-        shape=tuple(like.shape),
-        made=partial(states.value, name),
-        assign=partial(states.assign, name),
-    )
-
-
-def _split(
-    folder: Path, model: Mapping[str, Entry], optimizer: Mapping[str, Entry]
-) -> dict[str, dict[str, Entry]]:
-    """Return the tensors by the file that holds them, after checking that they are the right ones."""
-    listed = {
-        file: read_safetensors_header(folder / file)[0]
-        for file in (_TRAINED, _FROZEN, _OPTIMIZER)
-        if (folder / file).is_file()
-    }
-    both = {**listed.get(_FROZEN, {}), **listed[_TRAINED]}
-    check_tensors(folder, both, model)
-    check_tensors(folder / _OPTIMIZER, listed[_OPTIMIZER], optimizer)
-    every = {**model, **optimizer}
-    return {file: {name: every[name] for name in names} for file, names in listed.items()}
-
-
-def _state_json(states: States, extra: Mapping[str, Any]) -> bytes:
     groups = listed(states.optimizer)["param_groups"]
     plain = [
         {k: v.item() if isinstance(v, torch.Tensor) else v for k, v in group.items()}
