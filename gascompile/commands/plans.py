@@ -9,6 +9,7 @@ import typer
 from rich.console import RenderableType
 
 from gascompile.commands import options as opt
+from gascompile.commands.exporting import Overwrite, plan_with_onnx
 from gascompile.commands.output import emit, note, reserved_stdout, warnings_block
 from gascompile.commands.summary import plan_parts
 from gascompile.core import serial
@@ -84,6 +85,14 @@ Ranks = Annotated[
     int | None,
     typer.Option("--ranks", min=1, metavar="N", help="Plan over N equal ranks on the machine."),
 ]
+OnnxFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--onnx",
+        metavar="FILE",
+        help="Write the model with the plan as an ONNX file: devices of ops, homes of weights.",
+    ),
+]
 Train = Annotated[
     bool,
     typer.Option(
@@ -108,6 +117,8 @@ def plan(
     ngl: GpuLayers = None,
     ot: OverrideTensor = None,
     compare: Compare = None,
+    onnx: OnnxFile = None,
+    overwrite: Overwrite = False,
     hosts: HostsFile = None,
     ranks: Ranks = None,
     train: Train = False,
@@ -124,7 +135,7 @@ def plan(
     Over ranks: [bold]gascompile plan llama-70b.workload.json --hosts home-4[/bold]
     """
     if hosts is not None or ranks is not None or train:
-        others = (budget, cpu, nvme, place, device_map, ngl, ot, weights, compare)
+        others = (budget, cpu, nvme, place, device_map, ngl, ot, weights, compare, onnx)
         if any(option is not None for option in others) or (sites, objective) != ("one", "time"):
             raise typer.BadParameter(
                 "plans over ranks take --hosts or --ranks, --machine, --strategy, --train, --batch and --tokens alone; "
@@ -143,8 +154,27 @@ def plan(
     if given is not None and weights is not None:
         raise typer.BadParameter(f"{given} moves weights as they are stored; leave out --weights")
     limits, folder = opt.Limits(budget, cpu, nvme, place or ()), opt.cache_dir_of(cache_dir)
+    if onnx is not None and (
+        other := given or (compare and "--compare") or (weights and "--weights")
+    ):
+        raise typer.BadParameter(
+            f"--onnx writes a plan of weights as they are stored, alone; leave out {other}"
+        )
     with reserved_stdout(json):
-        if device_map is not None:
+        if onnx is not None:
+            made, data, beside = plan_with_onnx(
+                source,
+                (onnx, overwrite),
+                limits=limits,
+                machine=machine,
+                shape=(batch, tokens),
+                cache_dir=folder,
+                time_limit_s=time_limit,
+                strategy=strategy,
+                sites=sites,
+                objective=objective,
+            )
+        elif device_map is not None:
             made = _mapped(source, device_map, limits, machine, (batch, tokens), folder)
         elif ngl is not None:
             made = _layered(source, (ngl, ot or []), limits, machine, (batch, tokens), folder)
@@ -163,7 +193,8 @@ def plan(
             )
         if output is not None:
             made.save(output)
-        data, beside = _beside(compare, source, made, limits, (batch, tokens), folder)
+        if onnx is None:
+            data, beside = _beside(compare, source, made, limits, (batch, tokens), folder)
     written = [note(f"The plan is in {output}.")] if output is not None else []
     parts = [*plan_parts(made), *beside, *warnings_block(made.warnings), *written]
     emit(json, serial.to_json(made) if data is None else data, *parts)
