@@ -32,7 +32,7 @@ from gascompile.passes.verify.walk import verify
 from gascompile.report.page import page
 from gascompile.weights.checkpoint import open_checkpoint
 from tests.core.bad_files import BUDGET, MACHINE, WORKLOAD
-from tests.fuzz import mutate, onnx_files
+from tests.fuzz import mutate, mutate_onnx, onnx_files
 from tests.fuzz.oracle import Hang, Watch, limit_memory
 from tests.fuzz.seeds import inputs
 from tests.passes.stacks import stack
@@ -78,7 +78,7 @@ class Cases:
             return kind, place
         if kind == "onnx":
             shutil.copytree(self._seeds / "onnx" / rng.choice(onnx_files.NAMES), place)
-            onnx_files.spoil(place, rng)
+            mutate_onnx.spoil(place, rng)
             return kind, place
         if kind in ("header", "index"):
             shutil.copytree(self._seeds / ("model" if kind == "header" else "sharded"), place)
