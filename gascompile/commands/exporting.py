@@ -68,6 +68,7 @@ def export(
 
     Example: [bold]gascompile export Qwen3-8B/ -o Qwen3-8B/model.onnx --dynamic input_ids.1=tokens:4096[/bold]
     """
+    _require_source(model, "export")
     shapes = _dynamic_shapes(dynamic or [])
     with reserved_stdout(json):
         from gascompile.integrations.onnx.export import export as export_model
@@ -84,6 +85,14 @@ def export(
                 tokens=tokens,
             )
     emit(json, export_json(found), export_part(found))
+
+
+def _require_source(source: str, what: str) -> None:
+    """Refuse a plan or a bundle in the place of a model; wrong usage."""
+    if opt.is_finished(Path(source)):
+        raise typer.BadParameter(
+            f"{source} is a finished plan; {what} takes the model itself, which that was made of"
+        )
 
 
 def _dynamic_shapes(given: list[str]) -> Any:
@@ -198,10 +207,7 @@ def plan_with_onnx(
 
     ``onnx`` is the file, and whether one that is there is replaced; ``options`` are those of ``CompileConfig``.
     """
-    if opt.is_finished(Path(source)):
-        raise typer.BadParameter(
-            f"{source} is a finished plan, which has no graph for --onnx; plan its source again"
-        )
+    _require_source(source, "--onnx")
     file, overwrite = onnx
     from gascompile.api.plan import plan_with_program
     from gascompile.integrations.onnx.export import require_writable, write_plan

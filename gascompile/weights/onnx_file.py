@@ -152,7 +152,8 @@ def _inferred(file: Path, proto: Any) -> onnx_ir.Model:
     try:
         inferred = onnx.shape_inference.infer_shapes(proto, check_type=True, data_prop=True)
         return onnx_ir.serde.deserialize_model(inferred)
-    except (onnx.shape_inference.InferenceError, ValueError, RuntimeError, TypeError) as error:
+    except (onnx.shape_inference.InferenceError, ValueError, RuntimeError, TypeError, LookupError, AttributeError,
+            ArithmeticError) as error:  # fmt: skip
         raise _damaged(file, error) from error
 
 

@@ -143,9 +143,11 @@ def test_an_onnx_file_is_written_again_with_a_plan(where: str, tmp_path: Path) -
 def test_a_finished_plan_has_no_graph(tmp_path: Path) -> None:
     planned = plan_with_program(net(), None, "cpu-nvme", INPUTS, cache_dir=tmp_path)
     planned.plan.save(tmp_path / "p.json")
-    command = ["plan", str(tmp_path / "p.json"), "--onnx", str(tmp_path / "m.onnx")]
-    done = CliRunner().invoke(app, command)
-    assert done.exit_code == 2 and not (tmp_path / "m.onnx").exists()
+    for command in (["plan", "--onnx"], ["export", "-o"]):
+        verb, option = command
+        told = [verb, str(tmp_path / "p.json"), option, str(tmp_path / "m.onnx")]
+        assert CliRunner().invoke(app, told).exit_code == 2
+        assert not (tmp_path / "m.onnx").exists()
 
 
 def test_the_plan_of_the_file_is_that_of_the_model(tmp_path: Path) -> None:
