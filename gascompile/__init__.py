@@ -1,7 +1,8 @@
 """GASCompile: run PyTorch models that do not fit, by an ahead-of-time plan.
 
 ``compile`` plans a model for a memory budget and returns it ready to run, ``from_pretrained`` one by its name;
-``plan`` only plans, without weights; ``load`` opens a saved bundle; ``simulate`` replays a plan on a machine.
+``plan`` only plans, without weights; ``load`` opens a saved bundle; ``simulate`` replays a plan on a machine;
+``export`` writes a model as ONNX.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from gascompile.core.reports import RunReport as RunReport
     from gascompile.core.reports import Timeline as Timeline
     from gascompile.core.workload import Workload as Workload
+    from gascompile.integrations.onnx.export import export as export
     from gascompile.training.compile_step import compile_step as compile_step
     from gascompile.training.step import TrainingStep as TrainingStep
 
@@ -61,6 +63,7 @@ _HOMES = {
     "core.plan": ("Plan",),
     "core.reports": ("GraphReport", "RunReport", "Timeline"),
     "core.workload": ("Workload",),
+    "integrations.onnx.export": ("export",),
     "training.compile_step": ("compile_step",),
     "training.step": ("TrainingStep",),
 }  # fmt: skip

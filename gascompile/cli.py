@@ -14,6 +14,7 @@ from gascompile.commands.annotation import annotate
 from gascompile.commands.cache import cache
 from gascompile.commands.difference import diff_verb
 from gascompile.commands.explanation import explain_verb
+from gascompile.commands.exporting import export
 from gascompile.commands.generating import generate
 from gascompile.commands.machines import calibrate, doctor
 from gascompile.commands.output import VerbGroup
@@ -60,6 +61,7 @@ app.command("explain")(explain_verb)
 app.command("whatif")(whatif_verb)
 app.command()(run)
 app.command()(generate)
+app.command()(export)
 app.command()(verify)
 app.command()(simulate)
 app.command()(report)

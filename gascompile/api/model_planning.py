@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -10,6 +11,7 @@ from torch import nn
 from gascompile.api.compile import Job
 from gascompile.api.sources import Source, open_source
 from gascompile.capture.calls import ExampleInputs, normalize_call, split_inputs
+from gascompile.capture.to_program import Capture
 from gascompile.core.budget import Budget
 from gascompile.core.config import CompileConfig
 from gascompile.core.errors import CaptureError
@@ -21,6 +23,16 @@ from gascompile.passes.graph.annotate import Annotation, annotate
 from gascompile.passes.graph.leaving import other_sites
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedModel:
+    """A plan with what it was made of."""
+
+    source: Source
+    job: Job
+    captured: Capture
+    plan: Plan
+
+
 def plan_model(
     source: nn.Module | str | os.PathLike[str],
     budget: Budget,
@@ -30,7 +42,7 @@ def plan_model(
     example_inputs: ExampleInputs | None,
     dynamic_shapes: Any,
     shape: tuple[int, int],
-) -> Plan:
+) -> PlannedModel:
     """Capture a module, or what ``open_source`` opens, and plan it.
 
     Args:
@@ -71,7 +83,8 @@ def plan_model(
     register_pytrees()
     args, kwargs = normalize_call(opened.model, *inputs)
     captured = job.capture(args, kwargs)
-    return job.place(captured.program, job.fingerprint(args, kwargs, job.open_checkpoint()))
+    made = job.place(captured.program, job.fingerprint(args, kwargs, job.open_checkpoint()))
+    return PlannedModel(source=opened, job=job, captured=captured, plan=made)
 
 
 def annotated_source(

@@ -33,6 +33,7 @@ _KINDS = (".json", ".pt2", ".onnx", ".gguf")
 if TYPE_CHECKING:
     from torch import nn
 
+    from gascompile.api.model_planning import PlannedModel
     from gascompile.capture.calls import ExampleInputs
 
 
@@ -79,22 +80,17 @@ def plan(
         FormatError: the source is none of the above or a damaged file, or the workload or the machine makes
             no sense; names the place.
     """
-    require_known(strategy)
-    require_source(source)
-    options: dict[str, Any] = {"cache_dir": Path(cache_dir)} if cache_dir is not None else {}
-    config = CompileConfig(
+    _require_plannable(source, strategy)
+    config = _config(
+        cache_dir,
         time_limit_s=time_limit_s,
         mip_gap=mip_gap,
         strategy=strategy,
         weights=weights,
         sites=sites,
         objective=objective,
-        **options,
     )
-    resolved = machine_of(machine, config.cache_dir)
-    require_model(resolved, config)
-    limits = Budget.of(budget, resolved)
-    limits.limits_bytes(resolved)  # refuses what is no size, before anything is read or captured
+    resolved, limits = _target(machine, budget, config)
     if weights is not None and (isinstance(source, Workload) or is_workload_file(source)):
         raise ValueError(
             f"weights={weights!r} is for models: a workload says how many bytes move; leave weights= out"
@@ -117,7 +113,60 @@ def plan(
         example_inputs=example_inputs,
         dynamic_shapes=dynamic_shapes,
         shape=(batch, tokens),
+    ).plan
+
+
+def plan_with_program(
+    source: nn.Module | str | os.PathLike[str],
+    budget: Budget | int | str | None = None,
+    machine: Machine | str | os.PathLike[str] | None = None,
+    example_inputs: ExampleInputs | None = None,
+    *,
+    dynamic_shapes: Any = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+    shape: tuple[int, int] = (1, 128),
+    **options: Any,
+) -> PlannedModel:
+    """Return the plan of a model with the program that it is of; arguments and errors as those of ``plan``.
+
+    ``shape`` are rows and tokens of made-up inputs; ``options`` are those of ``CompileConfig``.
+    """
+    _require_plannable(source, options.get("strategy"))
+    if isinstance(source, Workload) or is_workload_file(source):
+        raise ValueError("a workload is costs of ops without a program; give the model itself")
+    from gascompile.api.model_planning import plan_model
+
+    config = _config(cache_dir, **options)
+    resolved, limits = _target(machine, budget, config)
+    return plan_model(
+        source,
+        limits,
+        resolved,
+        config,
+        example_inputs=example_inputs,
+        dynamic_shapes=dynamic_shapes,
+        shape=shape,
     )
+
+
+def _require_plannable(source: Any, strategy: str | None) -> None:
+    require_known(strategy)
+    require_source(source)
+
+
+def _config(cache_dir: str | os.PathLike[str] | None, **options: Any) -> CompileConfig:
+    if cache_dir is not None:
+        options["cache_dir"] = Path(cache_dir)
+    return CompileConfig(**options)
+
+
+def _target(machine: Any, budget: Any, config: CompileConfig) -> tuple[Machine, Budget]:
+    """Return the machine and the budget on it, of which no size is refused later."""
+    resolved = machine_of(machine, config.cache_dir)
+    require_model(resolved, config)
+    limits = Budget.of(budget, resolved)
+    limits.limits_bytes(resolved)  # refuses what is no size, before anything is read or captured
+    return resolved, limits
 
 
 def require_source(source: Any) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import RenderableType
 
 from gascompile.commands import options as opt
+from gascompile.commands.exporting import Overwrite, plan_with_onnx
 from gascompile.commands.output import emit, note, reserved_stdout, warnings_block
 from gascompile.commands.summary import plan_parts
 from gascompile.core import serial
@@ -84,6 +85,14 @@ Ranks = Annotated[
     int | None,
     typer.Option("--ranks", min=1, metavar="N", help="Plan over N equal ranks on the machine."),
 ]
+OnnxFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--onnx",
+        metavar="FILE",
+        help="Write the model with the plan as an ONNX file: devices of ops, homes of weights.",
+    ),
+]
 Train = Annotated[
     bool,
     typer.Option(
@@ -108,6 +117,8 @@ def plan(
     ngl: GpuLayers = None,
     ot: OverrideTensor = None,
     compare: Compare = None,
+    onnx: OnnxFile = None,
+    overwrite: Overwrite = False,
     hosts: HostsFile = None,
     ranks: Ranks = None,
     train: Train = False,
@@ -124,7 +135,7 @@ def plan(
     Over ranks: [bold]gascompile plan llama-70b.workload.json --hosts home-4[/bold]
     """
     if hosts is not None or ranks is not None or train:
-        others = (budget, cpu, nvme, place, device_map, ngl, ot, weights, compare)
+        others = (budget, cpu, nvme, place, device_map, ngl, ot, weights, compare, onnx)
         if any(option is not None for option in others) or (sites, objective) != ("one", "time"):
             raise typer.BadParameter(
                 "plans over ranks take --hosts or --ranks, --machine, --strategy, --train, --batch and --tokens alone; "
@@ -134,6 +145,39 @@ def plan(
         _plan_over(source, over, (batch, tokens), strategy, cache_dir, output, json=json)
         return
     given = _given_placement(device_map, ngl, ot or [])
+    _require_alone(given, compare=compare, strategy=strategy, weights=weights, onnx=onnx)
+    limits, folder = opt.Limits(budget, cpu, nvme, place or ()), opt.cache_dir_of(cache_dir)
+    asked: dict[str, Any] = {
+        "limits": limits, "machine": machine, "shape": (batch, tokens), "strategy": strategy,
+        "time_limit_s": time_limit, "cache_dir": folder, "sites": sites, "objective": objective,
+    }  # fmt: skip
+    with reserved_stdout(json):
+        if onnx is not None:
+            made, data, beside = plan_with_onnx(source, (onnx, overwrite), **asked)
+        elif device_map is not None:
+            made = _mapped(source, device_map, limits, machine, (batch, tokens), folder)
+        elif ngl is not None:
+            made = _layered(source, (ngl, ot or []), limits, machine, (batch, tokens), folder)
+        else:
+            made = make_plan_of(source, weights=weights, **asked)
+        if output is not None:
+            made.save(output)
+        if onnx is None:
+            data, beside = _beside(compare, source, made, limits, (batch, tokens), folder)
+    written = [note(f"The plan is in {output}.")] if output is not None else []
+    parts = [*plan_parts(made), *beside, *warnings_block(made.warnings), *written]
+    emit(json, serial.to_json(made) if data is None else data, *parts)
+
+
+def _require_alone(
+    given: str | None,
+    *,
+    compare: str | None,
+    strategy: str | None,
+    weights: str | None,
+    onnx: Path | None,
+) -> None:
+    """Refuse options of ``plan`` that do not go together; ``given`` is the one that says where weights lie."""
     if given is not None and compare is not None:
         raise typer.BadParameter(
             f"{given} is the plan, and --compare what is beside it; give one of them"
@@ -142,31 +186,11 @@ def plan(
         raise typer.BadParameter(f"{given} and --strategy both say how to plan; give one of them")
     if given is not None and weights is not None:
         raise typer.BadParameter(f"{given} moves weights as they are stored; leave out --weights")
-    limits, folder = opt.Limits(budget, cpu, nvme, place or ()), opt.cache_dir_of(cache_dir)
-    with reserved_stdout(json):
-        if device_map is not None:
-            made = _mapped(source, device_map, limits, machine, (batch, tokens), folder)
-        elif ngl is not None:
-            made = _layered(source, (ngl, ot or []), limits, machine, (batch, tokens), folder)
-        else:
-            made = make_plan_of(
-                source,
-                limits=limits,
-                machine=machine,
-                shape=(batch, tokens),
-                strategy=strategy,
-                time_limit_s=time_limit,
-                cache_dir=folder,
-                weights=weights,
-                sites=sites,
-                objective=objective,
-            )
-        if output is not None:
-            made.save(output)
-        data, beside = _beside(compare, source, made, limits, (batch, tokens), folder)
-    written = [note(f"The plan is in {output}.")] if output is not None else []
-    parts = [*plan_parts(made), *beside, *warnings_block(made.warnings), *written]
-    emit(json, serial.to_json(made) if data is None else data, *parts)
+    other = given or (compare and "--compare") or (weights and "--weights")
+    if onnx is not None and other:
+        raise typer.BadParameter(
+            f"--onnx writes a plan of weights as they are stored, alone; leave out {other}"
+        )
 
 
 def _beside(

@@ -147,11 +147,28 @@ def _inferred(file: Path, proto: Any) -> onnx_ir.Model:
     import onnx
     import onnx_ir
 
+    for nodes in (proto.graph.node, *(function.node for function in proto.functions)):
+        _require_inferable(file, nodes)
     try:
         inferred = onnx.shape_inference.infer_shapes(proto, check_type=True, data_prop=True)
         return onnx_ir.serde.deserialize_model(inferred)
-    except (onnx.shape_inference.InferenceError, ValueError, RuntimeError, TypeError) as error:
+    except (onnx.shape_inference.InferenceError, ValueError, RuntimeError, TypeError, LookupError, AttributeError,
+            ArithmeticError) as error:  # fmt: skip
         raise _damaged(file, error) from error
+
+
+def _require_inferable(file: Path, nodes: Any) -> None:
+    """Refuse what ONNX's inference ends the process for: a Split that has more results than it says."""
+    for node in nodes:
+        said = [a.i for a in node.attribute if a.name == "num_outputs"]
+        if node.op_type == "Split" and said and any(count != len(node.output) for count in said):
+            raise CheckpointError(
+                f"{file}: the node {ascii(node.name or node.output[0])[:200]} (Split) has {len(node.output)} outputs, "
+                f"and num_outputs is {said[0]}; the file is corrupt: export it again"
+            )
+        for attribute in node.attribute:
+            for graph in (attribute.g, *attribute.graphs):
+                _require_inferable(file, graph.node)
 
 
 def _source(file: Path, tensor: Any, inline: Extent | None, name: str) -> WeightSource:

@@ -118,7 +118,8 @@ ALLOWED = {
     },
     "distributed": {"runtime"},
     "integrations": {
-        "cost_models", "passes", "runtime", "weights", "capture", "codegen", "machines", "training", "api",
+        "formats", "cost_models", "passes", "runtime", "weights", "capture", "bundles", "codegen", "machines",
+        "training", "api",
     },
 }  # fmt: skip
 

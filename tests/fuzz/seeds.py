@@ -22,6 +22,7 @@ from gascompile.core.plan import Plan
 from gascompile.core.reports import RunReport, Stall
 from gascompile.formats.layout import BLOCKS
 from tests.core.bad_files import MACHINE, WORKLOAD, plan
+from tests.fuzz import onnx_files
 from tests.gguf_files import TYPES, random_blocks
 from tests.passes.stacks import stack
 
@@ -120,6 +121,7 @@ def make_seeds(folder: Path) -> None:
     (folder / "sharded" / "model.safetensors.index.json").write_text(json.dumps(index))
     (folder / "gguf").mkdir()
     _write_gguf(folder / "gguf" / "model.gguf")
+    onnx_files.make_seeds(folder / "onnx")
     made = plan()
     hosts = replace(named_hosts("home-4"), hosts=named_hosts("home-4").hosts[:2])
     over = plan_hosts(stack(2), hosts)

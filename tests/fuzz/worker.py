@@ -32,14 +32,14 @@ from gascompile.passes.verify.walk import verify
 from gascompile.report.page import page
 from gascompile.weights.checkpoint import open_checkpoint
 from tests.core.bad_files import BUDGET, MACHINE, WORKLOAD
-from tests.fuzz import mutate
+from tests.fuzz import mutate, mutate_onnx, onnx_files
 from tests.fuzz.oracle import Hang, Watch, limit_memory
 from tests.fuzz.seeds import inputs
 from tests.passes.stacks import stack
 
 KINDS = ("program", "program", "program", "program", "plan_in", "weights", "manifest", "held", "bytes", "plan",
          "run", "workload", "machine", "header", "index", "gguf", "gguf", "plan_one", "machine_one",
-         "hosts", "hosts_plan")  # fmt: skip
+         "hosts", "hosts_plan", "onnx", "onnx")  # fmt: skip
 _FEW_RANKS = 3
 """More are read and checked alone: the time of a plan grows with them."""
 _OLDER = {"plan_one": "plan", "machine_one": "machine"}
@@ -60,6 +60,8 @@ class Cases:
         ) as model:
             self._wanted = model(*self._inputs)
             check_program_of(model.plan, model.program)  # imports what it needs of torch
+        for name in onnx_files.NAMES:
+            assert onnx_files.use(seeds / "onnx" / name) == "same result"
 
     def make(self, number: int) -> tuple[str, Path]:
         """Write the files of a case; return its kind and where they are."""
@@ -73,6 +75,10 @@ class Cases:
         if kind == "gguf":
             shutil.copytree(self._seeds / "gguf", place)
             mutate.spoil_gguf(place / "model.gguf", rng)
+            return kind, place
+        if kind == "onnx":
+            shutil.copytree(self._seeds / "onnx" / rng.choice(onnx_files.NAMES), place)
+            mutate_onnx.spoil(place, rng)
             return kind, place
         if kind in ("header", "index"):
             shutil.copytree(self._seeds / ("model" if kind == "header" else "sharded"), place)
@@ -146,6 +152,8 @@ class Cases:
         elif kind == "run":
             plan, measured = read_subject(self._seeds / "plan.json", place)
             page(plan, trace(plan, plan.machine), run=measured)
+        elif kind == "onnx":
+            return onnx_files.use(place)
         elif kind in ("header", "index", "gguf"):
             found = open_checkpoint(place)
             assert all(source.size_bytes >= 0 for source in found.sources.values())

@@ -123,11 +123,19 @@ def gemm(
     x = a.t() if transA else a
     if alpha == 1.0 and beta == 1.0 and transB and (c is None or tuple(c.shape) == (b.shape[0],)):
         return functional.linear(x, b, c)
-    product = torch.matmul(x, b.t() if transB else b)
+    other = b.t() if transB else b
+    if alpha == 1.0 and beta == 1.0 and c is not None and tuple(c.shape) == (other.shape[1],):
+        return torch.addmm(c, x, other)
+    product = torch.matmul(x, other)
     product = product if alpha == 1.0 else product * alpha
     if c is None or beta == 0.0:
         return product
     return product + (c if beta == 1.0 else c * beta)
+
+
+def linear(x: Value, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """A product with a transposed matrix, and what is added to it."""
+    return functional.linear(tensor(x), weight, bias)
 
 
 def einsum(*values: Tensor, equation: str) -> Tensor:
@@ -264,3 +272,37 @@ def dropout(x: Tensor, ratio: Any = None, training: Any = None) -> Tensor:
     if training not in (None, False):
         raise UnsupportedOpError("its training_mode is not constant and false")
     return x
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *, is_causal: int = 0, scale: float | None = None,
+    softcap: float = 0.0, q_num_heads: int | None = None, kv_num_heads: int | None = None,
+    qk_matmul_output_mode: int = 0, left_window_size: int = -1, right_window_size: int = -1,
+) -> Tensor:  # fmt: skip
+    """Of values by heads: softmax of scaled products; where rows of a mask are empty, zero."""
+    if {q.dim(), k.dim(), v.dim()} != {4}:
+        raise UnsupportedOpError(f"its inputs have {q.dim()} dimensions; 4 are supported")
+    if q.shape[1] != k.shape[1] or k.shape[1] != v.shape[1]:
+        raise UnsupportedOpError("it has several heads of queries for one of keys")
+    if softcap or left_window_size != -1 or right_window_size != -1:
+        raise UnsupportedOpError("softcap and windows are not supported")
+    if is_causal and mask is not None:
+        raise UnsupportedOpError("it has a mask and is_causal=1")
+    if mask is not None and mask.dtype not in (torch.bool, q.dtype):
+        raise UnsupportedOpError(f"its mask is of {mask.dtype}")
+    if mask is not None and mask.shape[-1] != k.shape[2]:
+        raise UnsupportedOpError("its mask is for another number of keys")
+    return functional.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=bool(is_causal), scale=scale
+    )
+
+
+def group_norm(
+    x: Tensor, scale: Tensor, bias: Tensor, *, num_groups: int,
+    epsilon: float = 9.999999747378752e-06, stash_type: int = 1,
+) -> Tensor:  # fmt: skip
+    """Of groups of channels, with a scale for each channel."""
+    _stash(stash_type)
+    if tuple(scale.shape) != (x.shape[1],):
+        raise UnsupportedOpError("it has a scale for each group, as before the operator set 21")
+    return functional.group_norm(x, num_groups, scale, bias, epsilon)

@@ -8,24 +8,36 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.fx import traceback
 
 from gascompile.core.errors import UnsupportedOpError
-from gascompile.integrations.onnx.table import OPS
+from gascompile.integrations.onnx.table import OPS, WHOLE_OPS
 from gascompile.integrations.onnx.values import tensor
 
+NODES = "gascompile.onnx"
+"""Key in the ``custom`` part of a traced node's ``meta``: the places in the ONNX graph of the nodes that it is of."""
 Declared = tuple[str, tuple[int | str | None, ...] | None]
 """Torch's dtype and the sizes of a value by its file: numbers, names, or nothing."""
+
+_REFUSALS = (
+    RuntimeError, IndexError, KeyError, ValueError, TypeError, AttributeError, ArithmeticError
+)  # fmt: skip
+"""What torch's ops, and Python's with sizes, raise for inputs that an op cannot have."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """A node: op, name, inputs (a name, ``(number,)`` or ``None``), names of results with types, attributes."""
+    """A node: op, name, inputs (a name, ``(number,)`` or ``None``), names of results with types, attributes.
+
+    ``nodes`` are the places in the graph of those that it stands for.
+    """
 
     op: str
     name: str
     inputs: tuple[Any, ...]
     outputs: tuple[tuple[str, Declared | None], ...]
     attributes: tuple[tuple[str, Any], ...]
+    nodes: tuple[int, ...] = ()
 
 
 class OnnxModel(nn.Module):
@@ -71,8 +83,10 @@ class OnnxModel(nn.Module):
         for name, held in self.tensors.items():
             owner, _, leaf = held.rpartition(".")
             values[name] = getattr(self.get_submodule(owner), leaf)
-        for step in self.steps:
-            self._run(step, values)
+        with traceback.preserve_node_meta():
+            for step in self.steps:
+                with traceback.annotate({NODES: step.nodes}):
+                    self._run(step, values)
         results = tuple(tensor(values[name]) for name in self.outputs)
         return results[0] if len(results) == 1 else results
 
@@ -83,9 +97,14 @@ class OnnxModel(nn.Module):
         ]
         where = f"the ONNX node '{step.name}' ({step.op})"
         try:
-            found = OPS[step.op].compute(*inputs, **dict(step.attributes))
+            found = (WHOLE_OPS.get(step.op) or OPS[step.op]).compute(
+                *inputs, **dict(step.attributes)
+            )
         except UnsupportedOpError as error:
             raise UnsupportedOpError(f"{where} cannot be taken over: {error}") from error
+        except _REFUSALS as error:
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:500]
+            raise UnsupportedOpError(f"{where} makes no sense to torch: {reason}") from error
         results = found if isinstance(found, tuple) else (found,)
         if len(results) != len(step.outputs):
             raise UnsupportedOpError(

@@ -21,6 +21,9 @@ from gascompile.integrations.onnx.values import (
     wrapped,
 )
 
+_MOST_SIZES = 4096
+"""Of a list; files that double one again and again would fill memory."""
+
 
 def shape(x: Value, *, start: int = 0, end: int | None = None) -> Value:
     """Sizes, of a range of dimensions."""
@@ -84,6 +87,8 @@ def unsqueeze(x: Value, axes: Value) -> Value:
 def concat(*values: Value, axis: int) -> Value:
     """One after the other along an axis."""
     if all(isinstance(value, list) for value in values):
+        if sum(map(len, values)) > _MOST_SIZES:  # type: ignore[arg-type]
+            raise UnsupportedOpError(f"it makes a list of more than {_MOST_SIZES} sizes")
         return [part for value in values for part in value]  # type: ignore[union-attr]
     return torch.cat([tensor(value) for value in values], dim=axis)
 
@@ -158,8 +163,7 @@ def _backwards(x: torch.Tensor, dim: int, begin: Any, stop: Any, step: int) -> t
     # Where ONNX says "before the first", Python's slices say nothing.
     stop = max(stop + length if stop < 0 else stop, -1)
     begin = min(max(begin + length if begin < 0 else begin, -1), length - 1)
-    indices = list(range(begin, stop, step))
-    return torch.index_select(x, dim, torch.tensor(indices, dtype=torch.int64))
+    return torch.index_select(x, dim, torch.arange(begin, min(stop, begin), step))
 
 
 def gather(data: Value, indices: Value, *, axis: int = 0) -> Value:

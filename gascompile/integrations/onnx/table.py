@@ -16,6 +16,10 @@ from gascompile.integrations.onnx import math_ops as m
 from gascompile.integrations.onnx import shape_ops as s
 from gascompile.integrations.onnx.values import each, is_known, tensor
 
+LINEAR: Final = "gascompile.Linear"
+SILU: Final = "gascompile.Silu"
+"""Ops that ONNX has no names for, and several nodes stand for: see ``whole_ops``."""
+
 MIN_OPSET, MAX_OPSET = 13, 25
 """Between these, what the ops below mean differs by their attributes and inputs alone; later ones were not compared."""
 
@@ -40,7 +44,8 @@ _UNARY: Final[Mapping[str, Any]] = {
     "Abs": torch.abs, "Ceil": torch.ceil, "Cos": torch.cos, "Erf": torch.erf, "Exp": torch.exp,
     "Floor": torch.floor, "HardSwish": functional.hardswish, "IsNaN": torch.isnan, "Log": torch.log,
     "Not": torch.logical_not, "Reciprocal": torch.reciprocal, "Relu": torch.relu, "Round": torch.round,
-    "Sigmoid": torch.sigmoid, "Sign": torch.sign, "Sin": torch.sin, "Sqrt": torch.sqrt, "Tanh": torch.tanh,
+    "Sigmoid": torch.sigmoid, "Sign": torch.sign, "Sin": torch.sin, "Softplus": functional.softplus, "Sqrt": torch.sqrt,
+    "Tanh": torch.tanh,
 }  # fmt: skip
 
 OPS: Final[Mapping[str, Op]] = {
@@ -69,8 +74,10 @@ OPS: Final[Mapping[str, Op]] = {
     "Slice": Op(s.slice_), "Gather": Op(s.gather), "GatherElements": Op(s.gather_elements),
     "GatherND": Op(s.gather_nd), "ScatterND": Op(s.scatter_nd), "ScatterElements": Op(s.scatter_elements),
     "ConstantOfShape": Op(s.constant_of_shape), "Range": Op(s.range_, (0, 1, 2)), "Where": Op(s.where),
-    "Trilu": Op(s.trilu),
+    "Trilu": Op(s.trilu), "Attention": Op(m.attention), "GroupNormalization": Op(m.group_norm),
 }  # fmt: skip
+
+WHOLE_OPS: Final[Mapping[str, Op]] = {LINEAR: Op(m.linear), SILU: Op(functional.silu)}
 
 
 @cache

@@ -12,11 +12,17 @@ from torch import nn
 from gascompile.core.errors import UnsupportedOpError
 from gascompile.integrations.onnx.module import Declared, OnnxModel, Step
 from gascompile.integrations.onnx.table import MAX_OPSET, MIN_OPSET, OPS, options_of
+from gascompile.integrations.onnx.whole_ops import with_whole_ops
 from gascompile.weights.onnx_file import DTYPES, OnnxFile, read_onnx
 
 if TYPE_CHECKING:
     import onnx_ir
 
+_FLAGS = frozenset((
+    "allowzero", "ceil_mode", "exclusive", "fmod", "is_causal", "keepdims", "noop_with_empty_axes", "reverse",
+    "select_last_index", "storage_order", "transA", "transB", "upper",
+))  # fmt: skip
+"""Attributes that are 0 or 1; runtimes differ in what they take others for."""
 _MOST_KNOWN = 64
 """Values of a constant that may be sizes; no tensor has as many dimensions."""
 
@@ -42,17 +48,20 @@ def onnx_module(file: Path) -> OnnxModel:
         )
     constants = dict(found.constants)
     steps = []
-    for node in graph:
+    for place, node in enumerate(graph):
         if node.op_type == "Constant" and node.domain in ("", "ai.onnx"):
             constants[str(node.outputs[0].name)] = _constant(node)
         else:
-            steps.append(_step(node, constants, opset))
+            steps.append(_step(node, place, constants, opset))
     given = [v for v in graph.inputs if v.name not in {*constants, *found.weights}]
+    held = {name: (source.dtype, source.shape) for name, source in found.weights.items()}
+    held |= {name: (dtype, shape) for name, (dtype, shape, _) in constants.items()}
+    outputs = tuple(str(value.name) for value in graph.outputs)
     model = OnnxModel(
-        tuple(steps),
+        with_whole_ops(steps, held, outputs),
         {name: _numbers(c) for name, c in constants.items() if _may_be_sizes(c)},
         {str(value.name): _input(value) for value in given},
-        tuple(str(value.name) for value in graph.outputs),
+        outputs,
     )
     _add_tensors(model, found, constants)
     return model.eval()
@@ -76,11 +85,14 @@ def _add_tensors(model: OnnxModel, found: OnnxFile, constants: Mapping[str, Any]
         model.tensors[name] = source.name
     for number, (name, constant) in enumerate(constants.items()):
         if name in used and name not in model.known:
-            model.register_buffer(f"onnx_constant_{number}", _tensor(constant), persistent=False)
+            model.register_buffer(
+                f"onnx_constant_{number}", constant_tensor(constant), persistent=False
+            )
             model.tensors[name] = f"onnx_constant_{number}"
 
 
-def _tensor(constant: tuple[str, tuple[int, ...], bytes]) -> torch.Tensor:
+def constant_tensor(constant: tuple[str, tuple[int, ...], bytes]) -> torch.Tensor:
+    """Return a constant, of torch's dtype, shape and little-endian bytes, as a tensor."""
     name, shape, content = constant
     dtype = getattr(torch, name)
     if not content:
@@ -89,7 +101,7 @@ def _tensor(constant: tuple[str, tuple[int, ...], bytes]) -> torch.Tensor:
 
 
 def _numbers(constant: tuple[str, tuple[int, ...], bytes]) -> Any:
-    return _tensor(constant).tolist()
+    return constant_tensor(constant).tolist()
 
 
 def _may_be_sizes(constant: tuple[str, tuple[int, ...], bytes]) -> bool:
@@ -115,7 +127,7 @@ def _input(value: onnx_ir.Value) -> Declared:
     return declared
 
 
-def _step(node: onnx_ir.Node, constants: Mapping[str, Any], opset: int) -> Step:
+def _step(node: onnx_ir.Node, place: int, constants: Mapping[str, Any], opset: int) -> Step:
     name = ascii(node.name or (node.outputs[0].name if node.outputs else ""))[1:-1][:200]
     where = f"the ONNX node '{name}' ({node.op_type})"
     if node.domain not in ("", "ai.onnx") or node.op_type not in OPS:
@@ -130,9 +142,11 @@ def _step(node: onnx_ir.Node, constants: Mapping[str, Any], opset: int) -> Step:
         attr.name: _attribute(where, attr) for attr in node.attributes.values()
         if attr.name in takes or not _is_default(node, attr, opset)
     }  # fmt: skip
-    for attr_name in attributes:
+    for attr_name, attribute in attributes.items():
         if attr_name not in takes:
             raise UnsupportedOpError(f"the attribute '{attr_name}' of {where} is not known")
+        if attr_name in _FLAGS and attribute not in (0, 1):
+            raise UnsupportedOpError(f"the attribute '{attr_name}' of {where} is neither 0 nor 1")
     results = tuple((str(v.name), _type(v)) for v in node.outputs if v.name)
     if "results" in takes:
         attributes["results"] = len(results)
@@ -142,8 +156,12 @@ def _step(node: onnx_ir.Node, constants: Mapping[str, Any], opset: int) -> Step:
     for number, value in enumerate(node.inputs):
         given = None if value is None or not value.name else str(value.name)
         constant = constants.get(given) if given is not None else None
-        if number in op.numbers and constant is not None and len(_tensor(constant).view(-1)) == 1:
-            inputs.append((_tensor(constant).item(),))
+        if (
+            number in op.numbers
+            and constant is not None
+            and len(constant_tensor(constant).view(-1)) == 1
+        ):
+            inputs.append((constant_tensor(constant).item(),))
         else:
             inputs.append(given)  # type: ignore[arg-type]
     return Step(
@@ -152,6 +170,7 @@ def _step(node: onnx_ir.Node, constants: Mapping[str, Any], opset: int) -> Step:
         inputs=tuple(inputs),
         outputs=results,
         attributes=tuple(attributes.items()),
+        nodes=(place,),
     )
 
 
@@ -172,16 +191,19 @@ def _attribute(where: str, attr: onnx_ir.Attr) -> Any:
         raise UnsupportedOpError(f"the attribute '{attr.name}' of {where} is of {kind}")
     if kind == "TENSOR":
         dtype, shape, content = _content(where, attr.as_tensor())
-        if content and _tensor((dtype, shape, content)).numel() == 1:
-            return dtype, _tensor((dtype, shape, content)).item()
+        if content and constant_tensor((dtype, shape, content)).numel() == 1:
+            return dtype, constant_tensor((dtype, shape, content)).item()
         raise UnsupportedOpError(f"the attribute '{attr.name}' of {where} is not one value")
     if attr.name == "to":
         import onnx_ir
 
-        name = onnx_ir.DataType(attr.value).name
-        if name not in DTYPES:
-            raise UnsupportedOpError(f"{where} casts to {name}, with which torch does not compute")
-        return DTYPES[name][0]
+        known = {onnx_ir.DataType[name].value: dtype for name, (dtype, _) in DTYPES.items()}
+        if attr.value not in known:
+            kinds = {kind.value: kind.name for kind in onnx_ir.DataType}
+            raise UnsupportedOpError(
+                f"{where} casts to {kinds.get(attr.value, attr.value)}, with which torch does not compute"
+            )
+        return known[attr.value]
     return tuple(attr.value) if kind in ("INTS", "FLOATS") else attr.value
 
 
