@@ -41,9 +41,10 @@ from gascompile.core.model_libraries import register_pytrees, set_recorders
 from gascompile.core.plan import Plan
 from gascompile.core.program import Program
 from gascompile.core.progress import task
-from gascompile.machines.admission import admit, admit_model
+from gascompile.machines.admission import admit, admit_model, device_of
 from gascompile.machines.op_memory import annotate_memory, lacks_memory, unknown_ops
 from gascompile.machines.resolve import resolve_machine
+from gascompile.passes.graph.grouped_attention import grouped_attention
 from gascompile.runtime.transfer.engine import read_blocks
 from gascompile.weights.checkpoint import Checkpoint, open_checkpoint_of
 from gascompile.weights.resolve import Resolved, resolve_weights, with_held_tensors
@@ -241,6 +242,8 @@ class Job:
                 shapes = dict(zip(positional_names(self.model), shapes, strict=False))
             captured = capture(self.model, args, kwargs, dynamic_shapes=shapes, history=past)
         program = with_held_tensors(captured.program, self.model, captured.constants)
+        if device_of(self.machine).type == "cpu":
+            program = grouped_attention(program)
         checkpoint = self.open_checkpoint()
         sources = stored_sources(program, captured.canonical, checkpoint)
         stored = {name: bound.dtype for name, bound in program.bound.items()}

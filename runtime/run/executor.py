@@ -32,6 +32,7 @@ from gascompile.runtime.run.recording import Recording
 from gascompile.runtime.run.schedule import Schedule, without_arrivals
 from gascompile.runtime.run.session import Session
 from gascompile.runtime.run.steps import compile_steps
+from gascompile.runtime.run.straight import Straight, written_out
 from gascompile.runtime.transfer.crossings import AbortedError
 from gascompile.runtime.transfer.mover import PlanMover
 
@@ -45,6 +46,10 @@ _REFUSALS = (
     AttributeError,
 )
 """What ops raise of their own."""
+_RUNS_BEFORE = 2
+"""A schedule that runs more often is written out as a function, which takes 12 us per step to make."""
+_SHORT_STEP_S = 2e-4
+"""[Empirical] Of steps that take longer on average, what the loop itself takes does not show."""
 
 
 class Executor:
@@ -112,6 +117,9 @@ class Executor:
         self._has_residents = False
         """Whether all resident weights are there, for which no step waits any more."""
         self.last_run: RunReport | None = None
+        self._num_runs = 0
+        """Of the schedule as it is, that were not written down."""
+        self._straight: Straight | None = None
         self._lane: Lane | None = None
         """Of the latest run, where ops run on several sites."""
 
@@ -171,6 +179,7 @@ class Executor:
         # Constants of the steps are tensors that others may want to be gone.
         self._ranges.clear()
         self._schedule = self._metered = replace(self._schedule, steps=(), slots=())
+        self._straight = None
 
     def _run_here(
         self,
@@ -205,6 +214,7 @@ class Executor:
             make_room(self._session, self._plan)
             if not self._has_residents and self._session.is_loaded:
                 self._has_residents, self._schedule = True, without_arrivals(self._schedule)
+                self._num_runs, self._straight = 0, None
             schedule, recording = of or (self._schedule, None)
             return self._run(schedule, inputs, warm=warm, recording=recording)
         try:
@@ -251,6 +261,8 @@ class Executor:
             if (end := self._session.device.mark()) is not None:
                 end.wait()
             time_s = time.perf_counter() - start_s
+            if schedule is self._schedule:
+                self._write_out(time_s)
             found = self._report(time_s, live_bytes, is_counted=count is not None)
             if (joules := self._energy.taken_j(before_j, time_s)) is not None:
                 found = replace(found, energy=Energy(joules=joules, source=self._energy.source))
@@ -294,10 +306,23 @@ class Executor:
                 taken_bytes += there.nbytes if there is not value else 0
         return taken_bytes
 
+    def _write_out(self, time_s: float) -> None:
+        """Have a function in the place of the loop where steps without meters run often, each in little time."""
+        self._num_runs += 1
+        steps = self._schedule.steps
+        if self._num_runs != _RUNS_BEFORE or self._graphs is not None or self._schedule.site:
+            return
+        if time_s < _SHORT_STEP_S * len(steps) and all(step.meter is None for step in steps):
+            self._straight = written_out(self._schedule)
+
     def _interpret(self, schedule: Schedule, values: list[Any], live: LiveBytes) -> None:
+        straight = self._straight if schedule is self._schedule else None
         op = 0
         record = live.record
         try:
+            if straight is not None:
+                straight.run(values)
+                return
             for function, gather, result, meter, frees, op, _, _ in schedule.steps:  # noqa: B007
                 values[result] = function(*gather(values))
                 if meter is not None:
@@ -307,6 +332,8 @@ class Executor:
         except AbortedError:
             raise
         except BaseException as error:
+            if straight is not None:
+                op = straight.where(error, values)
             found = self._explained(error, op, values)
             if found is error:
                 raise
