@@ -32,7 +32,7 @@ from gascompile.runtime.run.recording import Recording
 from gascompile.runtime.run.schedule import Schedule, without_arrivals
 from gascompile.runtime.run.session import Session
 from gascompile.runtime.run.steps import compile_steps
-from gascompile.runtime.run.straight import Straight, written_out
+from gascompile.runtime.run.straight import WrittenOut
 from gascompile.runtime.transfer.crossings import AbortedError
 from gascompile.runtime.transfer.mover import PlanMover
 
@@ -46,10 +46,6 @@ _REFUSALS = (
     AttributeError,
 )
 """What ops raise of their own."""
-_RUNS_BEFORE = 2
-"""A schedule that runs more often is written out as a function, which takes 12 us per step to make."""
-_SHORT_STEP_S = 2e-4
-"""[Empirical] Of steps that take longer on average, what the loop itself takes does not show."""
 
 
 class Executor:
@@ -117,9 +113,7 @@ class Executor:
         self._has_residents = False
         """Whether all resident weights are there, for which no step waits any more."""
         self.last_run: RunReport | None = None
-        self._num_runs = 0
-        """Of the schedule as it is, that were not written down."""
-        self._straight: Straight | None = None
+        self._written_out = WrittenOut()
         self._lane: Lane | None = None
         """Of the latest run, where ops run on several sites."""
 
@@ -179,7 +173,7 @@ class Executor:
         # Constants of the steps are tensors that others may want to be gone.
         self._ranges.clear()
         self._schedule = self._metered = replace(self._schedule, steps=(), slots=())
-        self._straight = None
+        self._written_out.clear()
 
     def _run_here(
         self,
@@ -214,7 +208,6 @@ class Executor:
             make_room(self._session, self._plan)
             if not self._has_residents and self._session.is_loaded:
                 self._has_residents, self._schedule = True, without_arrivals(self._schedule)
-                self._num_runs, self._straight = 0, None
             schedule, recording = of or (self._schedule, None)
             return self._run(schedule, inputs, warm=warm, recording=recording)
         try:
@@ -261,8 +254,8 @@ class Executor:
             if (end := self._session.device.mark()) is not None:
                 end.wait()
             time_s = time.perf_counter() - start_s
-            if schedule is self._schedule:
-                self._write_out(time_s)
+            if schedule is self._schedule and self._graphs is None:
+                self._written_out.ran(schedule, time_s)
             found = self._report(time_s, live_bytes, is_counted=count is not None)
             if (joules := self._energy.taken_j(before_j, time_s)) is not None:
                 found = replace(found, energy=Energy(joules=joules, source=self._energy.source))
@@ -306,17 +299,8 @@ class Executor:
                 taken_bytes += there.nbytes if there is not value else 0
         return taken_bytes
 
-    def _write_out(self, time_s: float) -> None:
-        """Have a function in the place of the loop where steps without meters run often, each in little time."""
-        self._num_runs += 1
-        steps = self._schedule.steps
-        if self._num_runs != _RUNS_BEFORE or self._graphs is not None or self._schedule.site:
-            return
-        if time_s < _SHORT_STEP_S * len(steps) and all(step.meter is None for step in steps):
-            self._straight = written_out(self._schedule)
-
     def _interpret(self, schedule: Schedule, values: list[Any], live: LiveBytes) -> None:
-        straight = self._straight if schedule is self._schedule else None
+        straight = self._written_out.of(schedule)
         op = 0
         record = live.record
         try:

@@ -14,6 +14,10 @@ from typing import Any
 
 from gascompile.runtime.run.schedule import Schedule, Step, Value
 
+_RUNS_BEFORE = 2
+"""A schedule that runs more often is written out as a function, which takes 12 us per step to make."""
+_SHORT_STEP_S = 2e-4
+"""[Empirical] Of steps that take longer on average, what the loop itself takes does not show."""
 _LINES_BEFORE = 2
 """Of the function: its name, and the inputs."""
 
@@ -36,6 +40,34 @@ class Straight:
                 values[int(name[1:])] = value
         number = min(max(line - 1 - _LINES_BEFORE, 0), len(self.steps) - 1)
         return self.steps[number].op
+
+
+class WrittenOut:
+    """The schedule that runs again and again, as a function once that pays."""
+
+    def __init__(self) -> None:
+        """Know none yet."""
+        self._latest: Schedule | None = None
+        self._num_runs = 0
+        self._found: Straight | None = None
+
+    def of(self, schedule: Schedule) -> Straight | None:
+        """Return what to run in the place of the steps of a schedule, if that is there."""
+        return self._found if schedule is self._latest else None
+
+    def ran(self, schedule: Schedule, time_s: float) -> None:
+        """Take note of a run; a schedule without meters that runs often, each step in little time, is written out."""
+        if schedule is not self._latest:
+            self._latest, self._num_runs, self._found = schedule, 0, None
+        self._num_runs += 1
+        is_wanted = self._num_runs == _RUNS_BEFORE and not schedule.site
+        is_wanted = is_wanted and time_s < _SHORT_STEP_S * len(schedule.steps)
+        if is_wanted and all(step.meter is None for step in schedule.steps):
+            self._found = written_out(schedule)
+
+    def clear(self) -> None:
+        """Let go of what schedules hold."""
+        self._latest = self._found = None
 
 
 def written_out(schedule: Schedule) -> Straight:

@@ -36,7 +36,7 @@ def counter(tmp_path_factory: pytest.TempPathFactory) -> Counter:
 @pytest.fixture(autouse=True)
 def _always(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have schedules written out however long their steps take under load."""
-    monkeypatch.setattr("gascompile.runtime.run.executor._SHORT_STEP_S", float("inf"))
+    monkeypatch.setattr("gascompile.runtime.run.straight._SHORT_STEP_S", float("inf"))
 
 
 @pytest.mark.parametrize("seed", range(4))
