@@ -21,7 +21,7 @@ from gascompile.api.started import started
 from gascompile.api.unit import Unit
 from gascompile.bundles.bundle import Bundle
 from gascompile.bundles.reuse import CachedPlan
-from gascompile.capture.calls import ExampleInputs, positional_names, split_inputs
+from gascompile.capture.calls import ExampleInputs, named_shapes, positional_names, split_inputs
 from gascompile.capture.fingerprint.fingerprint import (
     ModulePrint,
     module_print,
@@ -41,7 +41,7 @@ from gascompile.core.model_libraries import register_pytrees, set_recorders
 from gascompile.core.plan import Plan
 from gascompile.core.program import Program
 from gascompile.core.progress import task
-from gascompile.machines.admission import admit, admit_model
+from gascompile.machines.admission import admit, admit_model, as_computed
 from gascompile.machines.op_memory import annotate_memory, lacks_memory, unknown_ops
 from gascompile.machines.resolve import resolve_machine
 from gascompile.runtime.transfer.engine import read_blocks
@@ -235,12 +235,10 @@ class Job:
         from gascompile.precision.trials import Forming
 
         with task(f"Capturing {type(self.model).__name__}"):
-            shapes, past = self.dynamic_shapes or None, self.history
-            if isinstance(shapes, (tuple, list)) and not args:
-                # The positional arguments they describe were given their names.
-                shapes = dict(zip(positional_names(self.model), shapes, strict=False))
+            shapes, past = named_shapes(self.model, args, self.dynamic_shapes), self.history
             captured = capture(self.model, args, kwargs, dynamic_shapes=shapes, history=past)
-        program = with_held_tensors(captured.program, self.model, captured.constants)
+        program = as_computed(captured.program, self.machine)
+        program = with_held_tensors(program, self.model, captured.constants)
         checkpoint = self.open_checkpoint()
         sources = stored_sources(program, captured.canonical, checkpoint)
         stored = {name: bound.dtype for name, bound in program.bound.items()}

@@ -30,15 +30,18 @@ def started(
         given: the arguments of a call to plan for now, by place and by name.
         of: what runs the plans.
     """
-    return CompiledModel.of(
-        of(
-            positional=positional_names(job.model),
-            units=[_unit(job, *given)] if given is not None else [],
-            planning=job,
-            cache_dir=job.config.cache_dir,
-            on_exceed=job.config.on_exceed,
+    units = [_unit(job, *given)] if given is not None else []
+    # Graphs and plans are many objects that stay: passes over them would take as long as making them.
+    with no_collection():
+        return CompiledModel.of(
+            of(
+                positional=positional_names(job.model),
+                units=units,
+                planning=job,
+                cache_dir=job.config.cache_dir,
+                on_exceed=job.config.on_exceed,
+            )
         )
-    )
 
 
 def _unit(job: Job, given: tuple[Any, ...], named: Mapping[str, Any]) -> Unit:
@@ -48,7 +51,6 @@ def _unit(job: Job, given: tuple[Any, ...], named: Mapping[str, Any]) -> Unit:
     early = EarlyMemory(min(reserved_bytes(job.model), job.limit_bytes))
     with ExitStack() as stack:
         stack.callback(early.discard)
-        # Graphs and plans are many objects that stay: passes over them would take as long as making them.
         with no_collection():
             looked_up = job.look_up(args, kwargs)
             unit = looked_up.unit

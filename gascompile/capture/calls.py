@@ -53,6 +53,13 @@ def positional_names(model: nn.Module) -> tuple[str, ...]:
     return tuple(names)
 
 
+def named_shapes(model: nn.Module, args: tuple[Any, ...], dynamic_shapes: Any) -> Any:
+    """Return dynamic shapes by the names of the arguments they are for, where all arguments were given names."""
+    if isinstance(dynamic_shapes, (tuple, list)) and dynamic_shapes and not args:
+        return dict(zip(positional_names(model), dynamic_shapes, strict=False))
+    return dynamic_shapes or None
+
+
 def bind_call(
     names: tuple[str, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:

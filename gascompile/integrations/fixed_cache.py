@@ -6,8 +6,10 @@ window, so results are those of a cache that grows. How much is there is a tenso
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Sequence
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch.fx._pytree import register_pytree_flatten_spec
@@ -56,7 +58,26 @@ class FixedCache(Cache):
             [empty_past(kind, size + _SPARE, rows) for kind in kinds]
             for kinds in zip(*like, strict=True)
         )
-        return FixedCache(torch.tensor(0), _length(size), keys, values)
+        found = FixedCache(torch.tensor(0), _length(size), keys, values)
+        _known[id(found.position)] = found
+        return found
+
+    def is_of(
+        self,
+        position: torch.Tensor,
+        seen: torch.Tensor,
+        keys: Sequence[torch.Tensor],
+        values: Sequence[torch.Tensor],
+    ) -> bool:
+        """Return whether it is made of these very tensors."""
+        layers = self._fixed
+        return (
+            position is self.position
+            and seen is self.seen
+            and len(keys) == len(values) == len(layers)
+            and all(map(operator.is_, keys, [layer.keys for layer in layers]))
+            and all(map(operator.is_, values, [layer.values for layer in layers]))
+        )
 
     @property
     def _fixed(self) -> list[FixedLayer]:
@@ -92,6 +113,8 @@ class FixedCache(Cache):
     _latest = -1
     _positions: torch.Tensor | None = None
     _has_masks = False
+    has_plain_masks = False
+    """Whether the masks of the latest token were those of a layer that looks at all before it."""
     has_drafts = False
     """Whether tokens come that are taken back where the model would not have chosen them."""
 
@@ -321,8 +344,16 @@ def _with_names(cache: FixedCache) -> tuple[list[tuple[pytree.KeyEntry, Any]], N
     return list(zip(names, _parts(cache)[0], strict=True)), None
 
 
+_known: WeakValueDictionary[int, FixedCache] = WeakValueDictionary()
+"""Caches by their positions: a call that returns all parts of one returns that one."""
+
+
 def _of_parts(parts: Iterable[Any], _: None) -> FixedCache:
-    return FixedCache(*parts)
+    position, seen, keys, values = parts
+    known = _known.get(id(position))
+    if known is not None and known.is_of(position, seen, keys, values):
+        return known
+    return FixedCache(position, seen, keys, values)
 
 
 pytree.register_pytree_node(

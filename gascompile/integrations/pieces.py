@@ -24,6 +24,8 @@ KNOWN = frozenset(
 )  # fmt: skip
 """What a piece can be cut out of."""
 _OF_MASKS = ("token_type_ids", "mm_token_type_ids", "block_sequence_ids")
+_OTHER_MASKS = ("layer_types", "sliding_window", "attention_chunk_size")
+"""Settings with which layers look at other tokens than all before."""
 _MORE = ("output_hidden_states", "output_attentions", "output_router_logits")
 """Settings of a model with which it returns more than logits and a cache."""
 
@@ -82,6 +84,9 @@ def with_masks(
     if mask is None:
         mask = torch.ones(rows, cache.get_seq_length() + num_tokens, dtype=torch.long)
     if isinstance(mask, torch.Tensor) and mask.dim() == 2:
+        quick = token_mask(compiled, call, mask, window) if num_tokens == 1 else None
+        if quick is not None and cache.has_plain_masks:
+            return dict(call) | {"attention_mask": quick}
         make = getattr(compiled, "create_masks_for_generate", create_masks_for_generate)
         mask = make(
             config=compiled.config,
@@ -91,6 +96,8 @@ def with_masks(
             position_ids=call.get("position_ids"),
             **{name: call.get(name) for name in _OF_MASKS},
         )
+    else:
+        quick = None
     masks = mask.values() if isinstance(mask, dict) else (mask,)
     if any(of is not None and of.shape[-1] != window for of in masks):
         raise PlanMismatchError(
@@ -110,7 +117,42 @@ def with_masks(
         )
 
     made = {k: whole(of) for k, of in mask.items()} if isinstance(mask, dict) else whole(mask)
+    if num_tokens == 1:
+        # From then on as long as nothing says otherwise: the library's way takes longer than small layers do.
+        is_plain = quick is not None and isinstance(made, torch.Tensor)
+        cache.has_plain_masks = is_plain and torch.equal(made, quick)
     return dict(call) | {"attention_mask": made}
+
+
+def token_mask(
+    compiled: Any, call: Mapping[str, Any], mask: torch.Tensor, window: int
+) -> torch.Tensor | None:
+    """Return the mask of one token that looks at all before it, or ``None`` where layers may need others.
+
+    Args:
+        compiled: the model.
+        call: with what masks may depend on beside positions.
+        mask: which tokens count, ``[rows, tokens]`` with that of the call.
+        window: positions that the call looks at.
+    """
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+
+    config = compiled.config.get_text_config()
+    if (
+        getattr(compiled, "create_masks_for_generate", None) is not None
+        or any(call.get(name) is not None for name in _OF_MASKS)
+        or any(getattr(config, name, None) is not None for name in _OTHER_MASKS)
+        or not getattr(config, "is_causal", True)
+        or config._attn_implementation != "sdpa"
+        or ALL_MASK_ATTENTION_FUNCTIONS["sdpa"] is not sdpa_mask
+    ):
+        return None
+    rows, num_tokens = mask.shape
+    if num_tokens != call["past_key_values"].get_seq_length() + 1:
+        return None
+    found = torch.zeros(rows, 1, 1, window, dtype=torch.bool)
+    found[:, 0, 0, :num_tokens] = mask
+    return found
 
 
 def ranged(piece: Mapping[str, Any], most: int) -> RangedCall:

@@ -15,7 +15,9 @@ from gascompile.capture.plain_tensors import require_plain_model
 from gascompile.core.errors import UnsupportedOpError
 from gascompile.core.machine import Machine, PlaceKind
 from gascompile.core.plan import Plan
+from gascompile.core.program import Program
 from gascompile.machines.read_path import readable_here
+from gascompile.passes.graph.grouped_attention import grouped_attention
 from gascompile.passes.plan.recost import recost
 from gascompile.runtime.devices.probe import (
     DeviceMemory,
@@ -115,3 +117,8 @@ def device_of(machine: Machine) -> torch.device:
 def accepts_inputs_on(plan: Plan, given: str, expected: str) -> bool:
     """Return whether an input on the device type ``given`` fits a plan made for one on ``expected``."""
     return given == expected or {given, expected} <= {"cpu", device_of(plan.machine).type}
+
+
+def as_computed(program: Program, machine: Machine) -> Program:
+    """Return a captured program as kernels of the machine's processor, or of its GPU, compute it best."""
+    return grouped_attention(program) if device_of(machine).type == "cpu" else program

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -117,7 +118,7 @@ def adam(
         [mean],
         [square],
         [],
-        [torch.tensor(options.step, dtype=torch.float32)],
+        [_step_tensor(options.step)],
         lr=options.lr,
         beta1=options.beta1,
         beta2=options.beta2,
@@ -280,7 +281,22 @@ def sgd_workspace(num_values: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.empty(blocks, BLOCK), torch.empty(blocks, BLOCK, dtype=torch.int32)
 
 
+@lru_cache(maxsize=4)
+def _step_tensor(step: int) -> torch.Tensor:
+    """Return the number of an update as kernels read it; the same for all parameters of a step."""
+    return torch.tensor(step, dtype=torch.float32)
+
+
 def _check(parameter: torch.Tensor, **others: torch.Tensor) -> None:
+    shape, device = (parameter.numel(),), parameter.device
+    if all(
+        tensor.dtype is torch.float32
+        and tensor.shape == shape
+        and tensor.is_contiguous()
+        and tensor.device == device
+        for tensor in (parameter, *others.values())
+    ):
+        return
     for name, tensor in {"parameter": parameter, **others}.items():
         if tensor.dtype != torch.float32:
             raise TypeError(f"{name} is {tensor.dtype}; updates are of torch.float32")

@@ -32,6 +32,7 @@ from gascompile.runtime.run.recording import Recording
 from gascompile.runtime.run.schedule import Schedule, without_arrivals
 from gascompile.runtime.run.session import Session
 from gascompile.runtime.run.steps import compile_steps
+from gascompile.runtime.run.straight import WrittenOut
 from gascompile.runtime.transfer.crossings import AbortedError
 from gascompile.runtime.transfer.mover import PlanMover
 
@@ -112,6 +113,7 @@ class Executor:
         self._has_residents = False
         """Whether all resident weights are there, for which no step waits any more."""
         self.last_run: RunReport | None = None
+        self._written_out = WrittenOut()
         self._lane: Lane | None = None
         """Of the latest run, where ops run on several sites."""
 
@@ -171,6 +173,7 @@ class Executor:
         # Constants of the steps are tensors that others may want to be gone.
         self._ranges.clear()
         self._schedule = self._metered = replace(self._schedule, steps=(), slots=())
+        self._written_out.clear()
 
     def _run_here(
         self,
@@ -251,6 +254,8 @@ class Executor:
             if (end := self._session.device.mark()) is not None:
                 end.wait()
             time_s = time.perf_counter() - start_s
+            if schedule is self._schedule and self._graphs is None:
+                self._written_out.ran(schedule, time_s)
             found = self._report(time_s, live_bytes, is_counted=count is not None)
             if (joules := self._energy.taken_j(before_j, time_s)) is not None:
                 found = replace(found, energy=Energy(joules=joules, source=self._energy.source))
@@ -295,9 +300,13 @@ class Executor:
         return taken_bytes
 
     def _interpret(self, schedule: Schedule, values: list[Any], live: LiveBytes) -> None:
+        straight = self._written_out.of(schedule)
         op = 0
         record = live.record
         try:
+            if straight is not None:
+                straight.run(values)
+                return
             for function, gather, result, meter, frees, op, _, _ in schedule.steps:  # noqa: B007
                 values[result] = function(*gather(values))
                 if meter is not None:
@@ -307,6 +316,8 @@ class Executor:
         except AbortedError:
             raise
         except BaseException as error:
+            if straight is not None:
+                op = straight.where(error, values)
             found = self._explained(error, op, values)
             if found is error:
                 raise

@@ -23,6 +23,7 @@ from gascompile.runtime.run.calls import (
     may_return_its_input,
     owning,
     patching,
+    returns_its_first,
     trimmed,
     with_keywords,
 )
@@ -74,7 +75,9 @@ class _Builder(SiteSteps):
         self._dues = [due for _, due in due_ops(plan)]
         self._moving = moving(graph_module.graph, plan, self._store)
         self._awaited: set[str] = set()
-        self._returned = set(graph_module.graph.output_node().all_input_nodes)
+        output = graph_module.graph.output_node()
+        self._inputs = _written_inputs(output) if session.device.is_host else {}
+        self._returned = set(output.all_input_nodes) - self._inputs.keys()
         self._fused = {f.segment.ops[0]: f for f in fused}
         self._in_segment: set[fx.Node] = set()
 
@@ -106,7 +109,8 @@ class _Builder(SiteSteps):
                 f"the graph has {self._next_op} of the plan's {len(self._plan.ops)} ops; insert the plan again"
             )
         self._enter(self._own)
-        outputs = tuple(self._index(value) for value in nodes[-1].args[0])
+        returned: tuple[Value, ...] = nodes[-1].args[0]
+        outputs = tuple(self._index(self._inputs.get(value, value)) for value in returned)
         (site, elsewhere) = next(
             (lane for lane in self._lanes.items() if lane[0] != self._own), ("", [])
         )
@@ -305,3 +309,15 @@ class _Builder(SiteSteps):
         elif constant:
             function = partial(function, **constant)
         return function, gather_of((*node.args, *varying.values()), self._index)
+
+
+def _written_inputs(output: fx.Node) -> dict[fx.Node, fx.Node]:
+    """Return, of what a graph returns, the nodes that are inputs which ops have written to, and these inputs."""
+    found = {}
+    for node in output.all_input_nodes:
+        source: Value = node
+        while isinstance(source, fx.Node) and returns_its_first(source.target):
+            source = source.args[0]
+        if source is not node and isinstance(source, fx.Node) and source.op == "placeholder":
+            found[node] = source
+    return found

@@ -8,13 +8,15 @@ copied first, that is done piece by piece, so that an update takes little memory
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 
 import torch
 
 from gascompile.core.errors import NanLossError
 from gascompile.runtime.kernels import updates
 from gascompile.runtime.kernels.updates import AdamOptions, SgdOptions
+from gascompile.runtime.run.calls import call_directly
 
 ADAM = ("lr", "beta1", "beta2", "eps", "weight_decay", "maximize")
 """What the hyperparameters of ``adam`` begin with, float64. Then, per parameter of the group, comes the number of
@@ -122,20 +124,37 @@ def _adam(
         part, is_copy = part_of(parameter, gradient, begin, first, last)
         if scale is not None and not on_gpu:
             part = part.mul_(scale) if is_copy else part * scale
+        is_all = last - first == mean.numel()
         updates.adam(
             range_of(parameter, first, last),
             part,
-            mean[first - begin : last - begin],
-            square[first - begin : last - begin],
+            mean if is_all else mean[first - begin : last - begin],
+            square if is_all else square[first - begin : last - begin],
             options,
             scale=scale if on_gpu else None,
         )
         del part  # so that the next piece takes its memory
 
 
+_latest: tuple[Callable[[], torch.Tensor | None], int, list[float]] | None = None
+"""Hyperparameters that were read last, as a weak reference and a version, and their values."""
+
+
+def _values_of(hyper: torch.Tensor) -> list[float]:
+    """Return the elements of hyperparameters; those of one step are read once for all its parameters."""
+    global _latest  # noqa: PLW0603 - one entry: each step has hyperparameters of its own
+    latest = _latest
+    if latest is not None and latest[0]() is hyper and latest[1] == hyper._version:
+        return latest[2]
+    values: list[float] = hyper.tolist()
+    _latest = (weakref.ref(hyper), hyper._version, values)
+    return values
+
+
 def adam_options(hyper: torch.Tensor, row: int, *, decoupled: bool) -> AdamOptions:
     """Return the hyperparameters of ``adam`` by name, for the parameter of a row."""
-    lr, beta1, beta2, eps, weight_decay, maximize = hyper[: len(ADAM)].tolist()
+    values = _values_of(hyper)
+    lr, beta1, beta2, eps, weight_decay, maximize = values[: len(ADAM)]
     return AdamOptions(
         lr=lr,
         beta1=beta1,
@@ -144,7 +163,7 @@ def adam_options(hyper: torch.Tensor, row: int, *, decoupled: bool) -> AdamOptio
         weight_decay=weight_decay,
         maximize=bool(maximize),
         decoupled=decoupled,
-        step=int(hyper[len(ADAM) + row]),
+        step=int(values[len(ADAM) + row]),
     )
 
 
@@ -175,7 +194,8 @@ def _sgd(
 
 def sgd_options(hyper: torch.Tensor, row: int) -> SgdOptions:
     """Return the hyperparameters of ``sgd`` by name, for the parameter of a row."""
-    lr, momentum, dampening, weight_decay, nesterov, maximize = hyper[: len(SGD)].tolist()
+    values = _values_of(hyper)
+    lr, momentum, dampening, weight_decay, nesterov, maximize = values[: len(SGD)]
     return SgdOptions(
         lr=lr,
         momentum=momentum,
@@ -183,7 +203,7 @@ def sgd_options(hyper: torch.Tensor, row: int) -> SgdOptions:
         weight_decay=weight_decay,
         nesterov=bool(nesterov),
         maximize=bool(maximize),
-        is_first=int(hyper[len(SGD) + row]) == 1,
+        is_first=int(values[len(SGD) + row]) == 1,
     )
 
 
@@ -240,6 +260,8 @@ accumulate = torch.ops.gascompile_updates.accumulate.default
 clip_scale = torch.ops.gascompile_updates.clip_scale.default
 total_norm = torch.ops.gascompile_updates.total_norm.default
 refuse_nan = torch.ops.gascompile_updates.refuse_nan.default
+for _op, _implementation in ((adam, _adam), (sgd, _sgd), (refuse_nan, _refuse_nan)):
+    call_directly(_op, _implementation)
 
 
 def tiles(num_elements: int, most_elements: int) -> list[tuple[int, int]]:
