@@ -35,6 +35,7 @@ from gascompile.training.capture.traced_loss import LossFunction
 from gascompile.training.division import Attempt, Division, Stages, divide
 from gascompile.training.optimizers import rank_ops
 from gascompile.training.planning.step_program import StepProgram
+from gascompile.training.rank_draws import RankDraws
 from gascompile.training.state.train_state import States
 from gascompile.training.step_cache import PlannedStep
 from gascompile.training.unit import Unit
@@ -61,6 +62,7 @@ class RankStep:
         self.division: Division | None = None
         """Which parameters are divided among the ranks, and why; known from the first plan on."""
         self._marks: WeakKeyDictionary[fx.GraphModule, list[object]] = WeakKeyDictionary()
+        self._draws = RankDraws(ranks)
         self._time_s = self._waited_s = 0.0
         """Of this rank's last step, without exchanges; and in exchanges."""
 
@@ -159,7 +161,8 @@ class RankStep:
         Raises:
             RankError: a rank calls something else, has other hyperparameters, or has failed.
         """
-        own = 1 if self._policy == "equal" else num_rows(batch)
+        drawn, is_equal = self._draws.of(unit.graph_module, batch), self._policy == "equal"
+        own = drawn.rows if is_equal else num_rows(batch)
         options = [tensor.tolist() for tensor in hyper]
         marks = self._marks.get(unit.graph_module)
         if marks is None:
@@ -167,19 +170,20 @@ class RankStep:
         counts = [states.num_batches, states.generation, sorted(states.pending)]
         facts = [unit.trains, marks, options, sorted(states.counts.items()), counts]
         predicted = int(unit.plan.certificate.predicted_s / _MICROSECOND)
-        numbers = [own, int(self._time_s / _MICROSECOND), predicted]
+        numbers = [own, int(self._time_s / _MICROSECOND), predicted, *drawn.numbers]
         table = self._ranks.compare(
             "what the step does, its hyperparameters, the number of updates or how often values were set",
             serial.digest(facts).encode(),
             numbers,
         )
-        rows, times, predictions = zip(*table, strict=True)
+        rows, times, predictions, *drawn_by_all = zip(*table, strict=True)
         if min(rows) < 1:
             raise UnsupportedOpError(
                 f"rank {rows.index(min(rows))} has no rows; give each rank one at least"
             )
-        self.loss.weight.fill_(own / sum(rows))
+        self.loss.weight.fill_(1 / len(rows) if is_equal else own / sum(rows))
         self._ranks.expect(max(predictions) * _MICROSECOND)
+        self._draws.agree([rows, *drawn_by_all])
         if self._policy == "auto" and unit.trains:
             self._learn(list(rows), [time * _MICROSECOND for time in times])
 
@@ -194,7 +198,7 @@ class RankStep:
     def running(self) -> Iterator[None]:
         """Let the ops of a run exchange values."""
         before_s = self._ranks.exchange.time_s
-        with exchanging(self._ranks.exchange), self._ranks.in_a_step():
+        with exchanging(self._ranks.exchange), self._ranks.in_a_step(), self._draws.running():
             yield
         self._waited_s = self._ranks.exchange.time_s - before_s
 

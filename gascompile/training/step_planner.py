@@ -38,6 +38,7 @@ from gascompile.training.division import Stages
 from gascompile.training.optimizers.optimizers import Rules
 from gascompile.training.optimizers.unplanned import state_bytes
 from gascompile.training.planning.packed_nodes import with_packed
+from gascompile.training.planning.row_draws import draw_by_rows, draws_of, with_a_row_more
 from gascompile.training.planning.step_costs import costed_workload, remember
 from gascompile.training.planning.step_plan import step_plan
 from gascompile.training.planning.step_program import StepOptions, StepProgram, step_program
@@ -188,6 +189,8 @@ class StepPlanner:
             joint = capture_joint(
                 model, traced, batch, storages, trains=trains, calls=options.calls
             )
+            if options.layout is not None and not options.calls:
+                self._draw_by_rows(joint, batch, storages, options)
             trained = list(joint.gradients) if trains else []
             rules = rules_of(self.optimizer, joint.tensors, storages, trained, self._settings)
             found = step_program(joint, rules, name=name, options=options)
@@ -207,6 +210,16 @@ class StepPlanner:
             bundle=bundle,
             record=joint.record,
         )
+
+    def _draw_by_rows(
+        self, joint: Joint, batch: Any, storages: Storages, options: StepOptions
+    ) -> None:
+        """Let a step of several ranks draw what one process draws; a batch of another size shows where rows are."""
+        assert options.layout is not None, "there are several ranks"
+        if draws_of(joint.graph_module.graph):
+            wide, loss = with_a_row_more(batch), self._traced(options)
+            more = capture_joint(self._model, loss, wide, storages, trains=options.trains)
+            draw_by_rows(joint, more, options.layout.size)
 
     def _outdated(self, bundle: Bundle) -> str:
         if bundle.fusion is None:
