@@ -228,6 +228,11 @@ class RankStep:
         """Return what an exchange takes; see ``Ladder.seconds``."""
         return self._ladder.seconds(size_bytes, divided=divided)
 
+    @property
+    def busy(self) -> float:
+        """Return the share of an exchange for which this rank's processor is at work."""
+        return self._ladder.busy
+
     def keep_network(self, cache_dir: Path) -> None:
         """Plan with what exchanges took before, where they still do; see ``Ladder.as_kept``."""
         name = serial.digest([self._ranks.hosts, self.rank])[:16]
@@ -307,13 +312,16 @@ def _sequence(step: StepProgram) -> list[object]:
     for node in program.op_nodes():
         if str(node.target).startswith("gascompile_updates"):
             found.append([str(node.target), _named(node.args[0], step)])
-        if rank_ops.exchanges(node.target):
+        if rank_ops.exchanges(node.target) and node.target is not rank_ops.end_part:
             bounds = [arg for arg in node.args if _is_numbers(arg)]
             # Their number alone: programs from the cache have no shapes, and gradients are told apart by their names.
             num_values = len(node.all_input_nodes)
             parts = node.args[0] if node.target is rank_ops.whole else ()
             names = [_named(part, step) for part in pytree.tree_leaves(parts)]
-            found.append([str(node.target), names, bounds, num_values])
+            # A sum that goes on beside ops is the same exchange.
+            is_begun = node.target is rank_ops.begin_part
+            target = rank_ops.add_part if is_begun else node.target
+            found.append([str(target), names, bounds, num_values])
         if node.target is torch.ops.aten.copy_.default and _named(node.args[0], step):
             found.append(_behind(node, step))
     return found

@@ -30,6 +30,8 @@ class Scenario:
     budget: str | Budget = "64MiB"
     stage: Stage | None = None
     """Of all parameters that can be divided, where that is not to be chosen."""
+    overlaps: bool | None = None
+    """Whether gradients are summed beside ops, where that is not to be chosen."""
     lr: float = 0.01
     width: int = 48
     options: dict[str, Any] = field(default_factory=dict)
@@ -91,7 +93,9 @@ class Dropping(nn.Module):
         merged = drop(merged, 0.3)  # of rows times heads
         x = merged.view(-1, 4, 16).transpose(0, 1)
         x = drop(x, 0.1).contiguous()
-        x = drop(x + torch.randn_like(x) * 0.1, 0.1).transpose(0, 1)  # of rows in the second dimension
+        x = drop(x + torch.randn_like(x) * 0.1, 0.1).transpose(
+            0, 1
+        )  # of rows in the second dimension
         x = nn.functional.dropout1d(x, 0.3).flatten(1)
         x = drop(self.inner(x), 0.3)
         x = x * x.new_empty(len(x), 1).bernoulli_(0.8)
@@ -121,6 +125,12 @@ def normed() -> nn.Module:
 SCENARIOS: dict[str, Scenario] = {
     "adamw": Scenario(
         model=plain, optimizer=lambda p: torch.optim.AdamW(p, lr=0.01, eps=1e-3), rows=(3, 6, 1, 2)
+    ),
+    "beside": Scenario(
+        model=plain,
+        optimizer=lambda p: torch.optim.AdamW(p, lr=0.01, eps=1e-3),
+        rows=(3, 6, 1, 2),
+        overlaps=True,
     ),
     "sgd": Scenario(
         model=Tied,

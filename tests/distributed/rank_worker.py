@@ -20,6 +20,7 @@ from torch import nn
 from gascompile import compile_step
 from gascompile.core.errors import GASCompileError, NanLossError, RankError
 from gascompile.training import division
+from gascompile.training.planning import rank_overlap
 from gascompile.training.step import TrainingStep
 from tests.distributed.jobs import (
     SCENARIOS,
@@ -43,7 +44,7 @@ def opened(
     folder: Path,
     **options: Any,
 ) -> TrainingStep:
-    stage = scenario.stage
+    stage, rank_overlap.forced = scenario.stage, scenario.overlaps
     division.forced = None if stage is None else lambda sizes: dict.fromkeys(sizes, stage)
     return compile_step(
         model,
@@ -193,6 +194,31 @@ def refuses(scenario: Scenario, folder: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def lengths(_: Scenario, folder: Path) -> dict[str, Any]:
+    """Rows of other lengths on each rank, of which no process has one batch: ranks draw numbers of their own."""
+
+    class Pooled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(48, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return nn.functional.dropout(self.layer(x), 0.5).mean(1)
+
+    torch.manual_seed(RANK)
+    model = Pooled()
+    scenario = SCENARIOS["adamw"]
+    own = torch.get_rng_state()
+    with opened(scenario, model, optimizer_of(scenario, model), folder) as step:
+        batch = [torch.ones(4, 2 + RANK, 48), torch.zeros(4, dtype=torch.int64)]
+        losses = [step(batch) for _ in range(2)]
+        return {
+            "losses": losses,
+            "moved": not torch.equal(torch.get_rng_state(), own),
+            "model": step.state_dict()["model"],
+        }
+
+
 def _with(change: Callable[[TrainingStep, torch.optim.Optimizer], object]) -> Callable[..., Any]:
     def run(scenario: Scenario, folder: Path) -> dict[str, Any]:
         torch.manual_seed(0)
@@ -281,6 +307,7 @@ KINDS: dict[str, Callable[[Scenario, Path], dict[str, Any]]] = {
     "nan": meets_nan,
     "forgets": forgets,
     "refuses": refuses,
+    "lengths": lengths,
     "other lr": _with(_other_lr),
     "eval": _with(
         lambda step, _: step.eval(own_rows(batches(SCENARIOS["adamw"])[0], SCENARIOS["adamw"]))

@@ -8,7 +8,7 @@ the number of rows is for who asks to see, by shapes for another number of them.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from math import prod
@@ -48,10 +48,10 @@ _MAY_GROW = frozenset({"expand", "repeat"})
 """Ops that take sizes, which may be the number of rows."""
 _LIKE = frozenset(
     {
-        "_to_copy", "alias", "bernoulli", "clone", "copy", "detach", "empty_like", "exponential", "full_like",
+        "_to_copy", "alias", "bernoulli", "clone", "detach", "empty_like", "exponential", "full_like",
         "index_add", "index_copy", "index_fill", "index_put", "lift_fresh_copy", "masked_fill", "masked_scatter",
         "native_dropout", "normal_functional", "ones_like", "rand_like", "randint_like", "randn_like", "scatter",
-        "scatter_add", "scatter_reduce", "select_scatter", "slice_scatter", "tril", "triu", "uniform",
+        "scatter_add", "scatter_reduce", "tril", "triu", "uniform",
         "zeros_like",
     }
 )  # fmt: skip
@@ -91,6 +91,11 @@ def name_of(target: object) -> str:
     return target._opname if isinstance(target, torch._ops.OpOverload) else ""
 
 
+def is_pointwise(target: object) -> bool:
+    """Return whether an op computes each element from those in its place."""
+    return isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags
+
+
 def shape_of(node: object) -> list[int]:
     """Return the shape of a node's tensor, the first of several."""
     values = pytree.tree_leaves(node.meta.get("val")) if isinstance(node, fx.Node) else ()
@@ -98,17 +103,22 @@ def shape_of(node: object) -> list[int]:
     return list(first.shape) if first is not None else []
 
 
-def row_axes(graph: fx.Graph, batch: Mapping[fx.Node, int]) -> dict[fx.Node, States]:
+def row_axes(
+    graph: fx.Graph, batch: Collection[fx.Node], rows: int, given: Mapping[fx.Node, State]
+) -> dict[fx.Node, States]:
     """Return what is known of each node of a graph; of a tuple, of each of its elements.
 
     Args:
         graph: of a step's forward and backward pass.
-        batch: placeholders of the batch's tensors that have rows, and their number.
+        batch: placeholders of the batch's tensors that have rows.
+        rows: their number.
+        given: what is known of other nodes.
     """
-    rows = next(iter(batch.values()), 0)
     found: dict[fx.Node, States] = {}
     for node in graph.nodes:
-        if node.op == "placeholder":
+        if node in given:
+            found[node] = given[node]
+        elif node.op == "placeholder":
             found[node] = Axis(0) if node in batch else SAME
         elif node.op == "call_function":
             found[node] = _Rules(node, found, rows).state()
@@ -154,8 +164,8 @@ class _Rules:
 
     def _of_rows(self) -> State:
         """Return the axis of an op's result, one of whose operands has rows."""
-        target, name = self._node.target, self._name
-        if isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags:
+        name = self._name
+        if is_pointwise(self._node.target):
             return self._broadcast(self._node.all_input_nodes)
         for names, rule in _RULES:
             if name in names:
@@ -198,6 +208,16 @@ class _Rules:
 
     def _like(self) -> State:
         return self._axis() or UNKNOWN
+
+    def _written(self) -> State:
+        """Return the axis of a tensor into which another one is written, in whole or along a dimension."""
+        axis, source, into = self._axis(), self._axis(1), shape_of(self._node.args[0])
+        if axis is not None or source is None or self._name == "select_scatter":
+            return axis or UNKNOWN
+        given = shape_of(self._node.args[1])
+        is_beside = len(given) == len(into) and given[source.dim] == into[source.dim]
+        along = self._dims("dim") or []
+        return source if is_beside and source.dim not in along else UNKNOWN
 
     def _view(self) -> State:
         axis, before = self._axis(), shape_of(self._node.args[0])
@@ -321,6 +341,7 @@ class _Rules:
 
 _RULES: tuple[tuple[frozenset[str], Callable[[_Rules], State]], ...] = (
     (_LIKE, _Rules._like),
+    (frozenset({"copy", "select_scatter", "slice_scatter"}), _Rules._written),
     (_VIEWS, _Rules._view),
     (frozenset({"permute", "t", "transpose"}), _Rules._permuted),
     (
@@ -333,6 +354,7 @@ _RULES: tuple[tuple[frozenset[str], Callable[[_Rules], State]], ...] = (
                 "split_with_sizes",
                 "squeeze",
                 "unbind",
+                "unsafe_split",
                 "unsqueeze",
             }
         ),

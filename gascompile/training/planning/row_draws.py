@@ -7,7 +7,7 @@ nothing but their own dimension may have changed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -25,10 +25,13 @@ from gascompile.runtime.collectives.row_numbers import (
 )
 from gascompile.training.capture.joint import Joint
 from gascompile.training.planning.row_axes import (
+    FREE,
     SAME,
+    UNKNOWN,
     Axis,
-    Other,
+    State,
     States,
+    is_pointwise,
     name_of,
     row_axes,
     shape_of,
@@ -152,82 +155,102 @@ def draw_by_rows(joint: Joint, more: Joint, ranks: int) -> None:
         UnsupportedOpError: it is not known for which rows an op draws, or how to draw for some of them alone.
     """
     graph = joint.graph_module.graph
-    wide = {node.name: node for node in more.graph_module.graph.nodes}
-    batch = {wide[name]: shape[0] for name in more.inputs if (shape := shape_of(wide[name]))}
     own, others = draws_of(graph), draws_of(more.graph_module.graph)
-    axes = row_axes(more.graph_module.graph, batch)
     if [node.target for node in own] != [node.target for node in others]:
         raise UnsupportedOpError(
             "other ops draw random numbers for a row more, so that what one process would draw is not known; let "
             "what is drawn not depend on the number of rows, or train in one process"
         )
-    sizes = set(batch.values())
+    wide = {node.name: node for node in more.graph_module.graph.nodes}
+    batch = {wide[name]: shape[0] for name in more.inputs if (shape := shape_of(wide[name]))}
+    rows = next(iter(batch.values()), 0)
+    axes = _axes(list(zip(own, others, strict=True)), more, batch, rows)
     for node, other in zip(own, others, strict=True):
-        axis = _axis_of(other, axes, more.loss)
-        before, after = shape_of(node), shape_of(other)
+        axis, before, after = axes[other], shape_of(node), shape_of(other)
         if axis is SAME and before == after:
             continue  # Generators are in the same state on all ranks: so are the numbers.
-        if (
-            not isinstance(axis, Axis)
-            or len(sizes) != 1
-            or not _only_rows(before, after, axis, sizes)
-        ):
+        is_equal = set(batch.values()) == {rows}
+        if not isinstance(axis, Axis) or not is_equal or not _only_rows(before, after, axis, rows):
             raise UnsupportedOpError(
                 f"op '{node.name}' ({node.target}) draws random numbers of shape {before}, and it is not known "
                 "which of them are for which row, so that ranks would not draw what one process does: draw in the "
                 "shape of a tensor whose first dimension has the rows, or train in one process"
             )
-        _replace(graph, node, other, axis, min(sizes) - 1, ranks)
+        _replace(graph, node, other, axis, rows - 1, ranks)
 
 
-def _axis_of(node: fx.Node, axes: dict[fx.Node, States], loss: fx.Node) -> Axis | Other:
-    """Return for which rows an op draws."""
-    operand = next(iter(node.all_input_nodes), None)
-    state = axes[operand] if operand is not None else Other.FREE
-    if isinstance(state, list):
-        return Other.UNKNOWN
-    if state is not Other.FREE:
-        return state
-    return _by_use(node, axes, loss)
+def _axes(
+    drawn: Sequence[tuple[fx.Node, fx.Node]], more: Joint, batch: Collection[fx.Node], rows: int
+) -> dict[fx.Node, State]:
+    """Return for which rows ops draw, given as pairs of a node and that of a row more, by the latter.
+
+    An op whose shape alone may follow the batch draws for the rows that it is combined with.
+    """
+    graph = more.graph_module.graph
+    known = row_axes(graph, batch, rows, {})
+    found: dict[fx.Node, State] = {}
+    supposed: dict[fx.Node, State] = {}
+    for node, other in drawn:
+        operand = next(iter(other.all_input_nodes), None)
+        state = known[operand] if operand is not None else FREE
+        found[other] = state if not isinstance(state, list) else UNKNOWN
+        before, after = shape_of(node), shape_of(other)
+        if found[other] is FREE and before == after:
+            found[other] = SAME
+        elif found[other] is FREE and len(before) == len(after):
+            dims = [dim for dim, size in enumerate(after) if size != before[dim]]
+            found[other] = UNKNOWN
+            if len(dims) == 1 and after[dims[0]] == rows:
+                supposed[other] = Axis(dims[0])
+    if supposed:
+        alone = row_axes(graph, (), rows, supposed)
+        both = row_axes(graph, batch, rows, supposed)
+        for node, axis in supposed.items():
+            is_met = _is_met(node, known, alone, both, more.loss)
+            found[node] = axis if is_met else UNKNOWN
+    return found
 
 
-def _by_use(node: fx.Node, axes: dict[fx.Node, States], loss: fx.Node) -> Axis | Other:
-    """Return for which rows an op draws whose shape alone may follow the batch: those of what it is combined with."""
-    found: set[Axis | Other] = set()
-    shape = shape_of(node)
-    left = [node]
+def _is_met(
+    node: fx.Node,
+    batch: Mapping[fx.Node, States],
+    alone: Mapping[fx.Node, States],
+    both: Mapping[fx.Node, States],
+    loss: fx.Node,
+) -> bool:
+    """Return whether what is made of a draw is combined with rows of the batch, each with its own.
+
+    Args:
+        node: the draw.
+        batch: what is known from the batch.
+        alone: what would be from draws, if they draw for rows.
+        both: what would be from both.
+        loss: what comes after it is made in the backward pass, and follows.
+    """
+    made, is_met, left = {node}, False, [node]
     while left:
         for user in left.pop().users:
-            if loss < user or user.op != "call_function":
-                continue  # What is made of it in the backward pass follows.
-            target, combined = user.target, shape_of(user)
-            states = [axes[x] for x in user.all_input_nodes]
-            operands = zip(states, user.all_input_nodes, strict=True)
-            with_rows = [
-                (s.at(s.dim - len(shape_of(x))), x) for s, x in operands if isinstance(s, Axis)
-            ]
-            is_pointwise = (
-                isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags
-            )
-            if with_rows and is_pointwise:
-                for axis, x in with_rows:
-                    dim = axis.dim + len(shape)
-                    has_rows = dim >= 0 and shape[dim] == shape_of(x)[axis.dim]
-                    found.add(axis.at(dim) if has_rows else SAME)
-            elif combined == shape and Other.UNKNOWN not in states:
+            if user not in made and user.op == "call_function" and not loss < user:
+                made.add(user)
                 left.append(user)
-            else:
-                return Other.UNKNOWN
-    return found.pop() if len(found) == 1 else Other.UNKNOWN
+    for user in made - {node}:
+        sources = user.all_input_nodes
+        ours = [alone[s] for s in sources if s in made]
+        if any(s not in made and isinstance(batch[s], Axis) for s in sources):
+            if not all(isinstance(state, Axis) for state in ours):
+                return False
+            if is_pointwise(user.target):
+                if not isinstance(both[user], Axis):
+                    return False
+                is_met = True
+    return is_met
 
 
-def _only_rows(before: Sequence[int], after: Sequence[int], axis: Axis, sizes: set[int]) -> bool:
+def _only_rows(before: Sequence[int], after: Sequence[int], axis: Axis, rows: int) -> bool:
     """Return whether a row more changes nothing of a shape but the dimension of the rows."""
-    size = max(sizes)
-    each = axis.repeat * axis.above
-    wanted = list(after)
+    each, wanted = axis.repeat * axis.above, list(after)
     wanted[axis.dim] -= each
-    return after[axis.dim] == each * size and list(before) == wanted
+    return after[axis.dim] == each * rows and list(before) == wanted
 
 
 def _law_of(node: fx.Node) -> _Law | None:
