@@ -26,6 +26,7 @@ from gascompile.core.errors import (
 )
 from gascompile.core.reports import RunReport
 from gascompile.distributed.balance import Balance
+from gascompile.distributed.clocks import Clock, clock_of
 from gascompile.distributed.ranks import Ranks, find_ranks
 from gascompile.distributed.rows import RowSampler, num_rows
 from gascompile.runtime.collectives.exchange import exchanging
@@ -36,6 +37,7 @@ from gascompile.training.division import Attempt, Division, Stages, divide
 from gascompile.training.optimizers import rank_ops
 from gascompile.training.planning.step_program import StepProgram
 from gascompile.training.rank_draws import RankDraws
+from gascompile.training.rank_runs import RankRun, RankRuns
 from gascompile.training.state.train_state import States
 from gascompile.training.step_cache import PlannedStep
 from gascompile.training.unit import Unit
@@ -63,8 +65,7 @@ class RankStep:
         """Which parameters are divided among the ranks, and why; known from the first plan on."""
         self._marks: WeakKeyDictionary[fx.GraphModule, list[object]] = WeakKeyDictionary()
         self._draws = RankDraws(ranks)
-        self._time_s = self._waited_s = 0.0
-        """Of this rank's last step, without exchanges; and in exchanges."""
+        self._runs, self._waited_s = RankRuns(), 0.0
 
     def rows(self) -> list[int]:
         """Return how many rows each rank is to have in the next batch.
@@ -170,22 +171,23 @@ class RankStep:
         counts = [states.num_batches, states.generation, sorted(states.pending)]
         facts = [unit.trains, marks, options, sorted(states.counts.items()), counts]
         predicted = int(unit.plan.certificate.predicted_s / _MICROSECOND)
-        numbers = [own, int(self._time_s / _MICROSECOND), predicted, *drawn.numbers]
+        numbers = [own, predicted, *drawn.numbers, *self._runs.numbers]
         table = self._ranks.compare(
             "what the step does, its hyperparameters, the number of updates or how often values were set",
             serial.digest(facts).encode(),
             numbers,
         )
-        rows, times, predictions, *drawn_by_all = zip(*table, strict=True)
+        rows, predictions, whats, states_of_all, *ran = zip(*table, strict=True)
         if min(rows) < 1:
             raise UnsupportedOpError(
                 f"rank {rows.index(min(rows))} has no rows; give each rank one at least"
             )
         self.loss.weight.fill_(1 / len(rows) if is_equal else own / sum(rows))
         self._ranks.expect(max(predictions) * _MICROSECOND)
-        self._draws.agree([rows, *drawn_by_all])
+        self._draws.agree([rows, whats, states_of_all])
+        self._runs.told(ran, rows, trains=unit.trains)
         if self._policy == "auto" and unit.trains:
-            self._learn(list(rows), [time * _MICROSECOND for time in times])
+            self._learn(list(rows), [time * _MICROSECOND for time in ran[0]])
 
     def _learn(self, rows: list[int], times_s: list[float]) -> None:
         if self._balance is None or sum(rows) != sum(self._balance.rows):
@@ -202,9 +204,14 @@ class RankStep:
             yield
         self._waited_s = self._ranks.exchange.time_s - before_s
 
-    def ran(self, report: RunReport) -> None:
+    def ran(self, unit: Unit, report: RunReport) -> None:
         """Take note of a training step that has run."""
-        self._time_s = max(report.seconds - self._waited_s, 0.0)
+        self._runs.ran(report, self._waited_s, unit.plan.machine.compute_tier)
+
+    @property
+    def runs(self) -> tuple[RankRun, ...]:
+        """What the training step before the newest took on each rank; none before the second."""
+        return self._runs.of_all
 
     def divided(
         self, attempt: Attempt, sizes: Mapping[str, int], keep: Callable[..., object], gap: float
@@ -242,6 +249,14 @@ class RankStep:
     def network(self) -> str:
         """Tells networks apart whose plans and predictions do not hold for each other."""
         return serial.digest(self._ladder)
+
+    def clock(self) -> Clock:
+        """Return how far this rank's clock is ahead of rank 0's; all ranks call it."""
+        return clock_of(self._ranks)
+
+    def gathered(self, what: str, data: bytes) -> list[bytes]:
+        """Return the bytes of all ranks; see ``Ranks.gather``."""
+        return self._ranks.gather(what, data)
 
     def alike(self, what: str, tensors: Sequence[torch.Tensor] = ()) -> None:
         """Wait until all ranks are here, with the same values.
