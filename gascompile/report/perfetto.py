@@ -54,7 +54,7 @@ def perfetto(plan: Plan, trace: Trace) -> dict[str, Any]:
 def perfetto_of_several(
     plan: Plan, traces: Mapping[str, Trace], *, first: int = 1
 ) -> dict[str, Any]:
-    """Return several traces of an iteration of ``plan`` as one trace file: by name, each a process from ``first`` on."""
+    """Return several traces of an iteration of ``plan`` as one file: by name, a process each from ``first`` on."""
     events: list[Event] = []
     for process, (name, trace) in enumerate(traces.items(), start=first):
         sites, links = _tracks(plan, trace)
