@@ -96,8 +96,10 @@ class Monitor:
         found |= {f"moved_bytes/{link}": float(size) for link, size in run.link_bytes.items()}
         for number, group in enumerate(self._step.optimizer.param_groups):
             found[f"lr/{number}"] = float(group["lr"])
-        for rank, run in enumerate(self._step.ranks.runs if self._step.ranks is not None else ()):
-            told = asdict(run)
+        for rank, of_rank in enumerate(
+            self._step.ranks.runs if self._step.ranks is not None else ()
+        ):
+            told = asdict(of_rank)
             found |= {f"ranks/{rank}/{name}": float(value) for name, value in told.items()}
         return found
 

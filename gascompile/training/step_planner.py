@@ -39,8 +39,8 @@ from gascompile.training.division import Stages
 from gascompile.training.optimizers import rank_ops
 from gascompile.training.optimizers.optimizers import Rules
 from gascompile.training.optimizers.unplanned import state_bytes
-from gascompile.training.planning.packed_nodes import with_packed
 from gascompile.training.planning import rank_overlap
+from gascompile.training.planning.packed_nodes import with_packed
 from gascompile.training.planning.rank_overlap import overlapped
 from gascompile.training.planning.row_draws import draw_by_rows, draws_of, with_a_row_more
 from gascompile.training.planning.step_costs import costed_workload, remember

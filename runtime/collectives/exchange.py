@@ -95,9 +95,9 @@ class Exchange:
         received = values.new_empty(own * self.size)
         every = [own] * self.size
         with self._guarded(received, values):
-            given = [_unowned(tensor) for tensor in (received, values)]
+            output, given = _unowned(received), _unowned(values)
             work = dist.all_to_all_single(
-                *given, every, list(sizes), group=self._held(), async_op=True
+                output, given, every, list(sizes), group=self._held(), async_op=True
             )
             self._begun.append(_Begun(work, received, values))
 

@@ -20,7 +20,7 @@ from gascompile.training.planning import row_draws
 from gascompile.training.planning.row_draws import draw_by_rows, with_a_row_more
 from tests.distributed.jobs import Dropping
 
-NUMBERS = {
+NUMBERS: dict[str, list[float]] = {
     "bernoulli": [0.3],
     "uniform": [-1.0, 2.0],
     "normal": [0.5, 2.0],
@@ -146,7 +146,8 @@ def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
     """Weigh each element otherwise, so that a number at another place is another loss."""
     x, weights = batch
     found = model(x)
-    return (found * weights[:, : found.shape[1]]).sum(1).mean()
+    loss: torch.Tensor = (found * weights[:, : found.shape[1]]).sum(1).mean()
+    return loss
 
 
 def part_of_the_loss(

@@ -292,7 +292,7 @@ def _replace(
     is_dropout = node.target is torch.ops.gascompile_dropout.native_dropout.default
     law = _Law("bernoulli", [], wide.dtype) if is_dropout else _law_of(node)
     # Torch draws in the order in which elements lie in memory.
-    order = sorted(range(wide.dim()), key=lambda dim: (-wide.stride(dim), dim))
+    order = sorted(range(wide.dim()), key=lambda dim: (-wide.stride()[dim], dim))
     if wide.is_contiguous():
         order = list(range(wide.dim()))
     if law is None or not wide.permute(order).is_contiguous():
