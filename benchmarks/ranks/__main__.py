@@ -2,7 +2,7 @@
 
     python -m benchmarks.ranks [PART...] [--toy] [--kills N] [-o FILE]
 
-* ``equal``: losses beside one process's on the same batches, for four models on two and four ranks;
+* ``equal``: losses beside one process's on the same batches, for five models on two and four ranks;
 * ``unequal``: one of two ranks has half a core, or loses it: rows that follow beside DDP and FSDP2;
 * ``gpt2``: GPT-2 small on two ranks of 0.6 GiB each, beside FSDP2 with offload and one rank's plan;
 * ``predicted``: predicted beside measured seconds of a step; more ranks or memory never slower in prediction;

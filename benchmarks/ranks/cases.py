@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,7 +43,7 @@ class Case:
 
 
 def case_of(name: str, size: str, tokens: int | None = None) -> Case:
-    """Return a model by name: ``gpt``, ``gpt2``, ``llama``, ``mixtral`` or ``convnet``."""
+    """Return a model by name: ``gpt``, ``gpt2``, ``gpt2-dropout``, ``llama``, ``mixtral`` or ``convnet``."""
     if name == "convnet":
         return _convnet(CONVOLUTIONS[size])
     sizes = dict(LANGUAGE[size])
@@ -55,6 +56,7 @@ def case_of(name: str, size: str, tokens: int | None = None) -> Case:
     build, loss = {
         "gpt": (_small_gpt, _next_token),
         "gpt2": (_gpt2, _masked),
+        "gpt2-dropout": (partial(_gpt2, dropout=0.1), _masked),
         "llama": (_llama, _unmasked),
         "mixtral": (_mixtral, _unmasked),
     }[name]
@@ -100,7 +102,7 @@ def _small_gpt(sizes: Sizes) -> nn.Module:
     return SmallGPT(**given)
 
 
-def _gpt2(sizes: Sizes) -> nn.Module:
+def _gpt2(sizes: Sizes, *, dropout: float = 0.0) -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
@@ -111,9 +113,9 @@ def _gpt2(sizes: Sizes) -> nn.Module:
         n_positions=sizes["tokens"],
         bos_token_id=sizes["vocab"] - 1,
         eos_token_id=sizes["vocab"] - 1,
-        attn_pdrop=0.0,
-        embd_pdrop=0.0,
-        resid_pdrop=0.0,
+        attn_pdrop=dropout,
+        embd_pdrop=dropout,
+        resid_pdrop=dropout,
         use_cache=False,
     )
     return GPT2LMHeadModel(config)

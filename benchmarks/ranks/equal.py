@@ -9,7 +9,7 @@ from benchmarks.ranks.jobs import ONE_CORE
 from benchmarks.ranks.limits import Limits
 from benchmarks.ranks.parts import Found, Setting, relative
 
-MODELS = ("gpt2", "llama", "convnet", "mixtral")
+MODELS = ("gpt2", "gpt2-dropout", "llama", "convnet", "mixtral")
 ASKED = 1e-6
 _ROWS = {2: ([6, 6], [8, 4]), 4: ([3, 3, 3, 3], [5, 3, 3, 1])}
 _TOTAL = 12

@@ -71,6 +71,23 @@ def plan_hosts(
     return plan_ring(workload, found, strategy=strategy or "cut")
 
 
+def chain_of(
+    source: Workload | str | os.PathLike[str],
+    machine: Machine,
+    shape: tuple[int, int],
+    cache_dir: str | os.PathLike[str] | None,
+) -> tuple[Workload, int]:
+    """Return what ``plan_hosts`` plans of a source, and the bytes of its parameters where it says so, else 0.
+
+    Args:
+        source: as ``plan_hosts`` takes it.
+        machine: as a rank sees it.
+        shape: rows of made-up inputs, and tokens per row.
+        cache_dir: where the machine profile is kept.
+    """
+    return _workload(source, machine, shape, Path(cache_dir or default_cache_dir()))
+
+
 def _workload(
     source: nn.Module | Workload | str | os.PathLike[str],
     machine: Machine,

@@ -9,7 +9,7 @@ from rich.console import RenderableType
 
 from gascompile.commands import options as opt
 from gascompile.commands.output import emit, fields, grid, note, reserved_stdout
-from gascompile.commands.plans import plan_to_look_at
+from gascompile.commands.plans import HostsFile, Ranks, Train, plan_to_look_at
 from gascompile.commands.simulation import why_late
 from gascompile.core import serial
 from gascompile.core.plan import Plan
@@ -47,6 +47,9 @@ def explain_verb(
     batch: opt.Batch = 1,
     tokens: opt.Tokens = 128,
     strategy: opt.Strategy = None,
+    hosts: HostsFile = None,
+    ranks: Ranks = None,
+    train: Train = False,
     time_limit: opt.TimeLimit = 20.0,
     cache_dir: opt.CacheDir = None,
     json: opt.JsonFlag = False,
@@ -54,7 +57,18 @@ def explain_verb(
     """Say why a tensor is where it is, or what an op costs, and what the alternatives would take.
 
     Example: [bold]gascompile explain plan.json model.layers.7.mlp.up_proj.weight[/bold]
+    Over ranks: [bold]gascompile explain gpt.workload.json parameters --hosts dgx-h100 --train[/bold]
     """
+    if hosts is not None or ranks is not None or train:
+        from gascompile.commands.over_ranks import explain_over
+
+        if any(x is not None for x in (budget, cpu, nvme, place, strategy)):
+            raise typer.BadParameter(
+                "what is sharded over ranks takes --hosts or --ranks, --machine, --train, --batch and --tokens alone"
+            )
+        over = (hosts, ranks, machine, train)
+        explain_over(source, name, over, (batch, tokens), cache_dir, json=json)
+        return
     from gascompile.commands.summary import energy_rows
     from gascompile.cost_models.formulas.energy import plan_energy
     from gascompile.passes.explain.explain import TensorExplanation, explain

@@ -11,6 +11,7 @@ from rich.console import RenderableType
 from gascompile.commands import options as opt
 from gascompile.commands.output import fields, grid, note
 from gascompile.core import serial
+from gascompile.core.hosts import Hosts
 from gascompile.core.hosts_plan import HostsPlan, ShardGroup, Stage
 from gascompile.core.sizes import format_size, format_time
 
@@ -31,18 +32,8 @@ def plan_over(
 ) -> HostsPlan:
     """Plan a source over the hosts of a file or preset, or over ``ranks`` equal ranks on one machine."""
     from gascompile.api.plan_hosts import plan_hosts
-    from gascompile.core.checks.hosts import named_hosts
-    from gascompile.core.hosts import equal_ranks
 
-    if hosts is not None and (ranks is not None or machine is not None):
-        raise typer.BadParameter(
-            "--hosts names machines and ranks itself; leave out --ranks and --machine"
-        )
-    if hosts is not None:
-        resolved = named_hosts(hosts)
-    else:
-        assert ranks is not None, "one of them is given"
-        resolved = equal_ranks(opt.machine_of(machine, cache_dir, source), ranks)
+    resolved = hosts_of(hosts, ranks, machine, cache_dir, source)
     with opt.usage_errors():
         return plan_hosts(
             source,
@@ -53,6 +44,23 @@ def plan_over(
             tokens=shape[1],
             cache_dir=cache_dir,
         )
+
+
+def hosts_of(
+    hosts: str | None, ranks: int | None, machine: str | None, cache_dir: Path, source: str
+) -> Hosts:
+    """Return the hosts that the command line names for a source; wrong usage where it names two."""
+    from gascompile.core.checks.hosts import named_hosts
+    from gascompile.core.hosts import equal_ranks
+
+    if hosts is not None and (ranks is not None or machine is not None):
+        raise typer.BadParameter(
+            "--hosts names machines and ranks itself; leave out --ranks and --machine"
+        )
+    if hosts is not None:
+        return named_hosts(hosts)
+    assert ranks is not None, "one of them is given"
+    return equal_ranks(opt.machine_of(machine, cache_dir, source), ranks)
 
 
 def as_json(made: HostsPlan) -> serial.JsonValue:

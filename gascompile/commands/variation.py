@@ -10,7 +10,7 @@ from rich.console import RenderableType
 from gascompile.commands import options as opt
 from gascompile.commands.explanation import PlanOrSource
 from gascompile.commands.output import emit, fields, grid, note, reserved_stdout, warnings_block
-from gascompile.commands.plans import plan_to_look_at
+from gascompile.commands.plans import Train, plan_to_look_at
 from gascompile.core import serial
 from gascompile.core.checks.workload_files import is_workload_file
 from gascompile.core.plan import Plan
@@ -34,6 +34,16 @@ Gbps = Annotated[
 ]
 
 
+RankCounts = Annotated[
+    str | None,
+    typer.Option(
+        "--ranks",
+        metavar="N,...",
+        help="What the model takes over so many equal ranks, in place of more memory and bandwidth.",
+    ),
+]
+
+
 def whatif_verb(
     source: PlanOrSource,
     gib: Gib = None,
@@ -43,6 +53,8 @@ def whatif_verb(
     nvme: opt.NvmeSize = None,
     place: opt.PlaceSizes = None,
     machine: opt.MachineName = None,
+    ranks: RankCounts = None,
+    train: Train = False,
     batch: opt.Batch = 1,
     tokens: opt.Tokens = 128,
     time_limit: opt.TimeLimit = 10.0,
@@ -52,7 +64,17 @@ def whatif_verb(
     """Say what more memory or bandwidth would be worth; every time shown is that of a plan made for it.
 
     Example: [bold]gascompile whatif plan.json --gib 4 --gbps 2[/bold]
+    Over ranks: [bold]gascompile whatif gpt.workload.json --ranks 1,2,4,8 --train --machine h100-gen5[/bold]
     """
+    if ranks is not None or train:
+        from gascompile.commands.over_ranks import whatif_over
+
+        if any(x is not None for x in (gib, gbps, budget, cpu, nvme, place)) or ranks is None:
+            raise typer.BadParameter(
+                "other numbers of ranks take --ranks, --train, --machine, --batch and --tokens alone"
+            )
+        whatif_over(source, ranks, (machine, train), (batch, tokens), cache_dir, json=json)
+        return
     from gascompile.core.progress import task
     from gascompile.passes.explain.whatif import whatif
 

@@ -42,6 +42,8 @@ class Ladder:
 
     whole: tuple[Rung, ...]
     part: tuple[Rung, ...]
+    busy: float = 1.0
+    """Share of the time of a large exchange for which this rank's processor is at work, of all that ops have."""
 
     @staticmethod
     def measured(exchange: Exchange) -> Ladder:
@@ -53,7 +55,9 @@ class Ladder:
             sizes = [count] * (size - 1) + [values.numel() - count * (size - 1)]
             exchange.add_part(values, sizes)
 
-        return Ladder(whole=_measured(exchange.add), part=_measured(part))
+        whole, _ = _measured(exchange.add)
+        parts, busy = _measured(part)
+        return Ladder(whole=whole, part=parts, busy=busy)
 
     def seconds(self, size_bytes: int, *, divided: bool) -> float:
         """Return what an exchange of so many bytes takes.
@@ -93,17 +97,21 @@ class Ladder:
         return all(1 / _BUSY < ratio < _FASTER for ratio in ratios)
 
 
-def _measured(exchange: Callable[[torch.Tensor], object]) -> tuple[Rung, ...]:
-    found = []
+def _measured(exchange: Callable[[torch.Tensor], object]) -> tuple[tuple[Rung, ...], float]:
+    """Return what exchanges take, and the share of it that the largest keep the processor's threads busy."""
+    found, busy = [], 1.0
     for size_bytes in _SIZES_BYTES:
         values = torch.zeros(size_bytes // torch.float32.itemsize)
         times_s = []
+        first_s, first_work_s = time.perf_counter(), time.process_time()
         for _ in range(_REPEATS):
             begin_s = time.perf_counter()
             exchange(values)
             times_s.append(time.perf_counter() - begin_s)
+        worked_s, passed_s = time.process_time() - first_work_s, time.perf_counter() - first_s
+        busy = min(worked_s / passed_s, 1.0) / torch.get_num_threads()
         found.append(Rung(size_bytes=size_bytes, time_s=sorted(times_s)[_REPEATS // 2]))
-    return tuple(found)
+    return tuple(found), busy
 
 
 def interpolated(rungs: Sequence[Rung], size_bytes: int) -> float:

@@ -43,7 +43,7 @@ _MEET = timedelta(minutes=30)
 """How long ranks wait for each other between steps, where one may load data or evaluate; torch's own default."""
 _REASON_S = 2.0
 """A rank that fails writes its reason before it leaves; one that was killed never does."""
-_WORDS, _MOST_NUMBERS = 4, 4
+_WORDS, _MOST_NUMBERS = 4, 8
 _jobs = iter(range(1 << 62))
 _LOOK_S = 5.0
 """How often a rank that waits between steps looks whether the others of its host still run."""
@@ -119,7 +119,7 @@ class Ranks:
         Args:
             what: the facts are of, for messages.
             facts: any bytes; equal on all ranks.
-            numbers: of this rank, four at most.
+            numbers: of this rank, eight at most.
 
         Raises:
             RankError: a rank has failed.
@@ -250,6 +250,23 @@ class Ranks:
         except RuntimeError as error:
             raise self._reason(error) from error
         return found
+
+    def gather(self, what: str, data: bytes) -> list[bytes]:
+        """Return the bytes that each rank has; all ranks call it.
+
+        Raises:
+            RankError: a rank does something else, or has failed.
+        """
+        sizes = [row[0] for row in self.compare(what, b"", [len(data)])]
+        own = torch.zeros(max(*sizes, 1), dtype=torch.uint8)
+        own[: len(data)] = torch.frombuffer(bytearray(data or b"0"), dtype=torch.uint8)[: len(data)]
+        found = torch.empty(len(sizes), len(own), dtype=torch.uint8)
+        try:
+            work = dist.all_gather(list(found.unbind()), own, group=self._meeting, async_op=True)
+            self._wait(work)
+        except RuntimeError as error:
+            raise self._reason(error) from error
+        return [row[:size].numpy().tobytes() for row, size in zip(found, sizes, strict=True)]
 
     def expect(self, time_s: float) -> None:
         """Give a rank, or its drives, up that are silent for too long in a step; ``time_s`` is what one takes."""

@@ -51,10 +51,12 @@ def perfetto(plan: Plan, trace: Trace) -> dict[str, Any]:
     return _file(plan, events, {"machine": trace.machine, "seconds": trace.seconds})
 
 
-def perfetto_of_several(plan: Plan, traces: Mapping[str, Trace]) -> dict[str, Any]:
-    """Return several traces of an iteration of ``plan`` as one trace file: by name, a process each."""
+def perfetto_of_several(
+    plan: Plan, traces: Mapping[str, Trace], *, first: int = 1
+) -> dict[str, Any]:
+    """Return several traces of an iteration of ``plan`` as one file: by name, a process each from ``first`` on."""
     events: list[Event] = []
-    for process, (name, trace) in enumerate(traces.items(), start=1):
+    for process, (name, trace) in enumerate(traces.items(), start=first):
         sites, links = _tracks(plan, trace)
         threads = _numbered([*sites, *links])
         places = _Places(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Protocol, Self, TextIO
 
 import torch
@@ -29,7 +30,11 @@ class ScalarWriter(Protocol):
 
 
 class Monitor:
-    """Call it with each loss: ``with Monitor(step) as monitor: ... monitor(step(batch))``."""
+    """Call it with each loss: ``with Monitor(step) as monitor: ... monitor(step(batch))``.
+
+    Of several ranks the first shows and keeps what all have measured, of each rank that of the step before; on others
+    it does nothing. Ranks exchange no more for it.
+    """
 
     def __init__(
         self,
@@ -53,8 +58,10 @@ class Monitor:
             GASCompileError: ``log_dir`` is given and TensorBoard is not installed.
         """
         self._step = step
-        self._own = None if log_dir is None else _tensorboard(log_dir)
-        self._writers = [w for w in (writer, self._own) if w is not None]
+        # Of several ranks the first shows what all have told it.
+        self._is_shown = step.ranks is None or step.ranks.rank == 0
+        self._own = None if log_dir is None or not self._is_shown else _tensorboard(log_dir)
+        self._writers = [w for w in (writer, self._own) if w is not None and self._is_shown]
         self._stream, self._every = stream or sys.stderr, every
         self._live: Live | None = None
         self._num_seen = 0
@@ -75,7 +82,7 @@ class Monitor:
             from rich.text import Text
 
             self._live.update(Text(shown, no_wrap=True, overflow="ellipsis"))
-        elif self._every and self._num_seen % self._every == 0:
+        elif self._is_shown and self._every and self._num_seen % self._every == 0:
             self._stream.write(shown + "\n")
 
     def scalars(self, loss: torch.Tensor) -> dict[str, float]:
@@ -89,10 +96,15 @@ class Monitor:
         found |= {f"moved_bytes/{link}": float(size) for link, size in run.link_bytes.items()}
         for number, group in enumerate(self._step.optimizer.param_groups):
             found[f"lr/{number}"] = float(group["lr"])
+        for rank, of_rank in enumerate(
+            self._step.ranks.runs if self._step.ranks is not None else ()
+        ):
+            told = asdict(of_rank)
+            found |= {f"ranks/{rank}/{name}": float(value) for name, value in told.items()}
         return found
 
     def __enter__(self) -> Self:
-        if self._stream.isatty():
+        if self._is_shown and self._stream.isatty():
             from rich.console import Console
             from rich.live import Live
 
@@ -134,4 +146,18 @@ def line(number: int, scalars: Mapping[str, float]) -> str:
             parts.append(f"{where} {format_size(value)}")
         elif kind == "moved_bytes" and value:
             parts.append(f"{where} {format_size(value / time_s)}/s")
-    return "  ".join(parts)
+    return "  ".join([*parts, *_of_ranks(scalars)])
+
+
+def _of_ranks(scalars: Mapping[str, float]) -> list[str]:
+    """Return what each rank has told, in words."""
+    told: dict[str, dict[str, float]] = {}
+    for name, value in scalars.items():
+        if name.startswith("ranks/"):
+            _, rank, what = name.split("/")
+            told.setdefault(rank, {})[what] = value
+    return [
+        f"rank {rank}: {run['rows']:.0f} rows {format_time(run['time_s'])}, waiting {format_time(run['waited_s'])}, "
+        f"{format_size(run['peak_bytes'])}"
+        for rank, run in told.items()
+    ]

@@ -26,6 +26,7 @@ from gascompile.core.errors import (
 )
 from gascompile.core.reports import RunReport
 from gascompile.distributed.balance import Balance
+from gascompile.distributed.clocks import Clock, clock_of
 from gascompile.distributed.ladder import Ladder
 from gascompile.distributed.ranks import Ranks, find_ranks
 from gascompile.distributed.rows import RowSampler, num_rows
@@ -36,6 +37,8 @@ from gascompile.training.capture.traced_loss import LossFunction
 from gascompile.training.division import Attempt, Division, Stages, divide
 from gascompile.training.optimizers import rank_ops
 from gascompile.training.planning.step_program import StepProgram
+from gascompile.training.rank_draws import RankDraws
+from gascompile.training.rank_runs import RankRun, RankRuns
 from gascompile.training.state.rank_checkpoints import RankCheckpoints, own_bytes
 from gascompile.training.state.replicas import ReplicaCost
 from gascompile.training.state.train_state import States
@@ -64,8 +67,8 @@ class RankStep:
         self.division: Division | None = None
         """Which parameters are divided among the ranks, and why; known from the first plan on."""
         self._marks: WeakKeyDictionary[fx.GraphModule, list[object]] = WeakKeyDictionary()
-        self._time_s = self._waited_s = 0.0
-        """Of this rank's last step, without exchanges; and in exchanges."""
+        self._draws = RankDraws(ranks)
+        self._runs, self._waited_s = RankRuns(), 0.0
 
     def rows(self) -> list[int]:
         """Return how many rows each rank is to have in the next batch.
@@ -162,7 +165,8 @@ class RankStep:
         Raises:
             RankError: a rank calls something else, has other hyperparameters, or has failed.
         """
-        own = 1 if self._policy == "equal" else num_rows(batch)
+        drawn, is_equal = self._draws.of(unit.graph_module, batch), self._policy == "equal"
+        own = drawn.rows if is_equal else num_rows(batch)
         options = [tensor.tolist() for tensor in hyper]
         marks = self._marks.get(unit.graph_module)
         if marks is None:
@@ -170,21 +174,23 @@ class RankStep:
         counts = [states.num_batches, states.generation, sorted(states.pending)]
         facts = [unit.trains, marks, options, sorted(states.counts.items()), counts]
         predicted = int(unit.plan.certificate.predicted_s / _MICROSECOND)
-        numbers = [own, int(self._time_s / _MICROSECOND), predicted]
+        numbers = [own, predicted, *drawn.numbers, *self._runs.numbers]
         table = self._ranks.compare(
             "what the step does, its hyperparameters, the number of updates or how often values were set",
             serial.digest(facts).encode(),
             numbers,
         )
-        rows, times, predictions = zip(*table, strict=True)
+        rows, predictions, whats, states_of_all, *ran = zip(*table, strict=True)
         if min(rows) < 1:
             raise UnsupportedOpError(
                 f"rank {rows.index(min(rows))} has no rows; give each rank one at least"
             )
-        self.loss.weight.fill_(own / sum(rows))
+        self.loss.weight.fill_(1 / len(rows) if is_equal else own / sum(rows))
         self._ranks.expect(max(predictions) * _MICROSECOND)
+        self._draws.agree([rows, whats, states_of_all])
+        self._runs.told(ran, rows, trains=unit.trains)
         if self._policy == "auto" and unit.trains:
-            self._learn(list(rows), [time * _MICROSECOND for time in times])
+            self._learn(list(rows), [time * _MICROSECOND for time in ran[0]])
 
     def _learn(self, rows: list[int], times_s: list[float]) -> None:
         if self._balance is None or sum(rows) != sum(self._balance.rows):
@@ -197,13 +203,18 @@ class RankStep:
     def running(self) -> Iterator[None]:
         """Let the ops of a run exchange values."""
         before_s = self._ranks.exchange.time_s
-        with exchanging(self._ranks.exchange), self._ranks.in_a_step():
+        with exchanging(self._ranks.exchange), self._ranks.in_a_step(), self._draws.running():
             yield
         self._waited_s = self._ranks.exchange.time_s - before_s
 
-    def ran(self, report: RunReport) -> None:
+    def ran(self, unit: Unit, report: RunReport) -> None:
         """Take note of a training step that has run."""
-        self._time_s = max(report.seconds - self._waited_s, 0.0)
+        self._runs.ran(report, self._waited_s, unit.plan.machine.compute_tier)
+
+    @property
+    def runs(self) -> tuple[RankRun, ...]:
+        """What the training step before the newest took on each rank; none before the second."""
+        return self._runs.of_all
 
     def divided(
         self, attempt: Attempt, sizes: Mapping[str, int], keep: Callable[..., object], gap: float
@@ -228,6 +239,12 @@ class RankStep:
         assert self._ladder is not None, "plans come after keep_network"
         return self._ladder.seconds(size_bytes, divided=divided)
 
+    @property
+    def busy(self) -> float:
+        """Return the share of an exchange for which this rank's processor is at work."""
+        assert self._ladder is not None, "plans come after keep_network"
+        return self._ladder.busy
+
     def keep_network(self, cache_dir: Path) -> None:
         """Plan with what exchanges took before, where they still do; see ``Ladder.as_kept``.
 
@@ -246,6 +263,14 @@ class RankStep:
     def network(self) -> str:
         """Tells networks apart whose plans and predictions do not hold for each other."""
         return serial.digest(self._ladder)
+
+    def clock(self) -> Clock:
+        """Return how far this rank's clock is ahead of rank 0's; all ranks call it."""
+        return clock_of(self._ranks)
+
+    def gathered(self, what: str, data: bytes) -> list[bytes]:
+        """Return the bytes of all ranks; see ``Ranks.gather``."""
+        return self._ranks.gather(what, data)
 
     def alike(self, what: str, tensors: Sequence[torch.Tensor] = ()) -> None:
         """Wait until all ranks are here, with the same values.
@@ -330,13 +355,16 @@ def _sequence(step: StepProgram) -> list[object]:
     for node in program.op_nodes():
         if str(node.target).startswith("gascompile_updates"):
             found.append([str(node.target), _named(node.args[0], step)])
-        if rank_ops.exchanges(node.target):
+        if rank_ops.exchanges(node.target) and node.target is not rank_ops.end_part:
             bounds = [arg for arg in node.args if _is_numbers(arg)]
             # Their number alone: programs from the cache have no shapes, and gradients are told apart by their names.
             num_values = len(node.all_input_nodes)
             parts = node.args[0] if node.target is rank_ops.whole else ()
             names = [_named(part, step) for part in pytree.tree_leaves(parts)]
-            found.append([str(node.target), names, bounds, num_values])
+            # A sum that goes on beside ops is the same exchange.
+            is_begun = node.target is rank_ops.begin_part
+            target = rank_ops.add_part if is_begun else node.target
+            found.append([str(target), names, bounds, num_values])
         if node.target is torch.ops.aten.copy_.default and _named(node.args[0], step):
             found.append(_behind(node, step))
     return found

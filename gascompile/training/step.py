@@ -294,7 +294,7 @@ class TrainingStep(StepValues):
                 self._holdings.failed_by(error)
             raise
         if ranks is not None and unit.trains:
-            ranks.ran(self.last_run)
+            ranks.ran(unit, self.last_run)
         return states, outputs
 
     def save_plan(self, folder: str | os.PathLike[str]) -> None:

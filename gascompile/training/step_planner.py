@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -34,9 +35,13 @@ from gascompile.training.capture.shapes import with_shapes
 from gascompile.training.capture.traced_call import call_of
 from gascompile.training.capture.traced_loss import LossFunction
 from gascompile.training.division import Stages
+from gascompile.training.optimizers import rank_ops
 from gascompile.training.optimizers.optimizers import Rules
 from gascompile.training.optimizers.unplanned import state_bytes
+from gascompile.training.planning import rank_overlap
 from gascompile.training.planning.packed_nodes import with_packed
+from gascompile.training.planning.rank_overlap import overlapped
+from gascompile.training.planning.row_draws import draw_by_rows, draws_of, with_a_row_more
 from gascompile.training.planning.step_costs import costed_workload, remember
 from gascompile.training.planning.step_program import StepOptions, StepProgram, step_program
 from gascompile.training.settings import Settings
@@ -59,6 +64,7 @@ if TYPE_CHECKING:
     from gascompile.training.capture.joint import Joint
     from gascompile.training.rank_step import RankStep
 
+_log = logging.getLogger(__name__)
 _BUFFERS = 4
 """Parts of the transfer buffers: out and in, of what persists and of activations."""
 
@@ -190,6 +196,8 @@ class StepPlanner:
             joint = capture_joint(
                 model, traced, batch, storages, trains=trains, calls=options.calls
             )
+            if options.layout is not None and not options.calls:
+                self._draw_by_rows(joint, batch, storages, options)
             trained = list(joint.gradients) if trains else []
             rules = rules_of(self.optimizer, joint.tensors, storages, trained, self._settings)
             found = step_program(joint, rules, name=name, options=options)
@@ -200,6 +208,8 @@ class StepPlanner:
             program, rules, joint = with_shapes(self.states, storages, captured)
         with task("Planning"):
             plan = self._plan(program, place.prints)
+            if self.ranks is not None and not options.calls:
+                program, plan = self._beside_ops(program, plan, place.prints)
         bundle, _ = bundle_of(program, plan, place.printed)
         return PlannedStep(
             program=program,
@@ -209,6 +219,45 @@ class StepPlanner:
             bundle=bundle,
             record=joint.record,
         )
+
+    def _draw_by_rows(
+        self, joint: Joint, batch: Any, storages: Storages, options: StepOptions
+    ) -> None:
+        """Let a step of several ranks draw what one process draws; a batch of another size shows where rows are."""
+        assert options.layout is not None, "there are several ranks"
+        if draws_of(joint.graph_module.graph):
+            wide, loss = with_a_row_more(batch), self._traced(options)
+            more = capture_joint(self._model, loss, wide, storages, trains=options.trains)
+            draw_by_rows(joint, more, options.layout.size)
+
+    def _beside_ops(
+        self, program: StepProgram, plan: Plan, prints: Mapping[str, str]
+    ) -> tuple[StepProgram, Plan]:
+        """Return the step whose exchanges go on beside ops, and its plan, where that is predicted to be faster.
+
+        Each rank may choose for itself: what is exchanged is the same, in the same order.
+        """
+        assert self.ranks is not None, "there are several ranks"
+        before_s, gap = plan.certificate.predicted_s, self._config.mip_gap
+        nodes = zip(program.program.op_nodes(), plan.ops, strict=True)
+        summed_s = sum(op.time_s for node, op in nodes if node.target is rank_ops.add_part)
+        is_worth = (1 - self.ranks.busy) * summed_s > gap * before_s
+        wide = overlapped(program) if rank_overlap.forced or is_worth else None
+        if wide is None or rank_overlap.forced is False:
+            return program, plan
+        try:
+            other = self._plan(wide, prints)
+        except InfeasiblePlanError:
+            return program, plan  # What is under way takes memory.
+        after_s = other.certificate.predicted_s
+        if rank_overlap.forced is None and after_s >= before_s * (1 - gap):
+            return program, plan
+        _log.info(
+            "gradients are summed over the ranks beside ops: %.4g s a step, %.4g s otherwise",
+            after_s,
+            before_s,
+        )
+        return wide, other
 
     def _outdated(self, bundle: Bundle) -> str:
         if bundle.fusion is None:
@@ -243,6 +292,7 @@ class StepPlanner:
             pages=self.pages,
             sites=sites,
             exchange_s=self.ranks.exchange_s if self.ranks is not None else None,
+            busy=self.ranks.busy if self.ranks is not None else 1.0,
         )
 
         def found(reserved_bytes: int) -> Plan:

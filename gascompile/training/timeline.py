@@ -57,6 +57,8 @@ class RecordedStep:
     plan: Plan
     measured: Trace
     predicted: Trace
+    begun_s: float = 0.0
+    """When it began, by ``time.perf_counter``."""
 
     def save(self, folder: str | os.PathLike[str]) -> tuple[Path, Path]:
         """Write a trace file for ui.perfetto.dev and a picture, each with both; return their paths.
@@ -94,6 +96,7 @@ def record(step: TrainingStep, batch: Any) -> RecordedStep:
         plan=step.plan,
         measured=measured_trace(step.plan, recording),
         predicted=trace(step.plan),
+        begun_s=recording.begun_s,
     )
 
 

@@ -14,11 +14,11 @@ bounds plans in which they differ, too.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from gascompile.core import serial
-from gascompile.core.errors import InfeasiblePlanError, SolverError
+from gascompile.core.errors import InfeasiblePlanError, SolverError, UnsupportedOpError
 from gascompile.core.hosts import Hosts
 from gascompile.core.hosts_plan import HostsPlan, Load, ShardGroup
 from gascompile.core.workload import Workload
@@ -99,11 +99,32 @@ def plan_shards(
     return replace(made, notes=(*made.notes, note))
 
 
+def planned_with(
+    workload: Workload, hosts: Hosts, training: Training, allows: Callable[[Option], bool]
+) -> HostsPlan:
+    """Return the plan for so many ranks whose layers are all treated by options that ``allows`` lets.
+
+    Raises:
+        InfeasiblePlanError: the places are too small together.
+        SolverError: the search ended without a plan, and without a proof that there is none.
+        UnsupportedOpError: the workload is no chain of layers, or the hosts are not equal; or no option is let.
+    """
+    return _planned(workload, hosts, training, (), allows)
+
+
 def _planned(
-    workload: Workload, hosts: Hosts, training: Training, homes: tuple[str, ...]
+    workload: Workload,
+    hosts: Hosts,
+    training: Training,
+    homes: tuple[str, ...],
+    allows: Callable[[Option], bool] | None = None,
 ) -> HostsPlan:
     """Return the plan for so many ranks."""
     problem = _problem(workload, hosts, training, homes)
+    if allows is not None:
+        problem = replace(problem, layers=[option for option in problem.layers if allows(option)])
+        if not problem.layers:
+            raise UnsupportedOpError("so many ranks have no such way to treat a layer")
     program, columns = _program(problem, phases=True)
     found = program.solve(time_limit_s=120.0, gap=_GAP, max_nodes=_MAX_NODES)
     if found.ending is Ending.INFEASIBLE:

@@ -10,7 +10,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,8 +24,17 @@ _SOON_S, _LATER_S = 5e-5, 1e-3
 """Between two looks at an exchange: at first, and after the longer of the two."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """An exchange under way, and the memory that it reads and writes until its end."""
+
+    work: dist.Work
+    received: torch.Tensor
+    sent: torch.Tensor
+
+
 class Exchange:
-    """One rank's end of the exchanges of a group. Ranks have to call the same ones in the same order."""
+    """One rank's end of the exchanges of a group. Ranks have to begin the same ones in the same order."""
 
     def __init__(
         self, group: dist.ProcessGroup, *, why: Callable[[BaseException], RankError]
@@ -37,11 +48,21 @@ class Exchange:
         self.is_hung = False
         """An exchange is under way that nothing ends."""
         self.time_s = 0.0
-        """Spent in exchanges so far, waiting for others included."""
+        """Spent in exchanges so far, waiting for others included, and not what went on beside them."""
+        self._begun: deque[_Begun] = deque()
 
     def leave(self) -> None:
         """Hold the group no longer: it ends with who holds it last."""
+        self.abandon()
         self._group = None
+
+    def abandon(self) -> None:
+        """Wait for no exchange that has begun: nobody knows whether the other ranks go on with it."""
+        for begun in self._begun:
+            self.is_hung = True
+            # What it may still read and write.
+            _kept.extend((begun.received, begun.sent))
+        self._begun.clear()
 
     def add(self, values: torch.Tensor) -> None:
         """Replace a dense tensor by its sum over the ranks, which has the same bits on each."""
@@ -58,8 +79,42 @@ class Exchange:
         received = values.new_empty(own * self.size)
         every = [own] * self.size
         self._trade(received, values, every, sizes)
-        # In the order of ranks, so that the sum does not depend on who computes it.
-        parts = received.view(self.size, own)
+        return self._sum(received)
+
+    def begin_part(self, values: torch.Tensor, sizes: Sequence[int]) -> None:
+        """Begin what ``add_part`` does; ``end_part`` returns its result, of the first that has begun first.
+
+        Args:
+            values: a vector that nobody else has.
+            sizes: elements of each rank's part.
+
+        Raises:
+            RankError: it is broken; names the rank where that is known.
+        """
+        own = sizes[self.rank]
+        received = values.new_empty(own * self.size)
+        every = [own] * self.size
+        with self._guarded(received, values):
+            output, given = _unowned(received), _unowned(values)
+            work = dist.all_to_all_single(
+                output, given, every, list(sizes), group=self._held(), async_op=True
+            )
+            self._begun.append(_Begun(work, received, values))
+
+    def end_part(self) -> torch.Tensor:
+        """Return this rank's part of the sum that was begun first, as soon as it is there.
+
+        Raises:
+            RankError: it is broken; names the rank where that is known.
+        """
+        begun = self._begun.popleft()
+        with self._guarded(begun.received, begun.sent):
+            self._finish(begun.work)
+        return self._sum(begun.received)
+
+    def _sum(self, received: torch.Tensor) -> torch.Tensor:
+        """Return the sum of what all ranks have of a part, in their order: it does not depend on who computes it."""
+        parts = received.view(self.size, received.numel() // self.size)
         total = parts[0].clone()
         for part in parts[1:]:
             total.add_(part)
@@ -105,19 +160,34 @@ class Exchange:
         Raises:
             RankError: it is broken; names the rank where that is known.
         """
+        with self._guarded(*tensors):
+            given = [_unowned(tensor) for tensor in tensors]
+            self._finish(begin(*given, group=self._held(), async_op=True))
+
+    def _held(self) -> dist.ProcessGroup:
         if self._group is None:
-            raise self._why(RuntimeError("this rank has left its group"))
+            raise RuntimeError("this rank has left its group")
+        return self._group
+
+    def _finish(self, work: dist.Work) -> None:
+        """Wait for the end of an exchange.
+
+        Raises:
+            RuntimeError: it is broken, or takes too long.
+        """
+        if not ends(work, self.silent_s):
+            self.is_hung = True
+            raise RuntimeError(f"nothing came for {self.silent_s:.0f} s")
+
+    @contextlib.contextmanager
+    def _guarded(self, *tensors: torch.Tensor) -> Iterator[None]:
+        """Count the time of an exchange; say what broke it, and keep what it may still write to."""
         begin_s = time.perf_counter()
         try:
-            given = [_unowned(tensor) for tensor in tensors]
-            work = begin(*given, group=self._group, async_op=True)
-            if not ends(work, self.silent_s):
-                self.is_hung = True
-                raise RuntimeError(f"nothing came for {self.silent_s:.0f} s")
+            yield
         except BaseException as error:
-            # What a broken exchange may still write to.
             _kept.extend(tensors)
-            if not isinstance(error, RuntimeError):
+            if not isinstance(error, RuntimeError) or isinstance(error, RankError):
                 raise
             raise self._why(error) from error
         finally:
@@ -166,6 +236,7 @@ def exchanging(exchange: Exchange | None) -> Iterator[None]:
         yield
     finally:
         _under_way.remove(exchange)
+        exchange.abandon()
 
 
 def exchange_under_way() -> Exchange:

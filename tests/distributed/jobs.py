@@ -30,6 +30,8 @@ class Scenario:
     budget: str | Budget = "64MiB"
     stage: Stage | None = None
     """Of all parameters that can be divided, where that is not to be chosen."""
+    overlaps: bool | None = None
+    """Whether gradients are summed beside ops, where that is not to be chosen."""
     lr: float = 0.01
     width: int = 48
     options: dict[str, Any] = field(default_factory=dict)
@@ -74,6 +76,34 @@ class Twice(nn.Module):
         return found
 
 
+class Dropping(nn.Module):
+    """Random numbers for rows in the first dimension, in a later one, in a part of one, and for none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(48, 64)
+        self.inner = nn.Linear(64, 1024)
+        self.last = nn.Linear(1024, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        drop = nn.functional.dropout
+        heads = self.first(x).view(-1, 4, 4, 4)
+        scores = (heads @ heads.transpose(-1, -2)).softmax(-1)
+        merged = drop(scores, 0.2).flatten(0, 1) @ heads.flatten(0, 1)
+        merged = drop(merged, 0.3)  # of rows times heads
+        x = merged.view(-1, 4, 16).transpose(0, 1)
+        x = drop(x, 0.1).contiguous()
+        x = drop(x + torch.randn_like(x) * 0.1, 0.1).transpose(
+            0, 1
+        )  # of rows in the second dimension
+        x = nn.functional.dropout1d(x, 0.3).flatten(1)
+        x = drop(self.inner(x), 0.3)
+        x = x * x.new_empty(len(x), 1).bernoulli_(0.8)
+        weight = drop(self.last.weight, 0.1)
+        found: torch.Tensor = nn.functional.linear(x, weight, self.last.bias)
+        return found
+
+
 def wide() -> nn.Module:
     """Weights of 1 MiB each."""
     layers = [nn.Linear(48, 512), nn.GELU()]
@@ -96,6 +126,12 @@ SCENARIOS: dict[str, Scenario] = {
     "adamw": Scenario(
         model=plain, optimizer=lambda p: torch.optim.AdamW(p, lr=0.01, eps=1e-3), rows=(3, 6, 1, 2)
     ),
+    "beside": Scenario(
+        model=plain,
+        optimizer=lambda p: torch.optim.AdamW(p, lr=0.01, eps=1e-3),
+        rows=(3, 6, 1, 2),
+        overlaps=True,
+    ),
     "sgd": Scenario(
         model=Tied,
         optimizer=lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9),
@@ -103,6 +139,12 @@ SCENARIOS: dict[str, Scenario] = {
     ),
     "batch norm": Scenario(
         model=normed, optimizer=lambda p: torch.optim.Adam(p, lr=0.01, eps=1e-3), rows=(3, 5, 2, 2)
+    ),
+    "dropout": Scenario(
+        model=Dropping,
+        optimizer=lambda p: torch.optim.AdamW(p, lr=0.01, eps=1e-3),
+        rows=(3, 6, 1, 2),
+        options={"accumulate": 2},
     ),
     "kept": Scenario(
         model=plain,

@@ -5,6 +5,7 @@ Run as ``python -m tests.distributed.rank_worker FOLDER SCENARIO...`` with what 
 
 from __future__ import annotations
 
+import io
 import os
 import shutil
 import signal
@@ -20,7 +21,11 @@ from torch import nn
 from gascompile import compile_step
 from gascompile.core.errors import GASCompileError, NanLossError, RankError
 from gascompile.training import division
+from gascompile.training.monitor import Monitor
+from gascompile.training.planning import rank_overlap
+from gascompile.training.rank_timeline import save_of_ranks
 from gascompile.training.step import TrainingStep
+from gascompile.training.timeline import record
 from tests.distributed.jobs import (
     SCENARIOS,
     Scenario,
@@ -43,7 +48,7 @@ def opened(
     folder: Path,
     **options: Any,
 ) -> TrainingStep:
-    stage = scenario.stage
+    stage, rank_overlap.forced = scenario.stage, scenario.overlaps
     division.forced = None if stage is None else lambda sizes: dict.fromkeys(sizes, stage)
     return compile_step(
         model,
@@ -193,6 +198,54 @@ def refuses(scenario: Scenario, folder: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
+class Kept:
+    """Takes scalars as TensorBoard's writer does."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, list[float]] = {}
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None:
+        self.found.setdefault(f"{tag} {global_step}", []).append(scalar_value)
+
+
+def watched(scenario: Scenario, folder: Path) -> dict[str, Any]:
+    """Show and keep what steps take, and write the timeline of one down."""
+    torch.manual_seed(0)
+    model, kept, shown = net_of(scenario), Kept(), io.StringIO()
+    with opened(scenario, model, optimizer_of(scenario, model), folder) as step:
+        with Monitor(step, writer=kept, stream=shown, every=1) as monitor:
+            for batch in batches(scenario)[:3]:
+                monitor(step(own_rows(batch, scenario)))
+        recorded = record(step, own_rows(batches(scenario)[3], scenario))
+        path = save_of_ranks(step, recorded, folder / "timelines")
+    return {"kept": kept.found, "shown": shown.getvalue(), "path": str(path or "")}
+
+
+def lengths(_: Scenario, folder: Path) -> dict[str, Any]:
+    """Rows of other lengths on each rank, of which no process has one batch: ranks draw numbers of their own."""
+
+    class Pooled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(48, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return nn.functional.dropout(self.layer(x), 0.5).mean(1)
+
+    torch.manual_seed(RANK)
+    model = Pooled()
+    scenario = SCENARIOS["adamw"]
+    own = torch.get_rng_state()
+    with opened(scenario, model, optimizer_of(scenario, model), folder) as step:
+        batch = [torch.ones(4, 2 + RANK, 48), torch.zeros(4, dtype=torch.int64)]
+        losses = [step(batch) for _ in range(2)]
+        return {
+            "losses": losses,
+            "moved": not torch.equal(torch.get_rng_state(), own),
+            "model": step.state_dict()["model"],
+        }
+
+
 def _with(change: Callable[[TrainingStep, torch.optim.Optimizer], object]) -> Callable[..., Any]:
     def run(scenario: Scenario, folder: Path) -> dict[str, Any]:
         torch.manual_seed(0)
@@ -281,6 +334,8 @@ KINDS: dict[str, Callable[[Scenario, Path], dict[str, Any]]] = {
     "nan": meets_nan,
     "forgets": forgets,
     "refuses": refuses,
+    "lengths": lengths,
+    "watched": watched,
     "other lr": _with(_other_lr),
     "eval": _with(
         lambda step, _: step.eval(own_rows(batches(SCENARIOS["adamw"])[0], SCENARIOS["adamw"]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -19,10 +20,10 @@ from tests.distributed import rank_worker
 from tests.distributed.jobs import SCENARIOS, WIDE_BYTES, Scenario, eager, rows_of
 from tests.training.trials import TRANSFER_BYTES
 
-_LIMIT_S = 240.0
+_LIMIT_S = 480.0
 DIFFERENT = ("other model", "other lr", "eval", "edits", "reads")
 """What one rank does by itself."""
-RESUMED = ("resumes:kept",)
+RESUMED = ("resumes:kept", "resumes:dropout")
 _ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -90,6 +91,8 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
         *(f"trains:{name}" for name in SCENARIOS),
         "nan",
         "forgets",
+        "lengths",
+        "watched",
         "refuses:kept",
         *RESUMED,
         *DIFFERENT,
@@ -192,6 +195,50 @@ def test_a_batch_that_cannot_be_planned_for_costs_nothing(two: Path) -> None:
         assert any(not torch.equal(rank["last"][n], v) for n, v in rank["before"].items())
 
 
+def test_rows_of_other_lengths_draw_each_by_itself(two: Path) -> None:
+    first, second = left_by(two, 2, "lengths")
+    assert first["losses"] == second["losses"]
+    for name, value in first["model"].items():
+        assert torch.equal(second["model"][name], value)
+    # Rank 0 goes on with its random numbers, and what the other would have drawn by itself is not touched.
+    assert (first["moved"], second["moved"]) == (True, False)
+
+
+def test_the_first_rank_shows_what_each_took(two: Path) -> None:
+    first, second = left_by(two, 2, "watched")
+    assert (second["kept"], second["shown"]) == ({}, "")
+    kept = {name: values[0] for name, values in first["kept"].items()}
+    assert "train/ranks/0/rows 1" not in kept  # no step has run before
+    for number in (2, 3):
+        assert [kept[f"train/ranks/{rank}/rows {number}"] for rank in (0, 1)] == [3.0, 6.0]
+        for rank in (0, 1):
+            assert kept[f"train/ranks/{rank}/time_s {number}"] > 0
+            assert kept[f"train/ranks/{rank}/waited_s {number}"] > 0
+            assert kept[f"train/ranks/{rank}/peak_bytes {number}"] > 0
+    assert "rank 1: 6 rows" in first["shown"].splitlines()[-1]
+
+
+def test_timelines_of_ranks_are_by_one_clock(two: Path) -> None:
+    first, second = left_by(two, 2, "watched")
+    assert not second["path"]
+    trace = json.loads(Path(first["path"]).read_text())
+    events = trace["traceEvents"]
+    named = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    assert named == {1: "rank 0", 2: "rank 1"}
+    error_us = 1e6 * max(trace["otherData"]["clock_error_s"].values())
+    assert error_us > 0
+    ranks = [
+        [e for e in events if e.get("cat") == "op" and e["pid"] == pid and "gather" in e["name"]]
+        for pid in named
+    ]
+    assert len(ranks[0]) == len(ranks[1]) > 0
+    for own, other in zip(*ranks, strict=True):
+        # No rank has all parts before each has begun to give its own.
+        for early, late in ((own, other), (other, own)):
+            assert early["ts"] + early["dur"] + error_us >= late["ts"]
+    assert min(e["ts"] for e in events if "ts" in e) >= 0.0
+
+
 @pytest.mark.parametrize("asked", RESUMED)
 def test_a_checkpoint_is_one_of_any_number_of_ranks(two: Path, asked: str) -> None:
     name = asked.partition(":")[2] or "adamw"
@@ -226,8 +273,8 @@ def test_who_fails_takes_the_others_along(two: Path) -> None:
 
 
 def test_who_is_killed_in_the_middle_of_a_step_is_named(tmp_path: Path) -> None:
-    codes = run_job(tmp_path, 2, "killed")
+    codes = run_job(tmp_path, 2, "killed:beside")
     assert codes == [0, -signal.SIGALRM]
-    (left,) = left_by(tmp_path, 2, "killed", 0)
+    (left,) = left_by(tmp_path, 2, "killed:beside", 0)
     assert left["rank"] == 1
     assert "rank 1 is gone" in left["said"]

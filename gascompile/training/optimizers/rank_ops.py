@@ -25,6 +25,10 @@ _library.define("total(Tensor value) -> Tensor")
 _library.define(
     "add_part(Tensor gradient, int[] shape, int[] stride, int[] bounds, int own) -> Tensor"
 )
+_library.define(
+    "begin_part(Tensor gradient, int[] shape, int[] stride, int[] bounds, int own) -> Tensor"
+)
+_library.define("end_part(Tensor begun, int[] bounds, int own) -> Tensor")
 _library.define("norm(Tensor[] norms) -> Tensor")
 _library.define("gather(Tensor(a!) parameter, int[] bounds) -> ()")
 _library.define("whole(Tensor[] parts, int[] shape, int[] stride, int[] bounds) -> Tensor")
@@ -61,6 +65,22 @@ def _add_part(
     parameter = torch.empty_strided(shape, stride, device="meta")
     whole, _ = part_of(parameter, gradient, 0, bounds[0], bounds[-1])
     return exchange_under_way().add_part(whole, sizes_of(bounds))
+
+
+def _begin_part(
+    gradient: torch.Tensor, shape: list[int], stride: list[int], bounds: list[int], own: int
+) -> torch.Tensor:
+    """Begin what ``_add_part`` does; return nothing but what says so."""
+    parameter = torch.empty_strided(shape, stride, device="meta")
+    whole, is_copy = part_of(parameter, gradient, 0, bounds[0], bounds[-1])
+    # The gradient may be gone before the end, or be written to.
+    exchange_under_way().begin_part(whole if is_copy else whole.clone(), sizes_of(bounds))
+    return gradient.new_zeros(())
+
+
+def _end_part(begun: torch.Tensor, bounds: list[int], own: int) -> torch.Tensor:
+    """Return what ``_add_part`` returns, of the first that was begun."""
+    return exchange_under_way().end_part()
 
 
 def _norm(norms: list[torch.Tensor]) -> torch.Tensor:
@@ -114,6 +134,8 @@ for _name, _implementation in (
     ("add", _add),
     ("total", _total),
     ("add_part", _add_part),
+    ("begin_part", _begin_part),
+    ("end_part", _end_part),
     ("norm", _norm),
     ("gather", _gather),
     ("whole", _whole),
@@ -122,6 +144,8 @@ for _name, _implementation in (
         _library.impl(_name, _implementation, _key)
 _library.impl("add", lambda values: [value.new_empty(value.shape) for value in values], "Meta")
 _library.impl("add_part", _own_part, "Meta")
+_library.impl("begin_part", lambda gradient, *_: gradient.new_empty(()), "Meta")
+_library.impl("end_part", lambda begun, bounds, own: begun.new_empty(sizes_of(bounds)[own]), "Meta")
 _library.impl(
     "total",
     lambda value: value.new_empty(value.shape),
@@ -142,6 +166,8 @@ _library.impl(
 
 add = torch.ops.gascompile_ranks.add.default
 add_part = torch.ops.gascompile_ranks.add_part.default
+begin_part = torch.ops.gascompile_ranks.begin_part.default
+end_part = torch.ops.gascompile_ranks.end_part.default
 total = torch.ops.gascompile_ranks.total.default
 norm = torch.ops.gascompile_ranks.norm.default
 gather = torch.ops.gascompile_ranks.gather.default
@@ -153,10 +179,16 @@ def exchanges(target: object) -> bool:
     return isinstance(target, torch._ops.OpOverload) and target.namespace == NAMESPACE
 
 
+def bounds_of(target: object, args: Sequence[Any]) -> Sequence[int]:
+    """Return where each rank's elements of a range begin, of an op that has one range."""
+    bounds: Sequence[int] = args[3 if target in (add_part, begin_part) else 1]
+    return bounds
+
+
 def exchanged(node: fx.Node) -> tuple[int, bool]:
     """Return the bytes that an op of ranks exchanges, and whether each rank has or gives a part of them."""
-    if node.target in (add_part, gather):
-        bounds: Any = node.args[3 if node.target is add_part else 1]
+    if node.target in (add_part, begin_part, end_part, gather):
+        bounds = bounds_of(node.target, node.args)
         return torch.float32.itemsize * (bounds[-1] - bounds[0]), True
     values = pytree.tree_leaves(node.meta["val"])
     size_bytes = sum(value.numel() * value.element_size() for value in values)
@@ -175,6 +207,8 @@ def workspace_bytes(target: object, args: Sequence[Any]) -> int:
         parts: Sequence[torch.Tensor] = args[0]
         count = len(args[3]) // len(parts) - 1
         return max(part.numel() * part.element_size() for part in parts) * count + _SCALARS_BYTES
-    bounds: Sequence[int] = args[3 if target is add_part else 1]
+    if target is end_part:
+        return 0  # That of the ops since the beginning has it.
+    bounds = bounds_of(target, args)
     # What is received; and what is sent, where rows lie otherwise or a part goes to all.
     return 2 * torch.float32.itemsize * (bounds[-1] - bounds[0])

@@ -34,6 +34,7 @@ from gascompile.machines.op_times import computes_here, keep_times
 from gascompile.machines.resolve import step_times_path, this_machine_name
 from gascompile.runtime.memory.pages import Pages
 from gascompile.training.optimizers import rank_ops
+from gascompile.training.planning.rank_overlap import Network, waits_s, with_flying
 from gascompile.training.planning.step_program import StepProgram
 from gascompile.training.planning.step_workload import step_workload
 
@@ -90,6 +91,7 @@ def costed_workload(
     pages: Pages | None,
     sites: Sequence[str] = (),
     exchange_s: ExchangeTime | None = None,
+    busy: float = 1.0,
 ) -> Workload:
     """Return the planning problem of a step with what its ops were found to take here.
 
@@ -101,6 +103,7 @@ def costed_workload(
         pages: where large values lie.
         sites: other tiers whose processors may run updates.
         exchange_s: what exchanges between ranks take.
+        busy: share of that for which a processor is at work.
 
     Raises:
         StorageError: ``cache_dir`` cannot be made.
@@ -125,8 +128,11 @@ def costed_workload(
     if exchange_s is not None:
         nodes = [n for n in program.program.op_nodes() if rank_ops.exchanges(n.target)]
         times_s = {node.name: exchange_s(*rank_ops.exchanged(node)) for node in nodes}
-        exchanged = {name: OpCost(time_s, 0) for name, time_s in times_s.items()}
+        others_s = {op.name: op.time_s[machine.compute_tier] for op in costed.ops}
+        waits = waits_s(program, others_s, Network(time_s=times_s, busy=busy))
+        exchanged = {name: OpCost(time_s, 0) for name, time_s in waits.items()}
         costed = with_costs(costed, exchanged, device=machine.compute_tier)
+        costed = with_flying(costed, program)
     return _with_learnt(costed, program.program, cache_dir)
 
 

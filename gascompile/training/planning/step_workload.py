@@ -16,6 +16,7 @@ from gascompile.core.workload import TensorKind, TensorSpec, Workload
 from gascompile.passes.graph.annotate import annotate
 from gascompile.passes.graph.leaving import is_update
 from gascompile.training.optimizers import class_updates, coded_updates, rank_ops, update_ops
+from gascompile.training.planning import row_draws
 from gascompile.training.planning.step_program import EXCHANGE, RANDOM, StepProgram
 
 _SCALARS_BYTES = 512
@@ -75,6 +76,8 @@ def _own_bytes(node: fx.Node) -> int:
     values: list[Any] = [_meta(arg) for arg in node.args]
     if rank_ops.exchanges(node.target):
         return rank_ops.workspace_bytes(node.target, pytree.tree_map(_meta, node.args))
+    if node.target in (row_draws.dropout, row_draws.drawn):
+        return row_draws.workspace_bytes(node.target, values)
     if node.target in class_updates.RULE_OF:
         parameter, gradient, *_, scale, begin, end, _ = values
         rule, scaled = class_updates.RULE_OF[node.target], scale is not None

@@ -1,0 +1,149 @@
+"""``whatif --ranks`` and ``explain --hosts``: other numbers of ranks, and why a step over ranks is sharded so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from gascompile.commands import options as opt
+from gascompile.commands.hosts import as_json, hosts_of
+from gascompile.commands.output import emit, fields, grid, note, reserved_stdout
+from gascompile.commands.plans import read_plan
+from gascompile.core import serial
+from gascompile.core.machine import Machine
+from gascompile.core.sizes import format_size, format_time
+from gascompile.report.phrases import signed
+
+if TYPE_CHECKING:  # torch comes with it, which help and wrong usage need not wait for
+    from gascompile.api.other_ranks import RanksVariant
+    from gascompile.core.workload import Workload
+    from gascompile.passes.explain.shards import OtherShards
+
+
+def whatif_over(
+    source: str,
+    ranks: str,
+    how: tuple[str | None, bool],
+    shape: tuple[int, int],
+    cache_dir: Path | None,
+    *,
+    json: bool,
+) -> None:
+    """Say what a model takes over other numbers of ranks; ``how`` are --machine and --train."""
+    from gascompile.api.other_ranks import other_ranks
+
+    (machine, train), folder = how, opt.cache_dir_of(cache_dir)
+    try:
+        counts = [int(part) for part in ranks.split(",")]
+    except ValueError as error:
+        raise typer.BadParameter(f"--ranks is {ranks!r}; give numbers, as in 1,2,4,8") from error
+    with reserved_stdout(json), opt.usage_errors():
+        planned, own = _source_of(source)
+        resolved = own if own and machine is None else opt.machine_of(machine, folder, source)
+        found = other_ranks(
+            planned,
+            resolved,
+            counts,
+            train=train,
+            batch=shape[0],
+            tokens=shape[1],
+            cache_dir=folder,
+        )
+    unit = "rows of a rank" if train else "tokens of a request"
+    columns = [
+        ("ranks", True), ("step" if train else "token", True), ("a second", True), ("per rank", True),
+        ("between ranks", True), ("planned peak", False), ("what binds", False),
+    ]  # fmt: skip
+    data = {
+        "machine": resolved.name,
+        "train": train,
+        "variants": [serial.to_json(variant) for variant in found],
+    }
+    title = f"{source} over ranks on {resolved.name}: {unit} a second"
+    emit(json, data, grid(title, columns, [_cells(variant) for variant in found]))
+
+
+def _cells(found: RanksVariant) -> tuple[str, ...]:
+    if found.predicted_s is None:
+        return (
+            str(found.ranks),
+            f"needs {format_size(found.required_bytes or 0)}",
+            "",
+            "",
+            "",
+            "",
+            "",
+        )
+    return (
+        str(found.ranks),
+        format_time(found.predicted_s),
+        f"{found.per_second:.4g}",
+        f"{found.efficiency:.0%}",
+        format_time(found.exchange_s or 0.0),
+        ", ".join(f"{kind} {format_size(size)}" for kind, size in found.peak_bytes.items()),
+        found.binding,
+    )
+
+
+def explain_over(
+    source: str,
+    subject: str,
+    over: tuple[str | None, int | None, str | None, bool],
+    shape: tuple[int, int],
+    cache_dir: Path | None,
+    *,
+    json: bool,
+) -> None:
+    """Say why a step over ranks is sharded as it is; ``over`` are --hosts, --ranks, --machine and --train."""
+    from gascompile.api.plan_hosts import chain_of
+    from gascompile.passes.explain.shards import explain_shards
+    from gascompile.passes.parallel.shard_options import Training
+
+    hosts, ranks, machine, train = over
+    if not train or (hosts is None and ranks is None):
+        raise typer.BadParameter(
+            "what is sharded over ranks is explained of training steps: --train with --hosts or --ranks"
+        )
+    folder = opt.cache_dir_of(cache_dir)
+    with reserved_stdout(json), opt.usage_errors():
+        resolved = hosts_of(hosts, ranks, machine, folder, source)
+        planned, _ = _source_of(source)
+        workload, width = chain_of(planned, resolved.hosts[0].machine, shape, folder)
+        found = explain_shards(subject, workload, resolved, Training.adam(width or 2))
+    data = {
+        "subject": subject,
+        "why": found.reason,
+        "plan": as_json(found.plan),
+        "others": [serial.to_json(other) for other in found.others],
+    }
+    rows = [
+        ("hosts", f"{resolved.name}: {resolved.num_ranks} ranks"),
+        ("step", format_time(found.plan.predicted_s)),
+        ("why", found.reason),
+    ]
+    columns = [
+        ("all layers", False), ("planned so", True), ("step", True), ("change", True), ("binds", False),
+        ("why not", False),
+    ]  # fmt: skip
+    lines = [_choice(other) for other in found.others]
+    parts = [fields(subject, rows), grid("Each line is a plan made for it", columns, lines)]
+    emit(json, data, *parts, note("Layers are alike and ranks equal: what one has all have."))
+
+
+def _choice(other: OtherShards) -> tuple[str, ...]:
+    planned = str(other.layers) if other.layers else ""
+    if other.predicted_s is None or other.change_s is None:
+        return other.choice, planned, "", "", "", other.obstacle
+    times = (format_time(other.predicted_s), signed(other.change_s))
+    return other.choice, planned, *times, other.binding, ""
+
+
+def _source_of(source: str) -> tuple[Workload | str, Machine | None]:
+    """Return what is planned, and the machine where that is of a plan."""
+    path = Path(source)
+    if not opt.is_finished(path):
+        return source, None
+    made = read_plan(path)
+    return made.workload, made.machine

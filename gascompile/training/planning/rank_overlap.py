@@ -1,0 +1,160 @@
+"""Rank overlap: sums of gradients over the ranks that go on while the backward pass does.
+
+A sum begins where the gradient is whole, and its end, with the update that waits for it, moves to where the next one
+begins. Ranks begin the same exchanges in the same order whether they wait for each or not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import fx
+
+from gascompile.core.program import add_node, copied_graph, graph_module_of
+from gascompile.core.workload import Workload
+from gascompile.training.optimizers import rank_ops
+from gascompile.training.planning.step_program import StepProgram
+
+_MOST_BYTES = 64 << 20
+"""Of exchanges under way at a time: what is sent and what is received. [Empirical] Four ranges of 16 MiB, of which a
+network of 1 GB/s has 60 ms to bring, about as long as a processor takes for the layer of a billion parameters."""
+forced: bool | None = None
+"""Takes the place of the choice, for tests."""
+_FOLLOWS = ("gascompile_updates", "gascompile_ranks")
+_PLAIN = (torch.ops.aten.linalg_vector_norm.default, torch.ops.aten.zero_.default)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Network:
+    """What exchanges take."""
+
+    time_s: Mapping[str, float]
+    """By the name of the op, without anything beside it."""
+    busy: float
+    """Share of that which this rank's processor is at work for it, and computes nothing else."""
+
+
+def overlapped(step: StepProgram) -> StepProgram | None:
+    """Return a step whose sums of gradients go on beside ops; ``None`` where it has none that could."""
+    graph = copied_graph(step.program.graph_module.graph)
+    blocks = _blocks(graph)
+    if not blocks:
+        return None
+    place = {node: number for number, node in enumerate(graph.nodes)}
+    moves = [(block, _next_exchange(block[-1])) for block in blocks]
+    for block, before in moves:
+        # Of a user's own op between them something might be read before.
+        if all(u in block or place[u] >= place[before] for node in block for u in node.users):
+            for node in _begun(graph, block):
+                before.prepend(node)
+    graph.lint()
+    module = graph_module_of(step.program.graph_module, graph)
+    return replace(step, program=replace(step.program, graph_module=module))
+
+
+def _blocks(graph: fx.Graph) -> list[list[fx.Node]]:
+    """Return the sums of a parameter's gradient with what follows from them, each as they stand side by side."""
+    found: list[list[fx.Node]] = []
+    block: list[fx.Node] = []
+    for node in graph.nodes:
+        if node.target is rank_ops.add_part and (not block or _ends(block)):
+            block = [node]
+            found.append(block)
+        elif block and _follows(node):
+            block.append(node)
+        elif block:
+            block = []
+    return found
+
+
+def _ends(block: Sequence[fx.Node]) -> bool:
+    """Return whether the next sum is of another parameter."""
+    return any(node.target is not rank_ops.add_part for node in block)
+
+
+def _follows(node: fx.Node) -> bool:
+    target = node.target
+    is_ours = isinstance(target, torch._ops.OpOverload) and target.namespace in _FOLLOWS
+    return (is_ours and target is not rank_ops.add) or target in _PLAIN
+
+
+def _next_exchange(node: fx.Node) -> fx.Node:
+    """Return where a sum ends: before the next exchange, so that ranks begin them in one order, or with the step."""
+    node = node.next
+    while node.op != "output" and not rank_ops.exchanges(node.target):
+        node = node.next
+    return node
+
+
+def _begun(graph: fx.Graph, block: list[fx.Node]) -> list[fx.Node]:
+    """Let the last sums of a block begin only, as many as may be under way; return what is to come later, in order."""
+    sums = [node for node in block if node.target is rank_ops.add_part]
+    size_bytes, count = 0, 0
+    for node in reversed(sums):
+        size_bytes += flying_bytes(node)
+        count += size_bytes <= _MOST_BYTES
+    if not count:
+        return []
+    for node in sums[len(sums) - count :]:
+        with graph.inserting_before(node):
+            begun = add_node(graph, rank_ops.begin_part, node.args)
+        begun.meta["val"] = node.meta["val"].new_empty(())
+        node.target = rank_ops.end_part
+        node.args = (begun, node.args[3], node.args[4])
+    # What takes earlier sums stands behind all of them.
+    first = sums[len(sums) - count]
+    return block[block.index(first) :]
+
+
+def flying_bytes(node: fx.Node) -> int:
+    """Return what an exchange has in memory until its end."""
+    return 2 * rank_ops.exchanged(node)[0]
+
+
+def with_flying(workload: Workload, step: StepProgram) -> Workload:
+    """Return a workload whose ops have the memory of the exchanges that go on beside them."""
+    flying: list[int] = []
+    held: dict[str, int] = {}
+    for node in step.program.op_nodes():
+        held[node.name] = sum(flying)
+        if node.target is rank_ops.begin_part:
+            flying.append(flying_bytes(node))
+        elif node.target is rank_ops.end_part:
+            flying.pop(0)
+    ops = tuple(
+        replace(op, workspace_bytes=op.workspace_bytes + held.get(op.name, 0))
+        for op in workload.ops
+    )
+    return replace(workload, ops=ops)
+
+
+def waits_s(step: StepProgram, times_s: Mapping[str, float], network: Network) -> dict[str, float]:
+    """Return what exchanges take of the processor's time, beside ops or not.
+
+    One exchange goes on at a time. While ops run beside it they give up the share that it keeps the processor busy.
+
+    Args:
+        step: the program.
+        times_s: what other ops take.
+        network: what exchanges take by themselves.
+    """
+    found: dict[str, float] = {}
+    now_s = free_s = 0.0
+    flying: list[tuple[float, float]] = []
+    for node in step.program.op_nodes():
+        alone_s = network.time_s.get(node.name, 0.0)
+        if node.target is rank_ops.begin_part:
+            free_s = max(free_s, now_s) + alone_s
+            flying.append((free_s, alone_s))
+            found[node.name] = 0.0
+        elif node.target is rank_ops.end_part:
+            done_s, alone_s = flying.pop(0)
+            waited_s = min(max(done_s - now_s, 0.0), alone_s)
+            found[node.name] = waited_s + network.busy * (alone_s - waited_s)
+        elif rank_ops.exchanges(node.target):
+            # It waits for those before it.
+            found[node.name] = max(free_s - now_s, 0.0) + alone_s
+        now_s += found.get(node.name, times_s.get(node.name, 0.0))
+    return found

@@ -1,0 +1,178 @@
+"""Sums of gradients that go on beside ops: what they compute, what is exchanged in which order, and what they take."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from gascompile.core.checks.machine_files import preset
+from gascompile.core.errors import RankError
+from gascompile.core.ranks import RankLayout
+from gascompile.runtime.collectives import exchange
+from gascompile.runtime.collectives.exchange import Exchange, exchanging
+from gascompile.training.capture.joint import capture_joint
+from gascompile.training.capture.rank_loss import RankLoss
+from gascompile.training.optimizers import rank_ops
+from gascompile.training.planning.rank_overlap import (
+    Network,
+    flying_bytes,
+    overlapped,
+    waits_s,
+    with_flying,
+)
+from gascompile.training.planning.step_program import StepOptions, StepProgram, step_program
+from gascompile.training.planning.step_workload import step_workload
+from gascompile.training.settings import Settings
+from gascompile.training.state.aliasing import Storages
+from gascompile.training.step_cache import rules_of
+from tests.distributed.jobs import Tied, loss_fn, normed, wide
+
+MACHINE = preset("cpu-nvme")
+LAYOUT = RankLayout(rank=0, size=2)
+
+
+hyper: list[torch.Tensor] = []
+"""Of the newest step."""
+
+
+def step_of(model: nn.Module, *, accumulates: bool = False) -> StepProgram:
+    settings = Settings(layout=LAYOUT, accumulate=1 + accumulates)
+    batch = [torch.randn(4, 48), torch.randint(0, 3, (4,))]
+    storages, optimizer = Storages(model), torch.optim.AdamW(model.parameters())
+    joint = capture_joint(model, RankLoss(loss_fn, 2), batch, storages)
+    rules = rules_of(optimizer, joint.tensors, storages, list(joint.gradients), settings)
+    options = StepOptions(layout=LAYOUT, accumulates=accumulates)
+    hyper.append(rules.hyper(0, dict.fromkeys(rules.slots, 0), 1))
+    return step_program(joint, rules, name="step", options=options)
+
+
+class Alone:
+    """Stands for the exchange of the first of two ranks, the other of which has the same."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, int]] = []
+        self._begun: deque[torch.Tensor] = deque()
+
+    def add(self, values: torch.Tensor) -> None:
+        self.told.append(("add", values.numel()))
+        values.mul_(2)
+
+    def add_part(self, values: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+        self.told.append(("part", values.numel()))
+        return values[: sizes[0]] * 2
+
+    def begin_part(self, values: torch.Tensor, sizes: Sequence[int]) -> None:
+        self._begun.append(self.add_part(values, sizes))
+
+    def end_part(self) -> torch.Tensor:
+        return self._begun.popleft()
+
+    def gather(self, values: torch.Tensor, sizes: Sequence[int], part: Any = None) -> None:
+        self.told.append(("gather", values.numel()))
+        values[sizes[0] :] = 0.5
+
+    def abandon(self) -> None:
+        assert not self._begun
+
+
+def run(step: StepProgram) -> tuple[list[torch.Tensor], list[tuple[str, int]]]:
+    """Run a step on made-up values; return what it has computed and changed, and what was exchanged."""
+    generator = torch.Generator().manual_seed(2)
+    env: dict[fx.Node, Any] = {}
+    held = []
+    alone: Any = Alone()
+    with exchanging(alone), torch.no_grad():
+        for node in step.program.graph_module.graph.nodes:
+            if node.op == "placeholder":
+                like = node.meta["val"]
+                value = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
+                is_index = not like.is_floating_point()
+                if node.name.startswith("hyper"):
+                    env[node] = hyper[-1]
+                    continue
+                env[node] = (
+                    value.zero_() if is_index else value.uniform_(0.0, 0.05, generator=generator)
+                )
+                held.append(env[node])
+            elif node.op == "call_function":
+                args, kwargs = fx.node.map_arg((node.args, node.kwargs), env.__getitem__)
+                env[node] = node.target(*args, **kwargs)
+            else:
+                held += pytree.tree_leaves(fx.node.map_arg(node.args, env.__getitem__))
+    return held, alone.told
+
+
+@pytest.mark.parametrize(("model", "accumulates"), [(wide, False), (Tied, True), (normed, False)])
+def test_the_same_is_computed_and_exchanged_in_the_same_order(
+    model: Any, accumulates: bool
+) -> None:
+    torch.manual_seed(0)
+    step = step_of(model(), accumulates=accumulates)
+    beside = overlapped(step)
+    assert beside is not None
+    (found, told), (wanted, wanted_told) = run(beside), run(step)
+    assert told == wanted_told
+    for own, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(own, other, rtol=0.0, atol=0.0, equal_nan=True)
+    assert not any(value.isnan().any() for value in wanted)
+    targets = [node.target for node in beside.program.op_nodes()]
+    assert targets.count(rank_ops.begin_part) == targets.count(rank_ops.end_part) > 0
+    assert rank_ops.add_part not in targets
+
+
+def test_what_is_under_way_is_memory_of_the_ops_beside_it() -> None:
+    step = step_of(wide())
+    beside = overlapped(step)
+    assert beside is not None
+    workload = step_workload(beside, MACHINE)
+    counted = with_flying(workload, beside)
+    nodes = beside.program.op_nodes()
+    for number, (before, after) in enumerate(zip(workload.ops, counted.ops, strict=True)):
+        begun = [n for n in nodes[:number] if n.target is rank_ops.begin_part]
+        ended = sum(n.target is rank_ops.end_part for n in nodes[:number])
+        flying = sum(map(flying_bytes, begun[ended:]))
+        assert after.workspace_bytes - before.workspace_bytes == flying
+    assert counted != workload
+    assert with_flying(step_workload(step, MACHINE), step) == step_workload(step, MACHINE)
+
+
+def test_an_exchange_takes_what_ops_leave_of_it() -> None:
+    step = step_of(wide())
+    beside = overlapped(step)
+    assert beside is not None
+    nodes = beside.program.op_nodes()
+    begin = next(i for i, n in enumerate(nodes) if n.target is rank_ops.begin_part)
+    end = next(i for i, n in enumerate(nodes) if n.target is rank_ops.end_part)
+    names = [node.name for node in nodes[begin + 1 : end]]
+    assert names
+    network = {nodes[begin].name: 1.0, nodes[end].name: 1.0}
+    for each_s, wanted in ((0.0, 1.0), (0.5 / len(names), 0.5 + 0.2 * 0.5), (9.0, 0.2)):
+        times = dict.fromkeys(names, each_s)
+        found = waits_s(beside, times, Network(time_s=network, busy=0.2))
+        assert found[nodes[end].name] == pytest.approx(wanted)
+        assert found[nodes[begin].name] == 0.0
+    # An exchange that waits for its end waits for those before it, too.
+    other = next(n.name for n in nodes[end:] if n.target is rank_ops.gather)
+    found = waits_s(beside, {}, Network(time_s={**network, other: 0.25}, busy=0.2))
+    assert found[other] == pytest.approx(0.25)
+
+
+def test_what_is_under_way_when_a_run_ends_is_waited_for_by_nobody() -> None:
+    found = Exchange.__new__(Exchange)
+    found.is_hung = False
+    values = [torch.zeros(4), torch.ones(4)]
+    found._begun = deque([exchange._Begun(SimpleNamespace(), *values)])  # type: ignore[arg-type]
+    kept = len(exchange._kept)
+    with pytest.raises(RankError), exchanging(found):
+        raise RankError("another rank", rank=1)
+    assert found.is_hung
+    assert not found._begun
+    assert [id(value) for value in exchange._kept[kept:]] == [id(value) for value in values]
+    del exchange._kept[kept:]
