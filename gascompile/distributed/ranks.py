@@ -19,6 +19,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
@@ -28,6 +29,7 @@ from gascompile.core.errors import NanLossError, RankError, RankMismatchError
 from gascompile.core.ranks import RankLayout
 from gascompile.distributed.ladder import Ladder
 from gascompile.distributed.opening import open_default_group
+from gascompile.distributed.reasons import broken, first_line
 from gascompile.distributed.votes import Votes
 from gascompile.runtime.collectives.exchange import Exchange, ends
 
@@ -258,15 +260,9 @@ class Ranks:
             RankError: a rank does something else, or has failed.
         """
         sizes = [row[0] for row in self.compare(what, b"", [len(data)])]
-        own = torch.zeros(max(*sizes, 1), dtype=torch.uint8)
-        own[: len(data)] = torch.frombuffer(bytearray(data or b"0"), dtype=torch.uint8)[: len(data)]
-        found = torch.empty(len(sizes), len(own), dtype=torch.uint8)
-        try:
-            work = dist.all_gather(list(found.unbind()), own, group=self._meeting, async_op=True)
-            self._wait(work)
-        except RuntimeError as error:
-            raise self._reason(error) from error
-        return [row[:size].numpy().tobytes() for row, size in zip(found, sizes, strict=True)]
+        own = torch.from_numpy(np.frombuffer(data, dtype=np.uint8).copy())
+        found = self.trade(own.repeat(len(sizes)), [len(data)] * len(sizes), sizes)
+        return [part.numpy().tobytes() for part in found.split(sizes)]
 
     def expect(self, time_s: float) -> None:
         """Give a rank, or its drives, up that are silent for too long in a step; ``time_s`` is what one takes."""
@@ -305,7 +301,7 @@ class Ranks:
             with contextlib.suppress(RuntimeError):
                 self._store.set(f"failed/{own}", said)
         self._failure = (
-            error if isinstance(error, RankError) else RankError(_broken(own, said), rank=own)
+            error if isinstance(error, RankError) else RankError(broken(own, said), rank=own)
         )
         groups = _open.get(self._members)
         if groups is not None and groups.work is self._group:
@@ -339,7 +335,7 @@ class Ranks:
         who = f"rank {gone} is gone or stopped" if gone >= 0 else "a rank is gone, silent or hung"
         return RankError(
             f"{who}: this is rank {self.layout.rank} of {self.layout.size}, and the exchange with the others broke "
-            f"({_first_line(error)}). Start the job again from its last checkpoint; torchrun --max-restarts does so",
+            f"({first_line(error)}). Start the job again from its last checkpoint; torchrun --max-restarts does so",
             rank=gone,
         )
 
@@ -350,7 +346,7 @@ class Ranks:
             with contextlib.suppress(RuntimeError):
                 if rank != self.layout.rank and self._store.check([f"failed/{rank}"]):
                     said = self._store.get(f"failed/{rank}").decode()
-                    return RankError(_broken(rank, said), rank=rank)
+                    return RankError(broken(rank, said), rank=rank)
         return None
 
     def _is_gone(self, rank: int) -> bool:
@@ -399,14 +395,3 @@ def find_group(mesh: DeviceMesh | None = None) -> dist.ProcessGroup | None:
         return None
     assert dist.group.WORLD is not None, "it is initialised"
     return dist.group.WORLD
-
-
-def _broken(rank: int, said: str) -> str:
-    return (
-        f"rank {rank} has failed: {said}. All ranks have stopped, and values may be half updated; mend the cause and "
-        "start the job again from its last checkpoint"
-    )
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).split("\n")[0].split(". This is typically")[0]

@@ -91,7 +91,7 @@ class RankDraws:
         rank = self._ranks.layout.rank
         if len(set(states)) > 1:
             state = torch.get_rng_state()
-            self._ranks.send_from_first([state])
+            self._ranks.send([state])
             self._state = state if states[rank] != states[0] else None
         self._place = Place(first=sum(rows[:rank]), total=sum(rows))
         self._is_own = len(set(whats)) > 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,6 +38,7 @@ from gascompile.training.optimizers import rank_ops
 from gascompile.training.planning.step_program import StepProgram
 from gascompile.training.rank_draws import RankDraws
 from gascompile.training.rank_runs import RankRun, RankRuns
+from gascompile.training.rank_values import digest_of, memory_of
 from gascompile.training.state.rank_checkpoints import RankCheckpoints, own_bytes
 from gascompile.training.state.replicas import ReplicaCost
 from gascompile.training.state.train_state import States
@@ -120,9 +120,9 @@ class RankStep:
         kind = type(optimizer).__qualname__
         facts = serial.digest([type(model).__qualname__, described, kind, groups]).encode()
         self._ranks.compare("the model or the optimizer", facts)
-        whole = _memory_of([t.detach() for t in tensors.values() if t.device.type == "cpu"])
+        whole = memory_of([t.detach() for t in tensors.values() if t.device.type == "cpu"])
         sizes = serial.digest([memory.numel() for memory in whole]).encode()
-        sum_of = int.from_bytes(_digest(whole)[:7], "little")
+        sum_of = int.from_bytes(digest_of(whole)[:7], "little")
         found = self._ranks.compare("how its tensors lie in memory", sizes, [sum_of])
         if any(row != found[0] for row in found):
             _log.info("ranks begin with other values: all take those of rank 0")
@@ -278,7 +278,7 @@ class RankStep:
         Raises:
             RankError: one does something else, or has failed.
         """
-        self._ranks.compare(what, _digest(_memory_of(tensors)))
+        self._ranks.compare(what, digest_of(memory_of(tensors)))
 
     def checkpoints(self, folder: Path) -> RankCheckpoints:
         """Return the checkpoints in a folder, which all ranks ask for."""
@@ -393,21 +393,5 @@ def _behind(node: fx.Node, step: StepProgram) -> list[object]:
     return found
 
 
-def _memory_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the memory of tensors as bytes, once where several share it."""
-    found = {}
-    for tensor in tensors:
-        storage = tensor.untyped_storage()
-        found[storage.data_ptr()] = torch.empty(0, dtype=torch.uint8).set_(storage)
-    return [memory for memory in found.values() if memory.numel()]
-
-
 def _is_numbers(arg: object) -> bool:
     return isinstance(arg, (list, tuple)) and all(isinstance(item, int) for item in arg)
-
-
-def _digest(memory: Sequence[torch.Tensor]) -> bytes:
-    digest = hashlib.blake2b(digest_size=8)
-    for part in memory:
-        digest.update(part.numpy().data)
-    return digest.digest()

@@ -226,6 +226,8 @@ class StepPlanner:
         """Let a step of several ranks draw what one process draws; a batch of another size shows where rows are."""
         assert options.layout is not None, "there are several ranks"
         if draws_of(joint.graph_module.graph):
+            from gascompile.training.capture.joint import capture_joint
+
             wide, loss = with_a_row_more(batch), self._traced(options)
             more = capture_joint(self._model, loss, wide, storages, trains=options.trains)
             draw_by_rows(joint, more, options.layout.size)

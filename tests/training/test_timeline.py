@@ -31,6 +31,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[RecordedStep, An
         found = record(step, third)
         report = step.last_run
         assert step.recording is None
+        assert step.graph_module is not None
         code = step.graph_module.code
         losses += [float(found.loss), float(step(fourth))]
     # The schedule as code: a call for each move of the plan.

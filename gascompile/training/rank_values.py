@@ -1,0 +1,25 @@
+"""Values of ranks as bytes, to be compared and sent."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+
+
+def memory_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the memory of tensors as bytes, once where several share it."""
+    found = {}
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        found[storage.data_ptr()] = torch.empty(0, dtype=torch.uint8).set_(storage)
+    return [memory for memory in found.values() if memory.numel()]
+
+
+def digest_of(memory: Sequence[torch.Tensor]) -> bytes:
+    """Return a digest of what ``memory_of`` has found."""
+    digest = hashlib.blake2b(digest_size=8)
+    for part in memory:
+        digest.update(part.numpy().data)
+    return digest.digest()
