@@ -15,8 +15,14 @@ ranks: $(STAMP)
 	OMP_NUM_THREADS=1 $(PY) -m torch.distributed.run --nproc-per-node=2 -m examples.train_ranks
 
 # Each test with one thread of torch: threads of several would wait for each other. Some wait for processes or the drive.
-test: lint typecheck
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n 3 --dist worksteal
+# Types are checked meanwhile, and what is wrong with them is said last.
+TYPES = .typecheck/report.txt
+test: lint
+	@mkdir -p .typecheck; $(PY) tools/typecheck.py >$(TYPES) 2>&1 & types=$$!; \
+	trap 'kill $$types 2>/dev/null' EXIT; trap 'exit 130' INT TERM; \
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n 3 --dist worksteal; tests=$$?; \
+	wait $$types; types_status=$$?; trap - EXIT; cat $(TYPES); \
+	exit $$((tests ? tests : types_status))
 
 lint: $(STAMP)
 	$(PY) -m ruff check $(SOURCES)

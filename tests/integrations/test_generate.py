@@ -32,7 +32,7 @@ Compiled = Callable[..., Any]
 def compiled(run_cache: Path) -> Iterator[Compiled]:
     found: list[Any] = []
 
-    def compile_it(model: Any, budget: str = "8MiB") -> Any:
+    def compile_it(model: Any, budget: str = "16MiB") -> Any:
         found.append(gascompile.compile(model, budget, machine="cpu-nvme", cache_dir=run_cache))
         return found[-1]
 
@@ -73,7 +73,7 @@ def _asked() -> dict[str, list[str]]:
 @pytest.mark.parametrize("family", sorted(_asked()))
 def test_generate_is_transformers_own(family: str, compiled: Compiled) -> None:
     model = table.made(family)
-    it = compiled(model, "16MiB")
+    it = compiled(model)
     inputs = table.prompt(family)
     for mode in _asked()[family]:
         try:

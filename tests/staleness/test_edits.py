@@ -6,13 +6,15 @@ that is imported anew before and after it, as by two processes that share a cach
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from torch import nn
 
 from gascompile.capture.export import capture
 from gascompile.capture.fingerprint.fingerprint import module_print
+from gascompile.capture.fingerprint.replaced import replaced_functions
 from gascompile.capture.record.dependencies import Dependencies
 from gascompile.core.errors import CaptureError
 from tests.packages import fresh
@@ -177,3 +180,21 @@ def test_slots_that_a_class_below_hides() -> None:
     half.below, third.below = 2, 3
     prints = [module_print(Applies(value)).digest for value in (one, half, third)]
     assert len({*prints}) == 3
+
+
+def test_what_a_library_makes_of_its_own_functions_is_no_programs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Decorators of hypothesis make functions of text; what a program puts in their place is still seen."""
+    model = nn.Linear(2, 2)
+    strategies = importlib.import_module("hypothesis.strategies")
+    made = vars(strategies)["slices"]
+    assert made.__code__.co_filename == "<string>", "or this shows nothing"
+    assert not [place for place, _ in replaced_functions() if place.startswith("hypothesis.")]
+    key = module_print(model).key
+    space: dict[str, Callable[..., Any]] = {}
+    exec("def around(f):\n    def relu(x):\n        return f(x)\n    return relu", space)
+    for inner in (lambda x: 3 * x, nn.functional.gelu):
+        monkeypatch.setattr(nn.functional, "relu", space["around"](inner))
+        assert [place for place, _ in replaced_functions()] == ["torch.nn.functional.relu"]
+        assert module_print(model).key != key

@@ -34,11 +34,13 @@ _OWN_CACHE = {
         "capture_step",
         "crash",
         "devices",
+        "from_checkpoint",
         "fused_steps",
         "refusals",
         "saved_plans",
         "step_cache",
         "step_costs",
+        "step_graphs",
         "step_program",
         "updates_on_host",
     )

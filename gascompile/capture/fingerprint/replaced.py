@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dis
+import inspect
 import sys
 import types
 from collections.abc import Iterator, Mapping
@@ -18,6 +20,11 @@ from gascompile.capture.fingerprint.code_origin import (
 
 _versioned_files: set[str] = set()
 """Files whose functions need no second look."""
+_PASSING_ON = {
+    "RESUME", "COPY_FREE_VARS", "PUSH_NULL", "LOAD_DEREF", "LOAD_FAST", "LOAD_FAST_BORROW", "PRECALL", "CALL",
+    "RETURN_VALUE",
+}  # fmt: skip
+"""All that a function does which calls another one and returns what that returns."""
 
 
 def replaced_functions() -> list[tuple[str, types.FunctionType]]:
@@ -46,5 +53,47 @@ def _holds_others(space: Mapping[str, Any]) -> bool:
 
 def _foreign(place: str, space: Mapping[str, Any]) -> Iterator[tuple[str, types.FunctionType]]:
     for name, value in sorted(space.items()):
-        if type(value) is types.FunctionType and not origin_of_code(value).versioned:
+        if type(value) is types.FunctionType and not _is_library_code(value):
             yield f"{place}.{name}", value
+
+
+def _is_library_code(function: types.FunctionType) -> bool:
+    """Return whether a version stands for what a function does, and for what it holds where that was made for it.
+
+    A decorator may make, of text, a function that has the signature of another one and calls that. Which libraries
+    were imported is no part of a program, so these are not taken for the program's.
+    """
+    if origin_of_code(function).versioned:
+        return True
+    inner = _passed_on_to(function)
+    return (
+        inner is not None and "<locals>" in inner.__qualname__ and _is_made_of_library_code(inner)
+    )
+
+
+def _is_made_of_library_code(function: types.FunctionType) -> bool:
+    if not origin_of_code(function).versioned and _passed_on_to(function) is None:
+        return False
+    held = [cell.cell_contents for cell in function.__closure__ or ()]
+    return all(_is_made_of_library_code(f) for f in held if isinstance(f, types.FunctionType))
+
+
+def _passed_on_to(function: types.FunctionType) -> types.FunctionType | None:
+    """Return the function that gets all arguments as they are; ``None`` where anything else is done."""
+    code = function.__code__
+    steps = list(dis.get_instructions(code))
+    flags = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS
+    names = [step.argval for step in steps if step.opname.startswith("LOAD_FAST")]
+    counts = [step.arg for step in steps if step.opname == "CALL"]
+    is_plain = not (code.co_kwonlyargcount or code.co_flags & flags or function.__defaults__)
+    if (
+        {step.opname for step in steps} <= _PASSING_ON
+        and is_plain
+        and names == list(code.co_varnames) == list(code.co_varnames[: code.co_argcount])
+        and counts == [len(names)]
+        and len(code.co_freevars) == 1
+    ):
+        assert function.__closure__ is not None
+        inner = function.__closure__[0].cell_contents
+        return inner if isinstance(inner, types.FunctionType) else None
+    return None
