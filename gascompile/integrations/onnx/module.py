@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,8 @@ NODES = "gascompile.onnx"
 Declared = tuple[str, tuple[int | str | None, ...] | None]
 """Torch's dtype and the sizes of a value by its file: numbers, names, or nothing."""
 
+_MOST_VALUES = 1 << 30
+"""Of an input that is made up."""
 _REFUSALS = (
     RuntimeError, IndexError, KeyError, ValueError, TypeError, AttributeError, ArithmeticError
 )  # fmt: skip
@@ -62,13 +65,21 @@ class OnnxModel(nn.Module):
         """Name of a parameter or a buffer by its name in the graph."""
 
     def made_up_inputs(self, batch: int, tokens: int) -> dict[str, torch.Tensor]:
-        """Return zeros of the inputs' types; sizes with names are ``batch`` along the first axis, else ``tokens``."""
+        """Return zeros of the inputs' types; sizes with names are ``batch`` along the first axis, else ``tokens``.
+
+        Raises:
+            UnsupportedOpError: an input is of a size that nobody has.
+        """
         found = {}
         for name, (dtype, dims) in self.inputs.items():
             sizes = [
                 dim if isinstance(dim, int) else batch if axis == 0 else tokens
                 for axis, dim in enumerate(dims or ())
             ]
+            if min(sizes, default=0) < 0 or math.prod(sizes) > _MOST_VALUES:
+                raise UnsupportedOpError(
+                    f"the input {ascii(name)[:200]} has the sizes {sizes}; give inputs of plausible ones"
+                )
             found[name] = torch.zeros(sizes, dtype=getattr(torch, dtype))
         return found
 
