@@ -251,10 +251,8 @@ def decoded(
     A value is computed in float32 and rounded once; ``plain`` keeps to plain torch, whatever is installed.
     """
     if packing_of(form) is not None:
-        num_rows = wire_rows(rows, form, columns)
-        found = torch.empty((num_rows, columns), dtype=dtype, device=rows.device)
-        step = block_rows(1, columns, num_rows)
-        native = None if plain else _native(rows)
+        found = rows.new_empty((wire_rows(rows, form, columns), columns), dtype=dtype)
+        step, native = block_rows(1, columns, len(found)), None if plain else _native(rows)
         for begin, end, block in unpacked(rows, form, columns, step, native):
             found[begin:end].copy_(block.to(dtype))
         return found
