@@ -119,8 +119,11 @@ def with_masks(
     made = {k: whole(of) for k, of in mask.items()} if isinstance(mask, dict) else whole(mask)
     if num_tokens == 1:
         # From then on as long as nothing says otherwise: the library's way takes longer than small layers do.
-        is_plain = quick is not None and isinstance(made, torch.Tensor)
-        cache.has_plain_masks = is_plain and torch.equal(made, quick)
+        cache.has_plain_masks = (
+            isinstance(quick, torch.Tensor)
+            and isinstance(made, torch.Tensor)
+            and torch.equal(made, quick)
+        )
     return dict(call) | {"attention_mask": made}
 
 

@@ -35,7 +35,7 @@ class Grouped(nn.Module):
         """Return the attention over the positions that the mask is for."""
         times, seen = query.shape[1] // keys.shape[1], mask.shape[-1]
         keys, values = (self.repeat(x.narrow(2, 0, seen), times) for x in (keys, values))
-        options = {"attn_mask": mask, "scale": 0.3} | self.options
+        options: dict[str, Any] = {"attn_mask": mask, "scale": 0.3} | self.options
         return attention(query, keys, values, **options)
 
 
