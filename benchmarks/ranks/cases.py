@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 Sizes = dict[str, int]
+Loss = Callable[[nn.Module, Any], torch.Tensor]
 LANGUAGE: dict[str, Sizes] = {
     "toy": {"layers": 2, "width": 64, "heads": 2, "vocab": 256, "tokens": 16},
     "small": {"layers": 2, "width": 128, "heads": 4, "vocab": 1024, "tokens": 32},
@@ -32,7 +33,7 @@ class Case:
     """A model to train."""
 
     build: Callable[[], nn.Module]
-    loss: Callable[[nn.Module, Any], torch.Tensor]
+    loss: Loss
     batch: Callable[[int, int], Any]
     """Of a step's number and how many rows all ranks have; tensors begin with the rows."""
 
@@ -53,13 +54,14 @@ def case_of(name: str, size: str, tokens: int | None = None) -> Case:
         from examples.small_gpt import NUM_BYTES
 
         sizes["vocab"] = NUM_BYTES
-    build, loss = {
+    named: dict[str, tuple[Callable[[Sizes], nn.Module], Loss]] = {
         "gpt": (_small_gpt, _next_token),
         "gpt2": (_gpt2, _masked),
         "gpt2-dropout": (partial(_gpt2, dropout=0.1), _masked),
         "llama": (_llama, _unmasked),
         "mixtral": (_mixtral, _unmasked),
-    }[name]
+    }
+    build, loss = named[name]
 
     def batch(number: int, rows: int) -> torch.Tensor:
         random = torch.Generator().manual_seed(1000 + number)

@@ -177,7 +177,8 @@ class _One(_Ratio):
 
 def test_slots_that_a_class_below_hides() -> None:
     one, half, third = _One(), _One(), _One()
-    half.below, third.below = 2, 3
+    for value, below in ((half, 2), (third, 3)):
+        setattr(value, "below", below)  # noqa: B010 - a slot that mypy does not know
     prints = [module_print(Applies(value)).digest for value in (one, half, third)]
     assert len({*prints}) == 3
 
