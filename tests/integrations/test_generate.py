@@ -269,7 +269,7 @@ def test_hidden_states_of_a_model_that_never_gave_any(compiled: Compiled) -> Non
     other.load_state_dict(model.state_dict())
     it = compiled(model)
     for use_cache in (True, False):
-        full = {"return_dict_in_generate": True, "output_hidden_states": True}
+        full: dict[str, Any] = {"return_dict_in_generate": True, "output_hidden_states": True}
         full |= {"max_new_tokens": 3, "do_sample": False, "use_cache": use_cache}
         found, wanted = (one.generate(text(2, 5), **full) for one in (it, other))
         assert torch.equal(found.sequences, wanted.sequences)
