@@ -20,7 +20,7 @@ import pytest
 import torch
 import transformers
 from transformers import PreTrainedModel
-from transformers.generation import GenerationMixin
+from transformers.generation.utils import GenerationMixin
 
 import gascompile
 from gascompile.api.compiled import CompiledModel
@@ -76,7 +76,7 @@ class _Budgeted(GasTrainer):
         super().__init__(*args, budget=BUDGET, **options)
 
 
-class _BudgetedSeq2Seq(GasTrainer, transformers.Seq2SeqTrainer):
+class _BudgetedSeq2Seq(GasTrainer, transformers.Seq2SeqTrainer):  # type: ignore[misc]
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, budget=BUDGET, **options)
 

@@ -166,6 +166,7 @@ def test_lambdas_and_made_classes_of_libraries_differ_by_what_they_do() -> None:
 
 class _Ratio:
     __slots__ = ("above", "below")
+    below: int
 
 
 class _One(_Ratio):
