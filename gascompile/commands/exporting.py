@@ -13,6 +13,7 @@ from gascompile.commands import options as opt
 from gascompile.commands.output import counted, emit, fields, note, reserved_stdout
 from gascompile.core import serial
 from gascompile.core.plan import Plan
+from gascompile.core.serial import JsonValue
 from gascompile.core.sizes import format_size
 
 if TYPE_CHECKING:
@@ -202,7 +203,7 @@ def plan_with_onnx(
     shape: tuple[int, int],
     cache_dir: Path,
     **options: Any,
-) -> tuple[Plan, dict[str, Any], list[RenderableType]]:
+) -> tuple[Plan, JsonValue, list[RenderableType]]:
     """Plan a model and write it as ONNX with the plan; return that, and what is printed as JSON and for people.
 
     ``onnx`` is the file, and whether one that is there is replaced; ``options`` are those of ``CompileConfig``.
@@ -220,7 +221,7 @@ def plan_with_onnx(
             source, budget, resolved, cache_dir=cache_dir, shape=shape, **options
         )
         written, annotated = write_plan(planned, file, overwrite=overwrite)
-    data = {
+    data: JsonValue = {
         "plan": serial.to_json(planned.plan),
         "onnx": {**export_json(written), **annotated_json(annotated)},
     }

@@ -143,6 +143,8 @@ def test_a_kill_leaves_the_file_of_before(root: Path, tmp_path: Path) -> None:
 
 
 class Counter(nn.Module):
+    calls: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("calls", torch.zeros(1))
@@ -159,7 +161,8 @@ class Writer(nn.Module):
 
 class Inverse(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.linalg.lu_factor(x)[0]
+        found: torch.Tensor = torch.linalg.lu_factor(x)[0]
+        return found
 
 
 @pytest.mark.parametrize(

@@ -133,7 +133,7 @@ def _site(
     """Return where a node runs: where all of the ops that it is do, if these read the weights that it reads."""
     if not names or any(name not in sites for name in names):
         return None
-    taken = {weights[v.name] for v in node.inputs if v is not None and v.name in weights}
+    taken = {weights[str(v.name)] for v in node.inputs if v is not None and v.name in weights}
     # An op that reads nothing is a view; who reads the values is another.
     read = [reads[name] for name in names]
     if taken and all(read) and not taken <= set().union(*read):

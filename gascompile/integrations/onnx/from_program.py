@@ -237,10 +237,10 @@ def _origin(node: torch.fx.Node, ops: Mapping[str, str], graph_id: int) -> str |
 
     ``None`` where the chain forks or ends elsewhere than in the graph of that id, at an op of that target.
     """
-    sources = node.meta.get("from_node") or ()
-    source = None
+    sources: list[Any] = node.meta.get("from_node") or []
+    source: Any = None
     while len(sources) == 1:
-        (source,) = sources
+        source = sources[0]
         sources = source.from_node
     if sources or source is None or source.graph_id != graph_id:
         return None
@@ -269,7 +269,7 @@ def _simplified(model: onnx_ir.Model) -> None:
         )
         onnx_ir.passes.Sequential(
             common.RemoveUnusedNodesPass(),
-            common.RemoveUnusedFunctionsPass(),
+            common.RemoveUnusedFunctionsPass(),  # type: ignore[no-untyped-call]
             common.RemoveUnusedOpsetsPass(),
             common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0),
             common.DeduplicateInitializersPass(),

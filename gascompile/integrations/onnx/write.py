@@ -102,11 +102,11 @@ def write_onnx(
         data = file.with_name(f"{file.name}.{number}.data")
     in_place, others = place_weights(sources, file.parent)
     large = [
-        value for value in model.graph.initializers.values()
-        if value.const_value is not None and _is_large(value.const_value)
+        (value, tensor) for value in model.graph.initializers.values()
+        if (tensor := value.const_value) is not None and _is_large(tensor)
     ]  # fmt: skip
     needed_bytes = sum(sources[n].size_bytes for n in others)
-    needed_bytes += sum(v.const_value.nbytes for v in large)
+    needed_bytes += sum(tensor.nbytes for _, tensor in large)
     require_space(needed_bytes, file.parent)
     with (
         partial_file(data) as (stream, temporary),
@@ -116,8 +116,8 @@ def write_onnx(
         for name in others:
             begin = copy_weight(sources[name], stream, advance)
             extents[name] = _extent(data, begin, stream.tell())
-        for value in large:
-            begin = append(value.const_value.tobytes(), stream)
+        for value, tensor in large:
+            begin = append(tensor.tobytes(), stream)
             _point(value, _constant_source(value), _extent(data, begin, stream.tell()), file.parent)
         for name, extent in extents.items():
             _point(model.graph.initializers[name], sources[name], extent, file.parent)
@@ -155,10 +155,10 @@ def _extent(data: Path, begin: int, end: int) -> Extent:
     return Extent(path=str(data), offset=begin, size_bytes=end - begin)
 
 
-def _is_large(value: Any) -> bool:
+def _is_large(tensor: Any) -> bool:
     import onnx_ir
 
-    return not isinstance(value, onnx_ir.ExternalTensor) and value.nbytes >= _INLINE_BYTES
+    return not isinstance(tensor, onnx_ir.ExternalTensor) and bool(tensor.nbytes >= _INLINE_BYTES)
 
 
 def _constant_source(value: onnx_ir.Value) -> WeightSource:
