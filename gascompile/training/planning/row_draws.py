@@ -114,7 +114,7 @@ def draws_of(graph: fx.Graph) -> list[fx.Node]:
 def _is_idle(node: fx.Node) -> bool:
     """Return whether an op is told not to draw, as attention without dropout is, or a dropout to drop all."""
     is_dropout = name_of(node.target) == "native_dropout"
-    return is_without_chance(node) or (is_dropout and node.args[1] == 1)
+    return is_without_chance(node) or (is_dropout and node.args[1] in (1, 1.0))
 
 
 def described(graph: fx.Graph) -> list[object]:
@@ -126,7 +126,7 @@ def described(graph: fx.Graph) -> list[object]:
             found.append(["dropout", p, outer, inner])
         elif node.target is drawn:
             _, dtype, law, numbers, _, outer, _, inner, _ = node.args
-            found.append([law, str(dtype), list(numbers), outer, inner])
+            found.append([law, str(dtype), numbers, outer, inner])
         else:
             given = pytree.tree_leaves((node.args, node.kwargs))
             found.append([str(node.target), [repr(x) for x in given if not isinstance(x, fx.Node)]])
