@@ -17,7 +17,6 @@ import torch
 from torch import fx
 
 from gascompile.core import serial
-from gascompile.core.program import draws
 from gascompile.distributed.ranks import Ranks
 from gascompile.distributed.rows import num_rows
 from gascompile.runtime.collectives.row_numbers import Place, placed
@@ -65,7 +64,7 @@ class RankDraws:
                 and node.target.namespace == row_draws.NAMESPACE
                 for node in graph.nodes
             )
-            is_drawing = any(draws(node.target) for node in graph.nodes)
+            is_drawing = bool(row_draws.draws_of(graph))
             self._described[graph_module] = (number if is_drawing else _NOTHING, by_rows)
         what, by_rows = self._described[graph_module]
         if what == _NOTHING:

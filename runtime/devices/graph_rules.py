@@ -81,7 +81,7 @@ def host_reason(node: fx.Node) -> str:
         return VALUES
     if name.lstrip("_").startswith(_WAITING):
         return WAITS
-    if torch.Tag.nondeterministic_seeded in tags and not _is_without_chance(node):
+    if torch.Tag.nondeterministic_seeded in tags and not is_without_chance(node):
         return RANDOM
     return ""
 
@@ -123,7 +123,7 @@ def _short_name(target: torch._ops.OpOverload) -> str:
     return str(target._schema.name).partition("::")[2]
 
 
-def _is_without_chance(node: fx.Node) -> bool:
+def is_without_chance(node: fx.Node) -> bool:
     """Return whether an op that may draw random numbers is told not to."""
     given: Callable[[str], Value] = _argument(node)
     if given("train") is False or given("training") is False:

@@ -23,6 +23,7 @@ from gascompile.runtime.collectives.row_numbers import (
     place_now,
     require_in_pieces,
 )
+from gascompile.runtime.devices.graph_rules import is_without_chance
 from gascompile.training.capture.joint import Joint
 from gascompile.training.planning.row_axes import (
     FREE,
@@ -111,25 +112,21 @@ def draws_of(graph: fx.Graph) -> list[fx.Node]:
 
 
 def _is_idle(node: fx.Node) -> bool:
-    """Return whether a dropout keeps all or nothing, so that no number counts."""
-    if name_of(node.target) != "native_dropout":
-        return False
-    p, *trains = node.args[1:]
-    return p in (0, 1, 0.0, 1.0) or trains == [False]
+    """Return whether an op is told not to draw, as attention without dropout is, or a dropout to drop all."""
+    is_dropout = name_of(node.target) == "native_dropout"
+    return is_without_chance(node) or (is_dropout and node.args[1] in (1, 1.0))
 
 
 def described(graph: fx.Graph) -> list[object]:
     """Return what all ranks draw alike, in their order: ops, numbers and sizes, without the number of own rows."""
     found: list[object] = []
-    for node in graph.nodes:
-        if not draws(node.target):
-            continue
+    for node in draws_of(graph):
         if node.target is dropout:
             _, p, _, outer, _, inner, _ = node.args
             found.append(["dropout", p, outer, inner])
         elif node.target is drawn:
             _, dtype, law, numbers, _, outer, _, inner, _ = node.args
-            found.append([law, str(dtype), list(numbers), outer, inner])
+            found.append([law, str(dtype), numbers, outer, inner])
         else:
             given = pytree.tree_leaves((node.args, node.kwargs))
             found.append([str(node.target), [repr(x) for x in given if not isinstance(x, fx.Node)]])
