@@ -7,6 +7,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,8 @@ def installed_version(package: str) -> str | None:
 
 def result_path(theme: str) -> Path:
     """Return ``benchmarks/results/<theme>-<machine>-<date>.json``."""
-    machine = f"{_cpu_model()}-{os.cpu_count()}cores".lower().replace(" ", "-")
+    model = re.sub(r"\(r\)|\(tm\)| processor", "", _cpu_model().lower())
+    machine = f"{model}-{os.cpu_count()}cores".replace(" ", "-")
     date = datetime.datetime.now(datetime.UTC).date().isoformat()
     return Path(__file__).parent / "results" / f"{theme}-{machine}-{date}.json"
 
