@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -213,6 +214,17 @@ def replicas(step: TrainingStep, folder: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def dies(folder: Path) -> dict[str, Any]:
+    """Kill a rank while what it has written goes to the drive."""
+    with one(folder) as step:
+        step(batch(0))
+        step.save(folder / "dies", {"number": 1})
+        step(batch(1))
+        if RANK == 1:
+            os.fsync = lambda _: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+        return {"said": told(lambda: step.save(folder / "dies", {"number": 2}))}
+
+
 def loads(folder: Path) -> dict[str, Any]:
     """Go on from another number of ranks, with whole parameters, and save."""
     found: dict[str, Any] = {}
@@ -228,7 +240,7 @@ def loads(folder: Path) -> dict[str, Any]:
     return found
 
 
-KINDS = {"saves": saves, "loads": loads}
+KINDS = {"saves": saves, "loads": loads, "dies": dies}
 
 
 def main() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,7 +30,8 @@ WORKER = "tests.distributed.checkpoint_worker"
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, TrainingStep]]:
     """Return what two ranks have left, and three that went on from it, and a step of this process."""
     folder = tmp_path_factory.mktemp("checkpoints")
-    assert run_job(folder, 2, "saves", worker=WORKER) == [0, 0], log(folder)
+    codes = run_job(folder, 2, "saves", "dies", worker=WORKER)
+    assert codes == [0, -signal.SIGKILL], log(folder)
     with one(folder, stage=None) as step:
         assert step.load(folder / "one") == {"number": 9}
         step.save(folder / "single", {"number": 1})
@@ -127,6 +129,15 @@ def test_a_full_drive_of_one_rank_is_an_error_of_all_and_costs_nothing(run: Run)
         left = [name for name in rank["left"] if not name.startswith(".writing-")]
         assert left == ["checkpoint-00000001"]
         assert rank["kept"] == [f"checkpoint-0000000{number}" for number in (1, 2, 3)]
+
+
+def test_a_rank_that_is_killed_in_a_save_leaves_the_one_before(run: Run) -> None:
+    folder, step = run
+    (left,) = left_by(folder, 2, "dies", 0)
+    assert left["said"].startswith("RankError: rank 1 is gone")
+    assert step.load(folder / "dies") == {"number": 1}
+    assert step.num_steps == 0
+    assert [p.name for p in (folder / "dies").glob("[.c]*")] == ["checkpoint-00000001"]
 
 
 def test_spoilt_files_are_refused_by_all_and_nothing_changes(run: Run) -> None:
