@@ -224,6 +224,8 @@ class StepPlanner:
         self, joint: Joint, batch: Any, storages: Storages, options: StepOptions
     ) -> None:
         """Let a step of several ranks draw what one process draws; a batch of another size shows where rows are."""
+        from gascompile.training.capture.joint import capture_joint
+
         assert options.layout is not None, "there are several ranks"
         if draws_of(joint.graph_module.graph):
             from gascompile.training.capture.joint import capture_joint

@@ -8,7 +8,7 @@ nothing but their own dimension may have changed.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import fx
@@ -24,7 +24,6 @@ from gascompile.runtime.collectives.row_numbers import (
     require_in_pieces,
 )
 from gascompile.runtime.devices.graph_rules import is_without_chance
-from gascompile.training.capture.joint import Joint
 from gascompile.training.planning.row_axes import (
     FREE,
     SAME,
@@ -37,6 +36,9 @@ from gascompile.training.planning.row_axes import (
     row_axes,
     shape_of,
 )
+
+if TYPE_CHECKING:
+    from gascompile.training.capture.joint import Joint
 
 NAMESPACE = "gascompile_rows"
 _EXACT = 1 << 53
