@@ -23,7 +23,11 @@ def _climbed(monkeypatch: pytest.MonkeyPatch, bytes_per_s: float, start_s: float
         assert sum(sizes) == values.numel()
         clock[0] += start_s + values.nbytes / bytes_per_s / 2
 
-    monkeypatch.setattr(ladder, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr(
+        ladder,
+        "time",
+        SimpleNamespace(perf_counter=lambda: clock[0], process_time=lambda: clock[0]),
+    )
     exchange = SimpleNamespace(size=3, add=whole, add_part=part)
     return ladder.Ladder.measured(cast(Any, exchange))
 
