@@ -17,7 +17,6 @@ from gascompile.api.looked_up import LookedUp
 from gascompile.api.moved_states import require_own_values
 from gascompile.api.objective import planned, require_model
 from gascompile.api.sources import model_of, require_sense
-from gascompile.api.started import started
 from gascompile.api.unit import Unit
 from gascompile.bundles.bundle import Bundle
 from gascompile.bundles.reuse import CachedPlan
@@ -365,7 +364,8 @@ def compile(  # noqa: A001 - the public name, as in torch.compile
         objective: ``"time"``, or ``"energy"`` for the fewest joules by what the machine says that its work takes.
         on_exceed: where an op takes more than the budget has, ``"error"`` plans again or stops, ``"warn"`` goes on.
         mesh: the ranks that run the model on rows of their own, in step, with one copy of the weights per host; by
-            default those that ``torchrun`` has started. ``False``: this process alone.
+            default those that ``torchrun`` has started. ``False``: this process alone. Of a dimension named ``pp``
+            each rank has a stage of the model, and all are called with the same inputs.
 
     Raises:
         CaptureError: the model cannot be traced.
@@ -375,7 +375,7 @@ def compile(  # noqa: A001 - the public name, as in torch.compile
         RankError: another rank has failed, or differs.
         StorageError: a file cannot be read or written.
     """
-    from gascompile.api.ranked import compiled_over, local_ranks
+    from gascompile.api.piped import compiled
 
     config = CompileConfig(
         time_limit_s=time_limit_s,
@@ -393,6 +393,4 @@ def compile(  # noqa: A001 - the public name, as in torch.compile
     given = split_inputs(example_inputs) if example_inputs is not None else None
     source = {"checkpoint": checkpoint, "dynamic_shapes": dynamic_shapes}
     make = partial(make_job, model, config=config, **source)
-    if (ranks := local_ranks(mesh)) is not None:
-        return compiled_over(ranks, make, budget, machine, given)
-    return started(make(budget=budget, machine=machine), given)
+    return compiled(mesh, make, budget, machine, given)

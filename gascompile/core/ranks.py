@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+STAGE_OPS = "gascompile_stages"
+"""Namespace of the ops by which stages of a pipeline send each other values."""
 _ALIGNED = 1 << 10
 """Parts begin at multiples of so many elements, as kernels round a vector's elements otherwise than those left over."""
 
@@ -38,3 +41,16 @@ class RankLayout:
         """Return the elements that this rank keeps of a range."""
         bounds = self.bounds(begin, end)
         return bounds[self.rank], bounds[self.rank + 1]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageLayout:
+    """One rank of a pipeline, which runs a stage of the model, and who updates what."""
+
+    rank: int
+    size: int
+    """Number of ranks."""
+    owners: Mapping[str, int]
+    """Parameter -> the rank that updates it."""
+    held: frozenset[str]
+    """What this rank has, copies of parameters that others update included."""

@@ -97,6 +97,7 @@ class Ranks:
         """What this rank has raised last that all ranks know of, and that breaks nothing."""
         self._known: WeakSet[Exception] = WeakSet()
         self.exchange = Exchange(self._group, why=self._reason)
+        self.exchange.is_broken = lambda: self._gone() >= 0 or self._said() is not None
         self._store.set(f"host/{self.layout.rank}", f"{socket.gethostname()} {os.getpid()}")
         # Now, as the store goes with the rank that keeps it.
         hosts = [self._store.get(f"host/{rank}").decode() for rank in range(len(members))]
@@ -380,8 +381,8 @@ def find_group(mesh: DeviceMesh | None = None) -> dist.ProcessGroup | None:
     if mesh is not None:
         if mesh.ndim != 1:
             raise ValueError(
-                f"the mesh has {mesh.ndim} dimensions {mesh.mesh_dim_names or ''}; pass one of them, mesh['dp']: "
-                "each of its ranks takes rows of its own"
+                f"the mesh has {mesh.ndim} dimensions {mesh.mesh_dim_names or ''}; pass one of them: of mesh['dp'] "
+                "each rank takes rows of its own, of mesh['pp'] each is a stage of the model"
             )
         return mesh.get_group() if mesh.size() > 1 else None
     if not dist.is_available():

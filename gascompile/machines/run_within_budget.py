@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from gascompile.core.errors import BudgetExceededError
+from gascompile.core.ranks import STAGE_OPS
 from gascompile.machines.op_memory import remember
 from gascompile.machines.stale_profile import Grader
 
 if TYPE_CHECKING:
     from gascompile.api.unit import Unit
-    from gascompile.core.plan import Plan
+    from gascompile.bundles.bundle import Bundle
     from gascompile.runtime.run.executor import Executor
 
 _log = logging.getLogger("gascompile")
@@ -62,7 +63,7 @@ def run_within_budget(
     def run() -> tuple[Unit, tuple[Any, ...]]:
         executor = activate(now)
         outputs = executor.run(*inputs)
-        _grade(executor, now.bundle.plan, cache_dir)
+        _grade(executor, now.bundle, cache_dir)
         return now, outputs
 
     def learn(error: BudgetExceededError) -> bool:
@@ -87,13 +88,15 @@ def log_replan(error: BudgetExceededError) -> None:
     )
 
 
-def _grade(executor: Executor, plan: Plan, cache_dir: Path) -> None:
+def _grade(executor: Executor, bundle: Bundle, cache_dir: Path) -> None:
     """Compare the run with its plan: one that beats its limit disproves the machine's numbers."""
     grader = _GRADERS.get(executor)
     if grader is None:
         from gascompile.machines.resolve import profile_of
 
-        grader = Grader(plan, lambda: profile_of(plan.machine, cache_dir))
+        plan, nodes = bundle.plan, bundle.program.graph_module.graph.nodes
+        waits = any(str(node.target).startswith(STAGE_OPS) for node in nodes)
+        grader = Grader(plan, lambda: profile_of(plan.machine, cache_dir), waits=waits)
         _GRADERS[executor] = grader
     if executor.last_run is not None:
         grader.grade(executor.last_run)

@@ -37,12 +37,18 @@ class Grader:
     """Compares the runs of one plan with what was predicted; says so, and marks the profile, once."""
 
     def __init__(
-        self, plan: Plan, profile: Callable[[], Path | None], *, saved_s: float = 0.0
+        self,
+        plan: Plan,
+        profile: Callable[[], Path | None],
+        *,
+        saved_s: float = 0.0,
+        waits: bool = False,
     ) -> None:
         """Take a way to the file of the profile behind the plan; ``None`` where it is not this machine's.
 
         Args:
             saved_s: what fused ops are predicted to save of a run, of which the plan does not know.
+            waits: whether a run waits for what other machines do, so that it says nothing of this one's numbers.
         """
         found = plan.certificate
         self._limit_s = max(found.limit_s - saved_s, 0.0)
@@ -52,7 +58,7 @@ class Grader:
         self._name = plan.workload.name
         self._num_slow = 0
         # Below that, what is measured is mostly the call itself.
-        self._done = found.predicted_s < _WORTH_S
+        self._done = found.predicted_s < _WORTH_S or waits
 
     def grade(self, report: RunReport) -> None:
         """Look at one run; two comparisons where nothing is wrong."""

@@ -14,6 +14,8 @@ from gascompile.core.budget import Budget
 from gascompile.core.config import CompileConfig
 from gascompile.core.errors import DeviceError, UnsupportedOpError
 from gascompile.core.machine import Machine
+from gascompile.distributed.ranks import Ranks
+from gascompile.distributed.stage_ops import is_pipeline
 from gascompile.machines.admission import admit
 from gascompile.machines.resolve import resolve_machine
 from gascompile.runtime.memory.host_slots import FILE
@@ -23,7 +25,7 @@ from gascompile.training.capture.requirements import prepared, require_followed
 from gascompile.training.capture.traced_loss import LossFunction
 from gascompile.training.optimizers.optimizers import SUPPORTED, StateForm, require_rule
 from gascompile.training.optimizers.unplanned import require_step
-from gascompile.training.rank_step import Rows, joined, ranks_for
+from gascompile.training.rank_step import RankStep, Rows, joined, ranks_for
 from gascompile.training.saved_plans import SavedPlans
 from gascompile.training.settings import OnNan, Settings
 from gascompile.training.state.file_values import FileValues
@@ -105,6 +107,7 @@ def compile_step(
             accelerator goes on with the backward pass, where that is predicted to be faster.
         mesh: ranks of ``torch.distributed`` that train the model together, each on rows of its own, as under DDP: a
             mesh of one dimension. By default all ranks that ``torchrun`` has started; a process by itself is alone.
+            Of a dimension named ``pp`` each rank runs a stage of the model, and all take the same batch.
         rows: ``"auto"`` weighs each rank's loss by the rows of its batch, and ``step.ranks.rows()`` says how many rows
             balance the ranks; ``"equal"`` takes it that ranks have as many.
         time_limit_s: wall clock for the solver.
@@ -137,10 +140,11 @@ def compile_step(
             unplanned=unplanned_optimizer,
             on_exceed=on_exceed,
             layout=ranks.layout if ranks is not None else None,
+            is_pipeline=ranks is not None and is_pipeline(mesh),
         )
         optimizer = _ruled(optimizer, settings)
         require_followed(model, optimizer, settings.layout)
-        together = joined(ranks, model, loss_fn, optimizer, rows) if ranks is not None else None
+        together = _together(ranks, model, loss_fn, optimizer, rows, settings)
         options: dict[str, Any] = {"cache_dir": Path(cache_dir)} if cache_dir is not None else {}
         config = CompileConfig(
             time_limit_s=time_limit_s,
@@ -157,7 +161,7 @@ def compile_step(
         _require_runnable(resolved, limits, settings)
         step = TrainingStep(
             model,
-            together.loss if together is not None else loss_fn,
+            together.loss if together is not None and not settings.is_pipeline else loss_fn,
             optimizer,
             budget=limits,
             machine=admit(resolved),
@@ -174,6 +178,28 @@ def compile_step(
                 step.close()
                 raise
         return step
+
+
+def _together(
+    ranks: Ranks | None,
+    model: nn.Module,
+    loss_fn: LossFunction,
+    optimizer: torch.optim.Optimizer,
+    rows: Rows,
+    settings: Settings,
+) -> RankStep | None:
+    """Return what this process does with others, if there are any; they have the same values from here on."""
+    if ranks is None:
+        return None
+    if not settings.is_pipeline:
+        return joined(ranks, model, loss_fn, optimizer, rows)
+    from gascompile.training.pipeline.pipeline_step import PipelineStep, require_plain
+
+    require_plain(settings)
+    step = PipelineStep(ranks, loss_fn)
+    with step.together():
+        step.share_values(model, optimizer)
+    return step
 
 
 def _ruled(optimizer: torch.optim.Optimizer, settings: Settings) -> torch.optim.Optimizer:

@@ -48,6 +48,8 @@ from gascompile.training.unit import Unit
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+    from gascompile.training.pipeline.pipeline import Pipeline
+
 _log = logging.getLogger(__name__)
 
 Rows = Literal["auto", "equal"]
@@ -64,6 +66,7 @@ class RankStep:
         self._ladder: Ladder | None = None
         self._balance: Balance | None = None
         self._last_rows: list[int] = []
+        self.pipeline: Pipeline | None = None
         self.division: Division | None = None
         """Which parameters are divided among the ranks, and why; known from the first plan on."""
         self._marks: WeakKeyDictionary[fx.GraphModule, list[object]] = WeakKeyDictionary()

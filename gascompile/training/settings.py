@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gascompile.core.config import ON_EXCEED
 from gascompile.core.errors import CaptureError, NanLossError, PlanMismatchError
-from gascompile.core.ranks import RankLayout
+from gascompile.core.ranks import RankLayout, StageLayout
 from gascompile.training.optimizers.optimizers import STATE_FORMS, StateForm
 from gascompile.training.optimizers.slots import Stage
 from gascompile.training.planning.step_program import StepOptions
@@ -42,6 +42,10 @@ class Settings:
     """Of several ranks that train the model together."""
     stages: Mapping[str, Stage] = field(default_factory=dict)
     """Parameters that are divided among them; planning finds which."""
+    is_pipeline: bool = False
+    """The ranks are stages, and the rows of all are the same."""
+    placed: StageLayout | None = None
+    """Of a pipeline: which stage has which parameters; planning finds it."""
 
     def __post_init__(self) -> None:
         """Check the values.
@@ -96,7 +100,7 @@ class Settings:
             updates=updates and not self.unplanned,
             pending=pending,
             refuses_nan=trains and self.on_nan != "ignore",
-            layout=self.layout,
+            layout=None if self.is_pipeline else self.layout,
         )
 
     def watch(self, step: int) -> contextlib.AbstractContextManager[object]:

@@ -87,7 +87,7 @@ class TrainingStep(StepValues):
         if ranks is not None:
             with ranks.together():
                 ranks.keep_network(config.cache_dir)
-            self._maker.ranks = ranks
+            self._maker.ranks, self._maker.pipeline = ranks, ranks.pipeline
             holdings.leave = ranks.leave
         out = [link for link in machine.links if link.name == "cpu->nvme"]
         self._write_bytes_per_s = out[0].bandwidth_bytes_per_s if out else math.inf
@@ -184,7 +184,8 @@ class TrainingStep(StepValues):
             UnsupportedOpError: parameters are divided among ranks, so that one alone cannot call it.
             ValueError: nothing is planned yet: pass ``example_batch``, or call ``prepare``.
         """
-        if self._open_states().divided:
+        states = self._open_states()
+        if states.divided or states.spread:
             raise UnsupportedOpError(
                 "parameters are divided among the ranks, and a call of the model is one rank's own: let all ranks call "
                 "eval of the step, or close it first"

@@ -27,6 +27,7 @@ from gascompile.core.errors import FormatError
 from gascompile.core.machine import Machine
 from gascompile.core.plan import Plan
 from gascompile.core.signature import same_memory, same_tensors
+from gascompile.distributed.stage_ops import is_of_stages
 from gascompile.formats.allocation import packing_fields
 from gascompile.passes.verify.walk import verify
 from gascompile.training.capture.traced_loss import LossFunction
@@ -58,7 +59,9 @@ def rules_of(
     names = {id(tensor): name for name, tensor in tensors.items()}
     names.update((id(view.tensor), name) for name, view in storages.views.items())
     kind = UnplannedRules if settings.unplanned else Rules
-    return kind(optimizer, names, trained, settings.states, settings.layout, settings.stages)
+    layout = None if settings.is_pipeline else settings.layout
+    how = settings.states, layout, settings.stages, settings.placed
+    return kind(optimizer, names, trained, *how)
 
 
 def divisible(
@@ -281,6 +284,8 @@ def bundle_of(step: StepProgram, plan: Plan, printed: ModulePrint) -> tuple[Bund
         why = "the loss uses a tensor to which no name leads from the model and the loss"
     for node in program.op_nodes():
         target = node.target
+        if is_of_stages(target):
+            why = "ranks agree on the stages of a pipeline each time"
         if isinstance(target, torch._ops.OpOverload) and not str(target).startswith(_OWN):
             why = f"the gradient of {target} is code that is not compared"
     return Bundle(

@@ -28,6 +28,7 @@ from gascompile.core.machine import Machine
 from gascompile.core.plan import Plan
 from gascompile.core.progress import task
 from gascompile.core.sizes import SPILL_BUFFER_BYTES
+from gascompile.core.workload import Workload
 from gascompile.machines.run_within_budget import log_replan
 from gascompile.passes.graph.leaving import other_sites
 from gascompile.runtime.memory.pinned import HOST
@@ -62,6 +63,8 @@ from gascompile.training.unit import Unit
 
 if TYPE_CHECKING:
     from gascompile.training.capture.joint import Joint
+    from gascompile.training.pipeline.agreement import Memory
+    from gascompile.training.pipeline.pipeline import Pipeline, Stage
     from gascompile.training.rank_step import RankStep
 
 _log = logging.getLogger(__name__)
@@ -94,6 +97,8 @@ class StepPlanner:
         self._settings, self._values, self._saved = settings, values, saved
         self.ranks: RankStep | None = None
         """That train the model together; ``None`` where this process is alone."""
+        self.pipeline: Pipeline | None = None
+        """Where ranks are stages of the model."""
         self.states: States | None = None
         """Values that were taken over, from the first unit on."""
         self._reserved_bytes = self.transfer_bytes if machine.compute_tier == HOST else 0
@@ -112,6 +117,9 @@ class StepPlanner:
             InfeasiblePlanError: the budget is too small; names the smallest feasible one.
             RankError: another rank has failed.
         """
+        if self.pipeline is not None and not options.calls:
+            with no_collection():
+                return self._staged(name, batch, options, storages, self.pipeline)
         attempt = partial(self._made, name, batch, options, storages)
         if self.ranks is None or self.states is not None:
             return attempt(self._settings.stages)
@@ -144,25 +152,8 @@ class StepPlanner:
         self, batch: Any, options: StepOptions, storages: Storages
     ) -> tuple[CachedPlan, PlannedStep | None]:
         """Return the place of a step in the cache, and what is kept there."""
-        packed = self._values.packed if self._values is not None else {}
-        own = self._model, self.optimizer, storages, self._settings, packed
-        look = partial(
-            place_of_step,
-            self._model,
-            self._traced(options),
-            self.optimizer,
-            batch,
-            options,
-            storages=storages,
-            settings=self._settings,
-            machine=self._machine,
-            budget=self._budget,
-            config=self._config,
-            has_pages=self.pages is not None,
-            network=self.ranks.network if self.ranks is not None else "",
-            packed=packed,
-        )
-        place = with_shapes(self.states, storages, look)
+        own = self._model, self.optimizer, storages, self._settings, self._packed()
+        place = self._place(batch, options, storages)
         # Outside, as what is compared may lead to values that are not in memory.
         saved = self._saved
         bundle = place.read(self._outdated) if saved is None else saved.find(place)
@@ -179,6 +170,65 @@ class StepPlanner:
             if self._saved is not None:
                 self._saved.check(found)
         return place, found
+
+    def _packed(self) -> Mapping[str, Any]:
+        return self._values.packed if self._values is not None else {}
+
+    def _place(self, batch: Any, options: StepOptions, storages: Storages) -> CachedPlan:
+        look = partial(
+            place_of_step,
+            self._model,
+            self._traced(options),
+            self.optimizer,
+            batch,
+            options,
+            storages=storages,
+            settings=self._settings,
+            machine=self._machine,
+            budget=self._budget,
+            config=self._config,
+            has_pages=self.pages is not None,
+            network=self.ranks.network if self.ranks is not None else "",
+            packed=self._packed(),
+        )
+        return with_shapes(self.states, storages, look)
+
+    def _staged(
+        self, name: str, batch: Any, options: StepOptions, storages: Storages, pipeline: Pipeline
+    ) -> tuple[CachedPlan, PlannedStep]:
+        """Return this rank's part of a step of a pipeline, which is captured and planned anew in each process."""
+        from gascompile.training.capture.joint import capture_joint
+
+        place = self._place(batch, options, storages)
+        model, trains = self._model, options.trains
+
+        def capture(part: Any) -> Joint:
+            return capture_joint(model, self._loss_fn, part, storages, trains=trains)
+
+        def captured() -> tuple[StepProgram, Rules, Stage]:
+            stage = pipeline.stage(capture, batch, self._op_costs, self._memory(), trains=trains,
+                                   every=self._updatable, num_states=self._num_states())  # fmt: skip
+            self._settings = replace(self._settings, placed=stage.layout)
+            joint, trained = stage.joint, list(stage.joint.trained)
+            rules = rules_of(self.optimizer, joint.tensors, storages, trained, self._settings)
+            return step_program(joint, rules, name=name, options=options), rules, stage
+
+        with task(f"Capturing a {name}"):
+            program, rules, stage = with_shapes(self.states, storages, captured)
+        with task("Planning"):
+            plan = self._plan(program, place.prints, stage)
+        bundle, _ = bundle_of(program, plan, place.printed)
+        pipeline.staged[program.program.graph_module] = stage
+        known = rules.slots.keys() | program.program.bound.keys()
+        tensors = {name: x for name, x in stage.joint.tensors.items() if name in known}
+        return place, PlannedStep(
+            program=program,
+            plan=plan,
+            rules=rules,
+            tensors=tensors,
+            bundle=bundle,
+            record=stage.joint.record,
+        )
 
     def _traced(self, options: StepOptions) -> LossFunction:
         return call_of if options.calls else self._loss_fn
@@ -201,8 +251,7 @@ class StepPlanner:
             trained = list(joint.gradients) if trains else []
             rules = rules_of(self.optimizer, joint.tensors, storages, trained, self._settings)
             found = step_program(joint, rules, name=name, options=options)
-            packed = self._values.packed if self._values is not None else {}
-            return with_packed(found, packed), rules, joint
+            return with_packed(found, self._packed()), rules, joint
 
         with task(f"Capturing a {name}"):
             program, rules, joint = with_shapes(self.states, storages, captured)
@@ -283,7 +332,37 @@ class StepPlanner:
         log_replan(error)
         return True
 
-    def _plan(self, program: StepProgram, prints: Mapping[str, str]) -> Plan:
+    def _updatable(self, joint: Joint) -> list[str]:
+        """Return the names of the optimizer's parameters."""
+        own = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        return [name for name, tensor in joint.tensors.items() if id(tensor) in own]
+
+    def _num_states(self) -> int:
+        """Return the vectors of a parameter's size beside it: its gradient, and moments."""
+        return 1 + (1 if isinstance(self.optimizer, torch.optim.SGD) else 2)
+
+    def _memory(self) -> Memory:
+        from gascompile.training.pipeline.agreement import Memory
+
+        limit_bytes = self._budget.limits_bytes(self._machine)[self._machine.compute_tier]
+        return Memory.of(self._machine, limit_bytes - self._reserved_bytes)
+
+    def _op_costs(self, joint: Joint) -> Workload:
+        """Return what the ops of a captured step take here."""
+        from gascompile.training.pipeline.stage_problem import program_of
+
+        program = program_of(joint, "forward and backward")
+        return costed_workload(
+            program,
+            self._machine,
+            self._budget,
+            cache_dir=self._config.cache_dir,
+            pages=self.pages,
+        )
+
+    def _plan(
+        self, program: StepProgram, prints: Mapping[str, str], stage: Stage | None = None
+    ) -> Plan:
         # Here: a step that is found in the cache needs no solver.
         from gascompile.training.planning.step_plan import step_plan
 
@@ -298,6 +377,9 @@ class StepPlanner:
             exchange_s=self.ranks.exchange_s if self.ranks is not None else None,
             busy=self.ranks.busy if self.ranks is not None else 1.0,
         )
+        sent_bytes = stage.reserved_bytes if stage is not None else 0
+        if stage is not None and self.pipeline is not None:
+            workload = self.pipeline.with_waits(workload, stage, self._machine.compute_tier)
 
         def found(reserved_bytes: int) -> Plan:
             return step_plan(
@@ -306,7 +388,7 @@ class StepPlanner:
                 self._budget,
                 self._config,
                 fingerprint=prints,
-                reserved_bytes=self._reserved_bytes + reserved_bytes,
+                reserved_bytes=self._reserved_bytes + reserved_bytes + sent_bytes,
             )
 
         state = state_bytes(self.optimizer) if self._settings.unplanned else 0

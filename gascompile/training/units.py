@@ -112,6 +112,7 @@ class UnitMaker(StepPlanner):
                 plan,
                 partial(profile_of, self._machine, self._config.cache_dir),
                 saved_s=fusion.report.gain_s if fusion is not None else 0.0,
+                waits=self.pipeline is not None,
             ),
             basis=basis,
             bundle=made.bundle,

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from gascompile.core.errors import RankError
+from gascompile.runtime.collectives.letters import Letters
 
 _SOON_S, _LATER_S = 5e-5, 1e-3
 """Between two looks at an exchange: at first, and after the longer of the two."""
@@ -41,10 +42,13 @@ class Exchange:
     ) -> None:
         """Use ``group``; ``why`` says what broke an exchange."""
         self._group: dist.ProcessGroup | None = group
+        self._letters = Letters(group)
         self._why = why
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.silent_s = 1800.0
         """An exchange that takes longer is broken."""
+        self.is_broken: Callable[[], bool] = bool
+        """Whether another rank has failed or is gone, as far as this one can see."""
         self.is_hung = False
         """An exchange is under way that nothing ends."""
         self.time_s = 0.0
@@ -55,6 +59,7 @@ class Exchange:
         """Hold the group no longer: it ends with who holds it last."""
         self.abandon()
         self._group = None
+        self._letters.leave()
 
     def abandon(self) -> None:
         """Wait for no exchange that has begun: nobody knows whether the other ranks go on with it."""
@@ -134,6 +139,29 @@ class Exchange:
         sent = (values[begin : begin + own] if part is None else part).repeat(self.size)
         every = [own] * self.size
         self._trade(values, sent, sizes, every)
+
+    def send(self, value: torch.Tensor, peer: int, tag: int) -> None:
+        """Begin to send a tensor to rank ``peer``, which receives it under the same ``tag``.
+
+        Raises:
+            RankError: an exchange is broken; names the rank where that is known.
+        """
+        with self._guarded():
+            self._letters.send(value, peer, tag)
+
+    def receive(self, values: torch.Tensor, peer: int, tag: int) -> None:
+        """Fill a tensor with what rank ``peer`` has sent under ``tag``.
+
+        Raises:
+            RankError: an exchange is broken; names the rank where that is known.
+        """
+        with self._guarded(values):
+            if not self._letters.receive(values, peer, tag, self._waits):
+                self.is_hung = True
+                raise RuntimeError(f"nothing came within {self.silent_s:.0f} s, or a rank is gone")
+
+    def _waits(self, passed_s: float) -> bool:
+        return passed_s < self.silent_s and not self.is_broken()
 
     def _trade(
         self,

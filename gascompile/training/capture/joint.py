@@ -10,7 +10,7 @@ import contextlib
 import operator
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ from gascompile.capture.record.trial import Trial
 from gascompile.core.errors import CaptureError, UnsupportedOpError
 from gascompile.core.true_strides import true_strides
 from gascompile.passes.graph.bound_aliases import bound_aliases
+from gascompile.passes.parallel.legs import Action
 from gascompile.training.capture.cumulative_norms import numbered_norms, take_counts
 from gascompile.training.capture.exact_dropout import exact_dropout
 from gascompile.training.capture.joint_outputs import joint_outputs
@@ -45,6 +46,18 @@ from gascompile.training.capture.traced_loss import MODEL, OUTSIDE, LossFunction
 from gascompile.training.state.aliasing import Storages, View, named_tensors, places
 
 _NO_OPS = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Copied:
+    """A parameter's new value, which its owner in a pipeline sends to another stage that has it, too."""
+
+    name: str
+    peer: int
+    """The other rank."""
+    tag: int
+    sends: bool
+    """Whether this rank is the owner."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +87,11 @@ class Joint:
     """Parameter that is a view of one of ``tensors`` -> the op that makes it."""
     record: CaptureRecord
     """What the trace read in Python, which a step bakes in."""
+    trained: frozenset[str] = frozenset()
+    """Of a stage of a pipeline: parameters to which some stage gives a gradient."""
+    copies: tuple[Copied, ...] = ()
+    actions: Mapping[str, Action] = field(default_factory=dict)
+    """In which leg of which micro-batch an op of a stage runs, by its name."""
 
 
 @dataclass(frozen=True, slots=True)

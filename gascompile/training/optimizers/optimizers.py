@@ -11,7 +11,7 @@ from torch import fx
 from torch.fx.node import Argument
 
 from gascompile.core.errors import CheckpointError, UnsupportedOpError
-from gascompile.core.ranks import RankLayout
+from gascompile.core.ranks import RankLayout, StageLayout
 from gascompile.runtime.kernels.state_codes import SIGNED, UNSIGNED
 from gascompile.training.optimizers import class_updates, coded_updates, update_ops
 from gascompile.training.optimizers.known_classes import RULES, rule_of
@@ -98,6 +98,7 @@ class Rules:
         states: StateForm = "fp32",
         layout: RankLayout | None = None,
         stages: Mapping[str, Stage] = MappingProxyType({}),
+        placed: StageLayout | None = None,
     ) -> None:
         """Read the optimizer's groups.
 
@@ -108,13 +109,14 @@ class Rules:
             states: how moments are kept.
             layout: of several ranks, each of which updates a part of large parameters and keeps its moments.
             stages: of the parameters of which each rank keeps a part alone.
+            placed: of a pipeline, which rank has which parameters.
 
         Raises:
             UnsupportedOpError: an optimizer or an option without a rule.
             ValueError: the optimizer holds parameters that are not the model's.
         """
         self.optimizer, self.states, self.layout = optimizer, states, layout
-        self._stages = stages
+        self._stages, self._placed = stages, placed
         self.require(optimizer)
         self.by_class = rule_of(optimizer) if self.plans_updates else None
         """Rule of an optimizer that updates by its own class."""
@@ -167,6 +169,10 @@ class Rules:
         if self.layout is not None and bounds:
             own = self.layout.rank
             ranges = [(parts[own], parts[own + 1]) for parts in bounds]
+        placed = self._placed
+        owner = placed.owners.get(name, 0) if placed is not None else None
+        if placed is not None and owner != placed.rank:
+            ranges = []
         keys = self.keys(self.optimizer.param_groups[group], parameter.dim())
         is_coded = self.states == "8bit" and parameter.numel() >= _FEWEST_CODED
         codes = {key: UNSIGNED if key == "exp_avg_sq" else SIGNED for key in keys if is_coded}
@@ -192,8 +198,15 @@ class Rules:
             ),
             ranges=tuple(ranges),
             bounds=bounds,
-            stage=self._stages.get(name) if bounds else None,
+            stage=self._stage(name) if bounds or placed is not None else None,
+            owner=owner,
+            keys=keys,
         )
+
+    def _stage(self, name: str) -> Stage | None:
+        if self._placed is None:
+            return self._stages.get(name)
+        return None if name in self._placed.held else "elsewhere"
 
     def _bounds(
         self, parameter: torch.Tensor, ranges: Sequence[tuple[int, int]]
@@ -286,8 +299,7 @@ class Rules:
             if self.counts_steps:
                 counts[slot.name] = int(entry["step"]) if entry else 0
             else:
-                keys = [tile.key for tile in slot.tiles[0]]
-                counts[slot.name] = int(any(entry.get(key) is not None for key in keys))
+                counts[slot.name] = int(any(entry.get(key) is not None for key in slot.keys))
         return counts, max(steps, default=0)
 
     def check_groups(self, groups: list[dict[str, Any]]) -> None:

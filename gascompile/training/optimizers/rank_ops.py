@@ -13,6 +13,8 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from gascompile.core.ranks import STAGE_OPS
+from gascompile.distributed import stage_ops
 from gascompile.runtime.collectives.exchange import exchange_under_way
 from gascompile.training.optimizers.update_ops import nothing, part_of, range_of
 
@@ -176,7 +178,13 @@ whole = torch.ops.gascompile_ranks.whole.default
 
 def exchanges(target: object) -> bool:
     """Return whether an op needs the other ranks."""
-    return isinstance(target, torch._ops.OpOverload) and target.namespace == NAMESPACE
+    namespaces = (NAMESPACE, STAGE_OPS)
+    return isinstance(target, torch._ops.OpOverload) and target.namespace in namespaces
+
+
+def waits(target: object) -> bool:
+    """Return whether an op needs the other ranks while it runs: what it sends may go on its way behind others."""
+    return exchanges(target) and target is not stage_ops.send
 
 
 def bounds_of(target: object, args: Sequence[Any]) -> Sequence[int]:
@@ -187,6 +195,9 @@ def bounds_of(target: object, args: Sequence[Any]) -> Sequence[int]:
 
 def exchanged(node: fx.Node) -> tuple[int, bool]:
     """Return the bytes that an op of ranks exchanges, and whether each rank has or gives a part of them."""
+    if stage_ops.is_of_stages(node.target):
+        args = pytree.tree_map(lambda a: a.meta["val"] if isinstance(a, fx.Node) else a, node.args)
+        return stage_ops.message_bytes(node.target, args), True
     if node.target in (add_part, begin_part, end_part, gather):
         bounds = bounds_of(node.target, node.args)
         return torch.float32.itemsize * (bounds[-1] - bounds[0]), True
@@ -197,6 +208,8 @@ def exchanged(node: fx.Node) -> tuple[int, bool]:
 
 def workspace_bytes(target: object, args: Sequence[Any]) -> int:
     """Return what an op of ranks allocates beside its results, from layouts alone."""
+    if stage_ops.is_of_stages(target):
+        return _SCALARS_BYTES
     if target is add:
         values: Sequence[torch.Tensor] = args[0]
         return sum(value.numel() * value.element_size() for value in values)

@@ -14,8 +14,8 @@ TOTAL = "gradient"
 """Key of what gradients of several batches are added to."""
 PART = "part"
 """Key of the elements that a rank has of a parameter of which none has all."""
-Stage = Literal["kept", "again"]
-"""Of a divided parameter: gathered once, for both passes, or for each of them."""
+Stage = Literal["kept", "again", "elsewhere"]
+"""Of a divided parameter: gathered once, for both passes, or for each of them. Or it is another stage's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,12 +89,21 @@ class Slot:
     """Where the elements of each rank begin, and where the last ones end, per range, of which ``ranges`` has this
     rank's elements alone; empty where each rank updates all."""
     stage: Stage | None = None
-    """Set where no rank has the whole parameter between its uses."""
+    """Set where this rank does not have the whole parameter between its uses."""
+    owner: int | None = None
+    """Of a pipeline: the rank that updates the parameter; others have no ``ranges``."""
+    keys: tuple[str, ...] = ()
+    """Names of its moments, whoever keeps them."""
+
+    @property
+    def is_spread(self) -> bool:
+        """Return whether it takes all ranks to read what is kept of it."""
+        return bool(self.bounds) or self.owner is not None
 
     @property
     def parts(self) -> tuple[Tile, ...]:
         """Return what a divided parameter is on this rank, a tile per range; nothing of a whole one."""
-        if self.stage is None:
+        if self.stage is None or self.owner is not None:
             return ()
         return tuple(
             Tile(parameter=self.name, key=PART, begin=begin, end=end) for begin, end in self.ranges

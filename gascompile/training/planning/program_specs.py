@@ -6,6 +6,7 @@ import torch
 from torch import fx
 
 from gascompile.core.program import BoundSpec, InputSpec, draws
+from gascompile.distributed.stage_ops import is_of_stages
 from gascompile.training.optimizers import update_ops
 
 
@@ -32,6 +33,6 @@ def remove_unused(graph: fx.Graph) -> None:
             continue
         target = node.target
         mutable = isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
-        mutable = mutable or target is update_ops.refuse_nan
+        mutable = mutable or target is update_ops.refuse_nan or is_of_stages(target)
         if not mutable and not draws(node.target):
             graph.erase_node(node)

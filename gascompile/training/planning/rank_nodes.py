@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,6 +12,7 @@ from torch import fx
 from gascompile.core.errors import UnsupportedOpError
 from gascompile.core.program import draws
 from gascompile.core.ranks import RankLayout
+from gascompile.distributed import stage_ops
 from gascompile.passes.graph.bound_aliases import may_share_memory
 from gascompile.training.optimizers import rank_ops
 from gascompile.training.optimizers.optimizers import FEWEST_SHARED
@@ -63,6 +65,24 @@ def gathered(graph: fx.Graph, slot: Slot, parameter: fx.Node) -> None:
     for bounds in slot.bounds:
         node = graph.call_function(rank_ops.gather, (parameter, list(bounds)))
         node.meta["val"] = None
+
+
+def copied(graph: fx.Graph, joint: Joint, bound: Mapping[str, fx.Node]) -> set[str]:
+    """Add what brings new values of parameters to all stages of a pipeline that have them; return what is received."""
+    with graph.inserting_before(graph.output_node()):
+        for copy in joint.copies:
+            parameter = bound[copy.name]
+            where = (copy.peer, copy.tag)
+            if copy.sends:
+                graph.call_function(stage_ops.send, (parameter, *where)).meta["val"] = None
+                continue
+            like = parameter.meta["val"]
+            layout = (list(like.shape), list(like.stride()), like.dtype)
+            value = graph.call_function(stage_ops.receive, (parameter, *where, *layout))
+            value.meta["val"] = torch.empty_like(like)
+            node = graph.call_function(torch.ops.aten.copy_.default, (parameter, value))
+            node.meta["val"] = like
+    return {copy.name for copy in joint.copies if not copy.sends}
 
 
 def divide(

@@ -126,7 +126,7 @@ def costed_workload(
         there = {name: cost for name, cost in costs.items() if name in able}
         costed = with_costs(costed, there, device=site)
     if exchange_s is not None:
-        nodes = [n for n in program.program.op_nodes() if rank_ops.exchanges(n.target)]
+        nodes = [n for n in program.program.op_nodes() if rank_ops.waits(n.target)]
         times_s = {node.name: exchange_s(*rank_ops.exchanged(node)) for node in nodes}
         others_s = {op.name: op.time_s[machine.compute_tier] for op in costed.ops}
         waits = waits_s(program, others_s, Network(time_s=times_s, busy=busy))

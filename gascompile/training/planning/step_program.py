@@ -126,6 +126,7 @@ class _Builder:
         self._parts: dict[str, list[fx.Node]] = {}  # of gradients, what this rank updates
         self._hyper: list[fx.Node] = []
         self._norms: list[fx.Node] = []
+        self._copied: set[str] = set()
         self._part_norms: list[fx.Node] = []  # of what other ranks have other parts of
         self.norm: tuple[fx.Node, ...] = ()
         """That of all gradients, of a step that computes it."""
@@ -207,10 +208,7 @@ class _Builder:
             self._check.meta["val"] = None
 
     def _later(self, *nodes: fx.Node | None) -> fx.Node:
-        last, *rest = [node for node in nodes if node is not None]
-        for node in rest:
-            last = node if last < node else last
-        return last
+        return max(node for node in nodes if node is not None)
 
     def copy_back(self) -> None:
         """Let buffers have their new values in place, after all that reads the old ones."""
@@ -259,6 +257,8 @@ class _Builder:
                     self._update(slot, self._taken(slot), scale)
             elif norms := self._all_norms():
                 self.norm = (self._of_norms(update_ops.total_norm, norms),)
+            if options.updates:
+                self._copied = rank_nodes.copied(self._graph, self._joint, self._parameter)
 
     def _is_late(self, slot: Slot) -> bool:
         """Return whether a gradient is so small that it waits for others to be summed over the ranks with."""
@@ -290,7 +290,7 @@ class _Builder:
     def _updated(self) -> list[Slot]:
         """Return the parameters that have a gradient; as in eager, others do not even decay."""
         touched = self._gradient.keys() | self._options.pending
-        return [slot for slot in self._rules.slots.values() if slot.name in touched]
+        return [s for s in self._rules.slots.values() if s.name in touched and s.ranges]
 
     def _anchor(self, after: fx.Node) -> fx.Node:
         with self._graph.inserting_after(after):
@@ -315,7 +315,7 @@ class _Builder:
         for gradient in self._taken(slot):
             norm = self._graph.call_function(torch.ops.aten.linalg_vector_norm.default, (gradient,))
             norm.meta["val"] = gradient.meta["val"].new_empty(())
-            (self._part_norms if slot.bounds else self._norms).append(norm)
+            (self._part_norms if slot.is_spread else self._norms).append(norm)
 
     def _all_norms(self) -> list[fx.Node]:
         """Return the norms that make that of all gradients, on all ranks."""
@@ -331,7 +331,7 @@ class _Builder:
     def _update(self, slot: Slot, gradients: list[fx.Node], scale: fx.Node | None) -> None:
         nodes = (self._parameter[slot.name], *gradients, self._hyper[slot.group])
         self._rules.insert(self._graph, slot, nodes, self._tile_nodes, scale)
-        if slot.stage is None:
+        if slot.stage is None and self._layout is not None:
             rank_nodes.gathered(self._graph, slot, self._parameter[slot.name])
         for total in gradients if self._options.accumulates else ():
             zero = self._graph.call_function(torch.ops.aten.zero_.default, (total,))
@@ -344,7 +344,7 @@ class _Builder:
             UnsupportedOpError: the forward pass changes one.
         """
         for slot in self._rules.slots.values():
-            if slot.stage is None:
+            if not slot.parts:
                 continue
             if slot.name in self._mutations:
                 raise UnsupportedOpError(
@@ -374,7 +374,7 @@ class _Builder:
         changed = {self._owner(slot.name) for slot in updated if slot.stage is None}
         changed.update(tile.name for slot in updated for tile in slot.parts)
         moments = (name for name, tile in self._tiles.items() if not tile.is_part)
-        states = {*moments, *changed, *joint.mutations}
+        states = {*moments, *changed, *joint.mutations, *self._copied}
         inputs = (*joint.inputs, *joint.outside, *(node.name for node in self._hyper))
         # As in every program: what is bound, then inputs in their order.
         first = next(node for node in nodes.values() if node.op != "placeholder")
@@ -396,5 +396,5 @@ class _Builder:
             outside=tuple(joint.outside.values()),
             num_constants=joint.num_constants,
             num_groups=len(self._hyper),
-            gradients=frozenset(self._gradient).intersection(self._rules.slots),
+            gradients=(joint.trained or frozenset(self._gradient)) & self._rules.slots.keys(),
         )

@@ -115,7 +115,7 @@ class FileValues:
             name: source
             for name, source in self.sources.items()
             if name in self.packed
-            or (name not in changing and _lies_as_kept(source, tensors[name]))
+            or (name in tensors and name not in changing and _lies_as_kept(source, tensors[name]))
         }
         try:
             return SourceSlots(found, self._stamps)
@@ -130,18 +130,25 @@ class FileValues:
                 "from a checkpoint that is not quantised"
             )
 
-    def fill(self, persistent: Persistent, assign: Callable[[str, torch.Tensor], object]) -> None:
+    def fill(
+        self,
+        persistent: Persistent,
+        assign: Callable[[str, torch.Tensor], object],
+        elsewhere: Collection[str] = (),
+    ) -> None:
         """Let the values that cannot be read in place be in slots; closes ``persistent`` where that fails.
 
         Args:
             persistent: has the slots.
             assign: takes the whole value of what has none of its own there.
+            elsewhere: what this process keeps nothing of.
 
         Raises:
             CheckpointError: a file cannot be read, or has changed since its header was read.
             StorageError: the slots' file cannot be written.
         """
-        rest = [name for name in self.sources if not persistent.is_in_place(name)]
+        own = self.sources.keys() - set(elsewhere)
+        rest = [n for n in self.sources if n in own and not persistent.is_in_place(n)]
         try:
             with self._opened(rest) as files:
                 for name in rest:
@@ -193,7 +200,11 @@ class FileValues:
             self.packed[name].size_bytes if name in self.packed else persistent.sizes[name]
             for name in away
         )
-        away_bytes += sum(outline.numel() * outline.itemsize for outline in divided.values())
+        away_bytes += sum(
+            outline.numel() * outline.itemsize
+            for name, outline in divided.items()
+            if name not in values.spread
+        )
         if not values.agreed(away_bytes > available_bytes, "whether a model stays out of memory"):
             return False
         warnings.warn(

@@ -64,6 +64,10 @@ def _values_back(states: States) -> StorageError | None:
 
 def _divided_back(states: States) -> list[str]:
     """Fill what is divided among the ranks; where these are not all here it is on the meta device from then on."""
+    for name in states.divided.keys() & states.spread.keys():
+        # No rank may have memory for the whole model.
+        become(behind(states.tensors[name]), states.like(name))
+        states.given.add(name)
     try:
         for name in states.divided:
             states.give(name)
@@ -91,7 +95,7 @@ def _moments_back(states: States) -> list[str]:
         )
         return [said]
     try:
-        entries = list(states.entries())
+        entries = list(states.entries(own=True))
     except RankError as error:
         return [
             f"the optimizer's state is divided among ranks that are not all here, and stays out of it: {error}"

@@ -46,9 +46,11 @@ class NamedValues:
         self.given: set[str] = set()
         """What is back in the model."""
         self.divided: dict[str, torch.Tensor] = {}
-        """Layouts of parameters of which each rank has a part alone; they have no memory."""
+        """Layouts of parameters of which this rank has a part alone, or nothing; they have no memory."""
+        self.spread = {n: s for n, s in rules.slots.items() if s.owner is not None}
+        """Parameters of a pipeline, each of which one rank updates."""
         for slot in rules.slots.values():
-            if slot.parts:
+            if slot.stage is not None:
                 outline = torch.empty_like(tensors[slot.name], memory_format=torch.preserve_format)
                 outline.untyped_storage().resize_(0)
                 self.divided[slot.name] = outline.detach()
@@ -94,9 +96,19 @@ class NamedValues:
         if name in self.packed:
             return self.packed[name].values(self.persistent.value(name))
         view = self.storages.views.get(name)
+        if name in self.spread:
+            return self._updated(name)
         if view is None:
             return self.persistent.value(name)
         return view.layout.within(self.persistent.value(view.owner)).clone()
+
+    def _updated(self, name: str) -> torch.Tensor:
+        """Return a copy of a parameter, which the rank that updates it gives to all."""
+        assert self._total is not None, "only ranks make a pipeline"
+        found = self.persistent.value(name)
+        if not self.spread[name].ranges:
+            found.zero_()
+        return self._total(found, f"reading '{PART}' of '{name}'")
 
     def assign(self, name: str, value: torch.Tensor) -> None:
         """Give a parameter or buffer a new value, a divided one its part of it.
@@ -129,8 +141,13 @@ class NamedValues:
         """Return a tensor without memory that lies as what is kept of a parameter does in torch."""
         return self.rules.like(key, self.like(parameter))
 
-    def kept(self, parameter: str, key: str) -> torch.Tensor:
+    def kept(self, parameter: str, key: str, *, own: bool = False) -> torch.Tensor:
         """Return a copy of what is kept of a parameter, in torch's shape; of a divided one on all ranks at once.
+
+        Args:
+            parameter: its name.
+            key: of what is kept.
+            own: of a pipeline, this rank's alone.
 
         Raises:
             RankError: other ranks have parts of it, and one is gone or does something else.
@@ -139,9 +156,10 @@ class NamedValues:
         if self.rules.is_scalar(key):
             tile = self.tiles[parameter, key][0]
             return tile.values(self.persistent.value(tile.name)).reshape(())
-        is_divided = bool(self.rules.slots[parameter].bounds)
+        slot = self.rules.slots[parameter]
+        is_divided = slot.is_spread and not (own and slot.owner is not None)
         flat = torch.zeros(like.numel()) if is_divided else torch.empty(like.numel())
-        for tile in self.tiles[parameter, key]:
+        for tile in self.tiles.get((parameter, key), ()):
             flat[tile.begin : tile.end] = tile.values(self.persistent.value(tile.name))
         if is_divided:
             assert self._total is not None, "only ranks divide"
@@ -156,12 +174,13 @@ class NamedValues:
                 self.persistent.assign(tile.name, value.detach().float().reshape(1))
             return
         flat = in_order_of(self.like_kept(parameter, key), value)
-        for tile in self.tiles[parameter, key]:
+        for tile in self.tiles.get((parameter, key), ()):
             self.persistent.assign(tile.name, tile.kept(flat[tile.begin : tile.end]))
 
     def agreed(self, is_so: bool, what: str) -> bool:
         """Return whether something is so on one rank at least, where parameters are divided among them."""
-        if not self.divided:
+        if not self.divided or self.spread:
+            # Of a pipeline each rank takes back what is its own, when it likes.
             return is_so
         assert self._total is not None, "only ranks divide"
         try:

@@ -94,7 +94,7 @@ class States(NamedValues):
         """Parameters whose totals hold a gradient."""
         own = {n: tensor.detach() for n, tensor in self.tensors.items() if n not in self.divided}
         own |= {name: value.outline() for name, value in packed.items()}
-        self.tiles = {}
+        self.tiles = {(slot.name, key): [] for slot in self.spread.values() for key in slot.keys}
         for tile in tiles:
             self.tiles.setdefault((tile.parameter, tile.key), []).append(tile)
         zeros = {t.name: (t.length, t.dtype) for tiles in self.tiles.values() for t in tiles}
@@ -102,7 +102,8 @@ class States(NamedValues):
         sources = values.in_place(own, changing) if values else None
         self.persistent = keep(own, zeros, unread, sources)
         if values is not None:
-            values.fill(self.persistent, self.assign)
+            elsewhere = self.divided.keys() & self.spread.keys()
+            values.fill(self.persistent, self.assign, elsewhere)
         for name in self.divided if values is None else self.divided.keys() - values.sources.keys():
             self.assign(name, self.tensors[name])
         self._take_moments()
@@ -141,9 +142,9 @@ class States(NamedValues):
             raise
 
     def _read(self, name: str) -> torch.Tensor:
-        if name in self.divided:
+        if name in self.divided or name in self.spread:
             raise OpenStepError(
-                f"'{name}' is divided among the ranks, of which each has a part alone; let all ranks call "
+                f"'{name}' is divided among the ranks, or one stage's of a pipeline; let all ranks call "
                 "state_dict(), load_state_dict() or save() of the step, or close it first"
             )
         self._before_access()
@@ -188,16 +189,22 @@ class States(NamedValues):
         self._take_over(*self._checked(found))
         return self._rest(found)
 
-    def entries(self) -> Iterable[tuple[Slot, int, dict[str, Any]]]:
-        """Yield what torch's optimizer would hold per trained parameter, after the first update."""
+    def entries(self, *, own: bool = False) -> Iterable[tuple[Slot, int, dict[str, Any]]]:
+        """Yield what torch's optimizer would hold per trained parameter, after the first update.
+
+        Args:
+            own: of a pipeline, of the parameters that this rank updates alone, which takes no other rank.
+        """
         for slot in self.rules.slots.values():
+            if own and slot.owner is not None and not slot.ranges:
+                continue
             entry: dict[str, Any] = {}
             count = self.counts[slot.name]
             first = self._first(slot)
             if (count or first) and self.rules.counts_steps:
                 entry["step"] = torch.tensor(float(count))
             for key in self._keys(slot) if count else ():
-                entry[key] = self.kept(slot.name, key)
+                entry[key] = self.kept(slot.name, key, own=own)
             for key, value in first.items() if not count else ():
                 like = self.like_kept(slot.name, key)
                 entry[key] = torch.empty_like(like, device="cpu").fill_(value)
@@ -205,7 +212,7 @@ class States(NamedValues):
                 yield slot, slot.index, entry
 
     def _keys(self, slot: Slot) -> tuple[str, ...]:
-        return tuple(tile.key for tile in slot.tiles[0])
+        return slot.keys
 
     def _first(self, slot: Slot) -> Mapping[str, float]:
         return self.rules.first(self.optimizer.param_groups[slot.group])

@@ -1,0 +1,396 @@
+"""A compiled model that is divided into stages, one per rank: a model larger than one machine, for requests in turn.
+
+Each rank captures the model, has the weights of its stage alone, plans them under its own budget, and streams them from
+its own drive. A call goes through the stages and ends on all of them with the same results.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
+
+import torch
+from torch import fx
+
+from gascompile.api.compile import Job
+from gascompile.api.compiled import CompiledModel
+from gascompile.api.looked_up import LookedUp
+from gascompile.api.planning import Args, Kwargs
+from gascompile.api.ranked import compiled_over, local_ranks
+from gascompile.api.runner import Runner
+from gascompile.api.started import started
+from gascompile.api.unit import Unit
+from gascompile.bundles.content import content_of
+from gascompile.capture.calls import Call
+from gascompile.codegen.fuse import fused_unit
+from gascompile.core import serial
+from gascompile.core.errors import InfeasiblePlanError, UnsupportedOpError
+from gascompile.core.plan import Plan
+from gascompile.core.program import Program, draws
+from gascompile.core.ranks import STAGE_OPS
+from gascompile.core.value_digests import digest_of
+from gascompile.passes.parallel.cut_stages import cut_stages
+from gascompile.passes.parallel.legs import Legs, outstanding_bytes, placeholders, roots, staged
+from gascompile.passes.parallel.stage_graph import Cut, StageGraph
+from gascompile.runtime.collectives.exchange import exchanging
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from gascompile.capture.to_program import Capture
+    from gascompile.distributed.ranks import Ranks
+    from gascompile.passes.graph.annotate import Annotation
+    from gascompile.runtime.run.executor import Executor
+    from gascompile.training.pipeline.stage_problem import Staged
+
+_log = logging.getLogger(__name__)
+forced: Callable[[int, int], Sequence[int]] | None = None
+"""Takes the place of the choice, for tests: returns where stages begin, by the number of ops and of stages."""
+
+
+@dataclass(slots=True)
+class Stages:
+    """What the ranks of a pipeline have agreed on."""
+
+    ranks: Ranks
+    held: dict[str, int] = field(default_factory=dict)
+    """Weight -> the first stage that has it, from the first plan on."""
+    note: str = ""
+    sent_bytes: int = 0
+    """Of the plan that is being made, on their way at once."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipedJob(Job):
+    """A job of one stage of a model."""
+
+    stages: Stages
+
+    def look_up(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> LookedUp:
+        """Return where the plan would lie in the cache: ranks agree on stages each time."""
+        return replace(super().look_up(args, kwargs), unit=None)
+
+    def plan_anew(
+        self, looked_up: LookedUp, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Unit:
+        """Return the plan of this rank's stage."""
+        entry = looked_up.entry
+        bundle, record = self._plan(args, kwargs, looked_up.checkpoint, entry.prints)
+        unit = fused_unit(Unit.of(bundle, graphs=self.config.graphs), self.config)
+        why = "ranks agree on the stages of a pipeline each time"
+        unit.basis = entry.keep(self._kept(unit.bundle), record, why)
+        return unit
+
+    def capture(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Capture:
+        """Trace the model, and return the stage of this rank."""
+        found = super().capture(args, kwargs)
+        return replace(found, program=self._stage(found.program))
+
+    def _stage(self, program: Program) -> Program:
+        """Return what this rank runs of a model.
+
+        Raises:
+            InfeasiblePlanError: a rank's budget is too small for an op of any division.
+            RankError: another rank has failed.
+            UnsupportedOpError: the model has what stages do not; names it.
+        """
+        _require_stateless(program)
+        ranks, size = self.stages.ranks, self.stages.ranks.layout.size
+        nodes = list(program.graph_module.graph.nodes)
+        marks = [[n.op, n.name, str(n.target), [s.name for s in n.all_input_nodes]] for n in nodes]
+        bound = [[n, of.dtype, list(of.shape)] for n, of in sorted(program.bound.items())]
+        ranks.compare("the captured model", serial.digest([marks, bound]).encode())
+        found = self._staged(program)
+        if len(found.ops) < size:
+            raise UnsupportedOpError(
+                f"a model of {len(found.ops)} ops cannot be {size} stages; use fewer ranks"
+            )
+        legs = self._legs(program, found)
+        cut = Cut(legs=legs, orders=_orders(size), num_batches=1, rows={})
+        own = list(roots(program.graph_module.graph.output_node(), legs.leg_of))
+        late = [n.meta["val"] for n in own if legs.leg_of[n] == ranks.layout.rank]
+        self.stages.sent_bytes = outstanding_bytes(legs, cut.orders, ranks.layout.rank)
+        self.stages.sent_bytes += sum((size - 1) * x.numel() * x.element_size() for x in late)
+        return _program_of(program, cut, ranks.layout.rank)
+
+    def _staged(self, program: Program) -> Staged:
+        from gascompile.training.pipeline.stage_problem import Staged
+
+        sizes = {p: program.bound[name].size_bytes for p, name in program.bindings.items()}
+        ops = staged(program.graph_module.graph, sizes, sizes)
+        return Staged(ops=ops, num_forward=len(ops))
+
+    def _legs(self, program: Program, found: Staged) -> Legs:
+        from gascompile.training.pipeline.agreement import Memory, agreed_problem, in_words
+        from gascompile.training.pipeline.pipeline import stages_of
+        from gascompile.training.pipeline.stage_problem import holders_of, op_seconds, stage_ops
+
+        size, own = self.stages.ranks.layout.size, set(found.ops)
+        names = program.bindings
+        if self.stages.held:
+            stages = _as_before(found.ops, names, self.stages.held, size)
+        elif forced is not None:
+            stages = stages_of(forced(len(found.ops), size), len(found.ops))
+        else:
+            workload = self.annotated(program).workload
+            memory = Memory.of(self.machine, self.limit_bytes)
+            ops = stage_ops(found, names, workload, 0)
+            times_s = op_seconds(found, workload, memory.site)
+            agreed = (self.stages.ranks, ops, times_s, memory)
+            problem = agreed_problem(*agreed, has_backward=False)
+            choice = cut_stages(problem, [1])
+            if choice is None:
+                place = max(range(len(found.ops)), key=ops.least_bytes.__getitem__)
+                raise InfeasiblePlanError(
+                    tier=memory.site,
+                    limit_bytes=min(of.budget_bytes for of in problem.ranks),
+                    required_bytes=ops.least_bytes[place],
+                    op=found.ops[place].name,
+                )
+            self.stages.note = in_words(problem, choice, "a call")
+            _log.info("%s", self.stages.note)
+            stages = stages_of(choice.begins, len(found.ops))
+        for node, stage in zip(found.ops, stages, strict=True):
+            for source in placeholders(node, own):
+                if source.name in names:
+                    self.stages.held.setdefault(names[source.name], stage)
+        return found.legs(stages, size, holders_of(found.ops, stages))
+
+    def annotated(self, program: Program, sites: Sequence[str] = ()) -> Annotation:
+        """Return the costs of a stage, with what it takes to receive."""
+        from gascompile.distributed import stage_ops
+
+        found, ladder = super().annotated(program, sites), self.stages.ranks.ladder()
+        coming = {n.name: n for n in program.op_nodes() if n.target is stage_ops.receive}
+        times_s = {
+            name: ladder.seconds(stage_ops.message_bytes(node.target, node.args), divided=False)
+            for name, node in coming.items()
+        }
+        ops = tuple(
+            replace(op, time_s={self.machine.compute_tier: times_s[op.name]})
+            if op.name in times_s
+            else op
+            for op in found.workload.ops
+        )
+        own = {n.name for n in program.op_nodes() if stage_ops.is_of_stages(n.target)}
+        return replace(
+            found,
+            workload=replace(found.workload, ops=ops),
+            unknown_ops=tuple(op for op in found.unknown_ops if STAGE_OPS not in op),
+            unproven={op: call for op, call in found.unproven.items() if op not in own},
+        )
+
+    def place(self, program: Program, prints: Mapping[str, str]) -> Plan:
+        """Annotate and plan a stage, with room for what it sends."""
+        job = replace(self, reserved_bytes=self.reserved_bytes + self.stages.sent_bytes)
+        plan = super(PipedJob, job).place(program, prints)
+        note = (self.stages.note,) if self.stages.note else ()
+        return replace(plan, warnings=(*plan.warnings, *note))
+
+
+class PipedRunner(Runner):
+    """Runs calls of a model that all ranks make in the same order, with the same inputs."""
+
+    plans_again = False
+
+    def __init__(self, stages: Stages, **given: Any) -> None:
+        """Open the first plan, on all ranks; ``given`` is as ``Runner`` takes it."""
+        self._ranks = stages.ranks
+        super().__init__(**given)
+
+    def call(self, args: Args, kwargs: Kwargs, taken_bytes: int = 0) -> Any:
+        """Run the model; all ranks do, and get the same results."""
+        run = partial(super().call, args, kwargs, taken_bytes)
+        if self._is_planning:
+            return run()
+        return self._turn.take(partial(self._together, run))
+
+    def _together(self, run: Callable[[], Any]) -> Any:
+        with self._ranks.together(), exchanging(self._ranks.exchange), self._ranks.in_a_step():
+            return run()
+
+    def _unit_for(self, call: Call) -> Unit:
+        if not self._is_planning:
+            facts = serial.digest([digest_of(call.leaves), str(call.spec)]).encode()
+            self._ranks.compare(
+                "the inputs of a call, which are the same on all ranks of a pipeline", facts
+            )
+        return super()._unit_for(call)
+
+    def _activate(self, unit: Unit) -> Executor:
+        if self._open.has(unit):
+            executor = self._open.use(unit)
+        else:
+            self._open.close()
+            executor = self._open.open(unit)
+        # Ranks go on once all have their weights: no one waits for another's memory in a call.
+        predicted = int(unit.bundle.plan.certificate.predicted_s * 1e6)
+        table = self._ranks.compare("the plan of a call", b"", [predicted])
+        self._ranks.expect(sum(row[0] for row in table) * 1e-6)
+        return executor
+
+    def close(self) -> None:
+        """Free this stage's memory, and leave the other ranks."""
+        super().close()
+        self._ranks.close()
+
+    def measure_error(self, *_given: Any) -> NoReturn:
+        """Refuse: it runs two plans in sessions of their own."""
+        _refuse("the error of a form of weights is measured by one process")
+
+    def save(self, *_given: Any) -> NoReturn:
+        """Refuse: a bundle's plan is for one process."""
+        _refuse("a bundle is saved by one process")
+
+    def together(self, *_given: Any) -> NoReturn:
+        """Refuse: several plans on one arena are made for one process."""
+        _refuse("what generates tokens by several plans is for one process")
+
+
+def compiled(
+    mesh: DeviceMesh | Literal[False] | None,
+    make: Callable[..., Job],
+    budget: Any,
+    machine: Any,
+    given: tuple[tuple[Any, ...], Mapping[str, Any]] | None,
+) -> CompiledModel:
+    """Return the compiled model of this process: alone, one of a host, or one stage of a pipeline."""
+    if mesh is None or mesh is False or mesh.mesh_dim_names != ("pp",):
+        ranks = local_ranks(mesh)
+        if ranks is not None:
+            return compiled_over(ranks, make, budget, machine, given)
+        return started(make(budget=budget, machine=machine), given)
+    from gascompile.distributed.ranks import find_ranks
+
+    stages = find_ranks(mesh)
+    if stages is None:
+        return started(make(budget=budget, machine=machine), given)
+    with stages.together():
+        job = _job(Stages(stages), make, budget, machine)
+        _require_same_weights(job)
+        return started(job, given, partial(PipedRunner, job.stages))
+
+
+def _job(stages: Stages, make: Callable[..., Job], budget: Any, machine: Any) -> PipedJob:
+    job = make(budget=budget, machine=machine)
+    if job.machine.compute_backend != "cpu":
+        _refuse("stages of a pipeline send each other values in the host's memory")
+    if job.config.weights == "auto":
+        _refuse("forms of weights are chosen by what one process measures: name one")
+    if job.dynamic_shapes:
+        _refuse("stages of a pipeline are planned for one size of inputs each")
+    known = {of.name: getattr(job, of.name) for of in fields(Job)}
+    # An op that receives is not to run again, as others may where activations move.
+    return PipedJob(**{**known, "dynamic_shapes": False, "in_arena": True}, stages=stages)
+
+
+def _require_same_weights(job: PipedJob) -> None:
+    """Return once it is known that all ranks have the same weights, each as far as it reads them.
+
+    Raises:
+        RankMismatchError: they have not.
+    """
+    ranks, checkpoint = job.stages.ranks, job.open_checkpoint()
+    paths = (
+        sorted((stamp.path for stamp in checkpoint.stamps), key=os.path.basename)
+        if checkpoint
+        else []
+    )
+    files = [os.stat(path) for path in paths]
+    named = [[os.path.basename(p), f.st_size] for p, f in zip(paths, files, strict=True)]
+    places = serial.digest([[f.st_dev, f.st_ino, f.st_mtime_ns] for f in files])
+    what = "the weight files"
+    told = ranks.compare(what, serial.digest(named).encode(), [int(places[:15], 16)])
+    if any(row != told[0] for row in told):
+        contents = [content_of(path, job.config.cache_dir) for path in paths]
+        ranks.compare("the content of the weight files", serial.digest(contents).encode())
+    own = dict(job.model.named_buffers())
+    if checkpoint is None:
+        own |= dict(job.model.named_parameters())
+    values = [tensor.detach() for _, tensor in sorted(own.items()) if not tensor.is_meta]
+    ranks.compare("the values of the model's tensors", digest_of(values).encode())
+
+
+def _require_stateless(program: Program) -> None:
+    if any(of.written for of in program.inputs):
+        _refuse("calls write to their inputs")
+    for node in program.op_nodes():
+        target = node.target
+        if isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable:
+            states = ", ".join(sorted(program.states))
+            _refuse(f"calls change {states} by {target}, which stages of a pipeline do not keep")
+        if draws(node.target) and not _is_certain(node):
+            _refuse(f"{node.target} draws random numbers, others on each rank")
+
+
+def _is_certain(node: fx.Node) -> bool:
+    """Return whether an op that may draw random numbers needs none, as attention without dropout."""
+    target: Any = node.target
+    names = [argument.name for argument in target._schema.arguments]
+    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    return given.get("dropout_p", 0 if "dropout_p" in names else None) == 0
+
+
+def _orders(size: int) -> list[Any]:
+    from gascompile.training.pipeline.schedule import orders
+
+    return list(orders(size, 1, has_backward=False))
+
+
+def _as_before(
+    ops: Sequence[fx.Node], names: Mapping[str, str], held: Mapping[str, int], size: int
+) -> list[int]:
+    """Return stages under which each weight is where it was for inputs of another kind."""
+    own, stage, found = set(ops), 0, []
+    for node in ops:
+        stages = [held[names[s.name]] for s in placeholders(node, own) if names.get(s.name) in held]
+        # One that two stages have is read by the later one's ops, too.
+        stage = max([stage, *stages])
+        found.append(min(stage, size - 1))
+    return found
+
+
+def _program_of(program: Program, cut: Cut, rank: int) -> Program:
+    """Return the program of a rank, whose outputs are the whole model's."""
+    from gascompile.distributed import stage_ops
+
+    graph, legs = program.graph_module.graph, cut.legs
+    output, own = graph.output_node(), legs.leg_of.keys()
+    to = StageGraph(cut=cut, rank=rank, ops=(stage_ops.send, stage_ops.receive))
+    inputs = {of.name for of in program.inputs}
+    results = roots(output, own)
+    needed = {s for n, leg in legs.leg_of.items() if leg == rank for s in placeholders(n, own)}
+    needed |= set(placeholders(output, own))
+    to.add_placeholders(
+        [n for n in graph.nodes if n.op == "placeholder" and (n in needed or n.name in inputs)]
+    )
+    to.run()
+    tag = to.num_tags
+    for value in results:
+        source = legs.rank_of(legs.leg_of[value])
+        for other in range(legs.num_stages):
+            if other != source and rank == source:
+                to.send(to.made[value, 0], other, tag)
+            elif other == rank and rank != source:
+                to.made[value, 0] = to.receive(value, source, tag)
+            tag += 1
+    given = {node: to.value(node, 0) for node in output.all_input_nodes}
+    to.graph.output(fx.node.map_arg(output.args[0], given.__getitem__))
+    bindings = {p: n for p, n in program.bindings.items() if p in {k.name for k in to.whole}}
+    held = set(bindings.values())
+    return replace(
+        program,
+        graph_module=fx.GraphModule(torch.nn.Module(), to.graph),
+        bindings=bindings,
+        states=program.states & held,
+        bound={name: of for name, of in program.bound.items() if name in held},
+        forms={name: of for name, of in program.forms.items() if name in held},
+    )
+
+
+def _refuse(what: str) -> NoReturn:
+    raise UnsupportedOpError(f"{what}; run the model by one process (mesh=False)")

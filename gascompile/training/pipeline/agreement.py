@@ -1,0 +1,112 @@
+"""Agreement: what all ranks of a pipeline know of each other before they divide a model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from gascompile.core.machine import Machine
+from gascompile.distributed.ranks import Ranks
+from gascompile.passes.parallel.cut_stages import (
+    CutProblem,
+    StageCut,
+    StageOps,
+    StageRank,
+    cut_stages,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """What a rank has for its stage."""
+
+    site: str
+    """Tier that computes."""
+    budget_bytes: int
+    stream_bytes_per_s: float
+    """At which values come into memory, and leave it where they do."""
+    latency_s: float
+    """Of each of them."""
+
+    @staticmethod
+    def of(machine: Machine, limit_bytes: int) -> Memory:
+        """Return what a machine has for a stage, of a budget of ``limit_bytes``."""
+        site = machine.compute_tier
+        links = [of for of in machine.links if site in (of.source_tier, of.target_tier)]
+        return Memory(
+            site=site,
+            budget_bytes=max(limit_bytes, 1),
+            stream_bytes_per_s=min((of.bandwidth_bytes_per_s for of in links), default=1.0),
+            latency_s=max((of.latency_s for of in links), default=0.0),
+        )
+
+
+def agreed_problem(
+    ranks: Ranks, ops: StageOps, times_s: Sequence[float], memory: Memory, *, has_backward: bool
+) -> CutProblem:
+    """Return the problem with what each rank takes and has, the same on all ranks.
+
+    Args:
+        ranks: of the pipeline, which call this at the same time.
+        ops: that are divided.
+        times_s: what each takes on this rank.
+        memory: of this rank.
+        has_backward: whether there is a backward pass.
+
+    Raises:
+        RankError: another rank has failed.
+    """
+    ladder, size = ranks.ladder().whole, ranks.layout.size
+    own = [*times_s, memory.budget_bytes, memory.stream_bytes_per_s, memory.latency_s]
+    own += [ladder[0].time_s, ladder[-1].time_s]
+    table = torch.zeros(size, len(own), dtype=torch.float64)
+    table[ranks.layout.rank] = torch.tensor(own, dtype=torch.float64)
+    ranks.compare("what the ops of a model take", b"")
+    ranks.exchange.add(table)
+    rows = table.tolist()
+    return CutProblem(
+        ops=ops,
+        ranks=[
+            StageRank(
+                times_s=row[:-5],
+                budget_bytes=int(row[-5]),
+                stream_bytes_per_s=row[-4],
+                latency_s=row[-3],
+            )
+            for row in rows
+        ],
+        network_bytes_per_s=ladder[-1].size_bytes / max(row[-1] for row in rows),
+        latency_s=max(row[-2] for row in rows),
+        has_backward=has_backward,
+    )
+
+
+def in_words(problem: CutProblem, choice: StageCut, what: str) -> str:
+    """Return what was chosen, and what the ranks would take alone.
+
+    Args:
+        problem: that was solved.
+        choice: its solution.
+        what: is run, ``a step``.
+    """
+    count = choice.num_batches
+    times = ", ".join(f"{time_s * count:.4g}" for time_s in choice.stage_s)
+    found = (
+        f"{len(choice.stage_s)} stages of {count} micro-batch{'es' if count > 1 else ''} are predicted to take "
+        f"{choice.time_s:.4g} s {what} ({times} s on each rank, which waits for others in {choice.alone_share:.0%} of "
+        "it)"
+    )
+    alone = {
+        rank: cut.time_s
+        for rank, own in enumerate(problem.ranks)
+        if (cut := cut_stages(replace(problem, ranks=[own]), [1])) is not None
+    }
+    if not alone:
+        return f"{found}; no rank alone has the memory"
+    best = min(alone, key=alone.__getitem__)
+    found += f"; rank {best} alone would take {alone[best]:.4g} s"
+    if alone[best] <= choice.time_s:
+        found += ", so that the pipeline gives no speed-up"
+    return found

@@ -1,0 +1,245 @@
+"""Provable: what a step in micro-batches computes exactly, and all else refused by name.
+
+The mean over micro-batches of equal size is the mean over the batch where the loss is a mean over rows and rows know
+nothing of each other. Both are read off the graph; where they are not to be seen there, a batch is one micro-batch.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from gascompile.core.errors import UnsupportedOpError
+from gascompile.core.program import draws
+from gascompile.distributed.rows import num_rows
+from gascompile.passes.parallel.rows import NONE, UNKNOWN, dimensions_of_rows
+from gascompile.training.capture.joint import Joint
+
+_aten = torch.ops.aten
+_MEANS = {
+    _aten.mse_loss.default: 2,
+    _aten.l1_loss.default: 2,
+    _aten.smooth_l1_loss.default: 2,
+    _aten.huber_loss.default: 2,
+    _aten.soft_margin_loss.default: 2,
+    _aten.binary_cross_entropy.default: 3,
+    _aten.binary_cross_entropy_with_logits.default: 4,
+}
+"""Losses, by where their reduction stands."""
+_NLL = (_aten.nll_loss_forward.default, _aten.nll_loss2d_forward.default)
+_MEAN = 1
+"""Torch's number of this reduction."""
+_SAME = (_aten.clone.default, _aten.alias.default, _aten.detach.default, _aten._to_copy.default, _aten.neg.default,
+         _aten.view.default, _aten.reshape.default, _aten.squeeze.default)  # fmt: skip
+_INSTEAD = "train in one process, or let ranks have rows of their own (a mesh without 'pp')"
+
+
+def require_provable(joint: Joint) -> None:
+    """Refuse what a pipeline would compute otherwise than one process.
+
+    Raises:
+        UnsupportedOpError: names it.
+    """
+    graph = joint.graph_module.graph
+    if joint.mutations:
+        raise UnsupportedOpError(
+            f"the model changes its buffer '{min(joint.mutations)}' in the forward pass, which a pipeline does not: "
+            f"{_INSTEAD}, or freeze it (eval() of batch norms)"
+        )
+    if joint.views:
+        raise UnsupportedOpError(
+            f"'{min(joint.views)}' is a view of another parameter, and stages of a pipeline may have only one of the "
+            f"two: {_INSTEAD}"
+        )
+    for node in graph.nodes:
+        if draws(node.target) and _given(node, "p", "dropout_p") != 0:
+            raise UnsupportedOpError(
+                f"{node.target} draws random numbers, others in micro-batches than in one batch: set dropout to 0 for "
+                f"a pipeline; or {_INSTEAD}"
+            )
+        if "batch_norm" in str(node.target) and _given(node, "training", "train"):
+            raise UnsupportedOpError(
+                f"{node.target} normalises by the rows of a micro-batch: call eval() of batch norms; or {_INSTEAD}"
+            )
+    num_read = len(joint.outside) - joint.num_constants
+    for tensor in list(joint.outside.values())[:num_read]:
+        if tensor.dim():
+            raise UnsupportedOpError(
+                f"the loss uses a tensor from outside the model of {list(tensor.shape)}, of which nobody can say what "
+                "a micro-batch has of it: pass it in the batch, or make it a buffer of the model"
+            )
+
+
+def _given(node: fx.Node, *names: str) -> Any:
+    """Return an argument of an op that has one of these names."""
+    target: Any = node.target
+    every = {argument.name: argument.default_value for argument in target._schema.arguments}
+    given = {**every, **dict(zip(every, node.args, strict=False)), **node.kwargs}
+    return next((given[name] for name in names if name in given), None)
+
+
+def _of_batch(joint: Joint) -> set[fx.Node]:
+    """Return what depends on the batch."""
+    found: set[fx.Node] = set()
+    for node in joint.graph_module.graph.nodes:
+        if node.name in joint.inputs or not found.isdisjoint(node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def why_whole(joint: Joint, rows: int) -> str:
+    """Return why a batch cannot be several micro-batches; nothing where it can.
+
+    Their mean loss is that of the batch where a loss is a mean over rows that know nothing of each other.
+
+    Args:
+        joint: over all rows of a batch.
+        rows: their number.
+    """
+    of_batch, left = _of_batch(joint), [joint.loss]
+    places: dict[fx.Node, int] | None = None
+    while left:
+        node = left.pop()
+        if node not in of_batch:
+            continue
+        given = [a for a in node.all_input_nodes if a in of_batch]
+        if _is_linear(node, given):
+            left += given
+        elif not _is_a_mean(node):
+            return f"the loss is no mean over rows as far as its graph shows ('{node.name}' of {node.target})"
+        else:
+            if places is None:
+                places = dimensions_of_rows(joint.graph_module.graph, joint.inputs, rows)
+            if (op := _first_mixing(node, places)) is not None:
+                return f"rows may know of each other, by '{op.name}' of {op.target}"
+    return ""
+
+
+def _first_mixing(mean: fx.Node, places: Mapping[fx.Node, int]) -> fx.Node | None:
+    """Return the first op up to a mean that may mix rows."""
+    if mean.target is operator.getitem:
+        (mean,) = mean.all_input_nodes
+    sources = mean.all_input_nodes
+    behind = [node for node in _needed(sources) if places.get(node) == UNKNOWN]
+    # What is compared has its rows in the same places.
+    is_mixed = len({places[source] for source in sources if places[source] != NONE}) > 1
+    return min(behind, default=mean if is_mixed else None)
+
+
+def _is_linear(node: fx.Node, given: list[fx.Node]) -> bool:
+    """Return whether a number is a mean over rows if those ``given`` are that it depends on."""
+    if node.meta["val"].numel() != 1:
+        return False
+    if node.target in (*_SAME, _aten.add.Tensor, _aten.sub.Tensor):
+        return True
+    if node.target is _aten.div.Tensor:
+        return given == [node.args[0]]
+    return node.target is _aten.mul.Tensor and len(given) == 1
+
+
+def _is_a_mean(node: fx.Node) -> bool:
+    target: Any = node.target
+    place = _MEANS.get(target)
+    if place is not None:
+        given = node.args[place] if len(node.args) > place else node.kwargs.get("reduction", _MEAN)
+        return bool(given == _MEAN)
+    if node.target is _aten.mean.default:
+        return True
+    if node.target is not operator.getitem or node.args[1] != 0:
+        return False
+    (loss,) = node.all_input_nodes
+    return bool(loss.target in _NLL and loss.args[2] is None and loss.args[3] == _MEAN)
+
+
+Counter = Callable[[Sequence[Any]], list[list[int]]]
+"""Returns how many targets are ignored, of each loss, in each micro-batch of a batch's leaves."""
+
+
+def ignored_counter(joint: Joint, rows: int) -> Counter | None:
+    """Return what counts the targets that losses ignore: their means are over the others alone.
+
+    Args:
+        joint: of a micro-batch.
+        rows: of a micro-batch.
+
+    Raises:
+        UnsupportedOpError: targets are computed by the model.
+    """
+    nodes = joint.graph_module.graph.nodes
+    losses = [node for node in nodes if node.target in _NLL]
+    if not losses:
+        return None
+    graph = fx.Graph()
+    made = {n: graph.placeholder(n.name) for n in nodes if n.op == "placeholder"}
+    needed = _needed([loss.args[1] for loss in losses])
+    if bound := sorted({n.name for n in needed} & joint.bound.keys()):
+        raise UnsupportedOpError(
+            f"the targets of {losses[0].target} depend on the model ('{joint.bound[bound[0]]}'), so that nobody can "
+            f"say beforehand how many of them a micro-batch ignores; {_INSTEAD}"
+        )
+    for node in nodes:
+        if node in needed and node.op == "call_function":
+            made[node] = graph.node_copy(node, made.__getitem__)
+    graph.output([made[loss.args[1]] for loss in losses])
+    run = fx.GraphModule(nn.Module(), graph)
+    ignored: list[Any] = [loss.args[4] for loss in losses]
+    names = [n.name for n in nodes if n.op == "placeholder"]
+
+    def counts(leaves: Sequence[Any]) -> list[list[int]]:
+        found = []
+        num_rows = next(leaf.shape[0] for leaf in leaves if _has_rows(leaf))
+        for begin in range(0, num_rows, rows):
+            own = [leaf[begin : begin + rows] if _has_rows(leaf) else leaf for leaf in leaves]
+            given = {**dict(zip(joint.inputs, own, strict=True)), **joint.outside}
+            targets = run(*(given.get(name) for name in names))
+            pairs = zip(targets, ignored, strict=True)
+            found.append([int((target == number).sum()) for target, number in pairs])
+        return found
+
+    return counts
+
+
+def _has_rows(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.dim() > 0
+
+
+def _needed(nodes: Sequence[Any]) -> set[fx.Node]:
+    found, left = set[fx.Node](), list(nodes)
+    while left:
+        node = left.pop()
+        if node not in found:
+            found.add(node)
+            left += node.all_input_nodes
+    return found
+
+
+def split_rows(batch: Any, count: int) -> tuple[Any, int]:
+    """Return the first of ``count`` micro-batches, and the rows of each.
+
+    Raises:
+        UnsupportedOpError: rows cannot be told, or are not divided evenly.
+    """
+    if count == 1:
+        return batch, 0
+    rows = num_rows(batch)
+    if rows % count:
+        raise UnsupportedOpError(
+            f"{rows} rows are not {count} micro-batches of one size; pass a batch of a multiple of {count} rows"
+        )
+    own = rows // count
+
+    def first(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or not leaf.dim():
+            return leaf
+        if not leaf.is_contiguous():
+            raise UnsupportedOpError(
+                f"a tensor of the batch, {list(leaf.shape)}, does not lie row after row; pass its contiguous()"
+            )
+        return leaf[:own]
+
+    return pytree.tree_map(first, batch), own
