@@ -217,6 +217,7 @@ class StepValues:
         Raises:
             ValueError: there are no other ranks, or nothing has been planned yet.
         """
+        self._require_checkpoints()
         ranks, states = self._joined(), self._open_states()
         return ranks.replica_cost(states, self._changing(states), self._write_bytes_per_s)
 
