@@ -236,8 +236,7 @@ class StepPlanner:
     def _planned(
         self, name: str, batch: Any, options: StepOptions, storages: Storages, place: CachedPlan
     ) -> PlannedStep:
-        """Capture a step and plan it."""
-        # Here: a step that is found in the cache needs no tracer.
+        """Capture a step and plan it; one that is found in the cache needs no tracer."""
         from gascompile.training.capture.joint import capture_joint
 
         model, trains, traced = self._model, options.trains, self._traced(options)
