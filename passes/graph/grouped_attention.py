@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from gascompile.core.program import Program
+from gascompile.passes.graph.mutated_tensors import written_arguments
 
 _aten = torch.ops.aten
 _DTYPES = {torch.float32, torch.float64, torch.bfloat16, torch.float16}
@@ -37,15 +38,23 @@ def grouped_attention(program: Program) -> Program:
     graph = fx.Graph()
     graph.output(graph.graph_copy(program.graph_module.graph, {}))
     module = fx.GraphModule(program.graph_module, graph)
-    for node in list(graph.nodes):
+    nodes = list(graph.nodes)
+    for i, node in enumerate(nodes):
         found = _repeated_of(node)
-        if found is not None:
+        # Copies are of the time when they were made: what is written after that is not in them.
+        if found is not None and not _is_written_since(nodes[:i], node.args[1:3]):
             node.args = (node.args[0], *found, *node.args[3:])
             node.update_kwarg("enable_gqa", True)
     graph.eliminate_dead_code(is_impure_node=_stays)
     graph.lint()
     module.recompile()
     return replace(program, graph_module=module)
+
+
+def _is_written_since(before: list[fx.Node], copies: Any) -> bool:
+    """Return whether an op writes to any tensor after the first of ``copies`` is made."""
+    first = min(map(before.index, copies))
+    return any(map(written_arguments, before[first:]))
 
 
 def _stays(node: fx.Node) -> bool:

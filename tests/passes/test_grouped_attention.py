@@ -112,3 +112,16 @@ def test_keys_alone_stay_repeated() -> None:
 
     before, after = both(KeysAlone(), made(torch.float32))
     assert after is before
+
+
+def test_what_is_written_to_after_the_copy_stays_repeated() -> None:
+    class Later(nn.Module):
+        def forward(self, query: Any, keys: Any, values: Any, mask: Any) -> Any:
+            copies = repeated(keys[:, :, :-1], 3), repeated(values[:, :, :-1], 3)
+            keys.zero_()
+            return attention(query, *copies, mask)
+
+    inputs = made(torch.float32)
+    _, after = both(Later(), inputs)
+    wanted = Later()(*(x.clone() for x in inputs))
+    assert torch.equal(after.graph_module(*inputs)[-1], wanted)
