@@ -168,3 +168,19 @@ def test_the_plan_of_the_file_is_that_of_the_model(tmp_path: Path) -> None:
         for m in (model, onnx_module(tmp_path / "m.onnx"))
     ]
     assert predicted[1] == pytest.approx(predicted[0], rel=0.01)
+
+
+@pytest.mark.parametrize("is_inline", [False, True], ids=["data beside", "one file"])
+def test_a_file_written_over_itself_keeps_its_weights(tmp_path: Path, is_inline: bool) -> None:
+    model, file = net(), tmp_path / "m.onnx"
+    gascompile.export(model, file, INPUTS, cache_dir=tmp_path / "cache")
+    if is_inline:
+        whole = onnx.load(file)
+        (tmp_path / "m.onnx.data").unlink()
+        onnx.save(whole, file)
+    for _ in range(2):
+        planned = plan_with_program(
+            str(file), "1MiB", "cpu-nvme", cache_dir=tmp_path / "cache", time_limit_s=2.0
+        )
+        write_plan(planned, file, overwrite=True)
+        assert_close(by_runtime(file, INPUTS), eager(model, INPUTS))

@@ -127,7 +127,10 @@ def write_onnx(
         for stamp in weights.stamps:
             require_unchanged(stamp)
         _publish(_checked(model, file), file, temporary if copied_bytes else None, data)
+    used = {Path(extent.path).resolve() for extent in in_place.values()}
     for old in retired:
+        if old.resolve() in used:
+            continue  # A file that is written over itself has its weights where they were.
         old.unlink(missing_ok=True)
     return Written(
         file=file,
