@@ -134,6 +134,9 @@ def _cache_for(
     # What is returned of attention is as long as the cache.
     if getattr(config, "output_attentions", False):
         return None
+    # Layers with windows that look ahead see other tokens of a cache that grows.
+    if not getattr(compiled.config.get_text_config(), "is_causal", True):
+        return None
     # An accelerator has copies of its inputs, which a program may not write to.
     if compiled._gascompile.planning.machine.compute_tier != "cpu":
         return None

@@ -292,3 +292,13 @@ def test_caches_of_a_fixed_size_that_are_not_ours_are_refused(compiled: Compiled
     it = compiled(made("T5"))
     with pytest.raises(UnsupportedOpError, match="StaticCache"):
         it.generate(text(1, 4), max_new_tokens=2, cache_implementation="static")
+
+
+def test_layers_that_look_ahead_see_what_they_do_with_a_cache_that_grows(
+    compiled: Compiled,
+) -> None:
+    model = table.made("Gemma3")
+    model.config.is_causal = False
+    options = {"output_scores": True, "return_dict_in_generate": True, "max_new_tokens": 3}
+    wanted, found = both(model, compiled(model), torch.arange(2, 24).view(2, 11), **options)
+    torch.testing.assert_close(found.scores, wanted.scores, atol=1e-4, rtol=1e-4)
