@@ -5,6 +5,8 @@ E = sum over processors (busy W x busy s + idle W x rest of the iteration) + sum
 
 from __future__ import annotations
 
+import math
+
 from gascompile.core.machine import PlaceKind
 from gascompile.core.plan import Plan
 from gascompile.core.reports import Energy
@@ -23,7 +25,7 @@ def plan_energy(plan: Plan) -> Energy | None:
         return None
     power = {processor.device: processor for processor in model.processors}
     per_byte = {link.link: link.joules_per_byte for link in model.links}
-    devices = {place.name for place in plan.machine.places if place.kind in _COMPUTING}
+    devices = [place.name for place in plan.machine.places if place.kind in _COMPUTING]
     moved = {name: size_bytes for name, size_bytes in plan.link_bytes.items() if size_bytes}
     busy_s = dict.fromkeys(devices, 0.0)
     for op in runs(plan.steps):
@@ -32,8 +34,9 @@ def plan_energy(plan: Plan) -> Energy | None:
     if busy_s.keys() - power.keys() or moved.keys() - per_byte.keys():
         return None
     whole_s = plan.certificate.predicted_s
-    joules = sum(per_byte[name] * size_bytes for name, size_bytes in moved.items())
+    parts = [per_byte[name] * size_bytes for name, size_bytes in moved.items()]
     for device, seconds in busy_s.items():
         rest_s = max(whole_s - seconds, 0.0)
-        joules += power[device].busy_w * seconds + power[device].idle_w * rest_s
-    return Energy(joules=joules, source="model")
+        parts += [power[device].busy_w * seconds, power[device].idle_w * rest_s]
+    # Rounded once, whatever the order: equal plans take the same to the last digit.
+    return Energy(joules=math.fsum(parts), source="model")

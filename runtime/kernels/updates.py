@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 
@@ -118,7 +117,7 @@ def adam(
         [mean],
         [square],
         [],
-        [_step_tensor(options.step)],
+        [torch.tensor(options.step, dtype=torch.float32)],
         lr=options.lr,
         beta1=options.beta1,
         beta2=options.beta2,
@@ -279,12 +278,6 @@ def sgd_workspace(num_values: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a workspace for pieces of up to ``num_values``; it is smaller than one for Adam."""
     blocks = state_codes.num_blocks(num_values)
     return torch.empty(blocks, BLOCK), torch.empty(blocks, BLOCK, dtype=torch.int32)
-
-
-@lru_cache(maxsize=4)
-def _step_tensor(step: int) -> torch.Tensor:
-    """Return the number of an update as kernels read it; the same for all parameters of a step."""
-    return torch.tensor(step, dtype=torch.float32)
 
 
 def _check(parameter: torch.Tensor, **others: torch.Tensor) -> None:
