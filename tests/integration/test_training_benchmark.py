@@ -166,5 +166,6 @@ def test_peaks_are_of_anonymous_memory() -> None:
         with mmap.mmap(-1, 64 * MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as block:
             block.write(b"x" * (64 * MIB))
             assert sampler.take_peak_bytes() >= before_bytes + 60 * MIB
-        sampler.take_peak_bytes()
-        assert sampler.take_peak_bytes() < before_bytes + 60 * MIB
+        # A look that had begun before the block went may be noted after it.
+        later = (sampler.take_peak_bytes() for _ in range(100))
+        assert any(peak_bytes < before_bytes + 60 * MIB for peak_bytes in later)
