@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gascompile.cost_models.simulate.clock import Clock
+from gascompile.passes.intervals.boundary import beside, most_between
 from gascompile.passes.intervals.decisions import (
     IN_ORDER,
     Choices,
@@ -27,9 +28,6 @@ from gascompile.passes.intervals.decisions import (
 from gascompile.passes.intervals.departures import departures
 from gascompile.passes.model.interval_layout import Layout
 from gascompile.passes.model.interval_problem import IntervalProblem
-
-_CHANGE = {int(Kind.RELEASE): -1, int(Kind.DROP): -1, int(Kind.LOAD): 1}
-"""What moves add of their tensor to the bytes that are there."""
 
 
 def schedule(
@@ -82,6 +80,7 @@ class Scheduler:
         self.loaded: dict[int, int] = {}
         self.tail_loads: set[int] = set()
         self.idle: set[int] = set()
+        self.behind: list[int] = []
         self.crowded: dict[int, int] = {}
         """Per copy back that found no room the run that had none."""
         self.carried = before.carried if before is not None and same else {}
@@ -361,11 +360,16 @@ class Scheduler:
     def _close(self) -> None:
         """End the list: what still leaves may cross the end."""
         self._land(self.count)
-        for arrival, number in sorted(self.flights):
-            if number not in self.idle:
-                self._cross(number, arrival)
+        leaving = [flight for flight in sorted(self.flights) if flight[1] not in self.idle]
+        for flight in leaving:
+            self._cross(*flight)
+        for number in self.behind:
+            at = self.released[number]
+            moves = self.boundaries[at]
+            place = beside(moves, self._size, self._after(at), number, self.limit)
+            moves.insert(place, (Kind.RELEASE, number))
 
-    def _cross(self, number: int, arrival: float) -> None:
+    def _cross(self, arrival: float, number: int) -> None:
         """Release behind the end what is not through before it."""
         interval = self.plan.intervals[number]
         if not self.task.workload.repeats:
@@ -378,22 +382,19 @@ class Scheduler:
         room = self.memory[:latest] + size > self.limit
         if room.any():
             latest = int(np.argmax(room))
+        moved = (b for b in range(latest) if self.boundaries[b])
+        latest = next((b for b in moved if self._most(b) + size > self.limit), latest)
         if latest == self.loaded.get(number):
             self.idle.add(number)
         self.memory[:latest] += size
-        self.boundaries[latest].insert(self._beside(number, latest), (Kind.RELEASE, number))
         self.released[number] = latest
+        self.behind.append(number)
 
-    def _beside(self, number: int, boundary: int) -> int:
-        """Return before which of a boundary's moves to release: behind copies back that have room beside it."""
-        moves, sizes, intervals = self.boundaries[boundary], self.task.sizes, self.plan.intervals
-        changes = [_CHANGE.get(kind, 0) * sizes[intervals[j].tensor] for kind, j in moves]
-        held = int(self.memory[boundary]) - int(self.plan.made[boundary]) - sum(changes)
-        free, position = self.limit - held - sizes[intervals[number].tensor], 0
-        for k, (move, change) in enumerate(zip(moves, changes, strict=True)):
-            free -= change
-            if free < 0 or move[0] >= Kind.SETTLE or move == (Kind.LOAD, number):
-                break
-            if move[0] == Kind.LOAD:
-                position = k + 1
-        return position
+    def _after(self, boundary: int) -> int:
+        """Return what is held once all moves of a boundary are made."""
+        return int(self.memory[boundary]) - int(self.plan.made[boundary])
+
+    def _most(self, boundary: int) -> int:
+        """Return the most that is held at a boundary, with what is to be released there."""
+        there = sum(self._size(j) for j in self.behind if self.released[j] == boundary)
+        return most_between(self.boundaries[boundary], self._size, self._after(boundary)) + there
