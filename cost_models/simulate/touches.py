@@ -1,12 +1,24 @@
-"""Touches: the steps at which a tensor comes into a plan, is used for the last time, or loses a copy."""
+"""Touches: what lies outside the arena; at which steps a tensor comes, is used last, or loses a copy."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from gascompile.core.plan import Plan
-from gascompile.core.steps import Compute, Offload, Recompute, Reload, Step, Wait
-from gascompile.core.workload import PERSISTENT
+from gascompile.core.steps import Compute, Offload, Prefetch, Recompute, Reload, Step, Wait
+from gascompile.core.workload import PERSISTENT, TensorKind
+
+
+def heap_tensors(plan: Plan) -> frozenset[str]:
+    """Return the tensors outside the arena; a caller's inputs are nobody's."""
+    streamed = {step.tensor for step in plan.steps if isinstance(step, Prefetch)}
+    return frozenset(
+        spec.name
+        for spec in plan.workload.tensors
+        if spec.kind != TensorKind.INPUT
+        and spec.name not in streamed
+        and plan.tensors[spec.name].address is None
+    )
 
 
 def first_touches(plan: Plan) -> dict[str, Step]:

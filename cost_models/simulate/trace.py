@@ -20,7 +20,7 @@ from gascompile.core.reports import Stall, Timeline
 from gascompile.core.sizes import reserve_bytes
 from gascompile.core.steps import Compute, Offload, Prefetch, Recompute, Release, Reload, Wait
 from gascompile.cost_models.simulate.clock import Clock, pipe_times
-from gascompile.cost_models.simulate.memory_curve import MemoryCurve, MemoryRecorder
+from gascompile.cost_models.simulate.memory_curve import MemoryCurve, memory_curves
 from gascompile.cost_models.simulate.replay import replay_plan, undisturbed
 
 LINK_BUSY, MEMORY, BANDWIDTH = "link busy", "memory", "bandwidth"
@@ -87,6 +87,7 @@ def trace(plan: Plan, machine: Machine | None = None) -> Trace:
 
     Raises:
         KeyError: a step names a link that ``machine`` does not have.
+        PlanVerificationError: a step breaks a rule of the walk.
         ValueError: a wait has no transfer.
     """
     target = machine or plan.machine
@@ -94,6 +95,7 @@ def trace(plan: Plan, machine: Machine | None = None) -> Trace:
     walk = _Walk(plan, target)
     walk.run()
     clock = _Stretch(walk, target, timeline.seconds)
+    curves = memory_curves(plan, walk.step_times_s, walk.seconds)
     shared = {f.name: getattr(timeline, f.name) for f in fields(Timeline) if f.name != "stalls"}
     return Trace(
         **shared,
@@ -103,7 +105,7 @@ def trace(plan: Plan, machine: Machine | None = None) -> Trace:
         transfers=tuple(
             sorted(map(clock.transfer, walk.transfers), key=lambda t: (t.begun_s, t.arrived_s))
         ),
-        memory={tier: clock.memory(curve) for tier, curve in walk.memory.curves().items()},
+        memory={tier: clock.memory(curve) for tier, curve in curves.items()},
     )
 
 
@@ -212,7 +214,8 @@ class _Walk:
         self._elsewhere = [0.0] * (len(self._sites.others) if self._sites is not None else 0)
         """Of the other sites."""
         self._start = 0.0
-        self.memory = MemoryRecorder(plan)
+        self.step_times_s: list[tuple[float, float]] = []
+        """When each step begins and ends in program order."""
         self.seconds = 0.0
         self.ops: list[OpSpan] = []
         self.transfers: list[Transfer] = []
@@ -238,10 +241,10 @@ class _Walk:
         self._start = self._now
         self._elsewhere = [self._now] * len(self._elsewhere)
         self._changed_s.clear()
-        for found in (self.ops, self.transfers, self.issued, self.stalls):
+        for found in (self.ops, self.transfers, self.issued, self.stalls, self.step_times_s):
             found.clear()
-        self.memory.begin()
         for i, step in enumerate(self._plan.steps):
+            begun_s = self._latest() - self._start
             match step:
                 case Compute():
                     self._compute(step.op, recomputed=False)
@@ -253,16 +256,15 @@ class _Walk:
                     self._issue(i, step)
                 case Release():
                     pass
-            self.memory.step(i, step, self._latest() - self._start)
+            ended_s = self._latest() - self._start
+            self.step_times_s.append((begun_s, ended_s))
         self._now = max((self._now, *self._elsewhere))
         self.seconds = self._now - self._start
-        self.memory.end(self.seconds)
         self.transfers += (_shifted(t, self._start) for t in self._flying.values())
 
     def _compute(self, op: int, *, recomputed: bool) -> None:
         planned, clock = self._plan.ops[op], self._sites.clock(op) if self._sites is not None else 0
         begun_s = self._at(clock)
-        self.memory.before_op(op, self._latest() - self._start)
         ended_s = begun_s + self._times_s[op]
         self._set(clock, ended_s)
         if self._sites is not None and clock:
@@ -287,7 +289,7 @@ class _Walk:
             self._now = now_s
 
     def _latest(self) -> float:
-        """Return the time of the account of memory, which is kept in program order."""
+        """Return the time that all that stands before in the plan has begun by."""
         return max((self._now, *self._elsewhere))
 
     def _partner(self, step: Prefetch | Offload | Reload) -> int:

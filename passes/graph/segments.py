@@ -23,8 +23,8 @@ from gascompile.core.plan import Plan
 from gascompile.core.program import op_name
 from gascompile.core.steps import Compute
 from gascompile.core.workload import OpSpec
+from gascompile.cost_models.simulate.walk import Walk
 from gascompile.passes.graph.exact_ops import is_exact
-from gascompile.passes.verify.heap import heap_before
 
 _aten = torch.ops.aten
 _COMPOSITE = {
@@ -124,10 +124,11 @@ class _Finder:
         self._ops = plan.workload.ops
         self._number = {op.name: i for i, op in enumerate(self._ops)}
         self._size_bytes = {t.name: t.size_bytes for t in plan.workload.tensors}
-        before, self._peak_bytes = heap_before(plan)
+        walk = Walk(plan).run()
+        self._peak_bytes = walk.peak[walk.site]
         self._entering_bytes = [
             held_bytes
-            for held_bytes, step in zip(before, plan.steps, strict=True)
+            for held_bytes, step in zip(walk.before, plan.steps, strict=True)
             if isinstance(step, Compute)
         ]
         """What is there when each op begins, all of which stays to the end of a segment."""

@@ -1,278 +1,384 @@
-"""Rows: proof that the rows of a batch know nothing of each other, up to where a loss takes their mean.
+"""Rows: which dimension of each tensor of a program has the rows of the batch.
 
-Each value has its rows along one dimension, of which they are the outermost part, or has none. An op that is known to
-keep rows apart says where they are in its result; of any other nothing is known, and nothing is claimed.
+Followed from the batch's tensors, op by op, by rules for ops that are known; where none holds, nothing is said. An
+axis says where the elements of a row lie, not that nothing else has gone into them; see ``rows_apart`` for that. That
+no other dimension follows the number of rows is for who asks to see, by shapes for another number of them.
 """
 
 from __future__ import annotations
 
-import math
 import operator
-from collections.abc import Callable, Collection
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from math import prod
+from typing import Any, cast
 
 import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-_aten = torch.ops.aten
-NONE, UNKNOWN = -1, -2
-"""A value that does not depend on the batch, and one of which nothing is known; others are numbers of dimensions."""
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """A dimension whose coordinates are rows, ``repeat`` in turn for each row, and all of that ``above`` times."""
+
+    dim: int
+    repeat: int = 1
+    above: int = 1
+
+    def at(self, dim: int) -> Axis:
+        """Return it in another dimension."""
+        return replace(self, dim=dim)
 
 
-def dimensions_of_rows(graph: fx.Graph, inputs: Collection[str], rows: int) -> dict[fx.Node, int]:
-    """Return the dimension of every value that has the rows.
+class Other(Enum):
+    """What is known of a tensor without rows."""
+
+    SAME = "made of the model's values alone: every rank has the same, whatever its rows"
+    FREE = "not made of the batch, but its shape may follow the number of rows"
+    UNKNOWN = "not known"
+
+
+State = Axis | Other
+States = State | list[State]
+SAME, FREE, UNKNOWN = Other.SAME, Other.FREE, Other.UNKNOWN
+
+_MAY_GROW = frozenset({"expand", "repeat"})
+"""Ops that take sizes, which may be the number of rows."""
+_LIKE = frozenset(
+    {
+        "_to_copy", "alias", "bernoulli", "clone", "detach", "empty_like", "exponential", "full_like",
+        "index_add", "index_copy", "index_fill", "index_put", "lift_fresh_copy", "masked_fill", "masked_scatter",
+        "native_dropout", "normal_functional", "ones_like", "rand_like", "randint_like", "randn_like", "scatter",
+        "scatter_add", "scatter_reduce", "tril", "triu", "uniform",
+        "zeros_like",
+    }
+)  # fmt: skip
+"""Ops whose result has the elements of their first operand."""
+_REDUCTIONS = frozenset(
+    {
+        "all", "amax", "amin", "any", "argmax", "argmin", "count_nonzero", "linalg_vector_norm", "logsumexp", "max",
+        "mean", "median", "min", "norm", "prod", "std", "std_mean", "sum", "var", "var_mean",
+    }
+)  # fmt: skip
+_ALONG = frozenset(
+    {
+        "_log_softmax", "_safe_softmax", "_softmax", "cumprod", "cumsum", "flip", "gather", "glu", "index_select",
+        "logcumsumexp", "roll", "sort", "topk",
+    }
+)  # fmt: skip
+"""Ops along dimensions of their first operand, which leave the others as they are."""
+_PER_SAMPLE = frozenset(
+    {
+        "_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "_native_batch_norm_legit_no_training",
+        "_scaled_dot_product_flash_attention_for_cpu", "_upsample_bilinear2d_aa", "adaptive_max_pool2d", "avg_pool1d",
+        "avg_pool2d", "avg_pool3d", "constant_pad_nd", "convolution", "grid_sampler_2d", "im2col",
+        "max_pool2d_with_indices",
+        "max_pool3d_with_indices", "native_group_norm", "pixel_shuffle", "pixel_unshuffle", "reflection_pad1d",
+        "reflection_pad2d", "replication_pad1d", "replication_pad2d", "upsample_bicubic2d", "upsample_bilinear2d",
+        "upsample_linear1d", "upsample_nearest1d", "upsample_nearest2d",
+    }
+)  # fmt: skip
+"""Ops of samples in their first dimension, each by itself."""
+_END = (1 << 63) - 1
+"""Of a slice that goes to the end."""
+_VIEWS = frozenset(
+    {"_reshape_alias", "_reshape_copy", "_unsafe_view", "reshape", "view", "view_copy"}
+)
+
+
+def name_of(target: object) -> str:
+    """Return an op's name without namespace and overload; empty for other functions."""
+    return target._opname if isinstance(target, torch._ops.OpOverload) else ""
+
+
+def is_pointwise(target: object) -> bool:
+    """Return whether an op computes each element from those in its place."""
+    return isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags
+
+
+def shape_of(node: object) -> list[int]:
+    """Return the shape of a node's tensor, the first of several."""
+    values = pytree.tree_leaves(node.meta.get("val")) if isinstance(node, fx.Node) else ()
+    first = next((value for value in values if isinstance(value, torch.Tensor)), None)
+    return list(first.shape) if first is not None else []
+
+
+def argument_of(node: fx.Node, name: str, default: Any = None) -> Any:
+    """Return an argument of an op by its name in the op's schema."""
+    target = cast(torch._ops.OpOverload, node.target)
+    for number, argument in enumerate(target._schema.arguments):
+        if argument.name == name:
+            if number < len(node.args):
+                return node.args[number]
+            return node.kwargs.get(name) if name in node.kwargs else argument.default_value
+    return default
+
+
+def row_axes(
+    graph: fx.Graph,
+    batch: Collection[fx.Node],
+    rows: int,
+    given: Mapping[fx.Node, State],
+    is_believed: Callable[[fx.Node, Mapping[fx.Node, States], Axis], bool] | None = None,
+) -> dict[fx.Node, States]:
+    """Return what is known of each node of a graph; of a tuple, of each of its elements.
 
     Args:
-        graph: of a model over ``rows`` rows.
-        inputs: placeholders whose first dimension the rows are.
-        rows: two at least: of one row nobody could say which dimension it is.
+        graph: of a step's forward and backward pass.
+        batch: placeholders of the batch's tensors that have rows.
+        rows: their number.
+        given: what is known of other nodes.
+        is_believed: asked of each axis that is found, with what is known so far; by default all are.
     """
-    walk = _Walk(rows)
+    found: dict[fx.Node, States] = {}
     for node in graph.nodes:
-        if node.op == "placeholder":
-            value = node.meta.get("val")
-            has_rows = node.name in inputs and isinstance(value, torch.Tensor) and value.dim()
-            walk.found[node] = 0 if has_rows else NONE
+        if node in given:
+            found[node] = given[node]
+        elif node.op == "placeholder":
+            found[node] = Axis(0) if node in batch else SAME
         elif node.op == "call_function":
-            walk.found[node] = walk.dimension(node)
-    return walk.found
+            state = _Rules(node, found, rows).state()
+            axis = next(iter(state), None) if isinstance(state, list) else state
+            if is_believed and isinstance(axis, Axis) and not is_believed(node, found, axis):
+                state = [UNKNOWN] * len(state) if isinstance(state, list) else UNKNOWN
+            found[node] = state
+    return found
 
 
-class _Walk:
-    def __init__(self, rows: int) -> None:
-        self.rows = rows
-        self.found: dict[fx.Node, int] = {}
+class _Rules:
+    """What is known of the result of one op."""
 
-    def dimension(self, node: fx.Node) -> int:
-        given = {self.found[source] for source in node.all_input_nodes}
-        if UNKNOWN in given:
+    def __init__(self, node: fx.Node, known: Mapping[fx.Node, States], rows: int) -> None:
+        self._node, self._known, self._rows = node, known, rows
+        self._name = name_of(node.target)
+        self._shape = shape_of(node)
+
+    def state(self) -> States:
+        node = self._node
+        if node.target is operator.getitem:
+            of = self._known[cast(fx.Node, node.args[0])]
+            return of[cast(int, node.args[1])] if isinstance(of, list) else of
+        count = len(node.meta["val"]) if isinstance(node.meta.get("val"), (list, tuple)) else 0
+        states = [self._known[source] for source in node.all_input_nodes]
+        flat = [s for state in states for s in (state if isinstance(state, list) else [state])]
+        if isinstance(node.target, torch._ops.OpOverload) and (
+            node.target.namespace == "gascompile_ranks"
+        ):
+            found: State = SAME  # sums over all ranks
+        elif self._name.startswith("new_"):
+            found = FREE
+        elif any(isinstance(state, Axis) for state in flat):
+            found = self._of_rows()
+        elif UNKNOWN in flat:
+            found = UNKNOWN
+        else:
+            is_same = flat and FREE not in flat and self._name not in _MAY_GROW
+            found = SAME if is_same and self._is_no_larger() else FREE
+        return [found] * count if count else found
+
+    def _is_no_larger(self) -> bool:
+        """Return whether a view has no more elements than what it is of, as one with strides of 0 has."""
+        if self._name != "as_strided":
+            return True
+        return prod(self._shape) <= prod(shape_of(self._node.args[0]))
+
+    def _of_rows(self) -> State:
+        """Return the axis of an op's result, one of whose operands has rows."""
+        name = self._name
+        if is_pointwise(self._node.target):
+            return self._broadcast(self._node.all_input_nodes)
+        for names, rule in _RULES:
+            if name in names:
+                return rule(self)
+        return UNKNOWN
+
+    def _axis(self, number: int = 0) -> Axis | None:
+        """Return the axis of an argument."""
+        args = self._node.args
+        node = args[number] if number < len(args) else None
+        state = self._known.get(node) if isinstance(node, fx.Node) else None
+        return state if isinstance(state, Axis) else None
+
+    def _argument(self, name: str, default: Any = None) -> Any:
+        return argument_of(self._node, name, default)
+
+    def _dims(self, *names: str) -> list[int] | None:
+        """Return the dimensions that an op names, of its first operand; ``None`` for all of them."""
+        given = next((v for v in map(self._argument, names) if v is not None), None)
+        if given is None or given == []:
+            return None
+        rank = max(len(shape_of(self._node.args[0])), 1)
+        return [dim % rank for dim in ([given] if isinstance(given, int) else given)]
+
+    def _broadcast(self, operands: Sequence[fx.Node]) -> State:
+        found = set()
+        for operand in operands:
+            state = self._known[operand]
+            if isinstance(state, Axis):
+                found.add(state.at(state.dim + len(self._shape) - len(shape_of(operand))))
+        return found.pop() if len(found) == 1 else UNKNOWN
+
+    def _like(self) -> State:
+        return self._axis() or UNKNOWN
+
+    def _written(self) -> State:
+        """Return the axis of a tensor into which another one is written, in whole or along a dimension."""
+        axis, source, into = self._axis(), self._axis(1), shape_of(self._node.args[0])
+        if axis is not None or source is None or self._name == "select_scatter":
+            return axis or UNKNOWN
+        given = shape_of(self._node.args[1])
+        is_beside = len(given) == len(into) and given[source.dim] == into[source.dim]
+        along = self._dims("dim") or []
+        return source if is_beside and source.dim not in along else UNKNOWN
+
+    def _view(self) -> State:
+        axis, before = self._axis(), shape_of(self._node.args[0])
+        if axis is None or not prod(self._shape):
             return UNKNOWN
-        if given <= {NONE}:
-            return NONE
-        rule = _RULES.get(node.target)
-        if rule is None and isinstance(node.target, torch._ops.OpOverload):
-            rule = _pointwise if torch.Tag.pointwise in node.target.tags else None
-        if rule is None:
+        outer = prod(before[: axis.dim]) * axis.above
+        inner = prod(before[axis.dim + 1 :]) * axis.repeat
+        for dim, size in enumerate(self._shape):
+            above, odd = divmod(outer, prod(self._shape[:dim]))
+            repeat, rest = divmod(inner, prod(self._shape[dim + 1 :]))
+            if not odd and not rest and above * self._rows * repeat == size:
+                return Axis(dim, repeat, above)
+        return UNKNOWN
+
+    def _permuted(self) -> State:
+        axis = self._axis()
+        if axis is None:
             return UNKNOWN
-        found = rule(self, node)
-        if found < 0 or node.target in _TUPLES:
-            return found
-        value = node.meta.get("val")
-        if not isinstance(value, torch.Tensor) or found >= value.dim():
+        count = len(self._shape)
+        order = list(range(count))
+        if self._name == "permute":
+            order = [dim % count for dim in self._argument("dims")]
+        elif count > 1:
+            first, second = (
+                (0, 1)
+                if self._name == "t"
+                else (self._argument("dim0") % count, self._argument("dim1") % count)
+            )
+            order[first], order[second] = order[second], order[first]
+        return axis.at(order.index(axis.dim))
+
+    def _moved(self) -> State:
+        """Return the axis of what has a dimension more or less, or part of one."""
+        axis, before, shape = self._axis(), shape_of(self._node.args[0]), self._shape
+        if axis is None:
             return UNKNOWN
-        return found if value.shape[found] % self.rows == 0 else UNKNOWN
+        dim = axis.dim
+        if self._name == "expand":
+            dim += len(shape) - len(before)
+        elif self._name == "unsqueeze":
+            dim += self._argument("dim") % len(shape) <= dim
+        elif self._name == "squeeze":
+            gone = self._dims("dim") or range(len(before))
+            dim -= sum(d < axis.dim and before[d] == 1 for d in gone)
+        elif self._name in ("select", "unbind"):
+            (gone_dim,) = self._dims("dim") or [0]
+            if gone_dim == axis.dim:
+                return UNKNOWN
+            dim -= gone_dim < axis.dim
+        elif self._name == "slice" and self._argument("dim") % len(shape) == dim:
+            # A part that happens to be all of these rows would be another one of more.
+            is_all = not self._argument("start") and self._argument("end") in (None, _END)
+            return axis if is_all and self._argument("step") == 1 else UNKNOWN
+        is_whole = dim < len(shape) and shape[dim] == before[axis.dim]
+        return axis.at(dim) if is_whole else UNKNOWN
 
-    def of(self, argument: object) -> int:
-        """Return where an argument has rows."""
-        return self.found[argument] if isinstance(argument, fx.Node) else NONE
-
-
-def _shape(node: Any) -> tuple[int, ...]:
-    return tuple(node.meta["val"].shape)
-
-
-def _argument(node: fx.Node, name: str) -> Any:
-    target: Any = node.target
-    every = {a.name: a.default_value for a in target._schema.arguments}
-    return {**every, **dict(zip(every, node.args, strict=False)), **node.kwargs}[name]
-
-
-def _pointwise(walk: _Walk, node: fx.Node) -> int:
-    """Values that are broadcast to each other: rows lie together, and others have nothing there that differs."""
-    rank = len(_shape(node))
-    places, others = set(), []
-    for source in pytree.tree_leaves((node.args, node.kwargs)):
-        if isinstance(source, fx.Node):
-            at = walk.of(source)
-            shape = _shape(source)
-            if at == NONE:
-                others.append(shape)
-            else:
-                places.add((at + rank - len(shape), shape[at]))
-    if len(places) != 1:
-        return UNKNOWN
-    ((at, size),) = places
-    if size != _shape(node)[at]:
-        return UNKNOWN
-    offset = [at - (rank - len(shape)) for shape in others]
-    is_flat = all(o < 0 or shape[o] == 1 for o, shape in zip(offset, others, strict=True))
-    return at if is_flat else UNKNOWN
-
-
-def _view(walk: _Walk, node: fx.Node) -> int:
-    source: Any = node.args[0]
-    at, old, new = walk.of(source), _shape(source), _shape(node)
-    before = math.prod(old[:at])
-    for place in range(len(new)):
-        if math.prod(new[:place]) == before and new[place] > 1:
-            return place if new[place] % walk.rows == 0 else UNKNOWN
-    return UNKNOWN
-
-
-def _permuted(walk: _Walk, node: fx.Node) -> int:
-    source: Any = node.args[0]
-    rank, at = len(_shape(source)), walk.of(source)
-    if node.target is _aten.t.default:
-        return rank - 1 - at
-    dims: Any = node.args[1]
-    if node.target is _aten.transpose.int:
-        pair = [_argument(node, name) % rank for name in ("dim0", "dim1")]
-        return int(pair[1 - pair.index(at)]) if at in pair else at
-    return [dim % rank for dim in dims].index(at)
-
-
-def _unsqueezed(walk: _Walk, node: fx.Node) -> int:
-    at = walk.of(node.args[0])
-    place: int = _argument(node, "dim") % len(_shape(node))
-    return at + 1 if place <= at else at
-
-
-def _expanded(walk: _Walk, node: fx.Node) -> int:
-    source: Any = node.args[0]
-    at = walk.of(source) + len(_shape(node)) - len(_shape(source))
-    return at if _shape(node)[at] == _shape(source)[walk.of(source)] else UNKNOWN
-
-
-def _along(walk: _Walk, node: fx.Node) -> int:
-    """An op along one other dimension, which stays."""
-    source: Any = node.args[0]
-    at, dim = walk.of(source), _argument(node, "dim")
-    if any(walk.of(other) != NONE for other in node.all_input_nodes if other is not source):
-        return UNKNOWN
-    return at if dim is not None and dim % max(len(_shape(source)), 1) != at else UNKNOWN
-
-
-def _selected(walk: _Walk, node: fx.Node) -> int:
-    source: Any = node.args[0]
-    at, dim = walk.of(source), _argument(node, "dim") % len(_shape(source))
-    return UNKNOWN if dim == at else at - 1 if dim < at else at
-
-
-def _reduced(walk: _Walk, node: fx.Node) -> int:
-    source: Any = node.args[0]
-    at, rank = walk.of(source), len(_shape(source))
-    dims = _argument(node, "dim")
-    if dims is None or dims == []:
-        return UNKNOWN
-    gone = {dim % rank for dim in (dims if isinstance(dims, (list, tuple)) else [dims])}
-    if at in gone:
-        return UNKNOWN
-    return at if _argument(node, "keepdim") else at - sum(dim < at for dim in gone)
-
-
-def _together(walk: _Walk, node: fx.Node) -> int:
-    tensors: Any = node.args[0]
-    rank = len(_shape(tensors[0]))
-    places = {walk.of(tensor) for tensor in tensors}
-    dim = _argument(node, "dim") % rank
-    at = next(iter(places))
-    return at if len(places) == 1 and dim != at else UNKNOWN
-
-
-def _product(walk: _Walk, node: fx.Node) -> int:
-    """Matrices: rows of the first stay rows; of batches of matrices each is one of the rows."""
-    *bias, left, right = node.args[: 3 if "add" in str(node.target) else 2]
-    if any(walk.of(of) != NONE for of in bias):
-        return UNKNOWN
-    rank, at, other = len(_shape(left)), walk.of(left), walk.of(right)
-    if rank == 3 and at == 0 and other == 0:
-        return 0
-    return at if other == NONE and at == rank - 2 else UNKNOWN
-
-
-def _looked_up(walk: _Walk, node: fx.Node) -> int:
-    return walk.of(node.args[1]) if walk.of(node.args[0]) == NONE else UNKNOWN
-
-
-def _first(walk: _Walk, node: fx.Node) -> int:
-    """Rows are the first dimension of an op's input, and it has no other that depends on the batch."""
-    source, *rest = node.args
-    alone = all(walk.of(of) == NONE for of in pytree.tree_leaves(rest))
-    return 0 if walk.of(source) == 0 and alone else UNKNOWN
-
-
-def _attention(walk: _Walk, node: fx.Node) -> int:
-    """Query, key and value have as many rows first, and a mask has as many or one."""
-    for source in node.all_input_nodes:
-        at = walk.of(source)
-        is_mask = source not in node.args[:3]
-        if at not in ((0, NONE) if is_mask else (0,)):
+    def _joined(self) -> State:
+        operands = cast(list[fx.Node], self._node.args[0])
+        dim = cast(int, self._argument("dim") or 0) % len(self._shape)
+        states = [self._known[operand] for operand in operands]
+        found = {state for state in states if isinstance(state, Axis)}
+        if len(found) != 1:
             return UNKNOWN
-        if is_mask and at == NONE and len(_shape(source)) > 3 and _shape(source)[0] != 1:
+        axis = found.pop()
+        if self._name == "stack":
+            return axis.at(axis.dim + (dim <= axis.dim))
+        if dim != axis.dim:
+            return axis
+        is_all = all(state == axis for state in states)
+        return replace(axis, above=axis.above * len(states)) if is_all else UNKNOWN
+
+    def _reduced(self) -> State:
+        axis, dims = self._axis(), self._dims("dim")
+        if axis is None or dims is None or axis.dim in dims:
             return UNKNOWN
-    return 0
+        if self._argument("keepdim", False):
+            return axis
+        return axis.at(axis.dim - sum(dim < axis.dim for dim in dims))
+
+    def _along(self) -> State:
+        axis, dims = self._axis(), self._dims("dim", "dims")
+        if axis is None or dims is None or axis.dim in dims:
+            return UNKNOWN
+        kept = len(self._shape) > axis.dim and (
+            self._shape[axis.dim] == shape_of(self._node.args[0])[axis.dim]
+        )
+        return axis if kept else UNKNOWN
+
+    def _product(self) -> State:
+        first = 1 if self._name.startswith(("addmm", "baddbmm")) else 0
+        left, right = self._axis(first), self._axis(first + 1)
+        if self._name in ("bmm", "baddbmm"):
+            axis = left or right
+            if axis is not None and axis.dim == 0:
+                return axis if right in (None, axis) else UNKNOWN
+            return left if left is not None and left.dim == 1 and right is None else UNKNOWN
+        return left if left is not None and left.dim == 0 and right is None else UNKNOWN
+
+    def _per_sample(self) -> State:
+        axis = self._axis()
+        of_all = all(a is None or a.dim == 0 for a in map(self._axis, range(len(self._node.args))))
+        return axis if axis and axis.dim == 0 and of_all else UNKNOWN
+
+    def _normalised(self) -> State:
+        axis, count = self._axis(), len(self._argument("normalized_shape"))
+        is_outside = axis and axis.dim < len(shape_of(self._node.args[0])) - count
+        return axis if axis and is_outside else UNKNOWN
+
+    def _looked_up(self) -> State:
+        if self._name == "embedding":
+            return (self._axis(1) or UNKNOWN) if self._axis(0) is None else UNKNOWN
+        axis, indices = self._axis(0), cast(list[Any], self._node.args[1])
+        if axis is not None:
+            at = [dim for dim, index in enumerate(indices) if index is not None]
+            # Those that are not side by side would come first in the result.
+            is_after = at[0] > axis.dim and at == list(range(at[0], at[-1] + 1))
+            return axis if is_after else UNKNOWN
+        only = self._known.get(indices[0]) if len(indices) == 1 else None
+        return only if isinstance(only, Axis) else UNKNOWN
 
 
-def _normed(walk: _Walk, node: fx.Node) -> int:
-    source, sizes, *rest = node.args
-    at = walk.of(source)
-    inner = at < len(_shape(source)) - len(sizes)  # type: ignore[arg-type]
-    return at if inner and all(walk.of(of) == NONE for of in rest) else UNKNOWN
-
-
-def _kept(walk: _Walk, node: fx.Node) -> int:
-    return walk.of(node.args[0])
-
-
-def _padded(walk: _Walk, node: fx.Node) -> int:
-    at, pad = walk.of(node.args[0]), _argument(node, "pad")
-    return at if at < len(_shape(node)) - len(pad) // 2 else UNKNOWN
-
-
-def _matrices(walk: _Walk, node: fx.Node) -> int:
-    at = walk.of(node.args[0])
-    return at if at < len(_shape(node)) - 2 else UNKNOWN
-
-
-_Rule = Callable[[_Walk, fx.Node], int]
-_TUPLES = frozenset(
-    {
-        _aten.native_layer_norm.default,
-        _aten._fused_rms_norm.default,
-        _aten._scaled_dot_product_flash_attention_for_cpu.default,
-        _aten.split.Tensor,
-        _aten.split_with_sizes.default,
-        _aten.chunk.default,
-        _aten.max.dim,
-        _aten.topk.default,
-    }
+_RULES: tuple[tuple[frozenset[str], Callable[[_Rules], State]], ...] = (
+    (_LIKE, _Rules._like),
+    (frozenset({"copy", "select_scatter", "slice_scatter"}), _Rules._written),
+    (_VIEWS, _Rules._view),
+    (frozenset({"permute", "t", "transpose"}), _Rules._permuted),
+    (
+        frozenset(
+            {
+                "expand",
+                "select",
+                "slice",
+                "split",
+                "split_with_sizes",
+                "squeeze",
+                "unbind",
+                "unsafe_split",
+                "unsqueeze",
+            }
+        ),
+        _Rules._moved,
+    ),
+    (frozenset({"cat", "stack"}), _Rules._joined),
+    (_REDUCTIONS, _Rules._reduced),
+    (_ALONG, _Rules._along),
+    (frozenset({"addmm", "baddbmm", "bmm", "mm"}), _Rules._product),
+    (_PER_SAMPLE, _Rules._per_sample),
+    (frozenset({"_fused_rms_norm", "native_layer_norm"}), _Rules._normalised),
+    (frozenset({"embedding", "index"}), _Rules._looked_up),
 )
-_RULES: dict[object, _Rule] = {
-    operator.getitem: _kept,
-    **dict.fromkeys(
-        (_aten.view.default, _aten.reshape.default, _aten._unsafe_view.default, _aten.flatten.using_ints,
-         _aten.unflatten.int, _aten._reshape_alias.default), _view
-    ),
-    **dict.fromkeys((_aten.t.default, _aten.transpose.int, _aten.permute.default), _permuted),
-    **dict.fromkeys(
-        (_aten.clone.default, _aten.contiguous.default, _aten._to_copy.default, _aten.alias.default,
-         _aten.detach.default, _aten.zeros_like.default, _aten.ones_like.default, _aten.full_like.default), _kept
-    ),
-    _aten.unsqueeze.default: _unsqueezed,
-    _aten.expand.default: _expanded,
-    **dict.fromkeys(
-        (_aten.slice.Tensor, _aten.split.Tensor, _aten.split_with_sizes.default, _aten.chunk.default,
-         _aten._softmax.default, _aten._log_softmax.default, _aten.cumsum.default, _aten.topk.default,
-         _aten.narrow.default, _aten.index_select.default), _along
-    ),
-    _aten.select.int: _selected,
-    **dict.fromkeys(
-        (_aten.sum.dim_IntList, _aten.mean.dim, _aten.amax.default, _aten.amin.default, _aten.var.correction,
-         _aten.max.dim, _aten.any.dim, _aten.all.dim, _aten.argmax.default), _reduced
-    ),
-    _aten.cat.default: _together,
-    **dict.fromkeys(
-        (_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default), _product
-    ),
-    _aten.constant_pad_nd.default: _padded,
-    _aten.embedding.default: _looked_up,
-    **dict.fromkeys(
-        (_aten.convolution.default, _aten.native_group_norm.default, _aten.max_pool2d_with_indices.default,
-         _aten.avg_pool2d.default, _aten._adaptive_avg_pool2d.default), _first
-    ),
-    _aten._scaled_dot_product_flash_attention_for_cpu.default: _attention,
-    _aten.native_layer_norm.default: _normed,
-    _aten._fused_rms_norm.default: _normed,
-    **dict.fromkeys((_aten.tril.default, _aten.triu.default), _matrices),
-}  # fmt: skip

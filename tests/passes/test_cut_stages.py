@@ -137,12 +137,23 @@ _APART: dict[str, Callable[[nn.Module, torch.Tensor], torch.Tensor]] = {
     "flat": lambda m, x: functional.cross_entropy(m(x).view(12, 2), torch.zeros_like(x).long().view(12, 2)[:, 0]),
     "attention": lambda m, x: functional.scaled_dot_product_attention(*[m(x).view(6, 1, 2, 2)] * 3).mean(),
     "normed": lambda m, x: functional.layer_norm(m(x), (4,)).mul(x).mean(),
+    "pooled": lambda m, x: functional.max_pool2d(m(x).view(6, 1, 2, 2), 2).square().mean(),
     "joined": lambda m, x: torch.cat([m(x), x], 1).transpose(0, 1).sum(0).mean(),
 }  # fmt: skip
 _MIXED: dict[str, Callable[[nn.Module, torch.Tensor], torch.Tensor]] = {
     "centred": lambda m, x: (m(x) - m(x).mean(0)).square().mean(),
     "compared": lambda m, x: (m(x) @ m(x).T).softmax(1).mean(),
     "numbered": lambda m, x: (m(x) * torch.arange(6.0)[:, None]).mean(),
+    "beside numbers": lambda m, x: (
+        torch.cat([m(x), torch.arange(6.0)[:, None]], 1).softmax(1).square().mean()
+    ),
+    "on top of numbers": lambda m, x: (
+        torch.addmm(torch.arange(24.0).view(6, 4), m(x), m.weight).square().mean()
+    ),
+    "with a matrix each": lambda m, x: (
+        (m(x)[:, None] @ torch.arange(96.0).view(6, 4, 4)).square().mean()
+    ),
+    "below a diagonal": lambda m, x: m(x).tril().square().mean(),
     "summed up": lambda m, x: m(x).cumsum(0).square().mean(),
     "some": lambda m, x: m(x)[:3].mean(),
     "turned": lambda m, x: (m(x).flip(0) * x).mean(),

@@ -81,11 +81,20 @@ def test_links_of_machines_of_one_name() -> None:
     assert "cpu->gpu 0.002 GB/s" in str(change.after)
 
 
+def _using_w0() -> list[Step]:
+    return [
+        Wait(op=0, tensor="w0", address=0),
+        Compute(op=0),
+        Release(op=1, tensor="w0", address=0),
+    ]
+
+
 def test_another_workload_is_compared_by_name() -> None:
+    steps = _using_w0()
     other = hand_plan(
         {"w0": 4, "w9": 1},
         [("w0", "", 1.0), ("w9", "", 1.0), ("", "", 1.0)],
-        [fetch(0, "w0", 4), Compute(op=0), Compute(op=1), Compute(op=2)],
+        [fetch(0, "w0", 4), *steps, Compute(op=1), Compute(op=2)],
         homes={"w0": "cpu"},
         addresses={"w9": 8 * MB // 4096 * 4096},
         repeats=False,
@@ -99,11 +108,7 @@ def test_another_workload_is_compared_by_name() -> None:
 
 
 def test_tiles_are_compared_as_the_weight_they_are_part_of() -> None:
-    steps: list[Step] = [
-        Wait(op=0, tensor="w0", address=0),
-        Compute(op=0),
-        Release(op=1, tensor="w0", address=0),
-    ]
+    steps = _using_w0()
     whole = hand_plan(
         {"w0": 4}, [("w0", "", 2.0)], [*steps, fetch(1, "w0", 4)], homes={"w0": "cpu"}
     )

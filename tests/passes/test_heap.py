@@ -1,4 +1,4 @@
-"""The rules of the heap: what a hand-made plan holds per tier, and what is refused."""
+"""The rules of the walk outside the arena: what a hand-made plan holds per tier, and what is refused."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gascompile.core.machine import Link, Machine, Place
 from gascompile.core.plan import Certificate, OpPlan, Plan, SolverStatus, TensorPlan, accounts
 from gascompile.core.steps import Compute, Offload, Recompute, Release, Reload, Step, Wait
 from gascompile.core.workload import OpSpec, TensorKind, TensorSpec, Workload
-from gascompile.passes.verify.heap import heap
+from gascompile.cost_models.simulate.walk import Walk
 
 MACHINE = Machine(
     name="hand",
@@ -89,6 +89,11 @@ def plan_of(
         workload=workload,
         machine=MACHINE,
     )
+
+
+def heap(plan: Plan) -> dict[str, int]:
+    """Return the peak bytes per tier."""
+    return Walk(plan).run().peak
 
 
 def out(op: int, name: str) -> Offload:
@@ -317,6 +322,18 @@ REFUSED: dict[str, tuple[Plan, str]] = {
     "output elsewhere": (
         plan_of(CHAIN, [*MOVED, out(4, "out"), wait(4, "out"), drop(4, "out")]),
         "not on 'gpu' at the end",
+    ),
+    "over a link that is none": (
+        plan_of(
+            STATE,
+            [
+                wait(0, "s"),
+                *runs(0, 3),
+                dataclasses.replace(out(3, "s"), link="gpu->moon"),
+            ],
+            homes={"s": "cpu"},
+        ),
+        "'gpu->moon', which does not exist",
     ),
     "wrong way": (
         plan_of(CHAIN, [*runs(0, 2), dataclasses.replace(out(2, "x"), link=BACK), *runs(2, 4)]),

@@ -17,7 +17,8 @@ from torch.utils import _pytree as pytree
 from gascompile.core.errors import UnsupportedOpError
 from gascompile.core.program import draws
 from gascompile.distributed.rows import num_rows
-from gascompile.passes.parallel.rows import NONE, UNKNOWN, dimensions_of_rows
+from gascompile.passes.parallel.rows import UNKNOWN, Axis, States, shape_of
+from gascompile.passes.parallel.rows_apart import rows_apart
 from gascompile.training.capture.joint import Joint
 
 _aten = torch.ops.aten
@@ -102,7 +103,7 @@ def why_whole(joint: Joint, rows: int) -> str:
         rows: their number.
     """
     of_batch, left = _of_batch(joint), [joint.loss]
-    places: dict[fx.Node, int] | None = None
+    places: dict[fx.Node, States] | None = None
     while left:
         node = left.pop()
         if node not in of_batch:
@@ -114,20 +115,22 @@ def why_whole(joint: Joint, rows: int) -> str:
             return f"the loss is no mean over rows as far as its graph shows ('{node.name}' of {node.target})"
         else:
             if places is None:
-                places = dimensions_of_rows(joint.graph_module.graph, joint.inputs, rows)
+                graph = joint.graph_module.graph
+                batch = [n for n in graph.nodes if n.name in joint.inputs and shape_of(n)]
+                places = rows_apart(graph, batch, rows)
             if (op := _first_mixing(node, places)) is not None:
                 return f"rows may know of each other, by '{op.name}' of {op.target}"
     return ""
 
 
-def _first_mixing(mean: fx.Node, places: Mapping[fx.Node, int]) -> fx.Node | None:
+def _first_mixing(mean: fx.Node, places: Mapping[fx.Node, States]) -> fx.Node | None:
     """Return the first op up to a mean that may mix rows."""
     if mean.target is operator.getitem:
         (mean,) = mean.all_input_nodes
     sources = mean.all_input_nodes
-    behind = [node for node in _needed(sources) if places.get(node) == UNKNOWN]
+    behind = [n for n in _needed(sources) if UNKNOWN in pytree.tree_leaves(places.get(n))]
     # What is compared has its rows in the same places.
-    is_mixed = len({places[source] for source in sources if places[source] != NONE}) > 1
+    is_mixed = len({axis for axis in map(places.get, sources) if isinstance(axis, Axis)}) > 1
     return min(behind, default=mean if is_mixed else None)
 
 

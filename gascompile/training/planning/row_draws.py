@@ -16,15 +16,7 @@ from torch.utils import _pytree as pytree
 
 from gascompile.core.errors import UnsupportedOpError
 from gascompile.core.program import draws
-from gascompile.runtime.collectives.row_numbers import (
-    PIECE,
-    Geometry,
-    fill,
-    place_now,
-    require_in_pieces,
-)
-from gascompile.runtime.devices.graph_rules import is_without_chance
-from gascompile.training.planning.row_axes import (
+from gascompile.passes.parallel.rows import (
     FREE,
     SAME,
     UNKNOWN,
@@ -36,6 +28,14 @@ from gascompile.training.planning.row_axes import (
     row_axes,
     shape_of,
 )
+from gascompile.runtime.collectives.row_numbers import (
+    PIECE,
+    Geometry,
+    fill,
+    place_now,
+    require_in_pieces,
+)
+from gascompile.runtime.devices.graph_rules import is_without_chance
 
 if TYPE_CHECKING:
     from gascompile.training.capture.joint import Joint

@@ -1,0 +1,91 @@
+"""Rows apart: where the rows of a batch lie in what knows nothing of more than one of them.
+
+An op is believed to keep rows apart if it is known to make of each row what it would make of it alone, wherever in a
+batch it stands: then a batch may be computed in parts. Of any other op nothing is known, and nothing is claimed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from gascompile.passes.parallel.rows import (
+    UNKNOWN,
+    Axis,
+    States,
+    argument_of,
+    is_pointwise,
+    name_of,
+    row_axes,
+    shape_of,
+)
+
+_BY_FIRST = frozenset(
+    {
+        "_adaptive_avg_pool2d", "_fused_rms_norm", "_log_softmax", "_reshape_alias", "_softmax", "_to_copy",
+        "_unsafe_view", "alias", "all", "amax", "amin", "any", "argmax", "avg_pool2d", "clone", "constant_pad_nd",
+        "convolution", "cumsum", "detach", "expand", "full_like", "index_select", "max", "max_pool2d_with_indices",
+        "mean", "native_group_norm", "native_layer_norm", "ones_like", "permute", "reshape", "select", "slice",
+        "split", "split_with_sizes", "squeeze", "sum", "t", "topk", "transpose", "tril", "triu", "unsqueeze", "var",
+        "view", "zeros_like",
+    }
+)  # fmt: skip
+"""Ops that make each row of the first operand's by itself."""
+_PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1}
+"""By where their matrices begin among their arguments."""
+
+
+def rows_apart(graph: fx.Graph, batch: Collection[fx.Node], rows: int) -> dict[fx.Node, States]:
+    """Return the axis of rows of what keeps them apart, and what is known of all else, as ``row_axes`` does.
+
+    Args:
+        graph: of a model over ``rows`` rows.
+        batch: placeholders whose first dimension the rows are.
+        rows: two at least: of one row nobody could say which dimension it is.
+    """
+    return row_axes(graph, batch, rows, {}, partial(_keeps_apart, rows))
+
+
+def _keeps_apart(rows: int, node: fx.Node, known: Mapping[fx.Node, States], axis: Axis) -> bool:
+    name, shape, operands = name_of(node.target), shape_of(node), node.all_input_nodes
+    if UNKNOWN in pytree.tree_leaves([known[operand] for operand in operands]):
+        return False
+    is_one = isinstance(node.meta.get("val"), torch.Tensor)
+    if axis.above != 1 or (is_one and shape[axis.dim] != rows * axis.repeat):
+        return False
+    if not name:
+        return True  # of a tuple that keeps them apart
+    of_rows = [operand for operand in operands if _has_rows(known, operand)]
+    others = [operand for operand in operands if operand not in of_rows]
+    if is_pointwise(node.target):
+        return _is_even(others, axis, len(shape))
+    if name in ("cat", "stack"):
+        return not others
+    if name in _PRODUCTS:
+        left, right = node.args[_PRODUCTS[name] :][:2]
+        both = len(shape) == 3 and axis.dim == 0
+        bias = [operand for operand in operands if operand not in (left, right)]
+        return of_rows == ([left, right] if both else [left]) and _is_even(bias, axis, len(shape))
+    if name == "_scaled_dot_product_flash_attention_for_cpu":
+        is_whole = all(known[part] == Axis(0) for part in operands if part in node.args[:3])
+        return is_whole and axis.dim == 0 and _is_even(others, axis, len(shape))
+    if name == "embedding":
+        return of_rows == [node.args[1]]
+    inner = 2 if name in ("tril", "triu") else 0
+    if name == "constant_pad_nd":
+        inner = len(argument_of(node, "pad")) // 2
+    return name in _BY_FIRST and of_rows == [node.args[0]] and axis.dim < len(shape) - inner
+
+
+def _has_rows(known: Mapping[fx.Node, States], node: fx.Node) -> bool:
+    return any(isinstance(state, Axis) for state in pytree.tree_leaves(known[node]))
+
+
+def _is_even(operands: Sequence[fx.Node], axis: Axis, rank: int) -> bool:
+    """Return whether operands without rows have one value for all of them where they are broadcast."""
+    places = [(shape_of(node), axis.dim - rank + len(shape_of(node))) for node in operands]
+    return all(place < 0 or shape[place] == 1 for shape, place in places)
