@@ -92,13 +92,20 @@ def test_a_file_that_is_there_stays(tmp_path: Path) -> None:
     gascompile.export(model, tmp_path / "m.onnx", inputs, overwrite=True)
     assert (tmp_path / "m.onnx.data").read_text() == "mine"
     assert files(tmp_path) == {"m.onnx.data", "m.onnx", "m.onnx.2.data"}
-    # Its own data goes with it; but not where another file reads that, too.
-    gascompile.export(model, tmp_path / "m.onnx", inputs, overwrite=True)
-    assert files(tmp_path) == {"m.onnx.data", "m.onnx", "m.onnx.3.data"}
-    shutil.copy(tmp_path / "m.onnx", tmp_path / "copy.onnx")
-    gascompile.export(model, tmp_path / "m.onnx", inputs, overwrite=True)
-    assert (tmp_path / "m.onnx.3.data").exists()
-    by_runtime(tmp_path / "copy.onnx", {"input": inputs[0]})
+    # A model of another folder, which nobody can know of, reads the data that the next one leaves.
+    (tmp_path / "sub").mkdir()
+    gascompile.export(model, tmp_path / "sub" / "m.onnx", inputs)
+    above = onnx.load(tmp_path / "sub" / "m.onnx", load_external_data=False)
+    for tensor in above.graph.initializer:
+        for entry in tensor.external_data:
+            if entry.key == "location":
+                entry.value = f"sub/{entry.value}"
+    (tmp_path / "above.onnx").write_bytes(above.SerializeToString())
+    found = gascompile.export(model, tmp_path / "sub" / "m.onnx", inputs, overwrite=True)
+    assert found.written.left == (tmp_path / "sub" / "m.onnx.data",)
+    assert files(tmp_path / "sub") == {"m.onnx", "m.onnx.data", "m.onnx.2.data"}
+    for name in ("above.onnx", "sub/m.onnx"):
+        by_runtime(tmp_path / name, {"input": inputs[0]})
 
 
 def test_a_full_disk_is_found_before_anything_is_written(
