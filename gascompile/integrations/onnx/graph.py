@@ -40,8 +40,8 @@ class OnnxGraph:
     steps: tuple[Step, ...]
     known: Mapping[str, Any]
     """Constants that may be sizes, as numbers."""
-    constants: Mapping[str, Constant]
-    """Those that are used as tensors."""
+    held: Mapping[str, Constant]
+    """Constants that are used as tensors, or may be, lists of sizes among them."""
     inputs: Mapping[str, Declared]
     outputs: tuple[str, ...]
     used: frozenset[str]
@@ -107,7 +107,8 @@ def read_graph(file: Path) -> OnnxGraph:
         file=found,
         steps=whole,
         known=known,
-        constants={n: c for n, c in constants.items() if n in used and n not in known},
+        held={n: c for n, c in constants.items() if n in used and n not in known}
+        | {n: constants[n] for n, c in known.items() if n in used and isinstance(c, list)},
         inputs={str(value.name): _input(value) for value in given},
         outputs=outputs,
         used=frozenset(used),

@@ -11,7 +11,7 @@ from torch.fx import traceback
 
 from gascompile.integrations.onnx.graph import made_up_sizes
 from gascompile.integrations.onnx.steps import Declared, Step, check_value, run_step
-from gascompile.integrations.onnx.values import tensor
+from gascompile.integrations.onnx.values import Numbers, tensor
 
 NODES = "gascompile.onnx"
 """Key in the ``custom`` part of a traced node's ``meta``: the places in the ONNX graph of the nodes that it is of."""
@@ -60,7 +60,8 @@ class OnnxModel(nn.Module):
         values: dict[str, Any] = {**self.known, **given}
         for name, held in self.tensors.items():
             owner, _, leaf = held.rpartition(".")
-            values[name] = getattr(self.get_submodule(owner), leaf)
+            value = getattr(self.get_submodule(owner), leaf)
+            values[name] = Numbers.of(self.known[name], value) if name in self.known else value
         with traceback.preserve_node_meta():
             for step in self.steps:
                 with traceback.annotate({NODES: step.nodes}):

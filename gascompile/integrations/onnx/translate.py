@@ -32,7 +32,7 @@ def _add_tensors(model: OnnxModel, graph: OnnxGraph) -> None:
         value = torch.empty(source.shape, dtype=getattr(torch, source.dtype), device="meta")
         module.register_parameter(leaf, nn.Parameter(value, requires_grad=False))
         model.tensors[name] = source.name
-    for number, (name, constant) in enumerate(graph.constants.items()):
+    for number, (name, constant) in enumerate(graph.held.items()):
         model.register_buffer(
             f"onnx_constant_{number}", constant_tensor(constant), persistent=False
         )

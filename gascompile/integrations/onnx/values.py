@@ -21,6 +21,19 @@ Known: TypeAlias = "int | torch.SymInt | list[Any]"
 Value: TypeAlias = "torch.Tensor | int | torch.SymInt | list[Any]"
 
 
+class Numbers(list[Any]):
+    """A constant that may be sizes, with the tensor that it is where it is none."""
+
+    held: Any = None
+
+    @classmethod
+    def of(cls, values: list[Any], held: Any) -> Numbers:
+        """Return numbers with their tensor."""
+        found = cls(values)
+        found.held = held
+        return found
+
+
 def is_known(*values: Any) -> bool:
     """Return whether values are sizes that Python knows."""
     return all(isinstance(v, (int, torch.SymInt, list)) for v in values)
@@ -30,6 +43,9 @@ def tensor(value: Any, kind: str = "int64") -> torch.Tensor:
     """Return a value as a tensor."""
     if isinstance(value, torch.Tensor):
         return value
+    if isinstance(value, Numbers) and value.held is not None:
+        held: torch.Tensor = value.held
+        return held
     dtype = getattr(torch, kind)
     parts = value if isinstance(value, list) else [value]
     if parts and all(isinstance(part, bool) for part in parts):
