@@ -157,8 +157,8 @@ def _plan_without_torch(
             )
     if workload is None:
         raise UnsupportedOpError(
-            "torch is not installed: without it ONNX and workload files alone are planned, with the sizes of --batch and "
-            "--tokens, weights as they are stored and all ops on one processor; install torch"
+            "torch is not installed: without it ONNX and workload files alone are planned, with the sizes of --batch "
+            "and --tokens, weights as they are stored and all ops on one processor; install torch"
         )
     is_host = machine.compute_tier == HOST
     states = frozenset(t.name for t in workload.tensors if t.kind is TensorKind.STATE)

@@ -110,8 +110,9 @@ class Outline:
         """Name of the weight that this is, as it lies in its file; empty for what ops make, and views."""
         self.op = -1
         """Number of the op that made it, views included."""
-        self.made_by, self.source = "", self
-        """The op that made it, and what that was given first."""
+        self.made_by = ""
+        self.source: Outline | None = None
+        """What the op that made it was given first."""
         self.storage = storage if storage is not None else _new_storage(self)
 
     def dim(self) -> int:
@@ -337,7 +338,7 @@ def recording(*, groups_attention: bool) -> Iterator[Log]:
         _log.reset(before)
 
 
-def log() -> Log:
+def now() -> Log:
     """Return what records now."""
     found = _log.get()
     assert found is not None, "outlines are made while something records"
@@ -351,7 +352,7 @@ def op(name: str) -> Callable[[Callable[..., Result]], Callable[..., Result]]:
         @wraps(compute)
         def run(*args: Any, **kwargs: Any) -> Result:
             given = [*args, *kwargs.values()]
-            return log().run(name, lambda: compute(*args, **kwargs), given)
+            return now().run(name, lambda: compute(*args, **kwargs), given)
 
         return run
 

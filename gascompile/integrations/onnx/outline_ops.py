@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from gascompile.integrations.onnx.outline import DTYPES, DType, Outline, log, op, promoted
+from gascompile.integrations.onnx.outline import DTYPES, DType, Outline, now, op, promoted
 from gascompile.integrations.onnx.outline_pointwise import (
     POINTWISE,
     clamp,
@@ -97,7 +97,7 @@ def _same_shape(name: str, leaf: str) -> Callable[..., Outline]:
     @op(name)
     def run(x: Outline, *options: Any, **named: Any) -> Outline:
         made = fresh(x, x.shape)
-        log().leaf(leaf, [x], [made])
+        now().leaf(leaf, [x], [made])
         return made
 
     return run
@@ -118,7 +118,7 @@ def _reduction(name: str) -> Callable[..., Outline]:
     @op(name)
     def run(x: Outline, dims: Sequence[int], keepdim: bool = False, dtype: Any = None) -> Outline:
         made = fresh(x, _reduced(x, dims, keepdim=keepdim), dtype)
-        log().leaf(name, [x], [made])
+        now().leaf(name, [x], [made])
         return made
 
     return run
@@ -131,7 +131,7 @@ def _arg(name: str) -> Callable[..., Outline]:
     @op(name)
     def run(x: Outline, axis: int, keepdim: bool = False) -> Outline:
         made = fresh(x, _reduced(x, [axis], keepdim=keepdim), DTYPES["int64"])
-        log().leaf(name, [x], [made])
+        now().leaf(name, [x], [made])
         return made
 
     return run
@@ -150,7 +150,7 @@ def layer_norm(
     made = fresh(x, x.shape)
     # Statistics of reduced types are floats.
     kinds = [fresh(x, (*rest, *[1] * len(shape))) for _ in range(2)]
-    log().leaf("native_layer_norm", given, [made, *kinds])
+    now().leaf("native_layer_norm", given, [made, *kinds])
     return made
 
 
@@ -159,18 +159,24 @@ def rms_norm(x: Outline, shape: Sequence[int], weight: Any = None, eps: float = 
     """Of the last dimensions, by their mean square."""
     made = fresh(x, x.shape)
     rest = x.shape[: x.dim() - len(shape)]
-    log().leaf("_fused_rms_norm", [x], [made, fresh(x, (*rest, *[1] * len(shape)))])
+    now().leaf("_fused_rms_norm", [x], [made, fresh(x, (*rest, *[1] * len(shape)))])
     return made
 
 
-@op("batch_norm")
 def batch_norm(
     x: Outline, mean: Outline, var: Outline, weight: Outline, bias: Outline, **options: Any
 ) -> Outline:
     """With means that are kept."""
+    return _batch_norm(x, weight, bias, mean, var)
+
+
+@op("batch_norm")
+def _batch_norm(x: Outline, *given: Outline) -> Outline:
+    reserved = fresh(x, (0,), DTYPES["uint8"])
+    now().leaf("empty", [], [reserved])
     made = Outline(x.shape, x.dtype, stride=laid_out([x], x.shape))
     rest = [fresh(x, (0,)) for _ in range(2)]
-    log().leaf("native_batch_norm", [x, weight, bias, mean, var], [made, *rest])
+    now().leaf("native_batch_norm", [x, *given], [made, *rest])
     return made
 
 
@@ -182,7 +188,7 @@ def group_norm(
     made = fresh(x, x.shape)
     rest = [fresh(x, (x.shape[0], groups)) for _ in range(2)]
     given = [v for v in (x, weight, bias) if v is not None]
-    log().leaf("native_group_norm", given, [made, *rest])
+    now().leaf("native_group_norm", given, [made, *rest])
     return made
 
 
@@ -199,7 +205,7 @@ def _max_pool(rank: int) -> Callable[..., Outline]:
         ]
         made = fresh(x, (*x.shape[:2], *spatial))
         numbers = fresh(x, made.shape, DTYPES["int64"])
-        log().leaf(f"max_pool{rank}d_with_indices", [x], [made, numbers])
+        now().leaf(f"max_pool{rank}d_with_indices", [x], [made, numbers])
         return made
 
     return run
@@ -217,7 +223,7 @@ def pad(x: Outline, around: Sequence[int], value: Any = 0) -> Outline:
     if any(size < 0 for size in shape):
         raise ValueError(f"{list(x.shape)} cannot be cut by {list(around)}")
     made = fresh(x, shape)
-    log().leaf("constant_pad_nd", [x], [made])
+    now().leaf("constant_pad_nd", [x], [made])
     return made
 
 
@@ -229,7 +235,7 @@ def embedding(indices: Outline, weight: Outline) -> Outline:
 @op("embedding")
 def _embedding(weight: Outline, indices: Outline) -> Outline:
     made = fresh(weight, (*indices.shape, weight.shape[1]))
-    log().leaf("embedding", [weight, indices], [made], rows=True)
+    now().leaf("embedding", [weight, indices], [made], rows=True)
     return made
 
 
@@ -237,7 +243,7 @@ def _embedding(weight: Outline, indices: Outline) -> Outline:
 def index_select(x: Outline, dim: int, indices: Outline) -> Outline:
     """Places of a dimension by their numbers."""
     made = fresh(x, [*x.shape[:dim], indices.numel(), *x.shape[dim + 1 :]])
-    log().leaf("index_select", [x, indices], [made], rows=True)
+    now().leaf("index_select", [x, indices], [made], rows=True)
     return made
 
 
@@ -245,7 +251,7 @@ def index_select(x: Outline, dim: int, indices: Outline) -> Outline:
 def gather(x: Outline, dim: int, indices: Outline) -> Outline:
     """One value for each number."""
     made = fresh(x, indices.shape)
-    log().leaf("gather", [x, indices], [made], rows=True)
+    now().leaf("gather", [x, indices], [made], rows=True)
     return made
 
 
@@ -254,7 +260,7 @@ def index(x: Outline, indices: Sequence[Outline]) -> Outline:
     """Values or rows at places of the first dimensions."""
     places = broadcast_shapes(*(i.shape for i in indices))
     made = fresh(x, (*places, *x.shape[len(indices) :]))
-    log().leaf("index", [x, *indices], [made])
+    now().leaf("index", [x, *indices], [made])
     return made
 
 
@@ -264,7 +270,7 @@ def index_put(
 ) -> Outline:
     """With other values at places of the first dimensions."""
     made = fresh(x, x.shape)
-    log().leaf("index_put", [x, *indices, values], [made])
+    now().leaf("index_put", [x, *indices, values], [made])
     return made
 
 
@@ -272,7 +278,7 @@ def _scatter(name: str) -> Callable[..., Outline]:
     @op(name)
     def run(x: Outline, dim: int, indices: Outline, values: Outline) -> Outline:
         made = fresh(x, x.shape)
-        log().leaf(name, [x, indices, values], [made])
+        now().leaf(name, [x, indices, values], [made])
         return made
 
     return run
@@ -292,7 +298,7 @@ def cat(values: Sequence[Outline], dim: int = 0) -> Outline:
         raise ValueError(f"sizes {[list(v.shape) for v in values]} do not fit along {dim}")
     length = math.fsum(v.shape[at] for v in values)
     made = fresh(first, [*first.shape[:at], int(length), *first.shape[at + 1 :]], promoted(values))
-    log().leaf("cat", values, [made])
+    now().leaf("cat", values, [made])
     return made
 
 
@@ -300,7 +306,7 @@ def cat(values: Sequence[Outline], dim: int = 0) -> Outline:
 def stack(values: Sequence[Outline]) -> Outline:
     """Side by side along a new first dimension."""
     made = fresh(values[0], (len(values), *values[0].shape))
-    log().leaf("stack", values, [made])
+    now().leaf("stack", values, [made])
     return made
 
 
@@ -308,7 +314,7 @@ def stack(values: Sequence[Outline]) -> Outline:
 def full(shape: Sequence[int], value: Any, dtype: DType) -> Outline:
     """One value everywhere."""
     made = Outline(shape, dtype)
-    log().leaf("full", [], [made])
+    now().leaf("full", [], [made])
     return made
 
 
@@ -316,7 +322,7 @@ def full(shape: Sequence[int], value: Any, dtype: DType) -> Outline:
 def arange(*ends: Any, dtype: DType = DTYPES["int64"]) -> Outline:
     """Numbers from one to before another."""
     made = Outline((len(range(*map(int, ends))),), dtype)
-    log().leaf("arange", [], [made])
+    now().leaf("arange", [], [made])
     return made
 
 
@@ -324,7 +330,7 @@ def arange(*ends: Any, dtype: DType = DTYPES["int64"]) -> Outline:
 def scalar_tensor(value: Any, dtype: DType) -> Outline:
     """A number."""
     made = Outline((), dtype)
-    log().leaf("scalar_tensor", [], [made])
+    now().leaf("scalar_tensor", [], [made])
     return made
 
 
@@ -332,18 +338,18 @@ def tensor(value: Any, dtype: DType | None = None) -> Outline:
     """Return a constant: numbers that are kept, as a capture keeps them."""
     parts = value if isinstance(value, list) else [value]
     kind = dtype or (DTYPES["bool"] if all(isinstance(p, bool) for p in parts) else DTYPES["int64"])
-    kept = log().constant((len(parts),) if isinstance(value, list) else (), kind)
+    kept = now().constant((len(parts),) if isinstance(value, list) else (), kind)
     return _detach(_lift_fresh_copy(kept))
 
 
 @op("lift_fresh_copy")
 def _lift_fresh_copy(x: Outline) -> Outline:
     made = fresh(x, x.shape)
-    log().leaf("lift_fresh_copy", [x], [made])
+    now().leaf("lift_fresh_copy", [x], [made])
     return made
 
 
 @op("detach_")
 def _detach(x: Outline) -> Outline:
-    log().rewrites(x)
+    now().rewrites(x)
     return x

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from gascompile.integrations.onnx.outline import DTYPES, DType, Outline, log, op, promoted
+from gascompile.integrations.onnx.outline import DTYPES, DType, Outline, now, op, promoted
 from gascompile.integrations.onnx.outline_views import broadcast_shapes
 
 
@@ -59,7 +59,7 @@ def _elementwise(name: str, *values: Any, dtype: DType | None = None) -> Outline
     made = Outline(
         shape, dtype or promoted(values), stride=laid_out([v for v in tensors if v.dim()], shape)
     )
-    log().leaf(name, tensors, [made], pointwise=True)
+    now().leaf(name, tensors, [made], pointwise=True)
     return made
 
 
@@ -111,14 +111,14 @@ def to(x: Outline, dtype: DType) -> Outline:
     """In another dtype, or itself."""
     if x.dtype != dtype:
         return _to(x, dtype)
-    log().skip("to")
+    now().skip("to")
     return x
 
 
 @op("to")
 def _to(x: Outline, dtype: DType) -> Outline:
     made = Outline(x.shape, dtype, stride=laid_out([x], x.shape))
-    log().leaf("_to_copy", [x], [made])
+    now().leaf("_to_copy", [x], [made])
     return made
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from gascompile.integrations.onnx.outline import DTYPES, Outline, log, op, refuse
+from gascompile.integrations.onnx.outline import DTYPES, Outline, now, op, refuse
 from gascompile.integrations.onnx.outline_views import (
     broadcast_shapes,
     expand,
@@ -29,14 +29,14 @@ def _require_inner(left: int, right: int) -> None:
 def _mm(x: Outline, y: Outline) -> Outline:
     _require_inner(x.shape[1], y.shape[0])
     made = fresh(x, (x.shape[0], y.shape[1]))
-    log().leaf("mm", [x, y], [made], flops=2 * x.numel() * y.shape[1])
+    now().leaf("mm", [x, y], [made], flops=2 * x.numel() * y.shape[1])
     return made
 
 
 def _bmm(x: Outline, y: Outline) -> Outline:
     _require_inner(x.shape[2], y.shape[1])
     made = fresh(x, (*x.shape[:2], y.shape[2]))
-    log().leaf("bmm", [x, y], [made], flops=2 * x.numel() * y.shape[2])
+    now().leaf("bmm", [x, y], [made], flops=2 * x.numel() * y.shape[2])
     return made
 
 
@@ -45,7 +45,7 @@ def addmm(bias: Outline, x: Outline, y: Outline) -> Outline:
     """A product and what is added to each of its rows."""
     _require_inner(x.shape[1], y.shape[0])
     made = fresh(x, (x.shape[0], y.shape[1]))
-    log().leaf("addmm", [bias, x, y], [made], flops=2 * x.numel() * y.shape[1])
+    now().leaf("addmm", [bias, x, y], [made], flops=2 * x.numel() * y.shape[1])
     return made
 
 
@@ -61,7 +61,7 @@ def linear(x: Outline, weight: Outline, bias: Outline | None = None) -> Outline:
         rows = reshape(x, [-1, x.shape[-1]])
         return reshape(addmm(bias, rows, t(weight)), shape)
     product = matmul(x, t(weight))
-    log().leaf("add_.Tensor", [product, bias], [product], pointwise=True)
+    now().leaf("add_.Tensor", [product, bias], [product], pointwise=True)
     return product
 
 
@@ -162,7 +162,7 @@ def _convolution(rank: int) -> Callable[..., Outline]:
         given = [x, weight] if bias is None else [x, weight, bias]
         args = (x, weight, bias, stride, padding, dilation, False, [0] * rank, groups)
         flops = 2 * made.numel() * math.prod(weight.shape[1:])
-        log().leaf("convolution", given, [made], flops=flops, args=args)
+        now().leaf("convolution", given, [made], flops=flops, args=args)
         return made
 
     return run
@@ -182,7 +182,7 @@ def scaled_dot_product_attention(
     """Attention of values by heads; those that are repeated for groups of queries are read where they are."""
     keys, values = _repeated(key), _repeated(value)
     fits = (
-        log().groups_attention
+        now().groups_attention
         and keys is not None
         and values is not None
         and query.is_floating_point()
@@ -200,11 +200,10 @@ def scaled_dot_product_attention(
 
 def _repeated(whole: Outline) -> Outline | None:
     """Return what ``x[:, :, None].expand(...).reshape(...)`` repeats head after head; see ``grouped_attention``."""
-    expanded = whole.source
-    unsqueezed = expanded.source
-    source = unsqueezed.source
-    ops = (whole.made_by, expanded.made_by, unsqueezed.made_by)
-    if ops != ("reshape", "expand", "unsqueeze") or source.dim() != _NUM_DIMS:
+    expanded = _source(whole, "reshape")
+    unsqueezed = _source(expanded, "expand")
+    source = _source(unsqueezed, "unsqueeze")
+    if expanded is None or unsqueezed is None or source is None or source.dim() != _NUM_DIMS:
         return None
     rows, heads, tokens, width = source.shape
     each = expanded.shape[2]
@@ -212,6 +211,10 @@ def _repeated(whole: Outline) -> Outline | None:
     is_repeated = is_repeated and expanded.shape == (rows, heads, each, tokens, width)
     is_repeated = is_repeated and whole.shape == (rows, heads * each, tokens, width)
     return source if is_repeated else None
+
+
+def _source(value: Outline | None, made_by: str) -> Outline | None:
+    return value.source if value is not None and value.made_by == made_by else None
 
 
 @op("scaled_dot_product_attention")
@@ -229,7 +232,7 @@ def _attention(query: Outline, key: Outline, value: Outline, attn_mask: Outline 
     sums = Outline((batch, heads, rows), DTYPES["float32"])
     flops = 4 * query.numel() * key.shape[-2]
     name = "_scaled_dot_product_flash_attention_for_cpu"
-    log().leaf(name, given, [made, sums], flops=flops)
+    now().leaf(name, given, [made, sums], flops=flops)
     return made
 
 

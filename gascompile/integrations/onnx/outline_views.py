@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from gascompile.core.strides import contiguous_strides
-from gascompile.integrations.onnx.outline import DType, Outline, log, op
+from gascompile.integrations.onnx.outline import DType, Outline, now, op
 
 
 def broadcast_shapes(*shapes: Sequence[int]) -> tuple[int, ...]:
@@ -31,7 +31,7 @@ def fresh(like: Outline, shape: Sequence[int], dtype: DType | None = None) -> Ou
 def clone(x: Outline) -> Outline:
     """Return a contiguous copy."""
     made = fresh(x, x.shape)
-    log().leaf("clone.default", [x], [made])
+    now().leaf("clone.default", [x], [made])
     return made
 
 
@@ -143,7 +143,7 @@ def repeat(x: Outline, repeats: Sequence[int]) -> Outline:
         raise ValueError(f"{list(repeats)} are less than {x.dim()} dimensions")
     shape = (1,) * missing + x.shape
     made = fresh(x, [size * times for size, times in zip(shape, repeats, strict=True)])
-    log().leaf("repeat.default", [x], [made])
+    now().leaf("repeat.default", [x], [made])
     return made
 
 
