@@ -202,6 +202,7 @@ class Log:
         """Of what ops have made, by name."""
         self._facts: OpFacts | None = None
         self._counts: dict[str, int] = {}
+        self._taken: set[str] = set()
         self._live_bytes = self._peak_bytes = self._kernel_bytes = 0
 
     def made(self, storage: Storage) -> None:
@@ -224,7 +225,16 @@ class Log:
     def skip(self, name: str) -> None:
         """Count an op that a capture has and drops, whose name is taken."""
         if self._facts is None:
-            self._counts[name] = self._counts.get(name, int(hasattr(builtins, name))) + 1
+            self.unused(name)
+
+    def unused(self, name: str) -> str:
+        """Return a name, with a number where it is taken, and take it; Python's own names are taken in a graph."""
+        number = self._counts.get(name, int(hasattr(builtins, name)))
+        while (found := f"{name}_{number}" if number else name) in self._taken:
+            number += 1
+        self._counts[name] = number + 1
+        self._taken.add(found)
+        return found
 
     def constant(self, shape: Sequence[int], dtype: DType) -> Outline:
         """Return a tensor that the graph keeps."""
@@ -239,10 +249,7 @@ class Log:
         """Run what an op does and record it; what it does in turn is part of it."""
         if self._facts is not None:
             return compute()
-        # Names of Python's own are taken in a graph.
-        number = self._counts.get(name, int(hasattr(builtins, name)))
-        self._counts[name] = number + 1
-        facts = OpFacts(name=f"{name}_{number}" if number else name)
+        facts = OpFacts(name=self.unused(name))
         tensors = list(_tensors(given))
         facts.reads = list(dict.fromkeys(value.storage.name for value in tensors))
         self._live_bytes = self._peak_bytes = self._kernel_bytes = 0

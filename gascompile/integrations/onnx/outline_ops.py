@@ -156,11 +156,12 @@ def layer_norm(
 
 @op("rms_norm")
 def rms_norm(x: Outline, shape: Sequence[int], weight: Any = None, eps: float = 0.0) -> Outline:
-    """Of the last dimensions, by their mean square."""
-    made = fresh(x, x.shape)
-    rest = x.shape[: x.dim() - len(shape)]
-    now().leaf("_fused_rms_norm", [x], [made, fresh(x, (*rest, *[1] * len(shape)))])
-    return made
+    """Of the last dimensions, by their mean square; reduced types are computed as floats."""
+    wide = to(x, DTYPES["float32"]) if x.element_size() < 4 else x
+    dims = range(x.dim() - len(shape), x.dim())
+    added = POINTWISE["add"](mean(POINTWISE["pow"](wide, 2), dims, keepdim=True), eps)
+    result: Outline = POINTWISE["mul"](wide, POINTWISE["sqrt"](added))
+    return to(result, x.dtype)
 
 
 def batch_norm(

@@ -13,7 +13,6 @@ from gascompile.integrations.onnx.outline_views import (
     permute,
     reshape,
     t,
-    transposed,
     unsqueeze,
 )
 
@@ -74,17 +73,20 @@ def matmul(x: Outline, y: Outline) -> Outline:
         return _with_vectors(x, y)
     if x.dim() == 2 and y.dim() == 2:
         return _mm(x, y)
-    if y.dim() == 2:
+    if y.dim() == 2 and _lies_by_rows(x):
         rows = reshape(x, [-1, x.shape[-1]])
         return reshape(_mm(rows, y), [*x.shape[:-1], y.shape[1]])
-    if x.dim() == 2:
-        turned = matmul(transposed(y), t(x))
-        return transposed(turned)
     batch = broadcast_shapes(x.shape[:-2], y.shape[:-2])
     many = math.prod(batch)
     left = reshape(expand(x, (*batch, *x.shape[-2:])), (many, *x.shape[-2:]))
     right = reshape(expand(y, (*batch, *y.shape[-2:])), (many, *y.shape[-2:]))
     return reshape(_bmm(left, right), (*batch, x.shape[-2], y.shape[-1]))
+
+
+def _lies_by_rows(x: Outline) -> bool:
+    """Return whether all but the last dimension can be seen as one."""
+    steps = zip(x.stride()[:-2], x.stride()[1:-1], x.shape[1:-1], strict=True)
+    return not x.numel() or all(outer == inner * size for outer, inner, size in steps)
 
 
 def _with_vectors(x: Outline, y: Outline) -> Outline:
@@ -93,6 +95,8 @@ def _with_vectors(x: Outline, y: Outline) -> Outline:
     left = unsqueeze(x, 0) if x.dim() == 1 else x
     right = unsqueeze(y, 1) if y.dim() == 1 else y
     found = matmul(left, right)
+    if x.dim() == 1 and y.dim() == 2:
+        now().leaf("squeeze_", [found], [found])
     shape = list(found.shape)
     if y.dim() == 1:
         del shape[-1]

@@ -95,13 +95,6 @@ def t(x: Outline) -> Outline:
     return x.view(x.shape[::-1], x.stride()[::-1])
 
 
-def transposed(x: Outline) -> Outline:
-    """Return a view with the last two dimensions exchanged."""
-    shape, stride = list(x.shape), list(x.stride())
-    shape[-2:], stride[-2:] = shape[:-3:-1], stride[:-3:-1]
-    return x.view(shape, stride)
-
-
 @op("squeeze")
 def squeeze(x: Outline, dims: Sequence[int]) -> Outline:
     """Return a view without dimensions of one."""

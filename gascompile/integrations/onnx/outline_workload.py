@@ -6,9 +6,10 @@ holds that for many models. Convolutions are taken to be oneDNN's.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from gascompile.core.errors import UnsupportedOpError
 from gascompile.core.machine import Machine
@@ -24,6 +25,8 @@ from gascompile.integrations.onnx.values import Numbers, tensor
 from gascompile.passes.graph.facts import Facts
 from gascompile.passes.graph.op_costs import op_spec, tensor_specs
 
+_ODD: Final = re.compile(r"[^0-9a-zA-Z_]+")
+"""What names of a graph have none of."""
 _own = op("clone_default")(clone)
 """The copy of an output that is a weight."""
 
@@ -46,7 +49,11 @@ def workload_of_file(path: Path, machine: Machine, *, batch: int, tokens: int) -
     with recording(groups_attention=is_host) as log, computing_with(outline_ops):
         bound, states = _bound(graph)
         given = {
-            name: Outline(shape, DTYPES[graph.inputs[name][0]], storage=Storage(f"%{name}", 0))
+            name: Outline(
+                shape,
+                DTYPES[graph.inputs[name][0]],
+                storage=Storage(f"%{log.unused(_ODD.sub('_', name))}", 0),
+            )
             for name, shape in sorted(sizes.items())  # as torch.export has them
         }
         for value in (*bound.values(), *given.values()):
