@@ -25,6 +25,7 @@ from gascompile.core.errors import (
     UnsupportedOpError,
 )
 from gascompile.integrations.onnx.export import OnnxExport
+from tests.integrations import test_onnx_outlines as outlines
 from tests.integrations.onnx_models import INPUTS, Net, assert_close, by_runtime, net, onnx
 from tests.zoo import assert_same, eager, make
 
@@ -255,6 +256,7 @@ def test_families_go_there_and_back(name: str, tmp_path: Path) -> None:
     assert_close(by_runtime(tmp_path / "m.onnx", inputs), wanted)
     tensors = {key: value for key, value in inputs.items() if isinstance(value, torch.Tensor)}
     assert found.inputs == tuple(tensors)
+    outlines.assert_same(*outlines.both(tmp_path / "m.onnx", tmp_path / "c"))
     compiled = gascompile.compile(
         tmp_path / "m.onnx", machine="emulated", cache_dir=tmp_path / "c", fuse="off"
     )

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -19,10 +17,10 @@ from gascompile.api.model_planning import annotated_source
 from gascompile.core.checks.machine_files import named_machine
 from gascompile.core.config import CompileConfig
 from gascompile.core.errors import UnsupportedOpError
-from gascompile.core.workload import OpSpec, Workload
+from gascompile.core.workload import Workload
 from gascompile.integrations.onnx.outline_workload import workload_of_file
 from gascompile.integrations.onnx.table import OPS
-from tests.integrations.onnx_models import INPUTS, Net, net, onnx
+from tests.integrations.onnx_models import INPUTS, net, onnx
 
 MACHINE = named_machine("cpu-nvme")
 X, IMAGE, IDS = [2, 3, 4], [2, 8, 6, 6], [2, 3]
@@ -115,10 +113,89 @@ def assert_same(captured: Workload, outlined: Workload) -> None:
     assert outlined == captured
 
 
-def _sums(ops: tuple[OpSpec, ...]) -> list[tuple[int, ...]]:
-    return [(op.flops, op.read_bytes, op.write_bytes, op.workspace_bytes) for op in ops]
-
-
 def test_each_op_is_that_of_a_capture(tmp_path: Path) -> None:
     captured, outlined = both(all_ops(tmp_path), tmp_path / "c")
     assert_same(captured, outlined)
+
+
+_WITHOUT_TORCH = """
+import sys
+class Refuses:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "torch":
+            raise ImportError("there is no torch here")
+sys.meta_path.insert(0, Refuses())
+from gascompile.cli import main
+main()
+"""
+
+
+def without_torch(root: Path, *args: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", _WITHOUT_TORCH, *args]
+    return subprocess.run(command, check=False, capture_output=True, text=True, cwd=root)
+
+
+def test_a_file_is_planned_in_a_process_without_torch(root: Path, tmp_path: Path) -> None:
+    """The plan is that of a process with torch: every field but what it is looked up by."""
+    shapes = {"ids": {1: torch.export.Dim("tokens", min=2, max=64)}, "shift": None}
+    file = gascompile.export(net(), tmp_path / "m.onnx", INPUTS, dynamic_shapes=shapes).written.file
+    args = ["--budget", "200KiB", "--machine", "cpu-nvme", "--tokens", "9", "--json"]
+    done = without_torch(root, "plan", str(file), *args, "-o", str(tmp_path / "p.json"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = gascompile.Plan.load(tmp_path / "p.json")
+    assert json.loads(done.stdout)["certificate"]["predicted_s"] == found.certificate.predicted_s
+    wanted = planning.plan(str(file), "200KiB", "cpu-nvme", tokens=9, cache_dir=tmp_path)
+    assert found.workload == wanted.workload
+    assert (found.steps, found.ops, found.tensors) == (wanted.steps, wanted.ops, wanted.tensors)
+    assert found.certificate.predicted_s == wanted.certificate.predicted_s
+    assert found.peak_bytes == wanted.peak_bytes and found.budget_bytes == wanted.budget_bytes
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "says"),
+    [
+        (["--weights", "int8"], 1, "torch is not installed"),
+        (["--sites", "all"], 1, "install torch"),
+    ],
+)
+def test_what_needs_torch_says_so(
+    options: list[str], code: int, says: str, root: Path, tmp_path: Path
+) -> None:
+    file = all_ops(tmp_path)
+    done = without_torch(root, "plan", str(file), "--machine", "cpu-nvme", *options)
+    assert done.returncode == code and says in done.stdout + done.stderr
+
+
+def test_what_outlines_do_not_know_is_refused(tmp_path: Path) -> None:
+    helper = onnx.helper
+    nodes = [helper.make_node("Einsum", ["x", "x", "x"], ["y"], name="it", equation="ij,jk,kl->il")]
+    ends = [helper.make_tensor_value_info(n, 1, [3, 3]) for n in "xy"]
+    graph = helper.make_graph(nodes, "g", ends[:1], ends[1:])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+    onnx.save(model, tmp_path / "m.onnx")
+    with pytest.raises(UnsupportedOpError, match=r"'it' \(Einsum\).*install torch"):
+        workload_of_file(tmp_path / "m.onnx", MACHINE, batch=1, tokens=1)
+
+
+def test_a_graphics_processor_repeats_keys(tmp_path: Path) -> None:
+    """Where the captured program of a GPU copies keys for groups of queries, so do outlines."""
+    gpu = named_machine("rtx4090-gen4")
+    file = gascompile.export(Grouped(), tmp_path / "g.onnx", (torch.zeros(2, 5, 16),)).written.file
+    counts = []
+    for machine in (gpu, MACHINE):
+        captured, outlined = both(file, tmp_path / "c", machine=machine)
+        assert_same(captured, outlined)
+        counts.append(len(outlined.ops))
+    assert counts[0] > counts[1]
+
+
+class Grouped(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.keys = torch.nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        queries = x.unflatten(-1, (4, 4)).transpose(1, 2)
+        keys = self.keys(x).unflatten(-1, (2, 4)).transpose(1, 2)
+        keys = keys[:, :, None].expand(2, 2, 2, 5, 4).reshape(2, 4, 5, 4)
+        return torch.nn.functional.scaled_dot_product_attention(queries, keys, keys)

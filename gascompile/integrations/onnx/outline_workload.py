@@ -48,13 +48,11 @@ def workload_of_file(path: Path, machine: Machine, *, batch: int, tokens: int) -
     is_host = machine.compute_backend != "cuda"
     with recording(groups_attention=is_host) as log, computing_with(outline_ops):
         bound, states = _bound(graph)
+        # In the order, and with the names, that torch.export gives them.
+        names = {name: log.unused(_ODD.sub("_", name)) for name in sorted(sizes)}
         given = {
-            name: Outline(
-                shape,
-                DTYPES[graph.inputs[name][0]],
-                storage=Storage(f"%{log.unused(_ODD.sub('_', name))}", 0),
-            )
-            for name, shape in sorted(sizes.items())  # as torch.export has them
+            name: Outline(sizes[name], DTYPES[graph.inputs[name][0]], storage=Storage(f"%{own}", 0))
+            for name, own in names.items()
         }
         for value in (*bound.values(), *given.values()):
             value.storage.size_bytes = value.numel() * value.element_size()
