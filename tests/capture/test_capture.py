@@ -145,3 +145,25 @@ def test_calls_meet_in_one_form() -> None:
     assert list(same[2][1]) == ["x", "mask"]
     with pytest.raises(TypeError, match="'x' is given by position and by name"):
         bind_call(names, (1,), {"x": 2})
+
+
+class _Constants(nn.Module):
+    """A constant of the code that is read, one that is written to, and one that is returned."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        read, returned, viewed = (torch.tensor([1.0, 2.0]) for _ in range(3))
+        written = torch.tensor([3.0, 4.0])
+        written += x
+        return x * read, written, returned, viewed[1:] * 1, torch.cat([torch.tensor([]), x])
+
+
+def test_constants_are_copied_only_where_they_have_to_be() -> None:
+    model, x = _Constants(), torch.tensor([5.0, 6.0])
+    found = capture(model, (), {"x": x})
+    copies = [n for n in found.program.op_nodes() if "lift_fresh_copy" in str(n.target)]
+    assert len(copies) == 3, "written, returned and viewed ones"
+    for _ in range(2):
+        for output, wanted in zip(
+            run(found, model, {"x": x}, found.program), model(x), strict=True
+        ):
+            assert torch.equal(output, wanted)

@@ -66,6 +66,7 @@ NODES: list[tuple[str, str, dict[str, Any]]] = [
     ("MaxPool", "image", {"kernel_shape": [2, 2], "strides": [2, 2]}), ("GlobalAveragePool", "image", {}),
     ("Attention", "queries keys keys", {}), ("Attention", "queries keys keys mask", {}),
     ("Attention", "queries keys keys flags4", {}), ("Attention", "queries keys keys", {"is_causal": 1}),
+    ("Size", "x", {}), ("Shape", "x", {}),
 ]  # fmt: skip
 
 
@@ -75,9 +76,9 @@ def all_ops(folder: Path) -> Path:
     kinds = {"ids": 7, "spots": 7, "pairs": 7, "flags": 9, "flags4": 9}
     shapes = {
         **FLOATS, "ids": IDS, "flags": X, "flags4": [2, 1, 5, 6], "spots": [2, 3, 2], "x_spots": [2, 3, 2],
-        "pairs": [5, 2], "x_pairs": [5, 4], "x1": [2, 1, 4], "many2": [2, 40],
+        "pairs": [5, 2], "x_pairs": [5, 4], "x1": [2, 1, 4], "many2": [2, 40], "ids3": [3], "flags3": [3],
     }  # fmt: skip
-    kinds["many2"] = 7
+    kinds |= {"many2": 7, "ids3": 7, "flags3": 9}
     inputs = [helper.make_tensor_value_info(n, kinds.get(n, 1), s) for n, s in shapes.items()]
     held = [array(torch.tensor(v, dtype=torch.int64).numpy(), n) for n, v in NUMBERS.items()]
     held += [array(torch.tensor(v).numpy(), n) for n, v in (("r0", 0), ("r5", 5), ("r1", 1), ("axis", 1))]  # fmt: skip
@@ -86,6 +87,8 @@ def all_ops(folder: Path) -> Path:
         helper.make_node(op, given.split(), [f"y{i}"], name=f"{op}{i}", **attributes)
         for i, (op, given, attributes) in enumerate(NODES)
     ]
+    # Sizes as a tensor that is read, and as one that is returned.
+    nodes.append(helper.make_node("Where", ["flags3", f"y{len(NODES) - 1}", "ids3"], ["sizes"]))
     used = {name for node in nodes for name in node.input}
     inputs = [value for value in inputs if value.name in used]
     # Of these ONNX infers no type.
@@ -96,6 +99,7 @@ def all_ops(folder: Path) -> Path:
         else onnx.ValueInfoProto(name=f"y{i}")
         for i, (op, _, _) in enumerate(NODES)
     ]
+    outputs.append(onnx.ValueInfoProto(name="sizes"))
     graph = helper.make_graph(nodes, "g", inputs, outputs, [t for t in held if t.name in used])
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)], ir_version=10)
     inferred = onnx.shape_inference.infer_shapes(model, strict_mode=True, data_prop=True)

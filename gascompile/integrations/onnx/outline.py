@@ -184,6 +184,8 @@ def _new_storage(value: Outline) -> Storage:
 class Recorded:
     """An op, and which ops made what it was given."""
 
+    name: str
+    """Of the kind of op."""
     facts: OpFacts
     of: frozenset[int]
     splits: dict[str, int] = field(default_factory=dict)
@@ -198,6 +200,8 @@ class Log:
         """Whether attention reads keys and values where they are that are repeated for groups of queries."""
         self.ops: list[Recorded] = []
         self.constants: list[Outline] = []
+        self.copies: dict[str, int] = {}
+        """Number of the op after which a constant has its copy, by the constant's name."""
         self.made_bytes: dict[str, int] = {}
         """Of what ops have made, by name."""
         self._facts: OpFacts | None = None
@@ -278,7 +282,7 @@ class Log:
         facts.workspace_bytes = max(self._peak_bytes - own_bytes, 0) + self._kernel_bytes
         if facts.leaves:
             facts.workspace_bytes += SCALAR_BYTES
-        found = Recorded(facts=facts, of=frozenset(value.op for value in given))
+        found = Recorded(name=name, facts=facts, of=frozenset(value.op for value in given))
         if name == "linear" and facts.has_one_dtype and given[1].weight:
             found.splits[given[1].weight] = given[1].shape[0]
         if name == "embedding" and given[0].weight:

@@ -340,7 +340,9 @@ def tensor(value: Any, dtype: DType | None = None) -> Outline:
     parts = value if isinstance(value, list) else [value]
     kind = dtype or (DTYPES["bool"] if all(isinstance(p, bool) for p in parts) else DTYPES["int64"])
     kept = now().constant((len(parts),) if isinstance(value, list) else (), kind)
-    return _detach(_lift_fresh_copy(kept))
+    copy = _detach(_lift_fresh_copy(kept))
+    now().copies[kept.storage.name] = copy.op
+    return copy
 
 
 @op("lift_fresh_copy")

@@ -119,6 +119,7 @@ def _workload(
     machine: Machine,
 ) -> Workload:
     kept = _needed(log, outputs)
+    kept = _without_copies(log, kept, outputs)
     ops = [log.ops[number] for number in kept]
     if not ops:
         raise UnsupportedOpError("the model computes nothing; there is nothing to plan")
@@ -141,6 +142,29 @@ def _workload(
             for found in ops
         ),
     )
+
+
+_VIEWS: Final = frozenset((
+    "clone_default", "detach_", "expand", "getitem", "permute", "reshape", "select", "slice", "split_with_sizes",
+    "squeeze", "t", "to", "unbind", "unsqueeze",
+))  # fmt: skip
+"""Ops that may return what they are given, or a part of it, or are outputs of a capture."""
+
+
+def _without_copies(log: Log, kept: list[int], outputs: list[Outline]) -> list[int]:
+    """Return the ops less the copies of constants that others only read, and let these read the constants."""
+    gone: set[int] = set()
+    for constant, copy in log.copies.items():
+        readers = [log.ops[number] for number in kept if copy in log.ops[number].of]
+        if copy not in kept or any(found.name in _VIEWS for found in readers):
+            continue
+        if any(value.op == copy for value in outputs):
+            continue
+        made = log.ops[copy].facts.reads[0]
+        for found in readers:
+            found.facts.reads = [constant if name == made else name for name in found.facts.reads]
+        gone |= {copy, copy - 1}
+    return [number for number in kept if number not in gone]
 
 
 def _needed(log: Log, outputs: list[Outline]) -> list[int]:
