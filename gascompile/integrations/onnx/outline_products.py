@@ -56,12 +56,13 @@ def linear(x: Outline, weight: Outline, bias: Outline | None = None) -> Outline:
         return matmul(x, t(weight))
     if x.dim() == 2:
         return addmm(bias, x, t(weight))
-    if x.dim() == 3 and x.is_contiguous():
+    if x.dim() == 1 or x.is_contiguous():
         rows = reshape(x, [-1, x.shape[-1]])
         return reshape(addmm(bias, rows, t(weight)), shape)
     product = matmul(x, t(weight))
-    now().leaf("add_.Tensor", [product, bias], [product], pointwise=True)
-    return product
+    made = fresh(x, shape)
+    now().leaf("add.Tensor", [product, bias], [made], pointwise=True)
+    return made
 
 
 @op("matmul")
