@@ -118,7 +118,7 @@ def both(
 
 def assert_same(captured: Workload, outlined: Workload) -> None:
     for wanted, found in zip(captured.ops, outlined.ops, strict=False):
-        assert found == wanted
+        assert (found.name, found) == (wanted.name, wanted), (found, wanted)
     assert len(outlined.ops) == len(captured.ops)
     assert outlined == captured
 
