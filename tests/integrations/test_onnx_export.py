@@ -269,18 +269,20 @@ def test_families_go_there_and_back(name: str, tmp_path: Path) -> None:
 class Experts(nn.Module):
     """Rows by experts, of which one has none and some rows have none."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.matrices = nn.Parameter(torch.randn(3, 8, 16).to(dtype))
+        self.matrices = nn.Parameter(torch.randn(3, 8, 16))
 
     def forward(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = torch.ops.aten._grouped_mm(x, self.matrices, offs=ends)
+        # Of float32; torch's own op is of bfloat16 in a trace.
+        found: torch.Tensor = torch.ops.transformers.grouped_mm_fallback(x, self.matrices, ends)
         return found
 
 
 def test_groups_of_rows_are_products_of_slices(tmp_path: Path) -> None:
-    model = Experts(torch.float32).eval()
+    pytest.importorskip("transformers.integrations.moe")
+    model = Experts().eval()
     inputs = {"x": torch.randn(6, 8), "ends": torch.tensor([2, 2, 6], dtype=torch.int32)}
     gascompile.export(model, tmp_path / "m.onnx", inputs)
     for ends in ([2, 2, 6], [0, 5, 6], [6, 6, 6], [1, 1, 4]):

@@ -268,6 +268,8 @@ class Log:
     def _end(self, name: str, facts: OpFacts, given: Sequence[Outline], result: Any) -> None:
         single = isinstance(result, Outline)
         results = list(_tensors([result]))
+        # Before results are told who made them: one may be what was given.
+        makers = frozenset(value.op for value in given)
         own_bytes = 0
         for place, value in enumerate(results):
             value.op = len(self.ops)
@@ -282,7 +284,7 @@ class Log:
         facts.workspace_bytes = max(self._peak_bytes - own_bytes, 0) + self._kernel_bytes
         if facts.leaves:
             facts.workspace_bytes += SCALAR_BYTES
-        found = Recorded(name=name, facts=facts, of=frozenset(value.op for value in given))
+        found = Recorded(name=name, facts=facts, of=makers)
         if name == "linear" and facts.has_one_dtype and given[1].weight:
             found.splits[given[1].weight] = given[1].shape[0]
         if name == "embedding" and given[0].weight:
