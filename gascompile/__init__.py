@@ -74,6 +74,7 @@ __all__ = sorted([*_MODULE_OF, "__version__"])  # noqa: PLE0605 - a computed lis
 
 model_libraries.register("gascompile.integrations.transformers_library")
 model_libraries.register("gascompile.integrations.onnx.library")
+model_libraries.register_costing(".onnx", "gascompile.integrations.onnx.outline_workload")
 
 
 def __getattr__(name: str) -> Any:

@@ -7,15 +7,16 @@ Underestimates would break the promise of a budget, so where code paths differ t
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import os
+import sys
+from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gascompile.core.sizes import align_up
-from gascompile.formats import ops as wire_ops
-from gascompile.formats.workspace import decode_workspace_bytes, linear_workspace_bytes
+
+if TYPE_CHECKING:
+    import torch
 
 _ATTENTION_KEY_BLOCK = 512
 _CHANNEL_BLOCK = 16
@@ -23,7 +24,7 @@ _CHANNEL_BLOCK = 16
 _PLAIN_CHANNELS = 4
 """Images of up to so many channels, as colours, are convolved as they lie in memory."""
 _CONVOLUTION_BYTES_PER_THREAD = 56 << 10
-_REDUCED = (torch.bfloat16, torch.float16)
+_REDUCED = ("torch.bfloat16", "torch.float16")
 _SLOW_CONVOLUTIONS = ("Slow2d", "Slow3d", "SlowDilated2d", "SlowDilated3d")
 _SLOW_TRANSPOSED = ("SlowTranspose2d", "SlowTranspose3d")
 
@@ -54,8 +55,12 @@ _PROVEN = frozenset(
 
 def is_proven(func: Any, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> bool:
     """Return whether ``kernel_workspace_bytes`` bounds what the kernel of ``func`` takes, whatever its sizes."""
+    import torch
+
+    from gascompile.formats import ops as wire_ops
+
     # oneDNN packs reduced types as the processor likes it.
-    if func._schema.name in _PROVEN and not any(v.dtype in _REDUCED for v in inputs):
+    if func._schema.name in _PROVEN and not any(_is_reduced(v) for v in inputs):
         return True
     if func in (wire_ops.LINEAR, wire_ops.DECODE):
         return True
@@ -79,10 +84,12 @@ def kernel_workspace_bytes(
         inputs: all tensors among the arguments.
         outputs: all tensors of the result.
     """
-    name: str = func._schema.name
-    size_bytes = _converted_bytes(func, inputs, outputs)
-    if name == "aten::_scaled_dot_product_flash_attention_for_cpu":
-        return size_bytes + _attention_bytes(inputs[0], inputs[1])
+    # Late: plans are made without torch, too.
+    import torch
+
+    from gascompile.formats import ops as wire_ops
+    from gascompile.formats.workspace import decode_workspace_bytes, linear_workspace_bytes
+
     if func is wire_ops.LINEAR:
         x, weight, _, form, group = args
         # The product with each decoded block is one of the compute dtype.
@@ -93,12 +100,52 @@ def kernel_workspace_bytes(
         return decode_workspace_bytes(
             result.numel() // args[2], args[2], args[1], args[3], result.element_size()
         )
+    common = None
+    if torch.Tag.pointwise in func.tags and inputs:
+        common = inputs[0].dtype
+        for value in inputs[1:]:
+            common = torch.promote_types(common, value.dtype)
+    kernel = Kernel(func._schema.name, common, _selected_backend, func._schema.is_mutable)
+    return workspace_bytes(kernel, args, inputs, outputs)
+
+
+class Kernel(NamedTuple):
+    """What of a kernel its workspace depends on, beside its tensors."""
+
+    name: str
+    """Of its op, with the namespace."""
+    common: Any
+    """The dtype in which an element-wise kernel computes; ``None`` of others."""
+    backend: Callable[[Sequence[Any]], str]
+    """Torch's name of what computes a convolution of such arguments."""
+    is_mutable: bool = False
+
+
+def _selected_backend(args: Sequence[Any]) -> str:
+    import torch
+
+    image, weight, bias, *geometry = args[:9]
+    name: str = torch._C._select_conv_backend(image, weight, bias, *geometry, None).name
+    return name
+
+
+def workspace_bytes(
+    kernel: Kernel,
+    args: Sequence[Any],
+    inputs: Sequence[torch.Tensor],
+    outputs: Sequence[torch.Tensor],
+) -> int:
+    """Return what ``kernel_workspace_bytes`` does, of tensors of torch or what has their sizes, strides and dtypes."""
+    name = kernel.name
+    size_bytes = _converted_bytes(kernel, inputs, outputs)
+    if name == "aten::_scaled_dot_product_flash_attention_for_cpu":
+        return size_bytes + _attention_bytes(inputs[0], inputs[1])
     if name == "aten::_scaled_dot_product_flash_attention_for_cpu_backward":
         return size_bytes + _attention_backward_bytes(inputs)
     if name == "aten::convolution_backward":
-        return size_bytes + _convolution_backward_bytes(args, outputs)
+        return size_bytes + _convolution_backward_bytes(kernel, args, outputs)
     if "convolution" in name:
-        return size_bytes + _convolution_bytes(args, inputs, outputs)
+        return size_bytes + _convolution_bytes(kernel, args, inputs, outputs)
     if name in _MATRIX_PRODUCTS:
         return size_bytes + _product_bytes(*inputs[_MATRIX_PRODUCTS[name] :][:2])
     if name in ("aten::lstm", "aten::mkldnn_rnn_layer"):
@@ -143,23 +190,31 @@ def _copies_bytes(
     return 0
 
 
+def _is_reduced(value: torch.Tensor) -> bool:
+    return str(value.dtype) in _REDUCED
+
+
+def _num_threads() -> int:
+    """Return the threads of torch's kernels; without torch the processors that this process may use."""
+    torch = sys.modules.get("torch")
+    return torch.get_num_threads() if torch is not None else len(os.sched_getaffinity(0))
+
+
 def _nbytes(values: Sequence[torch.Tensor]) -> int:
     return sum(value.numel() * value.element_size() for value in values)
 
 
 def _converted_bytes(
-    func: Any, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
+    kernel: Kernel, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
 ) -> int:
     """Return the copies of operands that element-wise kernels make to compute in one dtype."""
-    if torch.Tag.pointwise not in func.tags or len(inputs) < 2:
+    common = kernel.common
+    if common is None or len(inputs) < 2:
         return 0
-    common = inputs[0].dtype
-    for value in inputs[1:]:
-        common = torch.promote_types(common, value.dtype)
     converted = [v for v in inputs if v.dtype != common]
-    if func._schema.is_mutable:
+    if kernel.is_mutable:
         converted += [v for v in outputs if v.dtype != common]
-    return sum(value.numel() for value in converted) * common.itemsize
+    return sum(value.numel() for value in converted) * int(common.itemsize)
 
 
 def _attention_bytes(query: torch.Tensor, key: torch.Tensor) -> int:
@@ -169,7 +224,7 @@ def _attention_bytes(query: torch.Tensor, key: torch.Tensor) -> int:
     key_block = min(_ATTENTION_KEY_BLOCK, key.shape[-2])
     # Scores may be kept twice, in fp32 and in the reduced type of the values.
     elements = query_block * (2 * key_block + query.shape[-1] + 2)
-    return 4 * elements * torch.get_num_threads()
+    return 4 * elements * _num_threads()
 
 
 def _attention_backward_bytes(inputs: Sequence[torch.Tensor]) -> int:
@@ -182,15 +237,16 @@ def _attention_backward_bytes(inputs: Sequence[torch.Tensor]) -> int:
 
 
 def _convolution_bytes(
-    args: Sequence[Any], inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
+    kernel: Kernel,
+    args: Sequence[Any],
+    inputs: Sequence[torch.Tensor],
+    outputs: Sequence[torch.Tensor],
 ) -> int:
     image, weight = inputs[:2]
-    stride, padding, dilation, transposed, output_padding, groups = args[3:9]
-    backend = torch._C._select_conv_backend(
-        image, weight, args[2], stride, padding, dilation, transposed, output_padding, groups, None
-    ).name
+    stride, padding, dilation, transposed, _, groups = args[3:9]
+    backend = kernel.backend(args)
     positions = math.prod((image if transposed else outputs[0]).shape[2:])
-    columns: int = weight[0].numel() * positions
+    columns: int = math.prod(weight.shape[1:]) * positions
     # Slow kernels run group by group and put the results together.
     joined_bytes = _nbytes((image, weight)) + (_nbytes(outputs) if groups > 1 else 0)
     if backend in _SLOW_TRANSPOSED:
@@ -205,33 +261,35 @@ def _convolution_bytes(
     if transposed:
         # A deconvolution is a convolution's gradient, by columns where it is dilated or grouped.
         by_columns = max(*dilation, groups) > 1
-        workers = min(torch.get_num_threads(), image.shape[0] * groups)
+        workers = min(_num_threads(), image.shape[0] * groups)
         columns_bytes = columns * image.element_size() * workers if by_columns else 0
         result_bytes += max(result_bytes, columns_bytes)
     is_plain = groups == 1 and not transposed and image.shape[1] <= _PLAIN_CHANNELS
     is_plain = is_plain and math.prod(weight.shape[2:]) > 1
     image_bytes = _nbytes((image,)) if is_plain else _blocked_bytes(image)
-    if image.dtype in _REDUCED:
+    if _is_reduced(image):
         # [Empirical] copies in fp32, as one point kernels make them.
         result_bytes, image_bytes = 2 * result_bytes, 3 * image_bytes
     weight_bytes = _blocked_weight_bytes(weight, groups, is_plain=is_plain)
     return image_bytes + weight_bytes + result_bytes + _thread_bytes(image, weight)
 
 
-def _convolution_backward_bytes(args: Sequence[Any], outputs: Sequence[torch.Tensor]) -> int:
+def _convolution_backward_bytes(
+    kernel: Kernel, args: Sequence[Any], outputs: Sequence[torch.Tensor]
+) -> int:
     """Return the copies of one gradient at a time, and the weights' of every thread before they are summed."""
     gradient, image, weight = args[:3]
     forward = (image, weight, None, *args[4:10])
-    once = _convolution_bytes(forward, (image, weight), (gradient,))
-    return 2 * once + (torch.get_num_threads() + 1) * _nbytes((weight,)) + _nbytes(outputs[2:])
+    once = _convolution_bytes(kernel, forward, (image, weight), (gradient,))
+    return 2 * once + (_num_threads() + 1) * _nbytes((weight,)) + _nbytes(outputs[2:])
 
 
 def _thread_bytes(image: torch.Tensor, weight: torch.Tensor) -> int:
     """Return oneDNN's buffers of all threads: packed columns where the convolution is a product. [Empirical]."""
     per_thread = _CONVOLUTION_BYTES_PER_THREAD
-    if image.dtype in _REDUCED or not image.is_contiguous():
-        per_thread += min(weight[0].numel() * 64 * weight.element_size(), 128 << 10)
-    return per_thread * torch.get_num_threads()
+    if _is_reduced(image) or not image.is_contiguous():
+        per_thread += min(math.prod(weight.shape[1:]) * 64 * weight.element_size(), 128 << 10)
+    return per_thread * _num_threads()
 
 
 def _blocked_bytes(value: torch.Tensor) -> int:
@@ -251,14 +309,14 @@ def _blocked_weight_bytes(weight: torch.Tensor, groups: int, *, is_plain: bool) 
 def _product_bytes(left: torch.Tensor, right: torch.Tensor) -> int:
     """Return the copies of operands that no matrix kernel reads, and oneDNN's packed blocks per thread."""
     copies = _nbytes([v for v in (left, right) if not _is_matrix_layout(v)])
-    if left.dtype not in _REDUCED:
+    if not _is_reduced(left):
         return copies
     rows, depth, columns = left.shape[-2], left.shape[-1], right.shape[-1]
     # [Empirical] per thread, with AVX2, AVX-512 and avx512_bf16: packed columns, fp32 accumulators, packed rows.
     per_thread = depth * 128 + min(rows, 256) * 2048 + (8 << 10)
     if depth > 2048 and rows > 512:
         per_thread += min(2 << 20, 5 * rows * columns)
-    return copies + per_thread * torch.get_num_threads()
+    return copies + per_thread * _num_threads()
 
 
 def _is_matrix_layout(value: torch.Tensor) -> bool:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from gascompile.bundles import plan_cache
 from gascompile.core.errors import StorageError
+from gascompile.weights import tied
 from gascompile.weights.store import exclusive
 from gascompile.weights.store_check import NOTES
 
@@ -194,7 +195,7 @@ def _leftovers(cache_dir: Path) -> Iterator[CacheItem]:
         for path in (cache_dir / folder).glob(".*"):
             item = (
                 None
-                if path.name in {".lock", NOTES}
+                if path.name in {".lock", NOTES, tied.NOTES}
                 else _file_item(path, ItemKind.LEFTOVER, folder, ok=False)
             )
             if item is not None and item.age_s > GRACE_S:

@@ -15,7 +15,7 @@ from torch import nn
 from gascompile.api.compiled import CompiledModel
 from gascompile.api.looked_up import LookedUp
 from gascompile.api.moved_states import require_own_values
-from gascompile.api.objective import planned, require_model
+from gascompile.api.objective import require_model
 from gascompile.api.sources import model_of, require_sense
 from gascompile.api.unit import Unit
 from gascompile.bundles.bundle import Bundle
@@ -260,11 +260,10 @@ class Job:
 
     def place(self, program: Program, prints: Mapping[str, str]) -> Plan:
         """Annotate and plan a captured program."""
-        from gascompile.api.device_budget import plan_on_device
+        from gascompile.api.costed import plan_costed
         from gascompile.api.on_heap import on_heap
         from gascompile.machines.op_times import retimed
         from gascompile.passes.graph.leaving import other_sites
-        from gascompile.passes.plan.make_plan import make_plan
 
         with task("Planning"):
             config = self.config
@@ -274,23 +273,17 @@ class Job:
             warnings = unknown_ops(annotation, self.machine, config.cache_dir)
             warnings += source_warnings(self.machine)
             stays = self.in_arena or sites
-            may_move = None if stays else on_heap(program, annotation, self.machine)
-
-            def make(taken_bytes: int, budget: Budget) -> Plan:
-                plan = partial(
-                    make_plan,
-                    machine=self.machine,
-                    budget=budget,
-                    fingerprint=prints,
-                    warnings=warnings,
-                    reserved_bytes=self.reserved_bytes + taken_bytes,
-                    pinned=self.pinned,
-                    on_heap=may_move,
-                    **config.search_limits,
-                )
-                return planned(plan, workload, self.machine, config, is_free=self.pinned is None)
-
-            return plan_on_device(make, workload, self.machine, self.budget)
+            return plan_costed(
+                workload,
+                self.machine,
+                self.budget,
+                config,
+                prints=prints,
+                warnings=warnings,
+                may_move=None if stays else on_heap(program, annotation, self.machine),
+                reserved_bytes=self.reserved_bytes,
+                pinned=self.pinned,
+            )
 
 
 def make_job(

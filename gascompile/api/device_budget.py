@@ -15,7 +15,7 @@ from gascompile.core.machine import Machine
 from gascompile.core.plan import Plan
 from gascompile.core.workload import TensorKind, Workload
 from gascompile.passes.verify.walk import verify
-from gascompile.runtime.memory.lasting import lasting_names, moves_lasting, with_host
+from gascompile.runtime.memory.lasting_accounts import lasting_names, moves_lasting, with_host
 from gascompile.runtime.memory.pinned import HOST, host_bytes, passing_bytes
 
 _GRAPHS_SHARE = 1 / 64

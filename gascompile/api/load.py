@@ -25,7 +25,7 @@ from gascompile.machines.admission import admit_saved
 from gascompile.machines.emulated import emulated_name
 from gascompile.machines.resolve import host_name, this_machine_name
 from gascompile.passes.verify.walk import verify
-from gascompile.runtime.memory.lasting import moves_lasting
+from gascompile.runtime.memory.lasting_accounts import moves_lasting
 from gascompile.weights.checkpoint import open_checkpoint
 
 

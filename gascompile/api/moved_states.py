@@ -16,7 +16,7 @@ from gascompile.core.errors import OpenStepError
 from gascompile.core.waiting import life, require_life
 from gascompile.runtime.collectives.local_ranks import LocalRanks
 from gascompile.runtime.memory.early_memory import EarlyMemory
-from gascompile.runtime.memory.lasting import moves_lasting
+from gascompile.runtime.memory.lasting_accounts import moves_lasting
 from gascompile.runtime.memory.shared_arena import SharedCpu
 from gascompile.runtime.run.lasting_session import LastingSession
 from gascompile.runtime.run.session import Session

@@ -9,7 +9,7 @@ from gascompile.core.program import Program, draws
 from gascompile.core.workload import TensorKind
 from gascompile.passes.graph.annotate import Annotation
 from gascompile.passes.plan.move_anything import OnHeap
-from gascompile.runtime.memory.lasting import LEAST_BYTES, TRANSFER_BYTES
+from gascompile.runtime.memory.lasting_accounts import LEAST_BYTES, TRANSFER_BYTES
 from gascompile.runtime.memory.pinned import HOST
 
 

@@ -13,7 +13,7 @@ from gascompile.codegen.allocator_library import allocation_counter
 from gascompile.core.progress import LoadingBar
 from gascompile.core.sources import FileStamp
 from gascompile.runtime.collectives.local_ranks import LocalRanks
-from gascompile.runtime.memory.lasting import moves_lasting
+from gascompile.runtime.memory.lasting_accounts import moves_lasting
 from gascompile.runtime.run.executor import Executor
 from gascompile.runtime.run.session import Session
 

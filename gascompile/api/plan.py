@@ -5,27 +5,35 @@ Planning a workload for a machine that is named needs no torch either, and loads
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gascompile.api.costed import plan_costed
 from gascompile.api.objective import planned, require_model
-from gascompile.core import serial
+from gascompile.core import model_libraries, serial
 from gascompile.core.budget import Budget
 from gascompile.core.checks.machine import source_warnings
 from gascompile.core.checks.machine_files import named_machine
 from gascompile.core.checks.workload import check_times, check_workload
 from gascompile.core.checks.workload_files import is_workload_file, load_workload
 from gascompile.core.config import CompileConfig
+from gascompile.core.errors import UnsupportedOpError
 from gascompile.core.machine import Machine
 from gascompile.core.plan import Plan
+from gascompile.core.progress import task
 from gascompile.core.reports import Timeline
-from gascompile.core.workload import Workload
+from gascompile.core.workload import TensorKind, Workload
 from gascompile.cost_models.simulate.trace import trace
 from gascompile.formats.allocation import packing_fields
 from gascompile.machines.emulated import EMULATED
 from gascompile.passes.plan.make_plan import make_plan, require_known
+from gascompile.passes.plan.move_anything import OnHeap
 from gascompile.passes.verify.walk import verify
+from gascompile.runtime.memory.lasting_accounts import TRANSFER_BYTES
+from gascompile.runtime.memory.pinned import HOST
 
 _KINDS = (".json", ".pt2", ".onnx", ".gguf")
 """Of files that may be a source; what they hold is looked at when they are opened."""
@@ -103,6 +111,9 @@ def plan(
     if is_workload_file(source):
         workload = load_workload(source, resolved)
         return _plan_workload(workload, resolved, limits, config)
+    if not _has_torch():
+        given = weights or dynamic_shapes or example_inputs or (None if sites == "one" else sites)
+        return _plan_without_torch(source, resolved, limits, config, (batch, tokens), given)
     from gascompile.api.model_planning import plan_model
 
     return plan_model(
@@ -114,6 +125,59 @@ def plan(
         dynamic_shapes=dynamic_shapes,
         shape=(batch, tokens),
     ).plan
+
+
+def _has_torch() -> bool:
+    """Return whether torch is loaded, or is there to be."""
+    try:
+        return "torch" in sys.modules or importlib.util.find_spec("torch") is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def _plan_without_torch(
+    source: Any,
+    machine: Machine,
+    budget: Budget,
+    config: CompileConfig,
+    shape: tuple[int, int],
+    given: Any,
+) -> Plan:
+    """Plan a file whose library costs it without torch.
+
+    Raises:
+        UnsupportedOpError: there is none, or the options that are ``given`` need the model to be traced.
+    """
+    path = Path(source) if isinstance(source, (str, os.PathLike)) else None
+    workload = None
+    if path is not None and given is None:
+        with task(f"Reading {path.name}"):
+            workload = model_libraries.workload_of_file(
+                path, machine, batch=shape[0], tokens=shape[1]
+            )
+    if workload is None:
+        raise UnsupportedOpError(
+            "torch is not installed: without it ONNX and workload files alone are planned, with the sizes of --batch "
+            "and --tokens, weights as they are stored and all ops on one processor; install torch"
+        )
+    is_host = machine.compute_tier == HOST
+    states = frozenset(t.name for t in workload.tensors if t.kind is TensorKind.STATE)
+    may_move = OnHeap(
+        reserved_bytes=TRANSFER_BYTES if is_host else 0,
+        staying=states,
+        gathers=is_host,
+        gains=is_host,
+    )
+    with task("Planning"):
+        return plan_costed(
+            workload,
+            machine,
+            budget,
+            config,
+            prints=_prints(workload, machine, budget, config),
+            warnings=source_warnings(machine),
+            may_move=may_move if is_host or HOST in machine.tiers else None,
+        )
 
 
 def plan_with_program(
@@ -202,15 +266,21 @@ def machine_of(machine: Machine | str | os.PathLike[str] | None, cache_dir: Path
     return resolve_machine(machine, cache_dir=cache_dir, read=read_blocks)
 
 
-def _plan_workload(
+def _prints(
     workload: Workload, machine: Machine, budget: Budget, config: CompileConfig
-) -> Plan:
-    prints = {
+) -> dict[str, str]:
+    return {
         "graph": serial.digest(workload),
         "machine": serial.digest(machine),
         "budget": serial.digest(budget.limits_bytes(machine)),
         "options": serial.digest({**config.fingerprint_fields(), **packing_fields()}),
     }
+
+
+def _plan_workload(
+    workload: Workload, machine: Machine, budget: Budget, config: CompileConfig
+) -> Plan:
+    prints = _prints(workload, machine, budget, config)
 
     def make(workload: Workload, *, strategy: str | None) -> Plan:
         return make_plan(

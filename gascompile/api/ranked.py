@@ -32,7 +32,7 @@ from gascompile.core.plan import Plan
 from gascompile.core.program import Program
 from gascompile.core.steps import Offload
 from gascompile.runtime.collectives.local_ranks import LocalRanks
-from gascompile.runtime.memory.lasting import moves_lasting
+from gascompile.runtime.memory.lasting_accounts import moves_lasting
 from gascompile.runtime.run.executor import Executor
 from gascompile.runtime.transfer.routing import drive_of
 

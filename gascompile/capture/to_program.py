@@ -11,6 +11,7 @@ import torch
 from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
+from gascompile.capture.constant_copies import drop_constant_copies
 from gascompile.capture.record.record import CaptureRecord
 from gascompile.capture.storage_offsets import check_offsets
 from gascompile.core.errors import CaptureError, UnsupportedOpError
@@ -116,9 +117,8 @@ def _check_bound(
         )
     for name, spec in bound.items():
         if parse_tile(name) is not None:
-            raise UnsupportedOpError(
-                f"the parameter or buffer '{name}' is called like rows of a weight; give it another name in the model"
-            )
+            message = f"the parameter or buffer '{name}' is called like rows of a weight; rename it in the model"
+            raise UnsupportedOpError(message)
         if spec.dtype not in FILE_DTYPES:
             raise UnsupportedOpError(
                 f"'{name}' has the dtype {spec.dtype}, which safetensors files cannot hold; use one of "
@@ -204,6 +204,7 @@ def drop_no_ops(graph: torch.fx.Graph) -> None:
             ):
                 node.replace_all_uses_with(node.args[0])
                 graph.erase_node(node)
+    drop_constant_copies(graph)
     graph.eliminate_dead_code()
 
 

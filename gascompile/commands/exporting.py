@@ -50,7 +50,7 @@ Opset = Annotated[
     int, typer.Option("--opset", min=18, max=25, metavar="N", help="Operator set of the file.")
 ]
 Overwrite = Annotated[
-    bool, typer.Option("--overwrite", help="Replace an ONNX file that is there, with its data.")
+    bool, typer.Option("--overwrite", help="Replace an ONNX file that is there; its data stays.")
 ]
 
 
@@ -136,6 +136,7 @@ def export_json(found: OnnxExport) -> dict[str, Any]:
         "weights": written.num_weights,
         "copied_bytes": written.copied_bytes,
         "in_place_bytes": written.in_place_bytes,
+        "left": [str(file) for file in written.left],
     }
 
 
@@ -154,6 +155,9 @@ def export_part(found: OnnxExport) -> RenderableType:
         ("copied", f"{format_size(written.copied_bytes)}{data}"),
         ("used in place", format_size(written.in_place_bytes)),
     ]
+    if written.left:
+        names = ", ".join(file.name for file in written.left)
+        rows.append(("left", f"{names}: delete it unless another model uses it"))
     return fields(f"{written.file}", rows)
 
 

@@ -16,9 +16,12 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from gascompile.core.machine import Machine
+    from gascompile.core.workload import Workload
     from gascompile.weights.checkpoint import Checkpoint
 
 _MODULES: list[str] = []
+_COSTING: dict[str, str] = {}
 
 
 class ModelLibrary(Protocol):
@@ -73,6 +76,29 @@ def register(module: str) -> None:
     """Add an integration: a module with the functions of ``ModelLibrary``."""
     if module not in _MODULES:
         _MODULES.append(module)
+
+
+def register_costing(suffix: str, module: str) -> None:
+    """Let a module cost models of files with an ending without torch; it has a function ``workload_of_file``."""
+    _COSTING[suffix] = module
+
+
+def workload_of_file(path: Path, machine: Machine, *, batch: int, tokens: int) -> Workload | None:
+    """Return the workload of a model's file, costed without torch; ``None`` of files of which nothing can.
+
+    Args:
+        path: of the file.
+        machine: whose rates count.
+        batch: rows of made-up inputs.
+        tokens: tokens per row of made-up inputs.
+    """
+    module = _COSTING.get(path.suffix)
+    if module is None:
+        return None
+    found: Workload = importlib.import_module(module).workload_of_file(
+        path, machine, batch=batch, tokens=tokens
+    )
+    return found
 
 
 def model_libraries() -> tuple[ModelLibrary, ...]:

@@ -6,8 +6,10 @@ Dimensions of size 1 have strides that no element depends on; the functions here
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 
 def normal_strides(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]:

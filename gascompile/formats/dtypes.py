@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from gascompile.core.program import BoundSpec, Program
 from gascompile.formats.layout import BLOCKS
 from gascompile.formats.packings import packing_of
+
+if TYPE_CHECKING:
+    from gascompile.core.program import Program
 
 FLOATING = frozenset(("float64", "float32", "bfloat16", "float16"))
 _WIDER = {
@@ -35,6 +38,9 @@ def is_lossless(stored: str, compute: str) -> bool:
 
 def as_computed(program: Program, shapes: Mapping[str, tuple[int, ...]]) -> Program:
     """Return ``program`` with its weights as they are computed in again: dtype, and shape by ``shapes``."""
+    # Late: what is known of dtypes alone needs no torch.
+    from gascompile.core.program import BoundSpec
+
     bound = {
         name: BoundSpec(dtype=program.forms[name].compute, shape=shapes[name])
         if name in program.forms

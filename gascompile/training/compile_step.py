@@ -30,6 +30,7 @@ from gascompile.training.saved_plans import SavedPlans
 from gascompile.training.settings import OnNan, Settings
 from gascompile.training.state.file_values import FileValues
 from gascompile.training.step import TrainingStep
+from gascompile.weights.store import STORE
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -167,7 +168,7 @@ def compile_step(
             machine=admit(resolved),
             config=config,
             settings=settings,
-            values=FileValues(model, checkpoint) if checkpoint is not None else None,
+            values=_file_values(model, checkpoint, config.cache_dir),
             saved=saved,
             ranks=together,
         )
@@ -178,6 +179,12 @@ def compile_step(
                 step.close()
                 raise
         return step
+
+
+def _file_values(
+    model: nn.Module, checkpoint: str | os.PathLike[str] | None, cache_dir: Path
+) -> FileValues | None:
+    return FileValues(model, checkpoint, cache_dir / STORE) if checkpoint is not None else None
 
 
 def _together(

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Collection, Iterable, Mapping
+from pathlib import Path
 
 from gascompile.core.errors import CheckpointError
 from gascompile.core.sources import WeightSource
 from gascompile.weights.checkpoint import Checkpoint
+from gascompile.weights.tied import require_same
 
 _QUANTISED = (
     ".qweight", ".qzeros", ".weight_packed", ".weight_scale", ".weight_scale_inv", ".absmax", ".quant_map", ".SCB",
@@ -23,15 +25,17 @@ def match_weights(
     ignorable: Iterable[str] = (),
     where: str,
     accepts: Callable[[str, str], bool] = operator.eq,
+    store: Path | None = None,
 ) -> dict[str, WeightSource]:
     """Return the source of every expected weight.
 
     ``expected`` maps a weight to its dtype and shape, ``names`` to every name it has in the model (tied
     weights have several). Checkpoint entries that no weight claims are refused unless ``ignorable``.
-    ``accepts`` says whether a weight stored in the first dtype may be computed in the second.
+    ``accepts`` says whether a weight stored in the first dtype may be computed in the second. What stands under several
+    names of one weight has to be the same there; in ``store`` it is noted what was found so.
 
     Raises:
-        CheckpointError: weights are missing, extra, or of another shape or dtype.
+        CheckpointError: weights are missing, extra, or of another shape or dtype; tied ones differ.
     """
     _require_plain(checkpoint, {alias for n in expected for alias in names.get(n, (n,))}, where)
     found: dict[str, WeightSource] = {}
@@ -49,7 +53,9 @@ def match_weights(
         if source is None:
             missing.append(name)
             continue
-        _check_shape(source, name, shape, where)
+        for one in stored:
+            _check_shape(one, name, shape, where)
+        require_same(name, stored, where, store)
         if not accepts(source.dtype, dtype):
             raise _other_dtype(source, name, dtype, where)
         found[name] = source

@@ -96,7 +96,7 @@ def resolve_weights(
         lossy: whether weights may be rounded to another dtype than they are stored in.
 
     Raises:
-        CheckpointError: a weight is missing, extra, or of another shape or dtype.
+        CheckpointError: a weight is missing, extra, or of another shape or dtype; tied ones differ.
         StorageError: the store cannot be written.
     """
     tensors: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
@@ -105,7 +105,7 @@ def resolve_weights(
     forms = program.forms
     wire, program = program, as_computed(program, {n: tuple(t.shape) for n, t in tensors.items()})
     from_file = _from_checkpoint(
-        model, program, needed, tensors, canonical, checkpoint, where, lossy=lossy
+        model, program, needed, tensors, canonical, checkpoint, where, store, lossy=lossy
     )
     _check_row_orders(from_file, forms, where)
     # From here on rows are in the order in which the program takes them.
@@ -207,6 +207,7 @@ def _from_checkpoint(
     canonical: Mapping[str, str],
     checkpoint: Checkpoint | None,
     where: str,
+    store: Path,
     *,
     lossy: bool,
 ) -> dict[str, WeightSource]:
@@ -231,6 +232,7 @@ def _from_checkpoint(
         ignorable={*tensors, *ignorable_weights(model, checkpoint.sources)},
         where=where,
         accepts=_may_be_rounded if lossy else is_lossless,
+        store=store,
     )
 
 

@@ -9,17 +9,15 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from gascompile.core.errors import UnsupportedOpError
-from gascompile.core.machine import Machine, PlaceKind
+from gascompile.core.machine import Machine
 from gascompile.core.program import Dim, Program
-from gascompile.core.workload import OpSpec, TensorKind, TensorSpec, Workload
-from gascompile.cost_models.formulas.op_time import decoding_bytes, op_time_s
+from gascompile.core.workload import OpSpec, Workload
 from gascompile.cost_models.measure.op_memory import OpCall
 from gascompile.formats.ops import LINEAR
+from gascompile.passes.graph.facts import Facts, OpFacts
 from gascompile.passes.graph.leaving import bound_tensors, leaves
-from gascompile.passes.graph.propagate import Facts, LeafOp, OpFacts, propagate
-
-_CALL = LeafOp(target="", flops=0, read_bytes=0, write_bytes=0, dtype="bool", known=True)
-"""What an op without a kernel costs, such as a view: the call."""
+from gascompile.passes.graph.op_costs import op_spec, tensor_specs, time_s
+from gascompile.passes.graph.propagate import propagate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,10 +55,16 @@ def annotate(
     device = machine.compute_tier
     nodes = {node.name: node for node in program.op_nodes()}
     ops = tuple(
-        _op_spec(op, program, device, machine, *_parts(nodes[op.name], op, program, facts))
+        op_spec(op, program.states, device, machine, *_parts(nodes[op.name], op, program, facts))
         for op in facts.ops
     )
-    tensors = _tensors(program, facts)
+    tensors = tensor_specs(
+        facts,
+        inputs={f"%{spec.name}" for spec in program.inputs},
+        bound=program.bound,
+        states=program.states,
+        forms=program.forms,
+    )
     # Sizes are numbers that one processor would have to tell the other.
     is_fixed = not any(isinstance(d, Dim) for spec in program.inputs for d in spec.shape)
     if sites and is_fixed:
@@ -108,44 +112,6 @@ def _weight(argument: object, program: Program) -> str | None:
     return name
 
 
-def _op_spec(
-    op: OpFacts,
-    program: Program,
-    device: str,
-    machine: Machine,
-    splits: Mapping[str, int],
-    gathers: Mapping[str, int],
-) -> OpSpec:
-    return OpSpec(
-        name=op.name,
-        time_s={device: _time_s(op, device, machine)},
-        reads=tuple(op.reads),
-        writes=tuple(op.writes),
-        patches={name: size for name, size in op.patches.items() if name in program.states},
-        workspace_bytes=op.workspace_bytes,
-        flops=sum(leaf.flops for leaf in op.leaves),
-        read_bytes=sum(leaf.read_bytes for leaf in op.leaves),
-        write_bytes=sum(leaf.write_bytes for leaf in op.leaves),
-        splits=splits,
-        gathers=gathers,
-    )
-
-
-def _time_s(op: OpFacts, device: str, machine: Machine) -> float:
-    is_gpu = machine.tiers[device].kind is PlaceKind.GPU
-    return sum(
-        op_time_s(
-            flops=leaf.flops,
-            read_bytes=leaf.read_bytes + _decoding_bytes(leaf, is_gpu=is_gpu),
-            write_bytes=leaf.write_bytes,
-            dtype=leaf.dtype,
-            device=device,
-            machine=machine,
-        )
-        for leaf in op.leaves or (_CALL,)
-    )
-
-
 def _with_sites(
     ops: Sequence[OpSpec],
     facts: Facts,
@@ -162,30 +128,6 @@ def _with_sites(
             for site in sites:
                 # Without a rate for its dtype there it stays.
                 with contextlib.suppress(UnsupportedOpError):
-                    times_s[site] = _time_s(known, site, machine)
+                    times_s[site] = time_s(known, site, machine)
         found.append(replace(op, time_s=times_s))
     return tuple(found)
-
-
-def _decoding_bytes(leaf: LeafOp, *, is_gpu: bool) -> int:
-    if leaf.decoded is None:
-        return 0
-    form, num_weights, rows = leaf.decoded
-    return round(decoding_bytes(num_weights, form, is_gpu=is_gpu, rows=rows))
-
-
-def _tensors(program: Program, facts: Facts) -> tuple[TensorSpec, ...]:
-    inputs = {f"%{spec.name}" for spec in program.inputs}
-    specs = []
-    for name, size_bytes in facts.size_bytes.items():
-        if name in program.states:
-            kind = TensorKind.STATE
-        elif name in program.bound:
-            kind = TensorKind.WEIGHT
-        elif name in inputs:
-            kind = TensorKind.INPUT
-        else:
-            kind = TensorKind.OUTPUT if name in facts.outputs else TensorKind.ACTIVATION
-        forms = program.forms.get(name)
-        specs.append(TensorSpec(name=name, size_bytes=size_bytes, kind=kind, forms=forms))
-    return tuple(specs)

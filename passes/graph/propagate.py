@@ -9,8 +9,7 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -27,62 +26,10 @@ from gascompile.cost_models.formulas.kernel_workspace import is_proven, kernel_w
 from gascompile.cost_models.measure.op_memory import OpCall, op_kind
 from gascompile.formats.ops import DECODE, LINEAR, wire_rows
 from gascompile.formats.packings import packing_of
+from gascompile.passes.graph.facts import SCALAR_BYTES, Decoded, Facts, LeafOp, OpFacts
 from gascompile.passes.graph.fake_inputs import fake_inputs
 from gascompile.passes.graph.fake_limits import limit_work
 from gascompile.passes.graph.mutated_tensors import written_arguments
-
-
-class Decoded(NamedTuple):
-    """A weight in its wire form and the rows it is multiplied with."""
-
-    form: str
-    num_weights: int
-    rows: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LeafOp:
-    """One kernel an op dispatches to."""
-
-    target: str
-    flops: int
-    read_bytes: int
-    write_bytes: int
-    dtype: str
-    decoded: Decoded | None = None
-    """Set where the op decodes a weight as it multiplies."""
-    known: bool
-    """False for an op whose cost no formula covers: only its bytes are counted."""
-
-
-@dataclass(slots=True, kw_only=True)
-class OpFacts:
-    """What one op of the program does, in storages by workload name."""
-
-    name: str
-    reads: list[str] = field(default_factory=list)
-    writes: list[str] = field(default_factory=list)
-    patches: dict[str, int] = field(default_factory=dict)
-    leaves: list[LeafOp] = field(default_factory=list)
-    workspace_bytes: int = 0
-    kind: str = ""
-    """What its workspace depends on: the op, the layout of its tensors, the other arguments."""
-    has_one_dtype: bool = True
-    """Whether what it returns is of the dtype of all that it is given; under autocast it need not be."""
-    unproven: OpCall | None = None
-    """The op itself where one of its kernels may take more than formulas know."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
-    """The result of a propagation."""
-
-    ops: tuple[OpFacts, ...]
-    size_bytes: dict[str, int]
-    """Bytes of every storage by workload name."""
-    outputs: frozenset[str]
-    """Storages that the model returns."""
-
 
 _Shapes = dict[str, tuple[int, ...]]
 
@@ -173,8 +120,6 @@ _REFUSALS = (RuntimeError, TypeError, ValueError, AssertionError, ArithmeticErro
 _ROWS_BY_NAME = {"self", "dim", "index", "indices"}
 _PART = 1 / 8
 """Of a tensor, at most, is a part that is worth to be told apart from the whole."""
-_SCALAR_BYTES = 256
-"""Python numbers among an op's arguments become tensors of one element while it runs."""
 
 
 class _Owners:
@@ -249,7 +194,7 @@ def _run_node(
     own_bytes = sum(owners.size_bytes[name] for name in facts.writes if _is_own(name, node.name))
     facts.workspace_bytes = max(recorder.peak_bytes - own_bytes, 0) + recorder.kernel_bytes
     if recorder.leaves:
-        facts.workspace_bytes += _SCALAR_BYTES
+        facts.workspace_bytes += SCALAR_BYTES
         facts.kind = op_kind(node.target, args, kwargs)
     if not recorder.is_proven:
         facts.unproven = OpCall(node.target, args, dict(kwargs), own_bytes)

@@ -14,10 +14,10 @@ import torch
 from gascompile.core.parts import Span
 from gascompile.core.sizes import SPILL_BUFFER_BYTES
 from gascompile.runtime.memory.early_memory import map_anonymous
-from gascompile.runtime.memory.host_slots import HostSlots
+from gascompile.runtime.memory.host_slots import HOST_BYTES, HostSlots
 from gascompile.runtime.memory.pinned import HOST
 from gascompile.runtime.memory.source_slots import Pieces
-from gascompile.runtime.memory.staged_moves import STAGING_BYTES, StagedMove, StagedMoves
+from gascompile.runtime.memory.staged_moves import StagedMove, StagedMoves
 from gascompile.runtime.protocols import Device, Event, Reader, read_at
 from gascompile.runtime.transfer.page_ring import LaneMoves
 
@@ -49,10 +49,6 @@ class HostMove:
 
     def wait(self) -> None:
         self._content = None
-
-
-HOST_BYTES = STAGING_BYTES + 2 * SPILL_BUFFER_BYTES
-"""Of the host's memory, for what passes through it, whatever a plan brings there."""
 
 
 class DeviceMoves:

@@ -8,16 +8,26 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-
-import torch
+from typing import TYPE_CHECKING
 
 from gascompile.core.errors import StorageError
 from gascompile.core.plan import Plan
-from gascompile.core.sizes import PAGE_BYTES, align_up
+from gascompile.core.sizes import PAGE_BYTES, SPILL_BUFFER_BYTES, align_up
 from gascompile.core.steps import Offload, Reload, Wait
 from gascompile.runtime.memory.pinned import HOST
 from gascompile.runtime.memory.spill_slots import Slots, spill_slots
-from gascompile.runtime.protocols import Device, HostMemory
+
+if TYPE_CHECKING:
+    import torch
+
+    from gascompile.runtime.protocols import Device, HostMemory
+
+NUM_PIECES = 4
+"""Of each direction of staged transfers: one at the drive, one at the link, one on either side: neither waits."""
+STAGING_BYTES = 2 * NUM_PIECES * SPILL_BUFFER_BYTES
+"""Pinned memory of both directions."""
+HOST_BYTES = STAGING_BYTES + 2 * SPILL_BUFFER_BYTES
+"""Of the host's memory, for what passes through it, whatever a plan brings there."""
 
 FILE = "nvme"
 """The place that has a slot for everything that lasts."""

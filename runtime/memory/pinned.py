@@ -15,7 +15,6 @@ from gascompile.core.plan import Plan, weights_elsewhere
 from gascompile.core.sizes import MIB, PAGE_BYTES, align_up, format_size, reserve_bytes
 from gascompile.core.steps import Offload, Prefetch, Reload
 from gascompile.core.workload import OpSpec, TensorKind
-from gascompile.runtime.devices.probe import PINNED_MEMORY
 
 HOST = "cpu"
 _ROWS_BYTES = 8 * MIB
@@ -105,6 +104,9 @@ def require_budget(plan: Plan, taken_bytes: int) -> None:
     limit_bytes = plan.budget_bytes.get(HOST)
     if plan.machine.compute_tier == HOST or limit_bytes is None or taken_bytes <= limit_bytes:
         return
+    # Late: budgets are counted without torch, too.
+    from gascompile.runtime.devices.probe import PINNED_MEMORY
+
     raise DeviceError(
         f"the plan of '{plan.workload.name}' pins {format_size(taken_bytes)} of host memory, its budget for "
         f"'{HOST}' is {format_size(limit_bytes)}; plan again with Budget({HOST}={taken_bytes}) or more",

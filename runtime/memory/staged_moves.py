@@ -19,16 +19,13 @@ from gascompile.core.errors import StorageError
 from gascompile.core.patience import Watch, arrived
 from gascompile.core.sizes import PAGE_BYTES, SPILL_BUFFER_BYTES, align_up
 from gascompile.core.waiting import OwnThread
+from gascompile.runtime.memory.host_slots import NUM_PIECES, STAGING_BYTES
 from gascompile.runtime.memory.source_slots import Pieces
 from gascompile.runtime.protocols import Booking, CopyStream, Device, Event, Reader, read_at
 from gascompile.runtime.transfer.copying import Writer, read_all, write_all
 from gascompile.runtime.transfer.under_way import UnderWay, moving_failed
 
 PIECE_BYTES = SPILL_BUFFER_BYTES
-_NUM_PIECES = 4
-"""Of each direction: one at the drive, one at the link, and one on either side so that neither waits."""
-STAGING_BYTES = 2 * _NUM_PIECES * PIECE_BYTES
-"""Pinned memory of both directions."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -123,8 +120,8 @@ class StagedMoves:
         ]
         self._closed = False
         self._jobs: tuple[_Jobs, _Jobs] = (queue.SimpleQueue(), queue.SimpleQueue())
-        self._outward = _Outward(self._jobs[0], buffers[:_NUM_PIECES], writer or os.pwrite)
-        self._inward = _Inward(self._jobs[1], buffers[_NUM_PIECES:], reader)
+        self._outward = _Outward(self._jobs[0], buffers[:NUM_PIECES], writer or os.pwrite)
+        self._inward = _Inward(self._jobs[1], buffers[NUM_PIECES:], reader)
         for jobs in self._jobs:
             weakref.finalize(self, jobs.put, None).atexit = False
         self._threads = (

@@ -25,13 +25,15 @@ from gascompile.runtime.memory.device_moves import DeviceMoves
 from gascompile.runtime.memory.device_values import DeviceValues
 from gascompile.runtime.memory.early_memory import map_anonymous
 from gascompile.runtime.memory.lasting import (
-    TRANSFER_BYTES,
     TakenStates,
     has_own_memory,
-    lasting_names,
     require_own_memory,
-    resident_states,
     unread_weight,
+)
+from gascompile.runtime.memory.lasting_accounts import (
+    TRANSFER_BYTES,
+    lasting_names,
+    resident_states,
 )
 from gascompile.runtime.memory.pages import Pages
 from gascompile.runtime.memory.persistent import Persistent

@@ -18,8 +18,7 @@ from gascompile.core.sizes import SPILL_BUFFER_BYTES
 from gascompile.core.steps import Offload, Release, Reload, Wait
 from gascompile.runtime.memory.arena import Arena
 from gascompile.runtime.memory.counting import Count
-from gascompile.runtime.memory.device_moves import HOST_BYTES
-from gascompile.runtime.memory.host_slots import Outside, in_files
+from gascompile.runtime.memory.host_slots import HOST_BYTES, Outside, in_files
 from gascompile.runtime.memory.pinned import HOST
 from gascompile.runtime.memory.run_memory import RunMemory
 from gascompile.runtime.memory.spill import Spill

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from gascompile.capture.calls import bind_call, normalize_call
 from gascompile.capture.export import capture
+from gascompile.capture.record.record import _codes
 from gascompile.capture.saved.program_io import program_from_json, program_to_json
 from gascompile.capture.to_program import Capture
 from gascompile.core.errors import CaptureError
@@ -145,3 +147,53 @@ def test_calls_meet_in_one_form() -> None:
     assert list(same[2][1]) == ["x", "mask"]
     with pytest.raises(TypeError, match="'x' is given by position and by name"):
         bind_call(names, (1,), {"x": 2})
+
+
+class _Constants(nn.Module):
+    """A constant of the code that is read, one that is written to, and one that is returned."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        read, returned, viewed = (torch.tensor([1.0, 2.0]) for _ in range(3))
+        written = torch.tensor([3.0, 4.0])
+        written += x
+        return x * read, written, returned, viewed[1:] * 1, torch.cat([torch.tensor([]), x])
+
+
+def test_constants_are_copied_only_where_they_have_to_be() -> None:
+    model, x = _Constants(), torch.tensor([5.0, 6.0])
+    found = capture(model, (), {"x": x})
+    copies = [n for n in found.program.op_nodes() if "lift_fresh_copy" in str(n.target)]
+    assert len(copies) == 3, "written, returned and viewed ones"
+    for _ in range(2):
+        for output, wanted in zip(
+            run(found, model, {"x": x}, found.program), model(x), strict=True
+        ):
+            assert torch.equal(output, wanted)
+
+
+def test_code_is_looked_for_past_objects_that_warn() -> None:
+    """As torch's own deprecated ones do, whatever they are asked."""
+
+    class Deprecated:
+        def __getattribute__(self, name: str) -> Any:
+            raise FutureWarning(f"somebody asked for {name}")
+
+    class Holder:
+        warns = Deprecated()
+
+        @property
+        def one(self) -> int:
+            return 1
+
+        @classmethod
+        def two(cls) -> int:
+            return 2
+
+        @staticmethod
+        def three() -> int:
+            return 3
+
+    module = types.ModuleType("holds")
+    Holder.__module__ = "holds"
+    module.Holder = Holder  # type: ignore[attr-defined]
+    assert {code.co_name for code in _codes("holds", module)} == {"one", "two", "three"}

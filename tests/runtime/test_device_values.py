@@ -18,9 +18,9 @@ from gascompile.core.sources import Extent, FileStamp, WeightSource
 from gascompile.runtime.devices.cuda import CudaDevice
 from gascompile.runtime.devices.emulated import EmulatedDevice
 from gascompile.runtime.devices.pacing import Disorder
-from gascompile.runtime.memory.device_moves import HOST_BYTES, DeviceMoves
+from gascompile.runtime.memory.device_moves import DeviceMoves
 from gascompile.runtime.memory.device_values import DeviceValues
-from gascompile.runtime.memory.host_slots import Outside
+from gascompile.runtime.memory.host_slots import HOST_BYTES, Outside
 from gascompile.runtime.memory.source_slots import SourceSlots
 from gascompile.runtime.memory.staged_moves import PIECE_BYTES
 from gascompile.runtime.protocols import Device, Ticket

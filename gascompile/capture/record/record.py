@@ -279,14 +279,19 @@ def _codes(name: str, module: types.ModuleType) -> Iterator[types.CodeType]:
     todo = [value for value in vars(module).values() if _module_of(value) == name]
     seen: set[int] = set()
     for value in todo:
-        if isinstance(value, type):
+        # By its type alone: some classes warn whoever asks their objects anything.
+        if issubclass(type(value), type):
             # Classes may hold each other.
             todo += [] if id(value) in seen else vars(value).values()
             seen.add(id(value))
             continue
-        inner: Any = (
-            value.fget if isinstance(value, property) else getattr(value, "__func__", value)
-        )
+        inner: Any = value
+        if issubclass(type(value), property):
+            inner = value.fget
+        elif issubclass(type(value), (classmethod, staticmethod, types.MethodType)):
+            inner = value.__func__
+        if not callable(inner):
+            continue
         code = getattr(inspect.unwrap(inner), "__code__", None)
         if isinstance(code, types.CodeType):
             yield from codes_in(code)

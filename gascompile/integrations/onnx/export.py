@@ -79,7 +79,7 @@ def export(
         checkpoint: where the weights of a module on the meta device lie.
         dynamic_shapes: as ``torch.export.export`` takes it.
         opset: of ONNX's ops.
-        overwrite: whether a file that is there is replaced, with its data.
+        overwrite: whether a file that is there is replaced; its data stays.
         cache_dir: where weights that lie in no file are kept.
         batch: rows of made-up inputs.
         tokens: tokens per row of made-up inputs.
@@ -201,7 +201,7 @@ def write_plan(
         planned: the plan and what it was made of.
         file: to be written; its name ends in .onnx.
         opset: of ONNX's ops, for a model that is no ONNX file.
-        overwrite: whether a file that is there is replaced, with its data.
+        overwrite: whether a file that is there is replaced; its data stays.
 
     Raises:
         CheckpointError, StorageError, UnsupportedOpError, ValueError: as those of ``export``.

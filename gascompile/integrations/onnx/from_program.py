@@ -29,6 +29,7 @@ from torch.utils import _pytree as pytree
 from gascompile.core.errors import CheckpointError, UnsupportedOpError
 from gascompile.core.model_libraries import register_pytrees
 from gascompile.core.program import Dim, Program, copied_graph
+from gascompile.integrations.onnx.grouped_products import translations
 from gascompile.passes.graph.mutated_tensors import mutated_tensors, written_inputs
 
 if TYPE_CHECKING:
@@ -187,7 +188,12 @@ def _exported(name: str, exported: ExportedProgram, opset: int) -> Any:
     try:
         # Without optimizing: weights have no values, and what fuses nodes hides which ops they stem from.
         made = torch.onnx.export(
-            exported, dynamo=True, verbose=False, optimize=False, opset_version=opset
+            exported,
+            dynamo=True,
+            verbose=False,
+            optimize=False,
+            opset_version=opset,
+            custom_translation_table=translations(exported.graph),
         )
     except torch.onnx.OnnxExporterError as error:
         raise UnsupportedOpError(

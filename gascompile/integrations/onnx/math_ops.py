@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import reduce
-from typing import Any
-
-import torch
-from torch.nn import functional
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from gascompile.core.errors import UnsupportedOpError
 from gascompile.integrations.onnx.values import (
@@ -20,25 +17,34 @@ from gascompile.integrations.onnx.values import (
     tensor,
 )
 
-Tensor = torch.Tensor
+if TYPE_CHECKING:
+    import torch
+    from torch.nn import functional
+else:
+    from gascompile.integrations.onnx.backend import functional, torch
+
+Tensor: TypeAlias = "torch.Tensor"
 
 
-def binary(
-    compute: Callable[[Tensor, Tensor], Tensor], known: Callable[[Any, Any], Any] | None = None
-) -> Callable[..., Value]:
-    """Return the op of two values, which ``known`` computes where both are sizes."""
+def unary(name: str) -> Callable[..., Value]:
+    """Return the op that is torch's of a name."""
+    return lambda x: getattr(torch, name)(tensor(x))  # type: ignore[no-any-return]
+
+
+def binary(name: str, known: Callable[[Any, Any], Any] | None = None) -> Callable[..., Value]:
+    """Return the op of two values that is torch's of a name; ``known`` computes it where both are sizes."""
 
     def op(a: Value, b: Value) -> Value:
         if known is not None and is_known(a, b):
             return each(known, a, b)  # type: ignore[arg-type]
-        return compute(tensor(a), tensor(b))
+        return getattr(torch, name)(tensor(a), tensor(b))  # type: ignore[no-any-return]
 
     return op
 
 
-def many(compute: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
-    """Return the op of any number of values."""
-    return lambda *values: reduce(compute, [tensor(value) for value in values])
+def many(name: str) -> Callable[..., Tensor]:
+    """Return the op of any number of values that is torch's of a name for two."""
+    return lambda *values: reduce(getattr(torch, name), [tensor(value) for value in values])
 
 
 def divide(a: Value, b: Value) -> Value:
@@ -133,6 +139,21 @@ def gemm(
     return product + (c if beta == 1.0 else c * beta)
 
 
+def silu(x: Tensor) -> Tensor:
+    """A value times its sigmoid."""
+    return functional.silu(x)
+
+
+def hard_swish(x: Tensor) -> Tensor:
+    """A value times a piece-wise linear sigmoid."""
+    return functional.hardswish(tensor(x))
+
+
+def softplus(x: Tensor) -> Tensor:
+    """The logarithm of one and an exponential."""
+    return functional.softplus(tensor(x))
+
+
 def linear(x: Value, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """A product with a transposed matrix, and what is added to it."""
     return functional.linear(tensor(x), weight, bias)
@@ -164,13 +185,13 @@ def reducer(
     return op
 
 
-def arg(compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return the op that finds the first largest or smallest value."""
+def arg(name: str) -> Callable[..., Tensor]:
+    """Return the op of torch's that finds the first largest or smallest value."""
 
     def op(x: Tensor, *, axis: int = 0, keepdims: int = 1, select_last_index: int = 0) -> Tensor:
         if select_last_index:
             raise UnsupportedOpError("select_last_index=1 is not supported")
-        return compute(x, axis, keepdim=bool(keepdims))
+        return getattr(torch, name)(x, axis, keepdim=bool(keepdims))  # type: ignore[no-any-return]
 
     return op
 

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
-
-import torch
-from torch.nn import functional
+from typing import TYPE_CHECKING, Any
 
 from gascompile.core.errors import UnsupportedOpError
 from gascompile.integrations.onnx.values import (
@@ -20,6 +17,12 @@ from gascompile.integrations.onnx.values import (
     tensor,
     wrapped,
 )
+
+if TYPE_CHECKING:
+    import torch
+    from torch.nn import functional
+else:
+    from gascompile.integrations.onnx.backend import functional, torch
 
 _MOST_SIZES = 4096
 """Of a list; files that double one again and again would fill memory."""
@@ -251,7 +254,7 @@ def where(condition: Value, x: Value, y: Value) -> Value:
     """One of two values each."""
     if is_known(condition, x, y):
         return each(lambda c, a, b: a if c else b, condition, x, y)  # type: ignore[arg-type]
-    return torch.where(tensor(condition, torch.bool), tensor(x), tensor(y))
+    return torch.where(tensor(condition, "bool"), tensor(x), tensor(y))
 
 
 def trilu(x: torch.Tensor, k: Value | None = None, *, upper: int = 1) -> torch.Tensor:

@@ -9,12 +9,9 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Final
 
-import torch
-from torch.nn import functional
-
 from gascompile.integrations.onnx import math_ops as m
 from gascompile.integrations.onnx import shape_ops as s
-from gascompile.integrations.onnx.values import each, is_known, tensor
+from gascompile.integrations.onnx.values import each, is_known
 
 LINEAR: Final = "gascompile.Linear"
 SILU: Final = "gascompile.Silu"
@@ -32,34 +29,29 @@ class Op:
     numbers: tuple[int, ...] = ()
 
 
-def _unary(compute: Callable[[torch.Tensor], torch.Tensor]) -> Op:
-    return Op(lambda x: compute(tensor(x)))
-
-
 def _negative(x: Any) -> Any:
     return each(operator.neg, x) if is_known(x) else -x
 
 
-_UNARY: Final[Mapping[str, Any]] = {
-    "Abs": torch.abs, "Ceil": torch.ceil, "Cos": torch.cos, "Erf": torch.erf, "Exp": torch.exp,
-    "Floor": torch.floor, "HardSwish": functional.hardswish, "IsNaN": torch.isnan, "Log": torch.log,
-    "Not": torch.logical_not, "Reciprocal": torch.reciprocal, "Relu": torch.relu, "Round": torch.round,
-    "Sigmoid": torch.sigmoid, "Sign": torch.sign, "Sin": torch.sin, "Softplus": functional.softplus, "Sqrt": torch.sqrt,
-    "Tanh": torch.tanh,
+_UNARY: Final[Mapping[str, str]] = {
+    "Abs": "abs", "Ceil": "ceil", "Cos": "cos", "Erf": "erf", "Exp": "exp", "Floor": "floor", "IsNaN": "isnan",
+    "Log": "log", "Not": "logical_not", "Reciprocal": "reciprocal", "Relu": "relu", "Round": "round",
+    "Sigmoid": "sigmoid", "Sign": "sign", "Sin": "sin", "Sqrt": "sqrt", "Tanh": "tanh",
 }  # fmt: skip
 
 OPS: Final[Mapping[str, Op]] = {
-    **{name: _unary(compute) for name, compute in _UNARY.items()},
-    "Add": Op(m.binary(torch.add, operator.add)), "Sub": Op(m.binary(torch.sub, operator.sub)),
-    "Mul": Op(m.binary(torch.mul, operator.mul)), "Div": Op(m.divide), "Mod": Op(m.modulo),
-    "Pow": Op(m.power, (1,)), "And": Op(m.binary(torch.logical_and)), "Or": Op(m.binary(torch.logical_or)),
-    "Xor": Op(m.binary(torch.logical_xor)), "Equal": Op(m.binary(torch.eq, operator.eq)),
-    "Less": Op(m.binary(torch.lt)), "LessOrEqual": Op(m.binary(torch.le)), "Greater": Op(m.binary(torch.gt)),
-    "GreaterOrEqual": Op(m.binary(torch.ge)), "Max": Op(m.many(torch.maximum)), "Min": Op(m.many(torch.minimum)),
-    "Sum": Op(m.many(torch.add)), "Neg": Op(_negative), "Identity": Op(lambda x: x), "Clip": Op(m.clip),
+    **{name: Op(m.unary(torch_name)) for name, torch_name in _UNARY.items()},
+    "HardSwish": Op(m.hard_swish), "Softplus": Op(m.softplus),
+    "Add": Op(m.binary("add", operator.add)), "Sub": Op(m.binary("sub", operator.sub)),
+    "Mul": Op(m.binary("mul", operator.mul)), "Div": Op(m.divide), "Mod": Op(m.modulo),
+    "Pow": Op(m.power, (1,)), "And": Op(m.binary("logical_and")), "Or": Op(m.binary("logical_or")),
+    "Xor": Op(m.binary("logical_xor")), "Equal": Op(m.binary("eq", operator.eq)),
+    "Less": Op(m.binary("lt")), "LessOrEqual": Op(m.binary("le")), "Greater": Op(m.binary("gt")),
+    "GreaterOrEqual": Op(m.binary("ge")), "Max": Op(m.many("maximum")), "Min": Op(m.many("minimum")),
+    "Sum": Op(m.many("add")), "Neg": Op(_negative), "Identity": Op(lambda x: x), "Clip": Op(m.clip),
     "Cast": Op(m.cast), "Softmax": Op(m.softmax), "LogSoftmax": Op(m.log_softmax), "Gelu": Op(m.gelu),
-    "LeakyRelu": Op(m.leaky_relu), "Elu": Op(m.elu), "MatMul": Op(m.binary(torch.matmul)), "Gemm": Op(m.gemm),
-    "Einsum": Op(m.einsum), "ArgMax": Op(m.arg(torch.argmax)), "ArgMin": Op(m.arg(torch.argmin)),
+    "LeakyRelu": Op(m.leaky_relu), "Elu": Op(m.elu), "MatMul": Op(m.binary("matmul")), "Gemm": Op(m.gemm),
+    "Einsum": Op(m.einsum), "ArgMax": Op(m.arg("argmax")), "ArgMin": Op(m.arg("argmin")),
     "ReduceSum": Op(m.reducer(lambda x, d, k: x.sum(d, keepdim=k, dtype=x.dtype), whole=True)),
     "ReduceMean": Op(m.reducer(lambda x, d, k: x.mean(d, keepdim=k))),
     "ReduceMax": Op(m.reducer(lambda x, d, k: x.amax(d, keepdim=k), whole=True)),
@@ -77,7 +69,7 @@ OPS: Final[Mapping[str, Op]] = {
     "Trilu": Op(s.trilu), "Attention": Op(m.attention), "GroupNormalization": Op(m.group_norm),
 }  # fmt: skip
 
-WHOLE_OPS: Final[Mapping[str, Op]] = {LINEAR: Op(m.linear), SILU: Op(functional.silu)}
+WHOLE_OPS: Final[Mapping[str, Op]] = {LINEAR: Op(m.linear), SILU: Op(m.silu)}
 
 
 @cache

@@ -7,15 +7,31 @@ them for a tensor of one dimension, so that they are sizes to torch, of a range 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from gascompile.core.errors import UnsupportedOpError
 
-Known = int | torch.SymInt | list[Any]
+if TYPE_CHECKING:
+    import torch
+else:
+    from gascompile.integrations.onnx.backend import torch
+
+Known: TypeAlias = "int | torch.SymInt | list[Any]"
 """A number, or those of a tensor of one dimension; of int64."""
-Value = torch.Tensor | Known
+Value: TypeAlias = "torch.Tensor | int | torch.SymInt | list[Any]"
+
+
+class Numbers(list[Any]):
+    """A constant that may be sizes, with the tensor that it is where it is none."""
+
+    held: Any = None
+
+    @classmethod
+    def of(cls, values: list[Any], held: Any) -> Numbers:
+        """Return numbers with their tensor."""
+        found = cls(values)
+        found.held = held
+        return found
 
 
 def is_known(*values: Any) -> bool:
@@ -23,10 +39,14 @@ def is_known(*values: Any) -> bool:
     return all(isinstance(v, (int, torch.SymInt, list)) for v in values)
 
 
-def tensor(value: Any, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+def tensor(value: Any, kind: str = "int64") -> torch.Tensor:
     """Return a value as a tensor."""
     if isinstance(value, torch.Tensor):
         return value
+    if isinstance(value, Numbers) and value.held is not None:
+        held: torch.Tensor = value.held
+        return held
+    dtype = getattr(torch, kind)
     parts = value if isinstance(value, list) else [value]
     if parts and all(isinstance(part, bool) for part in parts):
         return torch.tensor(value)  # of a comparison

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from gascompile.formats.dtypes import FLOATING
-from gascompile.integrations.onnx.module import Step
+from gascompile.integrations.onnx.steps import Step
 from gascompile.integrations.onnx.table import LINEAR, SILU
 
 Held = Mapping[str, tuple[str, tuple[int, ...]]]

@@ -43,6 +43,8 @@ class Written:
     copied_bytes: int
     in_place_bytes: int
     """Of weights that are referenced in the files where they lay."""
+    left: tuple[Path, ...]
+    """Data that the file of before had and this one has not. They stay: no file says which other models use them."""
 
 
 def require_unwritten(file: Path, *, overwrite: bool) -> None:
@@ -83,7 +85,7 @@ def write_onnx(
         weights: where their values lie, by name.
         file: to be written.
         names: of initializers, where a weight is called otherwise.
-        overwrite: whether a file of that name may be replaced; its data goes with it.
+        overwrite: whether a file of that name may be replaced; its data stays.
 
     Raises:
         StorageError: a file is there, cannot be read or cannot be written.
@@ -94,7 +96,7 @@ def write_onnx(
     named = names or {}
     lacking = [n for n, v in model.graph.initializers.items() if v.const_value is None]
     sources = {name: _source(weights, named.get(name, name)) for name in lacking}
-    retired = _data_of(file) if overwrite else []
+    before = _data_of(file) if overwrite else []
     data = _data_file(file)
     number = 1
     while os.path.lexists(data):
@@ -128,16 +130,13 @@ def write_onnx(
             require_unchanged(stamp)
         _publish(_checked(model, file), file, temporary if copied_bytes else None, data)
     used = {Path(extent.path).resolve() for extent in in_place.values()}
-    for old in retired:
-        if old.resolve() in used:
-            continue  # A file that is written over itself has its weights where they were.
-        old.unlink(missing_ok=True)
     return Written(
         file=file,
         data=data if copied_bytes else None,
         num_weights=len(sources),
         copied_bytes=sum(sources[name].size_bytes for name in others),
         in_place_bytes=sum(extent.size_bytes for extent in in_place.values()),
+        left=tuple(old for old in before if old.exists() and old.resolve() not in used),
     )
 
 
@@ -219,7 +218,7 @@ def _publish(raw: bytes, file: Path, temporary: Path | None, data: Path) -> None
 
 
 def _data_of(file: Path) -> list[Path]:
-    """Return the data files of ours that an ONNX file has, and no other beside it; they go where it is replaced."""
+    """Return the data files under the names that this module gives which an ONNX file has."""
     import onnx
     from google.protobuf.message import DecodeError
 
@@ -229,8 +228,4 @@ def _data_of(file: Path) -> list[Path]:
         return []
     said = {e.value for t in graph.initializer for e in t.external_data if e.key == "location"}
     ours = re.compile(re.escape(file.name) + r"(\.[0-9]+)?\.data")
-    names = [name for name in said if ours.fullmatch(name)]
-    others = (
-        [f.read_bytes() for f in file.parent.glob("*.onnx") if f.name != file.name] if names else []
-    )
-    return [file.with_name(n) for n in names if not any(n.encode() in raw for raw in others)]
+    return [file.with_name(name) for name in sorted(said) if ours.fullmatch(name)]

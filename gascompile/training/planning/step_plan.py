@@ -13,8 +13,8 @@ from gascompile.core.plan import Plan
 from gascompile.core.workload import PERSISTENT, TensorKind, Workload
 from gascompile.passes.plan.make_plan import make_plan
 from gascompile.passes.verify.walk import verify
-from gascompile.runtime.memory.device_moves import HOST_BYTES
-from gascompile.runtime.memory.lasting import with_host
+from gascompile.runtime.memory.host_slots import HOST_BYTES
+from gascompile.runtime.memory.lasting_accounts import with_host
 from gascompile.runtime.memory.pinned import HOST
 
 _TRIES = 4

@@ -46,15 +46,19 @@ _PIECE_BYTES = 1 << 18
 class FileValues:
     """Which tensors of a model have their values in files, and where. The model itself changes in ``enter``."""
 
-    def __init__(self, model: nn.Module, path: str | os.PathLike[str]) -> None:
+    def __init__(
+        self, model: nn.Module, path: str | os.PathLike[str], store: Path | None = None
+    ) -> None:
         """Find all of the model's tensors in the checkpoint; only headers are read.
 
         Args:
             path: a .safetensors, .gguf, .bin or .pt file, a sharded directory or a Hugging Face directory.
+            store: folder of weights in the cache, in which it is noted which tied weights are the same.
 
         Raises:
             CheckpointError: the checkpoint cannot be read, or is of another model: names what is missing, extra
-                or of another shape or dtype. A buffer has neither a value nor a place in the checkpoint.
+                or of another shape or dtype; tied weights differ in it. A buffer has neither a
+                value nor a place in the checkpoint.
             UnsupportedOpError: tensors of the model share memory; one that is packed is trained.
         """
         self.where = str(path)
@@ -62,7 +66,7 @@ class FileValues:
         _require_apart(self._tensors)
         checkpoint = open_checkpoint_of(model, Path(path))
         self._stamps = checkpoint.stamps
-        self.sources = self._found(model, canonical, checkpoint)
+        self.sources = self._found(model, canonical, checkpoint, store)
         self.packed = packed_values(self.sources, self._tensors, self.where)
         """Those that are kept as their files have them, by name."""
         rest = [name for name in self._tensors if name not in self.sources]
@@ -240,7 +244,11 @@ class FileValues:
         return plain if wanted == stored else converted
 
     def _found(
-        self, model: nn.Module, canonical: Mapping[str, str], checkpoint: Checkpoint
+        self,
+        model: nn.Module,
+        canonical: Mapping[str, str],
+        checkpoint: Checkpoint,
+        store: Path | None,
     ) -> dict[str, WeightSource]:
         aliases: dict[str, tuple[str, ...]] = {}
         for name, first in canonical.items():
@@ -259,6 +267,7 @@ class FileValues:
             ignorable=ignorable_weights(model, checkpoint.sources),
             where=self.where,
             accepts=is_lossless,
+            store=store,
         )
 
     def _whole(self, name: str, files: SourceFiles) -> torch.Tensor:
