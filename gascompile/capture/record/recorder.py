@@ -50,6 +50,8 @@ _ASKS = {
 _ASKED_IN = ("time", "datetime", "posix", "nt", "os", "_thread", "_socket", "_random")
 _SETS = {"manual_seed", "seed", "set_state", "graphsafe_set_state"}
 """Methods of generators."""
+_WRAPS = ("/torch/_dynamo/", "/torch/_compile.py")
+"""What lies around some of torch's functions once its compiler is loaded."""
 # What these frames ask for is no part of what a model computes.
 _TALK = ("logging", "warnings", "linecache", "traceback", "tqdm")
 
@@ -155,7 +157,10 @@ class Running:
 
     def reseeds(self, frame: types.FrameType) -> None:
         """Note that the model's code sets the random numbers to come; torch's, as of checkpoints, are followed."""
-        self._sets(frame.f_back, frame.f_code.co_name)
+        caller = frame.f_back
+        while caller is not None and any(part in caller.f_code.co_filename for part in _WRAPS):
+            caller = caller.f_back
+        self._sets(caller, frame.f_code.co_name)
 
     def _sets(self, frame: types.FrameType | None, name: str) -> None:
         caller = _caller(frame)
