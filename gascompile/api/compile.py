@@ -199,6 +199,9 @@ class Job:
             where=str(self.checkpoint_path or "the checkpoint"),
             lossy=self.config.weights is not None,
         )
+        own = {id(tensor) for tensor in self.model.buffers()}
+        # What the model has itself it may have got since the last plan was made.
+        self.buffers.update({n: t for n, t in resolved.held.items() if id(t) in own})
         held = {
             name: tensor if name in constants else self.buffers.setdefault(name, tensor)
             for name, tensor in resolved.held.items()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import operator
 import types
 import weakref
-from collections.abc import Callable, Iterable
-from typing import Any, NoReturn
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import nn
@@ -33,39 +33,83 @@ def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-class Parameters:
-    """The parameters of a model as they are now: which tensors, and how often they were written to.
+class Values:
+    """Tensors of a model as they are now: which ones, where they lie, and how often they were written to.
 
     None is kept alive: a model may be sent to the meta device once its weights lie in files.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._owners: list[dict[str, Any]] = []
-        self._keys: list[str] = []
-        self._names: list[str] = []
-        self._tensors: list[weakref.ref[torch.Tensor]] = []
-        self._versions: list[int] = []
+    def __init__(self, rows: Sequence[_Row], free: Sequence[_Row] = ()) -> None:
+        """Know of ``rows`` all that was noted, of ``free`` ones which tensors they are."""
+        self._rows, self._free = rows, free
+        self._owners = [row.owner for row in (*rows, *free)]
+        self._keys = [row.key for row in (*rows, *free)]
+        self._tensors = [row.tensor for row in (*rows, *free)]
+        self._addresses = [row.address for row in rows]
+        self._versions = [row.version for row in rows]
+
+    @staticmethod
+    def of(model: nn.Module, kind: str) -> Values:
+        """Take note of all tensors of a kind, ``_parameters`` or ``_buffers``."""
+        rows = []
         for path, module in model.named_modules():
-            for key, parameter in module._parameters.items():
-                if parameter is not None:
-                    self._owners.append(module._parameters)
-                    self._keys.append(key)
-                    self._names.append(f"{path}.{key}" if path else key)
-                    self._tensors.append(weakref.ref(parameter))
-                    self._versions.append(_version(parameter))
+            owner = vars(module)[kind]
+            for key, tensor in owner.items():
+                name = f"{path}.{key}" if path else key
+                ref = _nobody if tensor is None else weakref.ref(tensor)
+                rows.append(_Row(owner, key, name, ref, _address(tensor), _version(tensor)))
+        return Values(rows)
+
+    def read(self, names: Collection[str], written: Collection[str]) -> Values:
+        """Return those that a plan reads by their names, and none has; its runs write to some."""
+        rows = [row for row in self._rows if row.tensor is _nobody or row.name in names]
+        return Values(
+            [row for row in rows if row.name not in written],
+            [row for row in rows if row.name in written],
+        )
 
     def changed(self) -> str | None:
         """Return the first that has other values now, in words."""
         now = list(map(dict.get, self._owners, self._keys))
         held = [of() for of in self._tensors]
-        if all(map(operator.is_, now, held)) and list(map(_version, now)) == self._versions:
+        kept = now[: len(self._rows)]
+        if (
+            all(map(operator.is_, now, held))
+            and list(map(_version, kept)) == self._versions
+            and list(map(_address, kept)) == self._addresses
+        ):
             return None
-        for name, new, old, version in zip(self._names, now, held, self._versions, strict=True):
+        for number, row in enumerate((*self._rows, *self._free)):
+            new, old = now[number], held[number]
             if new is not old and not (new is not None and new.device.type == "meta"):
-                return f"'{name}' is another tensor now"
-            if new is old and _version(new) != version:
-                return f"'{name}' was written to"
+                return f"'{row.name}' is another tensor now"
+            if new is old and number < len(self._rows):
+                if _version(new) != row.version:
+                    return f"'{row.name}' was written to"
+                if _address(new) != row.address:
+                    return f"'{row.name}' has other memory now"
         return None
+
+
+class _Row(NamedTuple):
+    owner: dict[str, torch.Tensor | None]
+    key: str
+    name: str
+    tensor: Callable[[], torch.Tensor | None]
+    address: int
+    version: int
+
+
+def _nobody() -> None:
+    """Stand for a tensor that is not there."""
+
+
+def _address(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None or type(tensor) not in _PLAIN else tensor.data_ptr()
+
+
+_PLAIN = {torch.Tensor, nn.Parameter, nn.Buffer}
+"""Others may not say where they lie."""
 
 
 def _version(tensor: torch.Tensor | None) -> int:

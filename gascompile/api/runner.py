@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from torch.autograd.graph import increment_version
 from torch.utils import _pytree as pytree
 
 from gascompile.api.given_forward import GivenForward
-from gascompile.api.guards import Parameters, refuse, require_no_gradients
+from gascompile.api.guards import Values, refuse, require_no_gradients
 from gascompile.api.matching import Misfit, advice
 from gascompile.api.moved_states import has_taken_states
 from gascompile.api.open_units import OpenUnits
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
+_PARAMETERS = "_parameters"
 MOST_PLANS = 16
 """That a model has at a time; others stay in the cache on disk."""
 Made = TypeVar("Made")
@@ -96,8 +98,10 @@ class Runner:
         self._is_fixed = bool(units)
         self._ranges = Ranges(planning.model) if planning is not None else None
         self._is_planning = False
+        self._buffers: Values | None = None
+        """Before the latest plan was made."""
         self._given_forward = GivenForward(planning.model) if planning is not None else None
-        self._values = Parameters(planning.model) if planning is not None else None
+        self._values = Values.of(planning.model, _PARAMETERS) if planning is not None else None
         self._cache_dir = cache_dir or default_cache_dir()
         self._open = OpenUnits(
             self._cache_dir, on_exceed=on_exceed, from_file=planning is None, ranks=ranks
@@ -133,6 +137,8 @@ class Runner:
         executor = self._open.executor
         assert executor is not None, "it has just run"
         unit.last_run, unit.graph_report = executor.last_run, executor.graph_report
+        # Runs write unseen, and others may have read the same buffers into files.
+        increment_version(unit.written)
         return outputs
 
     @property
@@ -165,8 +171,12 @@ class Runner:
         """Return a plan with what runs have taught about the memory of ops; all that share an arena are made again."""
         assert self.planning is not None
         if unit.again is None:
-            return self.planning.planned_again(unit)
+            again = self.planning.planned_again(unit)
+            again.buffers = unit.buffers
+            return again
         new = dict(zip(unit.beside, self._planned(self.planning, unit.again), strict=True))
+        for of, now in new.items():
+            now.buffers = of.buffers
         self.units = [new.get(of, of) for of in self.units]
         return new[unit]
 
@@ -265,7 +275,7 @@ class Runner:
         units.sort(key=lambda unit: unit not in self._open.units)
         misfits = []
         for unit in units:
-            found = unit.misfit(call.leaves, call.spec) or self._changed()
+            found = unit.misfit(call.leaves, call.spec) or self._changed(unit)
             if found is None:
                 return self._used(unit)
             misfits.append(found)
@@ -339,6 +349,8 @@ class Runner:
         return self._turn.take(run)
 
     def _keep(self, unit: Unit, sizes: str, begun_s: float) -> None:
+        if self._buffers is not None:
+            unit.buffers = self._buffers.read(unit.bundle.program.bound, unit.bundle.held)
         self.units.append(unit)
         seconds = time.perf_counter() - begun_s
         _log.info("plan %d of %s", len(self.units), unit.in_words(sizes, seconds))
@@ -353,7 +365,9 @@ class Runner:
             )
 
     def _planned(self, planning: Planning, make: Callable[[], Made]) -> Made:
-        values, forward = Parameters(planning.model), GivenForward(planning.model)
+        model = planning.model
+        values, forward = Values.of(model, _PARAMETERS), GivenForward(model)
+        self._buffers = Values.of(model, "_buffers")
         if self._changed():
             self.units.clear()
         if has_taken_states(self.session):
@@ -367,9 +381,14 @@ class Runner:
         self._values, self._given_forward = values, forward
         return made
 
-    def _changed(self) -> Misfit | None:
-        """Return what of the model is another than when plans were made: weights, which they read, or its forward."""
+    def _changed(self, unit: Unit | None = None) -> Misfit | None:
+        """Return what of the model is another than when plans were made: weights, which they read, or its forward.
+
+        Buffers are those of one plan: what one writes to, another may have read from a file.
+        """
         if self._values is None or self._given_forward is None:
             return None
         changed = self._values.changed() or self._given_forward.changed()
+        if not changed and unit is not None and unit.buffers is not None:
+            changed = unit.buffers.changed()
         return Misfit(changed, is_value=True) if changed else None

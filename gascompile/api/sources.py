@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from gascompile.core.errors import CaptureError, CheckpointError, FormatError
-from gascompile.core.files import is_folder
+from gascompile.core.files import is_file, is_folder
 from gascompile.core.model_libraries import model_libraries
 from gascompile.core.sizes import parse_size
 from gascompile.formats.dtypes import FLOATING, is_lossless
@@ -59,7 +59,7 @@ def open_source(source: str | os.PathLike[str], *, batch: int = 1, tokens: int =
         return Source(
             model=graph, checkpoint=path, inputs=((), graph.made_up_inputs(batch, tokens))
         )
-    if path.suffix == ".pt2":
+    if path.suffix == ".pt2" and is_file(path):
         return _open_exported(path)
     if ":" in text:
         return _open_callable(text)

@@ -8,8 +8,10 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from torch.utils import _pytree as pytree
 
+from gascompile.api.guards import Values
 from gascompile.api.matching import Misfit, as_planned, misfit, require_inputs
 from gascompile.bundles.bundle import Bundle
 from gascompile.bundles.reuse import Basis
@@ -21,6 +23,7 @@ from gascompile.core.signature import quick_key, same_memory, same_tensors
 from gascompile.core.sizes import format_size, format_time
 from gascompile.machines.admission import admit_plan, device_of
 from gascompile.passes.graph.insert import insert
+from gascompile.passes.graph.mutated_tensors import mutated_tensors
 from gascompile.passes.graph.to_device import to_device
 from gascompile.passes.verify.walk import verify
 from gascompile.runtime.memory.early_memory import EarlyMemory
@@ -53,6 +56,8 @@ class Unit:
     """All plans that share its arena, this one among them; none where it has one of its own."""
     again: Callable[[], tuple[Unit, ...]] | None = None
     """Makes all of those again, with what runs have taught about the memory of ops."""
+    buffers: Values | None = None
+    """The model's buffers that it reads; ``None`` where no model is there."""
     basis: Basis | None = None
     """The Python values that are part of the plan; ``None`` where no model is there."""
     _fit: tuple[Any, ...] = ()
@@ -102,6 +107,19 @@ class Unit:
     def out_spec(self) -> pytree.TreeSpec:
         """The structure of what a call returns."""
         return load_treespec(self.bundle.program.out_spec)
+
+    @cached_property
+    def written(self) -> tuple[torch.Tensor, ...]:
+        """The model's buffers that runs write to."""
+        program, held = self.bundle.program, self.bundle.held
+        if not held:
+            return ()
+        names = mutated_tensors(program.graph_module.graph, program.bindings)
+        return tuple(
+            held[name]
+            for name in sorted(names & held.keys())
+            if not isinstance(held[name], nn.Parameter) and not held[name].is_inference()
+        )
 
     @cached_property
     def _writes(self) -> bool:

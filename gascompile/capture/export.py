@@ -6,6 +6,7 @@ with. The graph is left undecomposed: composite ops run faster and the graph is 
 
 from __future__ import annotations
 
+import logging
 import traceback
 import warnings
 from collections.abc import Mapping
@@ -31,6 +32,8 @@ from gascompile.core.deferral import deferring
 from gascompile.core.errors import CaptureError, UnsupportedOpError
 from gascompile.core.true_strides import true_strides
 from gascompile.passes.graph.mutated_tensors import written_inputs
+
+_log = logging.getLogger("gascompile")
 
 
 @deferring
@@ -110,6 +113,12 @@ def _captured(
         )
 
     trace = exported()
+    if trace.recorder.changes_containers:
+        _log.warning(
+            "%s changes a list or dict that it is given: planned calls return what it returns, and leave the caller's "
+            "as it is",
+            type(model).__name__,
+        )
     others = history.others(args, kwargs)
     steady = steady_capture(trace, exported, others, model)
     if steady.trace is not None:

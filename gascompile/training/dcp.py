@@ -43,10 +43,10 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from gascompile.core import serial
 from gascompile.core.errors import CheckpointError, StorageError, UnsupportedOpError
-from gascompile.training.state.checkpoints import RANDOM, STATE
+from gascompile.training.state.checkpoints import RANDOM
 from gascompile.training.state.pieces import Files, Piece, Stored, named, stored_in
+from gascompile.training.state.run_state import STATE, read_state
 from gascompile.training.state.tensor_files import Entry, Part, write_tensors
 from gascompile.training.state.whole_checkpoints import (
     MANIFEST,
@@ -104,7 +104,7 @@ class CheckpointReader(StorageReader):
             if not name.startswith(RANDOM):
                 self._stored[_name_in(stored, model, optimizer)] = stored
         if (folder / STATE).is_file():
-            for name, count in serial.read_json(folder / STATE)["updates"].items():
+            for name, count in read_state(folder)["updates"].items():
                 self._numbers[f"{optimizer}state.{name}.step"] = torch.tensor(float(count))
         kinds = {name: _metadata_of(stored) for name, stored in self._stored.items()}
         kinds |= {

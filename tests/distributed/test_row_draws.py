@@ -124,6 +124,12 @@ def depth(x: torch.Tensor) -> torch.Tensor:
     return torch.where(keep, x, x.new_zeros(())) * torch.randint(1, 9, (len(x),))[:, None]
 
 
+def all_or_nothing(x: torch.Tensor) -> torch.Tensor:
+    """Eager draws nothing where it drops all, and other numbers for each type."""
+    x = functional.dropout(x + functional.dropout(x, 1.0), 0.5)
+    return x * torch.randint(0, 9, x.shape, dtype=torch.uint8)
+
+
 def looked_up(x: torch.Tensor) -> torch.Tensor:
     table = functional.dropout(torch.arange(16.0).expand(1, 16), 0.5)
     return functional.dropout2d(x.view(-1, 4, 2, 2), 0.5).flatten(1) + table
@@ -143,6 +149,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "classes": Classes,
     "attention": lambda: Of(attention),
     "depth": lambda: Of(depth),
+    "all or nothing": lambda: Of(all_or_nothing),
     "looked up": lambda: Of(looked_up),
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import cProfile
 import gc
 import logging
+import os
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -120,3 +121,63 @@ def test_a_capture_under_a_profiler_gives_it_back(tmp_path: Path) -> None:
         model(x)
         profiler.disable()
     assert profiler.getstats(), "calls are counted again"
+
+
+class Normed(nn.Module):
+    """Whose statistics are written where ``learns``, and else lie in a file."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("mean", torch.zeros(8))
+        self.register_buffer("var", torch.ones(8))
+        self.register_buffer("shift", None)
+
+    def forward(self, x: torch.Tensor, learns: bool) -> torch.Tensor:
+        x = nn.functional.batch_norm(self.linear(x), self.mean, self.var, training=learns)
+        x = x if self.shift is None else x + self.shift
+        return x * 2 if hasattr(self, "doubled") else x
+
+
+def set_data(net: Normed) -> None:
+    net.linear.weight.data = torch.full((8, 8), 0.5)
+
+
+CHANGES: list[Callable[[Normed], object]] = [
+    lambda net: net.get_buffer("mean").add_(2),
+    lambda net: setattr(net, "mean", torch.full((8,), 3.0)),
+    lambda net: setattr(net, "shift", torch.ones(8)),
+    lambda net: setattr(net, "shift", torch.ones(8, dtype=torch.float64)),
+    lambda net: setattr(net, "shift", None),
+    set_data,
+    lambda net: setattr(net, "doubled", True),
+    lambda net: setattr(net.linear, "forward", torch.relu),
+]
+
+
+def test_buffers_and_what_modules_get_later_are_those_of_now(tmp_path: Path) -> None:
+    net, twin, x = Normed(), Normed(), torch.randn(4, 8)
+    twin.load_state_dict(net.state_dict())
+    with torch.no_grad(), gascompile.compile(net, cache_dir=tmp_path, fuse="off") as compiled:
+        for change in (lambda _: None, *CHANGES):
+            change(net)
+            change(twin)
+            for learns in (False, True, False):
+                torch.testing.assert_close(compiled(x, learns), twin(x, learns))
+                torch.testing.assert_close(net.mean, twin.mean)
+
+
+class Asks(nn.Module):
+    def forward(self, given: dict[str, torch.Tensor]) -> torch.Tensor:
+        return given.pop("x") * float(os.environ["GASCOMPILE_TEST_FACTOR"])
+
+
+def test_environment_variables_are_those_of_now_and_changed_arguments_are_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    x = torch.ones(2)
+    with gascompile.compile(Asks(), cache_dir=tmp_path, fuse="off") as compiled:
+        for factor in ("2", "2", "3"):
+            monkeypatch.setenv("GASCOMPILE_TEST_FACTOR", factor)
+            assert torch.equal(compiled({"x": x}), x * float(factor))
+    assert caplog.text.count("changes a list or dict that it is given") == 2

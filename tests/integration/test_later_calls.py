@@ -181,7 +181,24 @@ def _takes_from(net: Net, y: torch.Tensor) -> Any:
     return y * net.take()
 
 
+def _seeds(_: Net, y: torch.Tensor) -> Any:
+    torch.manual_seed(3)
+    return y * torch.rand(8)
+
+
+def _draws_apart(_: Net, y: torch.Tensor) -> Any:
+    with torch.random.fork_rng(devices=()):
+        noise = torch.rand(8)
+    return y * noise
+
+
+def _draws_again(_: Net, y: torch.Tensor) -> Any:
+    torch.default_generator.set_state(torch.get_rng_state())
+    return y * torch.rand(8)
+
+
 REFUSED = [
+    _seeds, _draws_apart, _draws_again,
     _takes_turns, _counts_in_context, _counts_elsewhere, _counts_in_default, _counts_in_bytes, _counts_from_nothing,
     _swaps_layers, _sets_a_buffer, _takes_from,
     _counts, _counts_in_class, _counts_deep, _alternates, _rotates, _differs_at_the_third, _adds_the_last,

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import gascompile
-from gascompile.core.errors import ClosedStepError, UnsupportedOpError
+from gascompile.core.errors import CaptureError, ClosedStepError, UnsupportedOpError
 from gascompile.training.step import TrainingStep
 from tests.training.trials import MACHINE
 
@@ -60,6 +60,24 @@ def test_hooks_on_saved_tensors_are_refused_but_for_torchs_own(step_of: Compiler
         refusal = pytest.raises(UnsupportedOpError, match="forward sets hooks on saved tensors")
         with refusal if kind is Halving else nullcontext():
             step_of(model, optimizer).close()
+
+
+def test_random_numbers_that_a_step_would_not_draw_so_are_refused(step_of: Compiler) -> None:
+    class Draws(nn.Linear):
+        generator: torch.Generator | None = torch.default_generator
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.generator is None:
+                torch.manual_seed(1)
+            return super().forward(x) * torch.rand(8, generator=self.generator)
+
+    model = Draws(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(UnsupportedOpError, match="leave generator= out"):
+        step_of(model, optimizer)
+    model.generator = None
+    with pytest.raises(CaptureError, match="forward sets torch's random numbers to come"):
+        step_of(model, optimizer)
 
 
 def test_hooks_are_refused(step_of: Compiler) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 from torch import nn
 
 from gascompile import TrainingStep, compile_step
+from gascompile.core.errors import CheckpointError
 from tests.training.runs import MACHINE, PLANNING_S, adamw, batches, loss_fn, new_model
 
 
@@ -100,3 +103,42 @@ def test_parameters_in_another_order_of_memory_come_back(tmp_path: Path) -> None
         for _ in range(2):
             step(images)
     assert torch.allclose(optimizer.state_dict()["state"][0]["exp_avg"], wanted, rtol=1e-5)
+
+
+SPOILT: dict[str, object] = {
+    "step": -1,
+    "updates": {"0.weight": "many"},
+    "pending": 3,
+    "optimizer": None,
+    "param_groups": [3],
+    "optimizer_state": [[0, 1]],
+    "extra": [],
+}
+
+
+def test_what_a_checkpoint_says_beside_tensors_is_read_before_anything_changes(
+    tmp_path: Path,
+) -> None:
+    model = new_model().train()
+    with compile_step(
+        model, loss_fn, adamw(model), "64MiB", batches(1)[0], machine=MACHINE, cache_dir=tmp_path
+    ) as step:
+        folder = tmp_path / "checkpoints"
+        saved = step.save(folder)
+        step(batches(1)[0])
+        before = step.state_dict()["model"]
+        good = (saved / "state.json").read_text()
+        texts = {name: json.dumps({**json.loads(good), name: v}) for name, v in SPOILT.items()}
+        texts |= {"what it is": "[]", "not valid JSON": good[:-9]}
+        for name, text in texts.items():
+            (saved / "state.json").write_text(text)
+            manifest = json.loads((saved / "manifest.json").read_text())
+            manifest["files"]["state.json"] = {
+                "bytes": len(text),
+                "sha256": hashlib.sha256(text.encode()).hexdigest(),
+            }
+            (saved / "manifest.json").write_text(json.dumps(manifest))
+            with pytest.raises(CheckpointError, match=name):
+                step.load(folder)
+        after = step.state_dict()["model"]
+        assert all(torch.equal(after[name], value) for name, value in before.items())

@@ -25,6 +25,7 @@ from gascompile.capture.fingerprint.code_origin import (
 )
 from gascompile.capture.later.rounds import Rounds, TracedCall
 from gascompile.capture.record.dependencies import Dependencies, dependencies
+from gascompile.capture.record.given import changed_entries, entries_of
 from gascompile.capture.record.recorder import Ask, Running
 from gascompile.capture.record.snapshot import Draws, Snapshot, undo
 from gascompile.capture.record.tensor_slots import Slots, changed_slots, tensor_slots
@@ -111,6 +112,8 @@ class Recorder:
         self._draws = Draws()
         self.traced: TracedCall | None = None
         """What a single call returned that is followed."""
+        self.changes_containers = False
+        """Whether a single call changed a list or dict that it was given."""
         self._changed: dict[str, Change] = {}
         self._follows = False
         self._model = model
@@ -171,9 +174,10 @@ class Recorder:
         def called(*args: Any, **kwargs: Any) -> Any:
             if rounds is not None:
                 return rounds.run(inner, (args, kwargs), self._last_round)
-            self._slots = tensor_slots(self._model)
+            self._slots, before = tensor_slots(self._model), entries_of(args, kwargs)
             found = inner(*args, **kwargs)
             self.traced = TracedCall.of(found, 0)
+            self.changes_containers = changed_entries(before)
             # Here, as torch.export lets attributes be as they were before.
             self._compare()
             return found
@@ -198,6 +202,7 @@ class Recorder:
         reads = _reads(code, self._model)
         own = [(body, space) for body, space in code if _is_own(body, space)]
         watches = watch(model or self._model, self._functions, own, reads, versions=self._versions)
+        watches.variables(self._running.environment)
         changes, asked = self._changes(_with_python(reads, code)), dict(self._running.asked)
         moving = dict.fromkeys(watches.moving)
         if self._trial is not None:
@@ -259,6 +264,7 @@ def watched(
 ) -> Watches:
     """Return the values that a capture of another process read, as they are now; see ``Recorder``."""
     found = watch(model, functions, _code_of(known), known.reading(), versions=versions)
+    found.variables(known.environment)
     return found.without(frozenset(known.inert))
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import enum
 import gc
 import importlib
+import inspect
 import os
 import random
 import sys
@@ -47,6 +48,10 @@ _ASKS = {
     **_ANEW,
 }
 _ASKED_IN = ("time", "datetime", "posix", "nt", "os", "_thread", "_socket", "_random")
+_SETS = {"manual_seed", "seed", "set_state", "graphsafe_set_state"}
+"""Methods of generators."""
+_WRAPS = ("/torch/_dynamo/", "/torch/_compile.py")
+"""What lies around some of torch's functions once its compiler is loaded."""
 # What these frames ask for is no part of what a model computes.
 _TALK = ("logging", "warnings", "linecache", "traceback", "tqdm")
 
@@ -133,7 +138,9 @@ class Running:
                 handler(self, frame)
         elif event == "c_call":
             name = argument.__name__
-            if name in _ASKS and _module_of(argument) in _ASKED_IN:
+            if name in _SETS and isinstance(argument.__self__, torch.Generator):
+                self._sets(frame, name)
+            elif name in _ASKS and _module_of(argument) in _ASKED_IN:
                 self._asks(frame, _ASKS[name], name)
 
     def _ran(self, code: types.CodeType, space: dict[str, Any]) -> None:
@@ -147,6 +154,19 @@ class Running:
             is_anew = name in _ANEW or name == "seed"
             kind = Ask.CLOCK if name in _CLOCKS else Ask.ANEW if is_anew else Ask.ELSEWHERE
             self.asked[f"{caller.f_code.co_qualname} {what} ({name})"] = kind
+
+    def reseeds(self, frame: types.FrameType) -> None:
+        """Note that the model's code sets the random numbers to come; torch's, as of checkpoints, are followed."""
+        caller = frame.f_back
+        while caller is not None and any(part in caller.f_code.co_filename for part in _WRAPS):
+            caller = caller.f_back
+        self._sets(caller, frame.f_code.co_name)
+
+    def _sets(self, frame: types.FrameType | None, name: str) -> None:
+        caller = _caller(frame)
+        if caller is not None:
+            what = f"{caller.f_code.co_qualname} sets torch's random numbers to come ({name})"
+            self.asked[what] = Ask.ANEW
 
     def reads_variable(self, frame: types.FrameType) -> None:
         """Note an environment variable that the model's code reads, here with its value."""
@@ -363,6 +383,10 @@ _HANDLERS: dict[int, Callable[[Running, types.FrameType], None]] = {
         (type(os.environ).copy, Running.reads_variables),
         (importlib.import_module, Running.imports),
         (random.Random.seed, Running.seeds),
+        (torch.random.manual_seed, Running.reseeds),
+        (torch.random.seed, Running.reseeds),
+        (torch.random.set_rng_state, Running.reseeds),
+        (inspect.unwrap(torch.random.fork_rng), Running.reseeds),
         (torch.Tensor.register_hook, Running.hooks),
         (torch.Tensor.register_post_accumulate_grad_hook, Running.hooks),
         (torch.autograd.graph.saved_tensors_hooks.__init__, Running.packs),

@@ -9,8 +9,10 @@ import array
 import contextvars
 import hashlib
 import operator
+import os
 import re
 import types
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +24,9 @@ from gascompile.capture.record.likeness import GONE, alike, same, shown
 
 Columns = tuple[list[Any], list[Any], list[Any], list[Any]]
 """Owners, keys, values and names of what is watched."""
+
+Place = tuple[dict[str, Any], str, str]
+"""A dictionary, a key of it, and what it is called."""
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 ARRAYS = (numpy.ndarray, bytearray, array.array)
@@ -83,6 +88,18 @@ class Current:
             self._variable.set(value)
 
 
+class Variable:
+    """What an environment variable is set to, as an attribute: bytes, or ``None``."""
+
+    def __init__(self, name: str) -> None:
+        self._key = os.environ.encodekey(name)  # type: ignore[attr-defined]  # unseen by a profile
+
+    @property
+    def value(self) -> Any:
+        """Return it, the same object as long as nobody sets it."""
+        return os.environ._data.get(self._key)  # type: ignore[attr-defined]
+
+
 class Stored:
     """What a dictionary holds, where asking it for an item makes a new one each time."""
 
@@ -99,13 +116,14 @@ class Stored:
 class Watches:
     """Values with the places they were read from."""
 
-    def __init__(self, *, versions: bool) -> None:
+    def __init__(self, *, versions: bool, reads: Reads | None = None) -> None:
         """Take nothing yet.
 
         Args:
             versions: whether tensors are baked in, so that writing to one counts.
+            reads: which attributes count that objects get later; none by default.
         """
-        self._versions = versions
+        self._versions, self._reads = versions, reads
         self._items: Columns = ([], [], [], [])
         self._attributes: Columns = ([], [], [], [])
         self._sizes: tuple[list[Any], list[int], list[str]] = ([], [], [])
@@ -116,8 +134,9 @@ class Watches:
         """By their digest, which takes too long for each call."""
         self._spaces: list[tuple[dict[str, Any], frozenset[str], str]] = []
         """Attributes, where others may be added."""
+        self._num_attributes = 0
         self._sets: list[tuple[set[Any], frozenset[Any], str]] = []
-        self.absent: list[tuple[dict[str, Any], str, str]] = []
+        self.absent: list[Place] = []
         """Modules with the names of variables that they do not have yet."""
         self.moving: list[str] = []
         """Names of what gives another value each time it is asked."""
@@ -129,6 +148,11 @@ class Watches:
     def attribute(self, owner: Any, key: str, name: str) -> Any:
         """Watch an attribute that is in no ``__dict__`` and return it."""
         return self._take(self._attributes, owner, key, getattr(owner, key), name)
+
+    def variables(self, names: Iterable[str]) -> None:
+        """Watch environment variables."""
+        for name in names:
+            self.attribute(Variable(name), "value", f"the environment variable {name}")
 
     @staticmethod
     def _take(columns: Columns, owner: Any, key: Any, value: Any, name: str) -> Any:
@@ -146,6 +170,7 @@ class Watches:
 
     def space(self, owner: dict[str, Any], name: str) -> None:
         """Watch which attributes an object has."""
+        self._num_attributes += len(owner)
         self._spaces.append((owner, frozenset(owner), name))
 
     def content(self, value: Any, name: str) -> None:
@@ -174,6 +199,7 @@ class Watches:
                 all(map(operator.is_, map(operator.getitem, owners, keys), values))
                 and all(map(operator.is_, map(getattr, objects, names), found))
                 and sum(map(len, sized)) == lengths
+                and sum(map(len, map(_space, self._spaces))) == self._num_attributes
                 and all(map(operator.eq, map(_version, self._tensors[0]), self._tensors[1]))
                 and all(_raw(held) == content for held, content, _ in self._arrays)
                 and all(_elements(held) == elements for held, elements, _ in self._sets)
@@ -181,7 +207,12 @@ class Watches:
                 return None
         except (LookupError, AttributeError, ValueError):
             pass  # something is not there any more
-        return next((change.text for change in self.changes()), None)
+        found = self.changes()
+        if self._reads is not None:
+            found += self._given(self._reads)
+        if not found:
+            self._num_attributes = sum(map(len, map(_space, self._spaces)))
+        return found[0].text if found else None
 
     def changes(self, reads: Reads | None = None) -> list[Change]:
         """Return all values that differ; equal ones are taken over under their new identity."""
@@ -214,11 +245,13 @@ class Watches:
         written = [n for held, content, n in self._arrays if _raw(held) != content]
         if reads is not None:
             written += [n for held, known, n in self._large if _digest(_raw(held)) != known]
-            found += self._added(reads)
+            added = [row for row in self.absent if row[1] in row[0]]
+            found += self._given(reads, added)
         return found + [Change(n, None, f"the array {n} was written to") for n in written]
 
-    def _added(self, reads: Reads) -> list[Change]:
-        added = [row for row in self.absent if row[1] in row[0]]
+    def _given(self, reads: Reads, others: Sequence[Place] = ()) -> list[Change]:
+        """Return what objects got that count, and what of ``others`` does."""
+        added = [*others]
         for space, keys, name in self._spaces:
             added += [(space, key, f"{name}.{key}") for key in space.keys() - keys]
         return [
@@ -241,7 +274,7 @@ class Watches:
         """Return the watches of all but these, and but what is in these."""
         if not names:
             return self
-        found = Watches(versions=self._versions)
+        found = Watches(versions=self._versions, reads=self._reads)
         gone = {id(owner) for owner, _, name in self.sized() if name in names}
         for columns, kept in ((self._items, found._items), (self._attributes, found._attributes)):
             for row in zip(*columns, strict=True):
@@ -257,7 +290,12 @@ class Watches:
         found._sets = [row for row in self._sets if row[2] not in names]
         found._tensors, found._arrays, found.moving = self._tensors, self._arrays, self.moving
         found._large, found._spaces, found.absent = self._large, self._spaces, self.absent
+        found._num_attributes = self._num_attributes
         return found
+
+
+def _space(row: tuple[dict[str, Any], frozenset[str], str]) -> dict[str, Any]:
+    return row[0]
 
 
 def _leaf(name: str) -> object:

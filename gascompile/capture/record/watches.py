@@ -73,7 +73,7 @@ def watch(
         reads: which values count.
         versions: as ``Watches`` takes it.
     """
-    walk = _Walk(Watches(versions=versions), reads, model)
+    walk = _Walk(Watches(versions=versions, reads=reads), reads, model)
     for path, module in model.named_modules():
         walk.module(module, path or type(model).__name__)
     for function in functions:

@@ -43,12 +43,14 @@ _library.impl("native_dropout_backward", _backward, "CompositeExplicitAutograd")
 
 
 def exact_dropout(graph: fx.Graph) -> None:
-    """Replace torch's ops where they draw, that is where ``p`` is neither 0 nor 1."""
+    """Replace torch's ops: by what draws as eager does, which draws nothing where all is dropped."""
     rate: dict[fx.Node, float] = {}
     for node in list(graph.nodes):
         if node.target is _aten.native_dropout.default:
             values, p, trains = node.args
-            if trains and isinstance(p, float) and 0 < p < 1:
+            if trains and p == 1:
+                _drop_all(node)
+            elif trains and isinstance(p, float) and 0 < p < 1:
                 node.target = torch.ops.gascompile_dropout.native_dropout.default
                 node.args = (values, p)
                 rate.update(
@@ -59,3 +61,21 @@ def exact_dropout(graph: fx.Graph) -> None:
             if mask in rate:
                 node.target = torch.ops.gascompile_dropout.native_dropout_backward.default
                 node.args = (gradient, mask, rate[mask])
+
+
+def _drop_all(node: fx.Node) -> None:
+    """Let a dropout of all values multiply by zero, as eager does, and its mask have none."""
+    values, graph = node.args[0], node.graph
+    for user in list(node.users):
+        kept, meta = user.args[1] == 1, user.meta
+        with graph.inserting_before(user):
+            if kept:
+                made = graph.call_function(
+                    _aten.zeros_like.default, (values,), {"dtype": torch.bool}
+                )
+            else:
+                made = graph.call_function(_aten.mul.Scalar, (values, 0.0))
+        made.meta = dict(meta)
+        user.replace_all_uses_with(made)
+        graph.erase_node(user)
+    graph.erase_node(node)

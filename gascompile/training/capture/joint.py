@@ -45,6 +45,7 @@ from gascompile.training.capture.traced_call import TracedCall, without_copies
 from gascompile.training.capture.traced_loss import MODEL, OUTSIDE, LossFunction, TracedLoss
 from gascompile.training.state.aliasing import Storages, View, named_tensors, places
 
+_NO_TENSOR = "the loss uses a {}, which has no place in a plan; to draw, leave generator= out"
 _NO_OPS = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
 
 
@@ -380,6 +381,8 @@ def _lift_constants(graph_module: fx.GraphModule, outside: dict[str, torch.Tenso
         target = str(node.target)
         if target not in lifted:
             value = operator.attrgetter(target)(graph_module)
+            if not isinstance(value, torch.Tensor):
+                raise UnsupportedOpError(_NO_TENSOR.format(type(value).__name__))
             with graph.inserting_before(first):
                 lifted[target] = graph.placeholder(f"constant_{len(lifted)}")
             lifted[target].meta["val"] = node.meta.get("val", value)

@@ -201,7 +201,9 @@ class KeptState:
             self.state.setdefault(index, {})[key] = value
         for name, source in stored.items():
             if name.startswith(_PREFIX):
-                index, key = name.removeprefix(_PREFIX).split(":", maxsplit=1)
+                index, _, key = name.removeprefix(_PREFIX).partition(":")
+                if not (index.isascii() and index.isdigit()):
+                    raise CheckpointError(f"'{name}' of the checkpoint is of no parameter")
                 self._expect(name, int(index), key, source)
 
     def _expect(self, name: str, index: int, key: str, source: Stored) -> None:

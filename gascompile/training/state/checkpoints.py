@@ -26,6 +26,7 @@ from gascompile.training.optimizers.unplanned import KeptState, kept_tensors, ke
 from gascompile.training.state.checkpoint_entries import entries_of, random_numbers
 from gascompile.training.state.open_optimizer import listed, plain_group
 from gascompile.training.state.pieces import Stored, stored_in
+from gascompile.training.state.run_state import STATE, read_state
 from gascompile.training.state.tensor_files import (
     Entry,
     check_tensors,
@@ -44,7 +45,7 @@ from gascompile.training.state.whole_checkpoints import (
     verify,
 )
 
-_LOCK, STATE = "lock", "state.json"
+_LOCK = "lock"
 _TRAINED, FROZEN = "model-trained.safetensors", "model-frozen.safetensors"
 _OPTIMIZER, INDEX = "optimizer.safetensors", "model.safetensors.index.json"
 RANDOM = "random numbers:cpu"
@@ -230,7 +231,7 @@ class CheckpointFolder:
 
     def _looked_at(self, newest: Path, states: States, changing: frozenset[str]) -> Loading:
         """Return what may be taken over; raises ``CheckpointError``."""
-        state = serial.read_json(newest / STATE)
+        state = read_state(newest)
         if (form := state.get("states", "fp32")) != states.rules.states:
             raise CheckpointError(
                 f"{newest} keeps moments as {form!r}, this step as {states.rules.states!r}; compile with "

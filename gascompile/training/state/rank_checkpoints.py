@@ -27,7 +27,6 @@ from gascompile.training.state.checkpoints import (
     FROZEN,
     INDEX,
     RANDOM,
-    STATE,
     CheckpointFolder,
     Loading,
     index_of,
@@ -43,6 +42,7 @@ from gascompile.training.state.rank_sharing import (
     sharing_seen,
 )
 from gascompile.training.state.replicas import replicate, require_folders
+from gascompile.training.state.run_state import STATE
 from gascompile.training.state.tensor_files import Entry, whole_part, write_tensors
 from gascompile.training.state.train_state import States
 from gascompile.training.state.whole_checkpoints import (
