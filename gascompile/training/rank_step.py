@@ -237,16 +237,11 @@ class RankStep:
         self._ranks.exchange.add(values)
         return values
 
-    def exchange_s(self, size_bytes: int, divided: bool) -> float:
-        """Return what an exchange takes; see ``Ladder.seconds``."""
-        assert self._ladder is not None, "plans come after keep_network"
-        return self._ladder.seconds(size_bytes, divided=divided)
-
     @property
-    def busy(self) -> float:
-        """Return the share of an exchange for which this rank's processor is at work."""
+    def ladder(self) -> Ladder:
+        """Return what exchanges take."""
         assert self._ladder is not None, "plans come after keep_network"
-        return self._ladder.busy
+        return self._ladder
 
     def keep_network(self, cache_dir: Path) -> None:
         """Plan with what exchanges took before, where they still do; see ``Ladder.as_kept``.
@@ -292,7 +287,7 @@ class RankStep:
     ) -> ReplicaCost:
         """Return what it takes to send and write a rank's files once more; the slower end decides."""
         size_bytes = own_bytes(states, changing, self.rank)
-        sent_s = self.exchange_s(size_bytes, divided=True)
+        sent_s = self.ladder.seconds(size_bytes, divided=True)
         return ReplicaCost(
             size_bytes=size_bytes, time_s=max(sent_s, size_bytes / write_bytes_per_s)
         )

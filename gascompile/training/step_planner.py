@@ -293,7 +293,7 @@ class StepPlanner:
         before_s, gap = plan.certificate.predicted_s, self._config.mip_gap
         nodes = zip(program.program.op_nodes(), plan.ops, strict=True)
         summed_s = sum(op.time_s for node, op in nodes if node.target is rank_ops.add_part)
-        is_worth = (1 - self.ranks.busy) * summed_s > gap * before_s
+        is_worth = (1 - self.ranks.ladder.busy) * summed_s > gap * before_s
         wide = overlapped(program) if rank_overlap.forced or is_worth else None
         if wide is None or rank_overlap.forced is False:
             return program, plan
@@ -373,8 +373,7 @@ class StepPlanner:
             cache_dir=self._config.cache_dir,
             pages=self.pages,
             sites=sites,
-            exchange_s=self.ranks.exchange_s if self.ranks is not None else None,
-            busy=self.ranks.busy if self.ranks is not None else 1.0,
+            ladder=self.ranks.ladder if self.ranks is not None else None,
         )
         sent_bytes = stage.reserved_bytes if stage is not None else 0
         if stage is not None and self.pipeline is not None:

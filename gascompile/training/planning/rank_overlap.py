@@ -7,13 +7,14 @@ begins. Ranks begin the same exchanges in the same order whether they wait for e
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import fx
 
 from gascompile.core.program import add_node, copied_graph, graph_module_of
 from gascompile.core.workload import Workload
+from gascompile.distributed.ladder import Ladder
 from gascompile.training.optimizers import rank_ops
 from gascompile.training.planning.step_program import StepProgram
 
@@ -33,7 +34,9 @@ class Network:
     time_s: Mapping[str, float]
     """By the name of the op, without anything beside it."""
     busy: float
-    """Share of that which this rank's processor is at work for it, and computes nothing else."""
+    """Share of that which ops beside it lose to it."""
+    begin_s: Mapping[str, float] = field(default_factory=dict)
+    """What ops wait for those to begin that go on beside them."""
 
 
 def overlapped(step: StepProgram) -> StepProgram | None:
@@ -130,6 +133,22 @@ def with_flying(workload: Workload, step: StepProgram) -> Workload:
     return replace(workload, ops=ops)
 
 
+def network_of(step: StepProgram, ladder: Ladder) -> Network:
+    """Return what the exchanges of a step take by a network's ladder."""
+    time_s, begin_s = {}, {}
+    for node in step.program.op_nodes():
+        if not rank_ops.waits(node.target):
+            continue
+        size_bytes, divided = rank_ops.exchanged(node)
+        if node.target in (rank_ops.gather, rank_ops.whole):
+            time_s[node.name] = ladder.gather_s(size_bytes)
+        else:
+            time_s[node.name] = ladder.seconds(size_bytes, divided=divided)
+        if node.target is rank_ops.begin_part:
+            begin_s[node.name] = ladder.begin_s(size_bytes)
+    return Network(time_s=time_s, busy=ladder.busy, begin_s=begin_s)
+
+
 def waits_s(step: StepProgram, times_s: Mapping[str, float], network: Network) -> dict[str, float]:
     """Return what exchanges take of the processor's time, beside ops or not.
 
@@ -146,9 +165,9 @@ def waits_s(step: StepProgram, times_s: Mapping[str, float], network: Network) -
     for node in step.program.op_nodes():
         alone_s = network.time_s.get(node.name, 0.0)
         if node.target is rank_ops.begin_part:
-            free_s = max(free_s, now_s) + alone_s
+            found[node.name] = network.begin_s.get(node.name, 0.0)
+            free_s = max(free_s, now_s + found[node.name]) + alone_s
             flying.append((free_s, alone_s))
-            found[node.name] = 0.0
         elif node.target is rank_ops.end_part:
             done_s, alone_s = flying.pop(0)
             waited_s = min(max(done_s - now_s, 0.0), alone_s)
