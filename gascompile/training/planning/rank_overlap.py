@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import fx
@@ -17,6 +18,9 @@ from gascompile.core.workload import Workload
 from gascompile.distributed.ladder import Ladder
 from gascompile.training.optimizers import rank_ops
 from gascompile.training.planning.step_program import StepProgram
+
+if TYPE_CHECKING:
+    from gascompile.training.step_cache import PlannedStep
 
 _MOST_BYTES = 64 << 20
 """Of exchanges under way at a time: what is sent and what is received. [Empirical] Four ranges of 16 MiB, of which a
@@ -55,6 +59,27 @@ def overlapped(step: StepProgram) -> StepProgram | None:
     graph.lint()
     module = graph_module_of(step.program.graph_module, graph)
     return replace(step, program=replace(step.program, graph_module=module))
+
+
+def is_wanted(chosen: bool) -> bool:
+    """Return whether gradients are to be summed beside ops, as ranks have chosen."""
+    return chosen if forced is None else forced
+
+
+def gains_beside_ops(step: PlannedStep, *, busy: float, gap: float) -> bool:
+    """Return whether a step may become faster by more than ``gap`` of it, as its sums go on beside ops.
+
+    Args:
+        step: whose sums wait for the other ranks.
+        busy: share of an exchange that ops beside it lose.
+        gap: to which its seconds are known.
+    """
+    if forced is not None:
+        return False
+    plan = step.plan
+    nodes = zip(step.program.program.op_nodes(), plan.ops, strict=True)
+    summed_s = sum(op.time_s for node, op in nodes if node.target is rank_ops.add_part)
+    return (1 - busy) * summed_s > gap * plan.certificate.predicted_s
 
 
 def _blocks(graph: fx.Graph) -> list[list[fx.Node]]:
