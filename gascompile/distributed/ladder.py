@@ -22,6 +22,13 @@ from gascompile.runtime.collectives.exchange import Exchange
 _SIZES_BYTES = (4 << 10, 256 << 10, 4 << 20)
 """[Empirical] From 4 MiB on seconds grow with bytes, within the scatter of a shared machine."""
 _REPEATS = 3
+_ROUNDS = 4
+"""Exchanges with ops beside them, one after the other: as long as what holds processors to a share of their time looks
+at, some 20 ms."""
+_LONG_S = 0.01
+"""An exchange that all ranks together find shorter goes on beside ops long enough to be told from them."""
+_OP_ROWS = 192
+"""Of a product of matrices that stands for ops: 0.2 ms, and more than a core's own cache has room for."""
 _BUSY, _FASTER = 2.0, 1.25
 """What was measured before holds for a network whose largest exchange takes up to so much longer now, as hosts may be
 busy, and up to so much less. [Empirical] Between two processes of one busy host the same exchange takes 0.7 to 1.4 of
@@ -38,26 +45,43 @@ class Rung:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ladder:
-    """Seconds by bytes, for sums on all ranks and for sums and gathers of parts."""
+    """Seconds by bytes, for sums on all ranks, for sums of parts and for gathers of parts."""
 
     whole: tuple[Rung, ...]
     part: tuple[Rung, ...]
+    gathers: tuple[Rung, ...]
+    begins: tuple[Rung, ...]
+    """What ops wait for a sum of parts to begin that goes on beside them: for the copy that it is made of."""
     busy: float = 1.0
-    """Share of the time of a large exchange for which this rank's processor is at work, of all that ops have."""
+    """Share of the time of such a sum that ops beside it lose to it, with those of all ranks at work."""
 
     @staticmethod
     def measured(exchange: Exchange) -> Ladder:
-        """Measure; all ranks do so at once. A fifth of a second between two processes of one host."""
+        """Measure; all ranks do so at once. Half a second between two processes of one host."""
         size = exchange.size
 
-        def part(values: torch.Tensor) -> None:
+        def sizes_of(values: torch.Tensor) -> list[int]:
             count = values.numel() // size
-            sizes = [count] * (size - 1) + [values.numel() - count * (size - 1)]
-            exchange.add_part(values, sizes)
+            return [count] * (size - 1) + [values.numel() - count * (size - 1)]
 
-        whole, _ = _measured(exchange.add)
-        parts, busy = _measured(part)
-        return Ladder(whole=whole, part=parts, busy=busy)
+        def part(values: torch.Tensor) -> None:
+            exchange.add_part(values, sizes_of(values))
+
+        def gather(values: torch.Tensor) -> None:
+            exchange.gather(values, sizes_of(values))
+
+        def begin(values: torch.Tensor) -> None:
+            exchange.begin_part(values.clone(), sizes_of(values))
+
+        parts = _measured(part)
+        beside = _Beside(exchange, begin, parts)
+        return Ladder(
+            whole=_measured(exchange.add),
+            part=parts,
+            gathers=_measured(gather),
+            begins=_measured(begin, exchange.end_part),
+            busy=beside.lost_share(),
+        )
 
     def seconds(self, size_bytes: int, *, divided: bool) -> float:
         """Return what an exchange of so many bytes takes.
@@ -67,6 +91,14 @@ class Ladder:
             divided: each rank has a part of the result, or gives a part of it.
         """
         return interpolated(self.part if divided else self.whole, size_bytes)
+
+    def gather_s(self, size_bytes: int) -> float:
+        """Return what a gather takes of a vector of so many bytes, of which each rank has a part."""
+        return interpolated(self.gathers, size_bytes)
+
+    def begin_s(self, size_bytes: int) -> float:
+        """Return what it takes to begin a sum of parts that goes on beside ops."""
+        return interpolated(self.begins, size_bytes)
 
     def as_kept(self, path: Path) -> Ladder:
         """Return what is kept in a file, where that is of a network about as fast; else keep this one."""
@@ -83,8 +115,10 @@ class Ladder:
         """Return what is kept in a file; nothing where that cannot be used."""
         with contextlib.suppress(OSError, FormatError):
             kept = serial.from_json(Ladder, serial.parse_json(path.read_bytes(), where=str(path)))
-            sizes = [tuple(rung.size_bytes for rung in rungs) for rungs in (kept.whole, kept.part)]
-            if sizes == [_SIZES_BYTES] * 2 and min(r.time_s for r in kept.whole + kept.part) > 0.0:
+            kinds = (kept.whole, kept.part, kept.gathers, kept.begins)
+            sizes = [tuple(rung.size_bytes for rung in rungs) for rungs in kinds]
+            is_whole = sizes == [_SIZES_BYTES] * len(kinds)
+            if is_whole and min(rung.time_s for rungs in kinds for rung in rungs) > 0.0:
                 return kept
         return None
 
@@ -97,21 +131,73 @@ class Ladder:
         return all(1 / _BUSY < ratio < _FASTER for ratio in ratios)
 
 
-def _measured(exchange: Callable[[torch.Tensor], object]) -> tuple[tuple[Rung, ...], float]:
-    """Return what exchanges take, and the share of it that the largest keep the processor's threads busy."""
-    found, busy = [], 1.0
+def _measured(
+    exchange: Callable[[torch.Tensor], object], after: Callable[[], object] = bool
+) -> tuple[Rung, ...]:
+    """Return what exchanges take; ``after`` is done after each, and takes what it may."""
+    found = []
     for size_bytes in _SIZES_BYTES:
         values = torch.zeros(size_bytes // torch.float32.itemsize)
         times_s = []
-        first_s, first_work_s = time.perf_counter(), time.process_time()
         for _ in range(_REPEATS):
             begin_s = time.perf_counter()
             exchange(values)
             times_s.append(time.perf_counter() - begin_s)
-        worked_s, passed_s = time.process_time() - first_work_s, time.perf_counter() - first_s
-        busy = min(worked_s / passed_s, 1.0) / torch.get_num_threads()
+            after()
         found.append(Rung(size_bytes=size_bytes, time_s=sorted(times_s)[_REPEATS // 2]))
-    return tuple(found), busy
+    return tuple(found)
+
+
+class _Beside:
+    """Sums of parts that go on beside ops, and the same ops without them; all ranks are at it at once."""
+
+    def __init__(
+        self, exchange: Exchange, begin: Callable[[torch.Tensor], None], alone: Sequence[Rung]
+    ) -> None:
+        self._exchange, self._begin = exchange, begin
+        # What one rank took for long enough, others did not: all have to take the same size.
+        mean_s = torch.tensor([rung.time_s for rung in alone])
+        exchange.add(mean_s)
+        short = [
+            n for n, total_s in enumerate(mean_s.tolist()) if total_s < _LONG_S * exchange.size
+        ]
+        rung = alone[short[-1] if short else 0]
+        self._values = torch.zeros(rung.size_bytes // torch.float32.itemsize)
+        self._alone_s = rung.time_s
+        self._matrix = torch.ones(_OP_ROWS, _OP_ROWS)
+        self._count = 1
+
+    def lost_share(self) -> float:
+        """Return the share of an exchange's time that ops lose, beside what it takes to begin it."""
+        self._ops()
+        begin_s = time.perf_counter()
+        self._ops()
+        # Twice as long as the exchange by itself, so that it ends before they do.
+        one_s = max(time.perf_counter() - begin_s, 1e-6)
+        self._count = max(int(2 * self._alone_s / one_s), 1)
+        lost_s = min(self._lost_s() for _ in range(_REPEATS - 1))
+        return min(max(lost_s / self._alone_s, 0.0), 1.0)
+
+    def _lost_s(self) -> float:
+        """Return what ops lose to one exchange."""
+        self._exchange.add(torch.zeros(1))
+        first_s = time.perf_counter()
+        for _ in range(_ROUNDS):
+            self._ops()
+        plain_s = time.perf_counter() - first_s
+        self._exchange.add(torch.zeros(1))
+        first_s, begun_s = time.perf_counter(), 0.0
+        for _ in range(_ROUNDS):
+            begin_s = time.perf_counter()
+            self._begin(self._values)
+            begun_s += time.perf_counter() - begin_s
+            self._ops()
+            self._exchange.end_part()
+        return (time.perf_counter() - first_s - begun_s - plain_s) / _ROUNDS
+
+    def _ops(self) -> None:
+        for _ in range(self._count):
+            torch.mm(self._matrix, self._matrix)
 
 
 def interpolated(rungs: Sequence[Rung], size_bytes: int) -> float:

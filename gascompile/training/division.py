@@ -1,7 +1,8 @@
 """Division: which parameters the ranks of a step keep in parts alone, by what they are all predicted to take.
 
 Every rank plans the same few divisions for its own rows and budget, and all take the one whose slowest rank is the
-fastest. Where whole parameters cost a step no more than its ops take, nothing else is planned.
+fastest, with gradients summed beside ops or not: of two ranks of which one waits where the other goes on, both wait.
+Where whole parameters cost a step no more than its ops take, nothing else is planned.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ Stages = Mapping[str, Stage]
 """How divided parameters are gathered, by name; others are whole."""
 Made = tuple[CachedPlan, PlannedStep]
 """A step, and its place in the cache."""
-Attempt = Callable[[Stages], Made]
-"""Plans a step under a division, for this rank."""
+Attempt = Callable[[Stages, bool], Made]
+"""Plans a step under a division, for this rank; with gradients summed beside ops, if told so."""
 Compare = Callable[[str, bytes, Sequence[int]], list[list[int]]]
 """Returns each rank's numbers, once all are there with the same facts."""
 STAGES: tuple[Stage, ...] = ("kept", "again")
@@ -42,6 +43,8 @@ class Trial:
     """Of the slowest rank's step; ``None`` where a rank's budget is too small."""
     ops_s: float = 0.0
     """What the slowest rank's ops and exchanges take, without moves."""
+    beside: bool = False
+    """Gradients are summed beside ops."""
 
     def is_faster(self, other: Trial, gap: float) -> bool:
         """Return whether it beats another by more than ``gap``, to which both are known."""
@@ -91,6 +94,7 @@ def divide(
     *,
     keep: Callable[[CachedPlan, PlannedStep], object],
     gap: float,
+    gains: Callable[[PlannedStep], bool] = lambda _: False,
 ) -> tuple[CachedPlan, PlannedStep, Division]:
     """Return this rank's step under the division that all ranks choose.
 
@@ -100,40 +104,44 @@ def divide(
         compare: with the other ranks.
         keep: keeps the plan of a division that is not chosen, which the next job asks for again.
         gap: to which the seconds of plans are known.
+        gains: whether a step may become faster where gradients are summed beside ops.
 
     Raises:
         InfeasiblePlanError: this rank's budget is too small, whatever is divided.
         RankError: another rank's is, or it has failed.
     """
-    search = _Search(attempt, compare)
-    whole, best = search.run(sizes, gap)
+    search = _Search(attempt, compare, gains, gap)
+    whole, best = search.run(sizes)
     place, step = search.made(best)
     for trial, made in search.found:
         if trial is not best and made is not None:
             keep(*made)
-    division = Division(chosen=best, whole=whole, sizes=sizes, num_tried=len(search.found) - 1)
+    num_tried = sum(not trial.beside for trial, _ in search.found) - 1
+    division = Division(chosen=best, whole=whole, sizes=sizes, num_tried=num_tried)
     return place, step, division
 
 
 class _Search:
-    def __init__(self, attempt: Attempt, compare: Compare) -> None:
-        self._attempt, self._compare = attempt, compare
+    def __init__(
+        self, attempt: Attempt, compare: Compare, gains: Callable[[PlannedStep], bool], gap: float
+    ) -> None:
+        self._attempt, self._compare, self._gains, self._gap = attempt, compare, gains, gap
         self.found: list[tuple[Trial, Made | None]] = []
         """Divisions, and this rank's steps where its budget has room for them."""
         self._errors: list[InfeasiblePlanError] = []
 
-    def run(self, sizes: Mapping[str, int], gap: float) -> tuple[Trial, Trial]:
+    def run(self, sizes: Mapping[str, int]) -> tuple[Trial, Trial]:
         """Return what came of whole parameters, and the best that was found."""
         names = sorted(sizes, key=lambda name: (-sizes[name], name))
         whole = best = self._tried({} if forced is None else forced(sizes))
-        is_bound = whole.time_s is not None and whole.time_s * (1 - gap) <= whole.ops_s
+        is_bound = whole.time_s is not None and whole.time_s * (1 - self._gap) <= whole.ops_s
         if forced is not None or is_bound or not names:
             return whole, best
         for stage in STAGES:
-            best = self._better(best, dict.fromkeys(names, stage), gap)
+            best = self._better(best, dict.fromkeys(names, stage))
         if best.stages and len(names) > 1:
             half = _larger_half(names, sizes)
-            best = self._better(best, dict.fromkeys(half, best.stages[names[0]]), gap)
+            best = self._better(best, dict.fromkeys(half, best.stages[names[0]]))
         return whole, best
 
     def made(self, best: Trial) -> Made:
@@ -152,26 +160,35 @@ class _Search:
             raise AssertionError("no rank has said that its budget is too small")
         return made
 
-    def _better(self, best: Trial, stages: Stages, gap: float) -> Trial:
+    def _better(self, best: Trial, stages: Stages) -> Trial:
         trial = self._tried(stages)
-        return trial if trial.is_faster(best, gap) else best
+        return trial if trial.is_faster(best, self._gap) else best
 
     def _tried(self, stages: Stages) -> Trial:
-        """Plan a division on all ranks."""
-        made, own = None, [0, 0]
+        """Plan a division on all ranks; once more beside ops, where that may gain a rank something."""
+        trial, gains = self._planned(stages, beside=False)
+        if trial.time_s is None or not gains:
+            return trial
+        other, _ = self._planned(stages, beside=True)
+        return other if other.is_faster(trial, self._gap) else trial
+
+    def _planned(self, stages: Stages, *, beside: bool) -> tuple[Trial, bool]:
+        made, own = None, [0, 0, 0]
         try:
-            made = self._attempt(stages)
+            made = self._attempt(stages, beside)
             plan = made[1].plan
             seconds = plan.certificate.predicted_s, sum(op.time_s for op in plan.ops)
             own = [int(time_s / _MICROSECOND) + 1 for time_s in seconds]
+            own.append(int(not beside and self._gains(made[1])))
         except InfeasiblePlanError as error:
             self._errors.append(error)
-        facts = serial.digest(sorted(stages.items())).encode()
-        times, ops = zip(*self._compare(_WHAT, facts, own), strict=True)
+        facts = serial.digest([sorted(stages.items()), beside]).encode()
+        times, ops, gains = zip(*self._compare(_WHAT, facts, own), strict=True)
         time_s = max(times) * _MICROSECOND if min(times) else None
-        trial = Trial(stages=stages, time_s=time_s, ops_s=max(ops) * _MICROSECOND)
+        ops_s = max(ops) * _MICROSECOND
+        trial = Trial(stages=stages, time_s=time_s, ops_s=ops_s, beside=beside)
         self.found.append((trial, made))
-        return trial
+        return trial, any(gains)
 
 
 def _larger_half(names: Sequence[str], sizes: Mapping[str, int]) -> list[str]:

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakKeyDictionary
@@ -33,8 +34,9 @@ from gascompile.runtime.collectives.exchange import exchanging
 from gascompile.training.capture.rank_loss import RankLoss
 from gascompile.training.capture.synchronised_norm import require_synchronised
 from gascompile.training.capture.traced_loss import LossFunction
-from gascompile.training.division import Attempt, Division, Stages, divide
+from gascompile.training.division import Attempt, Division, Trial, divide
 from gascompile.training.optimizers import rank_ops
+from gascompile.training.planning.rank_overlap import gains_beside_ops
 from gascompile.training.planning.step_program import StepProgram
 from gascompile.training.rank_draws import RankDraws
 from gascompile.training.rank_runs import RankRun, RankRuns
@@ -221,11 +223,13 @@ class RankStep:
 
     def divided(
         self, attempt: Attempt, sizes: Mapping[str, int], keep: Callable[..., object], gap: float
-    ) -> tuple[CachedPlan, PlannedStep, Stages]:
+    ) -> tuple[CachedPlan, PlannedStep, Trial]:
         """Return this rank's step under the division that all ranks choose, and that; see ``division.divide``."""
-        place, step, self.division = divide(attempt, sizes, self._ranks.compare, keep=keep, gap=gap)
+        gains = partial(gains_beside_ops, busy=self.ladder.busy, gap=gap)
+        found = divide(attempt, sizes, self._ranks.compare, keep=keep, gap=gap, gains=gains)
+        self.division = found[2]
         _log.info("%s", self.division)
-        return place, step, self.division.chosen.stages
+        return found[0], found[1], self.division.chosen
 
     def total(self, values: torch.Tensor, what: str) -> torch.Tensor:
         """Return the sum over the ranks of a dense tensor, which is used up; all ranks call it.
@@ -237,16 +241,11 @@ class RankStep:
         self._ranks.exchange.add(values)
         return values
 
-    def exchange_s(self, size_bytes: int, divided: bool) -> float:
-        """Return what an exchange takes; see ``Ladder.seconds``."""
-        assert self._ladder is not None, "plans come after keep_network"
-        return self._ladder.seconds(size_bytes, divided=divided)
-
     @property
-    def busy(self) -> float:
-        """Return the share of an exchange for which this rank's processor is at work."""
+    def ladder(self) -> Ladder:
+        """Return what exchanges take."""
         assert self._ladder is not None, "plans come after keep_network"
-        return self._ladder.busy
+        return self._ladder
 
     def keep_network(self, cache_dir: Path) -> None:
         """Plan with what exchanges took before, where they still do; see ``Ladder.as_kept``.
@@ -292,7 +291,7 @@ class RankStep:
     ) -> ReplicaCost:
         """Return what it takes to send and write a rank's files once more; the slower end decides."""
         size_bytes = own_bytes(states, changing, self.rank)
-        sent_s = self.exchange_s(size_bytes, divided=True)
+        sent_s = self.ladder.seconds(size_bytes, divided=True)
         return ReplicaCost(
             size_bytes=size_bytes, time_s=max(sent_s, size_bytes / write_bytes_per_s)
         )

@@ -42,6 +42,8 @@ class Settings:
     """Of several ranks that train the model together."""
     stages: Mapping[str, Stage] = field(default_factory=dict)
     """Parameters that are divided among them; planning finds which."""
+    beside: bool = False
+    """Gradients are summed over them beside ops; planning finds whether."""
     is_pipeline: bool = False
     """The ranks are stages, and the rows of all are the same."""
     placed: StageLayout | None = None

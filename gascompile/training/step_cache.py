@@ -137,7 +137,8 @@ def _updates(
     ]
     kept_bytes = state_bytes(optimizer) if settings.unplanned else 0
     stages = sorted(settings.stages.items())
-    return [kind, groups, canonical, settings.states, settings.unplanned, kept_bytes, stages]
+    return [kind, groups, canonical, settings.states, settings.unplanned, kept_bytes, stages,
+            settings.beside]  # fmt: skip
 
 
 def _process() -> list[object]:

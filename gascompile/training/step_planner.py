@@ -36,7 +36,6 @@ from gascompile.training.capture.shapes import with_shapes
 from gascompile.training.capture.traced_call import call_of
 from gascompile.training.capture.traced_loss import LossFunction
 from gascompile.training.division import Stages
-from gascompile.training.optimizers import rank_ops
 from gascompile.training.optimizers.optimizers import Rules
 from gascompile.training.optimizers.unplanned import state_bytes
 from gascompile.training.planning import rank_overlap
@@ -122,10 +121,10 @@ class StepPlanner:
                 return self._staged(name, batch, options, storages, self.pipeline)
         attempt = partial(self._made, name, batch, options, storages)
         if self.ranks is None or self.states is not None:
-            return attempt(self._settings.stages)
+            return attempt(self._settings.stages, self._settings.beside)
         sizes, gap = self._divisible(storages), self._config.mip_gap
-        place, made, stages = self.ranks.divided(attempt, sizes, self._keep_aside, gap)
-        self._settings = replace(self._settings, stages=stages)
+        place, made, best = self.ranks.divided(attempt, sizes, self._keep_aside, gap)
+        self._settings = replace(self._settings, stages=best.stages, beside=best.beside)
         return place, made
 
     def _divisible(self, storages: Storages) -> dict[str, int]:
@@ -140,10 +139,16 @@ class StepPlanner:
             keep(place, made, made.record)
 
     def _made(
-        self, name: str, batch: Any, options: StepOptions, storages: Storages, stages: Stages
+        self,
+        name: str,
+        batch: Any,
+        options: StepOptions,
+        storages: Storages,
+        stages: Stages,
+        beside: bool,
     ) -> tuple[CachedPlan, PlannedStep]:
         """Return a step in which the parameters of ``stages`` are divided, and its place in the cache."""
-        self._settings = replace(self._settings, stages=stages)
+        self._settings = replace(self._settings, stages=stages, beside=beside)
         with no_collection():
             place, made = self._looked_up(batch, options, storages)
         return place, made or self._planned(name, batch, options, storages, place)
@@ -256,7 +261,8 @@ class StepPlanner:
             program, rules, joint = with_shapes(self.states, storages, captured)
         with task("Planning"):
             plan = self._plan(program, place.prints)
-            if self.ranks is not None and not options.calls:
+            is_beside = rank_overlap.is_wanted(self._settings.beside)
+            if self.ranks is not None and not options.calls and is_beside:
                 program, plan = self._beside_ops(program, plan, place.prints)
         bundle, _ = bundle_of(program, plan, place.printed)
         return PlannedStep(
@@ -285,31 +291,21 @@ class StepPlanner:
     def _beside_ops(
         self, program: StepProgram, plan: Plan, prints: Mapping[str, str]
     ) -> tuple[StepProgram, Plan]:
-        """Return the step whose exchanges go on beside ops, and its plan, where that is predicted to be faster.
+        """Return the step whose exchanges go on beside ops, and its plan; what is exchanged is the same.
 
-        Each rank may choose for itself: what is exchanged is the same, in the same order.
+        Raises:
+            InfeasiblePlanError: what is under way takes more memory than there is, and ranks may still choose.
         """
-        assert self.ranks is not None, "there are several ranks"
-        before_s, gap = plan.certificate.predicted_s, self._config.mip_gap
-        nodes = zip(program.program.op_nodes(), plan.ops, strict=True)
-        summed_s = sum(op.time_s for node, op in nodes if node.target is rank_ops.add_part)
-        is_worth = (1 - self.ranks.busy) * summed_s > gap * before_s
-        wide = overlapped(program) if rank_overlap.forced or is_worth else None
-        if wide is None or rank_overlap.forced is False:
+        wide = overlapped(program)
+        if wide is None:
             return program, plan
         try:
-            other = self._plan(wide, prints)
+            return wide, self._plan(wide, prints)
         except InfeasiblePlanError:
-            return program, plan  # What is under way takes memory.
-        after_s = other.certificate.predicted_s
-        if rank_overlap.forced is None and after_s >= before_s * (1 - gap):
+            # A batch of another kind may wait for its exchanges.
+            if self.states is None and rank_overlap.forced is None:
+                raise
             return program, plan
-        _log.info(
-            "gradients are summed over the ranks beside ops: %.4g s a step, %.4g s otherwise",
-            after_s,
-            before_s,
-        )
-        return wide, other
 
     def _outdated(self, bundle: Bundle) -> str:
         if bundle.fusion is None:
@@ -373,8 +369,7 @@ class StepPlanner:
             cache_dir=self._config.cache_dir,
             pages=self.pages,
             sites=sites,
-            exchange_s=self.ranks.exchange_s if self.ranks is not None else None,
-            busy=self.ranks.busy if self.ranks is not None else 1.0,
+            ladder=self.ranks.ladder if self.ranks is not None else None,
         )
         sent_bytes = stage.reserved_bytes if stage is not None else 0
         if stage is not None and self.pipeline is not None:

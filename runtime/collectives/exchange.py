@@ -21,8 +21,8 @@ import torch.distributed as dist
 from gascompile.core.errors import RankError
 from gascompile.runtime.collectives.letters import Letters
 
-_SOON_S, _LATER_S = 5e-5, 1e-3
-"""Between two looks at an exchange: at first, and after the longer of the two."""
+_SOON_S, _LATER_S, _LATE = 5e-5, 1e-3, 1 / 16
+"""Between two looks at an exchange: the least, the most, and the share of what has passed, by which it ends late."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,7 +235,7 @@ def ends(work: dist.Work, time_s: float) -> bool:
         passed_s = time.monotonic() - begin_s
         if passed_s > time_s:
             return False
-        time.sleep(_SOON_S if passed_s < _LATER_S else _LATER_S)
+        time.sleep(min(max(passed_s * _LATE, _SOON_S), _LATER_S))
     work.wait()
     return True
 

@@ -29,10 +29,16 @@ class Job:
         self.own, self.other = own, other
         self.tried: list[dict[str, str]] = []
         self.kept: list[dict[str, str]] = []
+        self.saved_s: tuple[float, float] = 0.0, 0.0
+        """By each rank, where gradients are summed beside ops."""
+        self.is_beside = False
 
-    def attempt(self, stages: Mapping[str, str]) -> Any:
+    def attempt(self, stages: Mapping[str, str], beside: bool) -> Any:
         self.tried.append(dict(stages))
+        self.is_beside = beside
         time_s = self.own(stages)
+        if time_s is not None and beside:
+            time_s -= self.saved_s[0]
         if time_s is None:
             raise InfeasiblePlanError(required_bytes=2, limit_bytes=1, tier="cpu", op="one")
         certificate = SimpleNamespace(predicted_s=time_s)
@@ -43,11 +49,22 @@ class Job:
         if not numbers:
             raise RankError("rank 1 has failed", rank=1)
         time_s = self.other(self.tried[-1])
-        return [list(numbers), [0, 0] if time_s is None else [round(time_s * 1e6), 1_000_000]]
+        if time_s is None:
+            return [list(numbers), [0, 0, 0]]
+        time_s -= self.saved_s[1] * self.is_beside
+        gains = int(not self.is_beside and self.saved_s[1] > 0)
+        return [list(numbers), [round(time_s * 1e6), 1_000_000, gains]]
 
     def divide(self) -> division.Division:
         keep = lambda place, _: self.kept.append(place)  # noqa: E731
-        made: Any = division.divide(self.attempt, SIZES, self.compare, keep=keep, gap=0.01)
+        made: Any = division.divide(
+            self.attempt,
+            SIZES,
+            self.compare,
+            keep=keep,
+            gap=0.01,
+            gains=lambda _: self.saved_s[0] > 0,
+        )
         place, _, found = made
         assert place == found.chosen.stages
         return cast(division.Division, found)
@@ -95,3 +112,21 @@ def test_a_budget_that_fits_nothing_is_refused_by_its_own_rank() -> None:
         Job(nothing, enough).divide()
     with pytest.raises(RankError):
         Job(enough, nothing).divide()
+
+
+@pytest.mark.parametrize(
+    ("saved_s", "is_beside"),
+    [((0.3, 0.1), True), ((0.1, 0.3), True), ((0.0, 0.0), False), ((0.3, 0.0), False)],
+)
+def test_ranks_sum_gradients_beside_ops_together_or_not_at_all(
+    saved_s: tuple[float, float], *, is_beside: bool
+) -> None:
+    # Bound by ops: nothing is divided, and the slower second rank decides.
+    job = Job(at(0.9, 0.9, 0.9, 0.9), at(1.0, 1.0, 1.0, 1.0))
+    job.saved_s = saved_s
+    found = job.divide()
+    assert found.chosen.beside == is_beside
+    wanted_s = max(0.9 - saved_s[0], 1.0 - saved_s[1]) if is_beside else 1.0
+    assert found.chosen.time_s == pytest.approx(wanted_s, rel=1e-5)
+    assert found.num_tried == 0
+    assert job.kept == ([{}] if any(saved_s) else [])

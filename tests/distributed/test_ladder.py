@@ -11,24 +11,46 @@ import torch
 
 from gascompile.distributed import ladder
 
+_COPY_S, _LOST = 2e-4, 0.25
+"""What it takes to begin a sum, and the share of it that ops beside it lose."""
+
 
 def _climbed(monkeypatch: pytest.MonkeyPatch, bytes_per_s: float, start_s: float) -> ladder.Ladder:
-    """Return the ladder of a network that takes a while to start and is twice as fast with parts."""
-    clock = [0.0]
+    """Return the ladder of a network that takes a while to start and is faster with parts, and with gathers."""
+    clock, flying = [0.0], [0.0]
+
+    def seconds(values: torch.Tensor, faster: float) -> float:
+        return start_s + values.nbytes / bytes_per_s / faster
 
     def whole(values: torch.Tensor) -> None:
-        clock[0] += start_s + values.nbytes / bytes_per_s
+        clock[0] += seconds(values, 1.0)
 
     def part(values: torch.Tensor, sizes: list[int]) -> None:
         assert sum(sizes) == values.numel()
-        clock[0] += start_s + values.nbytes / bytes_per_s / 2
+        clock[0] += seconds(values, 2.0)
 
-    monkeypatch.setattr(
-        ladder,
-        "time",
-        SimpleNamespace(perf_counter=lambda: clock[0], process_time=lambda: clock[0]),
+    def gather(values: torch.Tensor, sizes: list[int]) -> None:
+        assert sum(sizes) == values.numel()
+        clock[0] += seconds(values, 4.0)
+
+    def begin(values: torch.Tensor, sizes: list[int]) -> None:
+        clock[0] += _COPY_S
+        flying[0] = seconds(values, 2.0)
+
+    def end() -> None:
+        clock[0] += flying[0]
+        flying[0] = 0.0
+
+    def ops(beside: Any) -> None:
+        lost_s = _LOST * flying[0]
+        clock[0] += 1e-3 * beside._count + lost_s
+        flying[0] = 0.0
+
+    monkeypatch.setattr(ladder, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr(ladder._Beside, "_ops", ops)
+    exchange = SimpleNamespace(
+        size=3, add=whole, add_part=part, gather=gather, begin_part=begin, end_part=end
     )
-    exchange = SimpleNamespace(size=3, add=whole, add_part=part)
     return ladder.Ladder.measured(cast(Any, exchange))
 
 
@@ -39,6 +61,13 @@ def test_seconds_between_the_rungs_are_those_of_the_network(
     found = _climbed(monkeypatch, 1e8, 1e-3)
     assert found.seconds(size_bytes, divided=False) == pytest.approx(1e-3 + size_bytes / 1e8)
     assert found.seconds(size_bytes, divided=True) == pytest.approx(1e-3 + size_bytes / 2e8)
+    assert found.gather_s(size_bytes) == pytest.approx(1e-3 + size_bytes / 4e8)
+
+
+def test_ops_lose_what_they_lost_beside_an_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = _climbed(monkeypatch, 1e8, 1e-3)
+    assert found.busy == pytest.approx(_LOST)
+    assert found.begin_s(1 << 20) == pytest.approx(_COPY_S)
 
 
 def test_beyond_the_last_rung_seconds_grow_with_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,7 +99,7 @@ def test_what_was_measured_first_is_kept_while_the_network_is_as_fast(
         b"not json",
         b'{"whole":[],"part":[]}',
         b'{"whole":[{"size_bytes":4194304,"time_s":0.0}],"part":[{"size_bytes":4194304,"time_s":0.0}]}',
-        b'{"whole":[{"size_bytes":4194304,"time_s":0.04}],"part":[{"size_bytes":4194304,"time_s":0.02}]}',
+        b'{"whole":[{"size_bytes":9,"time_s":1.0}],"part":[],"gathers":[],"begins":[]}',
     ],
 )
 def test_what_cannot_be_used_is_measured_anew(

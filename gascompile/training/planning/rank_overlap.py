@@ -7,15 +7,20 @@ begins. Ranks begin the same exchanges in the same order whether they wait for e
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import fx
 
 from gascompile.core.program import add_node, copied_graph, graph_module_of
 from gascompile.core.workload import Workload
+from gascompile.distributed.ladder import Ladder
 from gascompile.training.optimizers import rank_ops
 from gascompile.training.planning.step_program import StepProgram
+
+if TYPE_CHECKING:
+    from gascompile.training.step_cache import PlannedStep
 
 _MOST_BYTES = 64 << 20
 """Of exchanges under way at a time: what is sent and what is received. [Empirical] Four ranges of 16 MiB, of which a
@@ -33,7 +38,9 @@ class Network:
     time_s: Mapping[str, float]
     """By the name of the op, without anything beside it."""
     busy: float
-    """Share of that which this rank's processor is at work for it, and computes nothing else."""
+    """Share of that which ops beside it lose to it."""
+    begin_s: Mapping[str, float] = field(default_factory=dict)
+    """What ops wait for those to begin that go on beside them."""
 
 
 def overlapped(step: StepProgram) -> StepProgram | None:
@@ -52,6 +59,27 @@ def overlapped(step: StepProgram) -> StepProgram | None:
     graph.lint()
     module = graph_module_of(step.program.graph_module, graph)
     return replace(step, program=replace(step.program, graph_module=module))
+
+
+def is_wanted(chosen: bool) -> bool:
+    """Return whether gradients are to be summed beside ops, as ranks have chosen."""
+    return chosen if forced is None else forced
+
+
+def gains_beside_ops(step: PlannedStep, *, busy: float, gap: float) -> bool:
+    """Return whether a step may become faster by more than ``gap`` of it, as its sums go on beside ops.
+
+    Args:
+        step: whose sums wait for the other ranks.
+        busy: share of an exchange that ops beside it lose.
+        gap: to which its seconds are known.
+    """
+    if forced is not None:
+        return False
+    plan = step.plan
+    nodes = zip(step.program.program.op_nodes(), plan.ops, strict=True)
+    summed_s = sum(op.time_s for node, op in nodes if node.target is rank_ops.add_part)
+    return (1 - busy) * summed_s > gap * plan.certificate.predicted_s
 
 
 def _blocks(graph: fx.Graph) -> list[list[fx.Node]]:
@@ -130,6 +158,22 @@ def with_flying(workload: Workload, step: StepProgram) -> Workload:
     return replace(workload, ops=ops)
 
 
+def network_of(step: StepProgram, ladder: Ladder) -> Network:
+    """Return what the exchanges of a step take by a network's ladder."""
+    time_s, begin_s = {}, {}
+    for node in step.program.op_nodes():
+        if not rank_ops.waits(node.target):
+            continue
+        size_bytes, divided = rank_ops.exchanged(node)
+        if node.target in (rank_ops.gather, rank_ops.whole):
+            time_s[node.name] = ladder.gather_s(size_bytes)
+        else:
+            time_s[node.name] = ladder.seconds(size_bytes, divided=divided)
+        if node.target is rank_ops.begin_part:
+            begin_s[node.name] = ladder.begin_s(size_bytes)
+    return Network(time_s=time_s, busy=ladder.busy, begin_s=begin_s)
+
+
 def waits_s(step: StepProgram, times_s: Mapping[str, float], network: Network) -> dict[str, float]:
     """Return what exchanges take of the processor's time, beside ops or not.
 
@@ -146,9 +190,9 @@ def waits_s(step: StepProgram, times_s: Mapping[str, float], network: Network) -
     for node in step.program.op_nodes():
         alone_s = network.time_s.get(node.name, 0.0)
         if node.target is rank_ops.begin_part:
-            free_s = max(free_s, now_s) + alone_s
+            found[node.name] = network.begin_s.get(node.name, 0.0)
+            free_s = max(free_s, now_s + found[node.name]) + alone_s
             flying.append((free_s, alone_s))
-            found[node.name] = 0.0
         elif node.target is rank_ops.end_part:
             done_s, alone_s = flying.pop(0)
             waited_s = min(max(done_s - now_s, 0.0), alone_s)

@@ -12,7 +12,7 @@ import logging
 import re
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,13 +28,14 @@ from gascompile.core.machine import Machine
 from gascompile.core.program import Program
 from gascompile.core.workload import Workload
 from gascompile.cost_models.measure.rehearse import made_up
+from gascompile.distributed.ladder import Ladder
 from gascompile.machines.busy import warned_if_busy
 from gascompile.machines.op_memory import learn, learnt_bytes
 from gascompile.machines.op_times import computes_here, keep_times
 from gascompile.machines.resolve import step_times_path, this_machine_name
 from gascompile.runtime.memory.pages import Pages
 from gascompile.training.optimizers import rank_ops
-from gascompile.training.planning.rank_overlap import Network, waits_s, with_flying
+from gascompile.training.planning.rank_overlap import network_of, waits_s, with_flying
 from gascompile.training.planning.step_program import StepProgram
 from gascompile.training.planning.step_workload import step_workload
 
@@ -69,8 +70,6 @@ _REFUSALS = (
     ValueError,
 )
 """Some ops look at values, and made-up ones are not theirs."""
-ExchangeTime = Callable[[int, bool], float]
-"""Seconds of an exchange, by its bytes and whether each rank has a part of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +89,7 @@ def costed_workload(
     cache_dir: Path,
     pages: Pages | None,
     sites: Sequence[str] = (),
-    exchange_s: ExchangeTime | None = None,
-    busy: float = 1.0,
+    ladder: Ladder | None = None,
 ) -> Workload:
     """Return the planning problem of a step with what its ops were found to take here.
 
@@ -102,8 +100,7 @@ def costed_workload(
         cache_dir: where figures are remembered.
         pages: where large values lie.
         sites: other tiers whose processors may run updates.
-        exchange_s: what exchanges between ranks take.
-        busy: share of that for which a processor is at work.
+        ladder: what exchanges between ranks take.
 
     Raises:
         StorageError: ``cache_dir`` cannot be made.
@@ -125,11 +122,9 @@ def costed_workload(
         able = {op.name for op in workload.ops if site in op.time_s}
         there = {name: cost for name, cost in costs.items() if name in able}
         costed = with_costs(costed, there, device=site)
-    if exchange_s is not None:
-        nodes = [n for n in program.program.op_nodes() if rank_ops.waits(n.target)]
-        times_s = {node.name: exchange_s(*rank_ops.exchanged(node)) for node in nodes}
+    if ladder is not None:
         others_s = {op.name: op.time_s[machine.compute_tier] for op in costed.ops}
-        waits = waits_s(program, others_s, Network(time_s=times_s, busy=busy))
+        waits = waits_s(program, others_s, network_of(program, ladder))
         exchanged = {name: OpCost(time_s, 0) for name, time_s in waits.items()}
         costed = with_costs(costed, exchanged, device=machine.compute_tier)
         costed = with_flying(costed, program)
