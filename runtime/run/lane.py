@@ -106,6 +106,9 @@ class Lane:
     def _work(self) -> None:
         self._go.wait()
         try:
+            # Asked for the number, a new thread takes on what ``set_num_threads`` said; unasked, OpenMP, MKL and oneDNN
+            # give it as many as there are processors, beside those of the other side.
+            torch.get_num_threads()
             # Of this thread alone. Nothing here is differentiated, and slots may be tensors of this kind.
             with torch.inference_mode():
                 self._walk(self._values)
