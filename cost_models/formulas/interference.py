@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from gascompile.core.machine import Machine
+from collections.abc import Sequence
+
+from gascompile.core.machine import InterferencePoint, Machine
 from gascompile.core.workload import OpSpec
 
 
@@ -15,11 +17,15 @@ def with_moving(seconds: float, *, ops_s: float, moved_bytes: int, machine: Mach
 
 
 def lost_share(op: OpSpec, machine: Machine) -> float:
-    """Return the share for the op's arithmetic intensity: linear between the machine's points, constant beyond."""
-    points = sorted(machine.interference.points, key=lambda point: point.flops_per_byte)
+    """Return the share for the op's arithmetic intensity."""
+    return share_at(machine.interference.points, op.arithmetic_intensity)
+
+
+def share_at(points: Sequence[InterferencePoint], intensity: float) -> float:
+    """Return the share at an arithmetic intensity: linear between the points, constant beyond; 0 without any."""
+    points = sorted(points, key=lambda point: point.flops_per_byte)
     if not points:
         return 0.0
-    intensity = op.arithmetic_intensity
     below = [point for point in points if point.flops_per_byte <= intensity]
     above = points[len(below) :]
     if not below or not above:

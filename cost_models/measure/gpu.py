@@ -253,6 +253,7 @@ def gpu_machine(
         ),
         # What ops of the processor take from its readers says nothing about those of a GPU.
         interference=Interference(),
+        contention=None,
     )
 
 

@@ -18,6 +18,8 @@ import torch
 
 from gascompile.core.machine import (
     ComputeRate,
+    Contention,
+    InterferencePoint,
     IoSettings,
     Link,
     Machine,
@@ -35,6 +37,7 @@ from gascompile.cost_models.measure.compute import (
     matrix_rates,
     op_overhead_s,
 )
+from gascompile.cost_models.measure.contention import contention_points
 from gascompile.cost_models.measure.disk import (
     UNIT_BYTES,
     ProbeFile,
@@ -101,6 +104,7 @@ class _Compute:
     bytes_per_s: float
     weights_bytes: int
     overhead_s: float
+    contention: tuple[InterferencePoint, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,6 +162,7 @@ def measure_machine(
         overhead_s=op_overhead_s(),
         bytes_per_s=weights.bytes_per_s(),
         weights_bytes=weights.size_bytes,
+        contention=contention_points(weights, limit_s=2 * effort.together_s),
     )
     stage("disk")
     with (
@@ -281,6 +286,13 @@ def _machine(
                 f"{measured} fastest of {len(disk.setting_rates)} settings, which reached "
                 f"{_gb(min(disk.setting_rates))} to {_gb(max(disk.setting_rates))}; fewer threads "
                 f"preferred within 5 %"
+            ),
+        ),
+        contention=Contention(
+            points=compute.contention,
+            source=(
+                f"{measured} products on two threads of the program at once, each with "
+                f"{torch.get_num_threads()} of its own, beside one alone"
             ),
         ),
     )

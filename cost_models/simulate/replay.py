@@ -19,6 +19,7 @@ from gascompile.core.plan import Plan
 from gascompile.core.reports import Stall, Timeline
 from gascompile.core.steps import Compute, Offload, Prefetch, Recompute, Release, Reload, Step, Wait
 from gascompile.core.workload import OpSpec, TensorKind
+from gascompile.cost_models.formulas.contention import contended
 from gascompile.cost_models.formulas.gathers import gather_link_bytes
 from gascompile.cost_models.formulas.interference import lost_share, with_moving
 from gascompile.cost_models.simulate.clock import Pipes, crossing, pipe_times
@@ -61,7 +62,7 @@ def replay(
     Args:
         steps: one iteration in program order.
         ops: what each op reads decides when a resident is first needed.
-        op_times_s: seconds of each op at its site.
+        op_times_s: contention-free seconds of each op at its site.
         machine: its links and pipes are simulated.
         repeats: iterations follow each other, and the steady one is reported.
         resident_bytes: weights that are read once before the first iteration, with their sizes.
@@ -73,6 +74,7 @@ def replay(
         KeyError: a step names a link that ``machine`` does not have.
         ValueError: a wait has no prefetch of that tensor to that address.
     """
+    op_times_s = contended(ops, op_times_s, sites, machine) if sites is not None else op_times_s
     quick_s = undisturbed(ops, op_times_s, machine)
     where = op_sites(ops, sites, machine, lasting) if sites is not None else None
     events = compile_events(steps, quick_s, machine, repeats=repeats, sites=where)

@@ -19,6 +19,7 @@ from gascompile.core.plan import Plan
 from gascompile.core.reports import Stall, Timeline
 from gascompile.core.sizes import reserve_bytes
 from gascompile.core.steps import Compute, Offload, Prefetch, Recompute, Release, Reload, Wait
+from gascompile.cost_models.formulas.contention import plan_times
 from gascompile.cost_models.simulate.clock import Clock, pipe_times
 from gascompile.cost_models.simulate.memory_curve import MemoryCurve, memory_curves
 from gascompile.cost_models.simulate.replay import replay_plan, undisturbed
@@ -206,7 +207,7 @@ class _Walk:
         self._changed_s: dict[str, float] = {}  # by ops elsewhere, in this iteration
         self._freed_by = _freed_by(plan)
         # In the time of links, which ops do not slow down; see ``undisturbed``.
-        self.ops_s = [op.time_s for op in plan.ops]
+        self.ops_s = plan_times(plan, machine)
         self._times_s = undisturbed(plan.workload.ops, self.ops_s, machine)
         self._sites = plan_sites(plan)
         self._now = 0.0

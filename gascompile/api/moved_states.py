@@ -13,10 +13,14 @@ import torch
 from gascompile.bundles.bundle import Bundle
 from gascompile.codegen.allocator_library import page_memory
 from gascompile.core.errors import OpenStepError
+from gascompile.core.op_sites import plan_sites
+from gascompile.core.plan import Plan
 from gascompile.core.waiting import life, require_life
 from gascompile.runtime.collectives.local_ranks import LocalRanks
 from gascompile.runtime.memory.early_memory import EarlyMemory
 from gascompile.runtime.memory.lasting_accounts import moves_lasting
+from gascompile.runtime.memory.pinned import host_bytes, pinned_bytes
+from gascompile.runtime.memory.run_memory import SiteMemory
 from gascompile.runtime.memory.shared_arena import SharedCpu
 from gascompile.runtime.run.lasting_session import LastingSession
 from gascompile.runtime.run.session import Session
@@ -52,6 +56,7 @@ def open_session(
             progress=progress,
             early=early,
             spill_folder=folder,
+            memory=_site_memory(plan, cache_dir),
             device=SharedCpu(ranks) if ranks is not None else None,
         )
     if early is not None:
@@ -75,6 +80,18 @@ def open_session(
         session.close()
         raise
     return session
+
+
+def _site_memory(plan: Plan, cache_dir: Path) -> SiteMemory | None:
+    """Return where ops of a plan take their memory, where some run on the host beside a device."""
+    if plan_sites(plan) is None:
+        return None
+    tier = plan.machine.compute_tier
+    held_bytes = plan.peak_bytes[tier] - plan.arena_bytes.get(tier, 0)
+    held_bytes += host_bytes(plan) - pinned_bytes(plan)
+    if (pages := page_memory(cache_dir, held_bytes)) is None:
+        return None
+    return SiteMemory(pages, held_bytes, in_ram=plan.machine.compute_backend != "cuda")
 
 
 def require_own_values(tensors: Iterable[torch.Tensor]) -> None:

@@ -139,7 +139,7 @@ class IoSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InterferencePoint:
-    """Share of every link's speed that is lost while ops of one arithmetic intensity run."""
+    """Share of speed that is lost beside ops of one arithmetic intensity."""
 
     flops_per_byte: float
     lost_share: float
@@ -150,8 +150,18 @@ class Interference:
     """How much ops slow transfers down: readers want the same processors. Without points not at all."""
 
     points: tuple[InterferencePoint, ...] = ()
+    """Of every link's speed."""
     op_s_per_byte: float = 0.0
     """Seconds that ops lose per byte that moves: reading threads take processors from them."""
+    source: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contention:
+    """How much ops of processors that compute at once slow each other down."""
+
+    points: tuple[InterferencePoint, ...]
+    """Of an op's own speed, while another processor is at ops of the same kind."""
     source: str = ""
 
 
@@ -204,6 +214,8 @@ class Machine:
     """What executes: ``cpu``, ``cuda`` or ``emulated``; empty for the one that the computing tier has."""
     energy: EnergyModel | None = field(default=None, metadata={"left_out": True})
     """``None`` where nobody has said what the machine draws."""
+    contention: Contention | None = field(default=None, metadata={"left_out": True})
+    """``None`` where processors have nothing in common, or nobody has measured it."""
 
     @staticmethod
     def older(named: str) -> type | None:

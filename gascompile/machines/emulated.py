@@ -47,6 +47,8 @@ def emulated_machine(host: Machine) -> Machine:
         ),
         io=replace(host.io, engine="reads"),
         interference=Interference(),
+        # Its processor is the host's own.
+        contention=host.contention,
     )
 
 

@@ -21,6 +21,7 @@ from gascompile.core.machine import Machine
 from gascompile.core.op_sites import op_sites
 from gascompile.core.steps import Compute, Offload, Recompute, Release, Reload, Step, Wait
 from gascompile.core.workload import PERSISTENT, OpSpec, Workload
+from gascompile.cost_models.formulas.contention import contended
 from gascompile.cost_models.simulate.events import running_sums, steady_seconds
 from gascompile.cost_models.simulate.replay import compile_events
 from gascompile.passes.intervals.update_groups import UpdateGroup, sites_of, update_groups
@@ -180,6 +181,7 @@ class _Trial:
         lasting = {t.name for t in self._workload.tensors if t.kind in PERSISTENT}
         where = op_sites(ops, self._sites, machine, lasting)
         times_s = [op.time_s[site] for op, site in zip(ops, self._sites, strict=True)]
+        times_s = contended(ops, times_s, self._sites, machine)
         return steady_seconds(compile_events(steps, times_s, machine, repeats=True, sites=where))
 
     # ------------------------------------------------------------ the moves of updates elsewhere

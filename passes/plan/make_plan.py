@@ -13,7 +13,7 @@ from gascompile.core.machine import Interference, Machine
 from gascompile.core.plan import Plan
 from gascompile.core.workload import PERSISTENT, OpSpec, TensorKind, Workload
 from gascompile.cost_models.formulas.interference import lost_share, with_moving
-from gascompile.cost_models.simulate.replay import link_bytes, lost_seconds, runs
+from gascompile.cost_models.simulate.replay import link_bytes, lost_seconds, replay, runs
 from gascompile.passes.bounds.certify import Proof, certify
 from gascompile.passes.bounds.least_time import least_time
 from gascompile.passes.bounds.linear_program import solver_name
@@ -172,6 +172,17 @@ def _as_disturbed(
     seconds = with_moving(
         draft.seconds + lost_s, ops_s=ops_s, moved_bytes=moved_bytes, machine=machine
     )
+    if machine.contention is not None:
+        # What ops lose to each other hangs on how long the links leave them.
+        seconds = replay(
+            draft.steps,
+            slowed.ops,
+            times_s,
+            machine,
+            repeats=slowed.repeats,
+            sites=draft.op_sites,
+            lasting=[t.name for t in slowed.tensors if t.kind in PERSISTENT],
+        ).seconds
     draft = replace(draft, workload=slowed, seconds=seconds)
     # Each op of the workload runs once at least, at its fastest.
     lost_s = sum(lost_share(op, machine) * min(op.time_s.values()) for op in workload.ops)

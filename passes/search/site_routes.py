@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from gascompile.core.steps import Compute, Offload, Reload, Step, Wait
 from gascompile.core.tiles import parse_tile
 from gascompile.core.workload import OpSpec, TensorKind
+from gascompile.cost_models.formulas.contention import contended
 from gascompile.cost_models.simulate.events import running_sums
 from gascompile.passes.model.problem import Problem
 
@@ -194,9 +195,10 @@ def find_route(task: Problem, tier: str, sent: frozenset[str]) -> Route:
     end = len(op_sites)
     for name in [name for name in at if kinds[name] == TensorKind.OUTPUT and own not in at[name]]:
         bring(end, name, own)
+    alone_s = [op.time_s[site] for op, site in zip(task.workload.ops, op_sites, strict=True)]
     return Route(
         tuple(op_sites),
-        tuple(op.time_s[site] for op, site in zip(task.workload.ops, op_sites, strict=True)),
+        tuple(contended(task.workload.ops, alone_s, op_sites, task.machine)),
         moves,
         there,
     )

@@ -8,8 +8,12 @@ three tiers run, in the time that they predict, where there is no accelerator; w
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import os
 import queue
+import sys
+import threading
 import time
 import weakref
 from dataclasses import dataclass, field
@@ -29,6 +33,9 @@ _LIBC = ctypes.CDLL(None)
 """Unlike ``ctypes.memmove`` it lets other threads run meanwhile: those of other links, and compute."""
 _LIBC.memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 _LIBC.memset.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t)
+_NICER = 19
+"""By how much threads of links give way to ops where these keep both processors busy. [Empirical] On two cores, copies
+of 36 MiB beside ops on both lengthened a call of 71 ms by 6 ms; with 10 by 4, with 19 by 3."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,12 +142,14 @@ class _Copy:
 class EmulatedStream:
     """One link: a queue and a thread."""
 
-    def __init__(self, link: str, pacing: Pacing, *, late: bool, ahead: bool) -> None:
+    def __init__(
+        self, link: str, pacing: Pacing, *, late: bool, ahead: bool, gives_way: bool
+    ) -> None:
         self._link = link
         self._ahead = ahead
         self._pacing = pacing
         self._is_closed = False
-        self._copies = _Copies(pacing, late=late)
+        self._copies = _Copies(pacing, late=late, gives_way=gives_way)
         weakref.finalize(self, self._copies.queue.put, None).atexit = False
         self._thread = OwnThread(self._copies.serve, f"gascompile-link-{link}")
 
@@ -164,6 +173,10 @@ class EmulatedStream:
         self._copies.queue.put(copy)
         return copy
 
+    def give_way(self) -> None:
+        """Let ops that want the same processors go first; nobody waits at once for what is queued here."""
+        self._copies.gives_way = not self._ahead
+
     def synchronize(self) -> None:
         if self._is_closed:
             self._thread.join()
@@ -182,10 +195,12 @@ class EmulatedStream:
 class _Copies:
     """The copies of one link, made one after the other by its thread."""
 
-    def __init__(self, pacing: Pacing, *, late: bool) -> None:
+    def __init__(self, pacing: Pacing, *, late: bool, gives_way: bool) -> None:
         self.queue: queue.SimpleQueue[_Copy | Gate | None] = queue.SimpleQueue()
         self.end_s = 0.0
         """When the last one ends."""
+        self.gives_way = gives_way
+        """Whether ops go first, from the next copy on."""
         self._pacing = pacing
         self._late = late
 
@@ -195,6 +210,9 @@ class _Copies:
             if isinstance(copy, Gate):
                 copy.open()
             else:
+                if self.gives_way:
+                    self.gives_way = False
+                    _give_way()
                 self._make(copy)
             del copy
 
@@ -220,6 +238,15 @@ class _Copies:
             sleep_until(end_s)
         _LIBC.memmove(target.data_ptr(), source.data_ptr(), target.nbytes)
         return end_s
+
+
+def _give_way() -> None:
+    """Let other threads have the processors first: a real accelerator's copies take none."""
+    if sys.platform == "linux":  # elsewhere a priority is the whole process's
+        number = threading.get_native_id()
+        with contextlib.suppress(OSError):
+            nice = os.getpriority(os.PRIO_PROCESS, number) + _NICER
+            os.setpriority(os.PRIO_PROCESS, number, nice)
 
 
 class EmulatedDevice:
@@ -267,7 +294,13 @@ class EmulatedDevice:
                 raise DeviceError(
                     f"the machine '{self._machine}' has no link '{link}'; plan for this machine"
                 )
-            self._streams[key] = EmulatedStream(link, self._pacing, late=self._late, ahead=ahead)
+            # What goes ahead is between ops of both processors: none of those of the host idles then.
+            gives_way = not ahead and any(is_ahead for _, is_ahead in self._streams)
+            self._streams[key] = EmulatedStream(
+                link, self._pacing, late=self._late, ahead=ahead, gives_way=gives_way
+            )
+            for stream in self._streams.values() if ahead else ():
+                stream.give_way()
         return self._streams[key]
 
     def begin(self) -> None:

@@ -271,7 +271,9 @@ class Executor:
         live, schedule = self.mover.live, self._ranges.of(schedule)
         interpret = partial(self._interpret, schedule, values, live)
         if schedule.site:
-            self._lane = Lane(schedule, values, inputs, self.mover.meetings)
+            memory = self._session.memory
+            serve = memory.lane() if memory is not None else bool
+            self._lane = Lane(schedule, values, inputs, self.mover.meetings, serve)
             self._lane.beside(interpret, self._session.lanes, self._explained)
         else:
             interpret()

@@ -24,7 +24,12 @@ class Lane:
     """One run of the steps of one site."""
 
     def __init__(
-        self, schedule: Schedule, values: list[Any], inputs: tuple[Any, ...], crossings: Crossings
+        self,
+        schedule: Schedule,
+        values: list[Any],
+        inputs: tuple[Any, ...],
+        crossings: Crossings,
+        serve: Callable[[int], object] = bool,
     ) -> None:
         """Put the inputs on the host for it; nothing runs before ``start``.
 
@@ -33,7 +38,9 @@ class Lane:
             values: its slots; results of this site go to slots that nobody else touches.
             inputs: what the user passed in.
             crossings: where it meets the device.
+            serve: lets the memory of a thread's large values be kept for its next ones, or no more.
         """
+        self._serve = serve
         self.site, self._steps = schedule.site, schedule.elsewhere
         self._values, self._crossings = values, crossings
         for name, slot in schedule.host_lasting:
@@ -106,6 +113,10 @@ class Lane:
     def _work(self) -> None:
         self._go.wait()
         try:
+            # Asked for the number, a new thread takes on what ``set_num_threads`` said; unasked, OpenMP, MKL and oneDNN
+            # give it as many as there are processors, beside those of the other side.
+            torch.get_num_threads()
+            self._serve(1)
             # Of this thread alone. Nothing here is differentiated, and slots may be tensors of this kind.
             with torch.inference_mode():
                 self._walk(self._values)

@@ -166,6 +166,7 @@ class Session:
         reader: Reader = read_at,
         early: EarlyMemory | None = None,
         spill_folder: Path | None = None,
+        memory: RunMemory | None = None,
         device: Device | None = None,
     ) -> Self:
         """Open a session of the size and with the resident weights of ``plan``.
@@ -192,6 +193,7 @@ class Session:
             reader=reader,
             early=early,
             spill_folder=spill_folder,
+            memory=memory,
             device=device or device_for(plan.machine),
         )
 

@@ -6,11 +6,11 @@ It reads plain data and no file: what a user writes and what a user builds in Py
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from gascompile.core import serial
 from gascompile.core.errors import FormatError
-from gascompile.core.machine import Machine, PlaceKind
+from gascompile.core.machine import InterferencePoint, Machine, PlaceKind
 from gascompile.core.sizes import MAX_SIZE_BYTES
 
 COMPUTING_KINDS = (PlaceKind.GPU, PlaceKind.CPU)
@@ -111,14 +111,21 @@ def _problems(machine: Machine) -> Iterator[tuple[str, str]]:
             ".interference.op_s_per_byte",
             f"ops lose {machine.interference.op_s_per_byte} seconds per byte; give zero or more",
         )
-    for i, point in enumerate(machine.interference.points):
-        path = f".interference.points[{i}]"
+    yield from _bad_points(".interference", machine.interference.points)
+    if machine.contention is not None:
+        yield from _bad_points(".contention", machine.contention.points)
+    yield from _bad_rates(machine)
+    yield from _bad_energy(machine)
+
+
+def _bad_points(where: str, points: Sequence[InterferencePoint]) -> Iterator[tuple[str, str]]:
+    """Yield what is wrong with shares that are lost."""
+    for i, point in enumerate(points):
+        path = f"{where}.points[{i}]"
         if not 0 <= point.lost_share < 1:
             yield path, f"the lost share is {point.lost_share}; give zero or more, below one"
         if not 0 <= point.flops_per_byte < math.inf:
             yield path, f"the intensity is {point.flops_per_byte}; give zero or more"
-    yield from _bad_rates(machine)
-    yield from _bad_energy(machine)
 
 
 def _bad_places(machine: Machine) -> Iterator[tuple[str, str]]:
