@@ -108,10 +108,6 @@ class ProbeFile:
         finally:
             os.close(descriptor)
 
-    def shrink_buffer(self, size_bytes: int) -> None:
-        """Give the memory of the buffer beyond ``size_bytes`` back to the system."""
-        self.memory.madvise(mmap.MADV_DONTNEED, size_bytes)
-
     def rewind(self) -> None:
         """Let the next read start at the beginning."""
         self._next = 0

@@ -46,6 +46,8 @@ class EventProgram:
     """Streams of ops. An iteration begins and ends for all of them at once."""
     site_of: Sequence[int] = ()
     """Per copy between sites the clock at its other end, negative where it comes from there."""
+    step_of: Sequence[int] = ()
+    """The step of a plan that each event is of."""
 
     def crossing(self) -> list[int]:
         """Return the copies that are issued before the first iteration, in the order of their first use."""
@@ -56,29 +58,76 @@ class EventProgram:
         )
 
 
+class Record:
+    """What the last iteration of some was like, event by event."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.events: list[tuple[float, float, float]] = []
+        """Of each when it is come to and when it ends, for a transfer its arrival, and what all sites are at then."""
+        self.holders: dict[int, int | None] = {}
+        """The copy that had the link of each one, or a pipe of it, the longest when it was issued."""
+        self.before: tuple[float, list[tuple[float, float, float]]] = (0.0, [])
+        """Seconds and events of the iteration before."""
+        self._last: dict[tuple[bool, int], int] = {}
+
+    def begin(self) -> None:
+        """Begin an iteration."""
+        self.before, self.events = (self.seconds, self.events), []
+
+    def take_link(self, program: EventProgram, clock: Clock, copy: int) -> None:
+        """Take note that a copy is issued."""
+        link = program.link_of[copy]
+        frees = [(clock.link_free[link], (False, link))]
+        frees += [(clock.pipe_free[pipe], (True, pipe)) for pipe, _ in program.pipes_of[copy]]
+        self.holders[copy] = self._last.get(max(frees)[1])
+        self._last.update(dict.fromkeys((key for _, key in frees), copy))
+
+
 def steady_seconds(program: EventProgram) -> float:
     """Return the seconds of one iteration; in the steady state where the program repeats."""
     return steady_iteration(program)[0]
 
 
-def steady_iteration(program: EventProgram) -> tuple[float, list[tuple[int, float]]]:
-    """Return the seconds of the steady iteration and its stalls as ``(number of the wait, seconds)``."""
+def steady_iteration(
+    program: EventProgram, record: Record | None = None
+) -> tuple[float, list[tuple[int, float]]]:
+    """Return the seconds of the steady iteration and its stalls as ``(number of the wait, seconds)``.
+
+    Args:
+        program: what to time.
+        record: to be filled with the iteration, one of those between which the steady state alternates.
+    """
     clock = Clock.of(program.num_links, program.num_pipes)
     arrival = [0.0] * len(program.link_of)
     stalls: list[tuple[int, float]] = []
     if not program.repeats:
-        return _iterate(program, clock, arrival, stalls), stalls
+        return _iteration(program, clock, arrival, stalls, record), stalls
     early = program.crossing()
     _issue_early(program, early, clock, arrival)
     for _ in range(_MAX_ITERATIONS):
         before = [*clock.times(), *arrival]
         stalls = []
-        seconds = _iterate(program, clock, arrival, stalls)
+        seconds = _iteration(program, clock, arrival, stalls, record)
         clock.shift(seconds)
         arrival = [max(0.0, time_s - seconds) for time_s in arrival]
         if _recurs(before, [*clock.times(), *arrival]):
             return seconds, stalls
     return _max_cycle_mean(_iteration_matrix(program, early)), stalls
+
+
+def _iteration(
+    program: EventProgram,
+    clock: Clock,
+    arrival: list[float],
+    stalls: list[tuple[int, float]],
+    record: Record | None,
+) -> float:
+    if record is None:
+        return _iterate(program, clock, arrival, stalls)
+    record.begin()
+    record.seconds = _iterate_sites(program, clock, arrival, stalls, 0.0, record)
+    return record.seconds
 
 
 def running_sums(seconds: Sequence[float]) -> list[float]:
@@ -117,7 +166,7 @@ def _iterate(
     waits = 0
     issue, link_of, pipes_of = clock.issue, program.link_of, program.pipes_of
     if program.num_sites > 1:
-        return _iterate_sites(program, clock, arrival, stalls, now)
+        return _iterate_sites(program, clock, arrival, stalls, now, None)
     for kind, index, seconds in program.events:
         if kind == COMPUTE:
             now += seconds
@@ -137,35 +186,44 @@ def _iterate_sites(
     arrival: list[float],
     stalls: list[tuple[int, float]],
     begun: float,
+    record: Record | None,
 ) -> float:
-    """Run one iteration of several sites, as ``_iterate`` does one of one."""
+    """Run one iteration of several sites, as ``_iterate`` does one of one, and write it down if asked to."""
     waits = 0
     now = [begun] * program.num_sites
     ended: list[float] = []
     for kind, index, seconds in program.events:
+        at_s = until_s = now[index if kind == ELSEWHERE else 0]
+        if record is not None and kind in (PREFETCH, CROSS):
+            record.take_link(program, clock, index)
         if kind == COMPUTE:
-            now[0] += seconds
+            now[0] = until_s = at_s + seconds
         elif kind == ELSEWHERE:
-            now[index] += seconds
-            ended.append(now[index])
+            now[index] = until_s = at_s + seconds
+            ended.append(until_s)
         elif kind == FOLLOW:
             now[0] = max(now[0], ended[index])
         elif kind == MEET:
             now[int(seconds)] = max(now[int(seconds)], arrival[index])
         elif kind == PREFETCH:
             link, pipes = program.link_of[index], program.pipes_of[index]
-            arrival[index] = clock.issue(link, seconds, pipes, now[0]) + seconds
+            until_s = clock.issue(link, seconds, pipes, at_s) + seconds
+            arrival[index] = until_s
         elif kind == CROSS:
             partner = program.site_of[index]
-            ready = now[0] if partner > 0 else max(now[0], now[-partner])
-            arrival[index] = clock.issue_ahead(program.link_of[index], seconds, ready) + seconds
+            at_s = at_s if partner > 0 else max(at_s, now[-partner])
+            until_s = clock.issue_ahead(program.link_of[index], seconds, at_s) + seconds
+            arrival[index] = until_s
         else:
-            if arrival[index] > now[0]:
-                stalls.append((waits, arrival[index] - now[0]))
-                now[0] = arrival[index]
+            until_s = arrival[index]
+            if until_s > at_s:
+                stalls.append((waits, until_s - at_s))
+                now[0] = until_s
             if kind == ARRIVE and (partner := program.site_of[index]) > 0:
-                now[partner] = max(now[partner], arrival[index])
+                now[partner] = max(now[partner], until_s)
             waits += 1
+        if record is not None:
+            record.events.append((at_s, until_s, max(now)))
     return max(now)
 
 

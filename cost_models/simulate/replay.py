@@ -196,8 +196,9 @@ def compile_events(
     *,
     repeats: bool,
     sites: OpSites | None = None,
+    ops_apart: bool = False,
 ) -> EventProgram:
-    """Return the events of ``steps``; ops between two moves become one event."""
+    """Return the events of ``steps``; ops between two moves become one event, but for ``ops_apart``."""
     links = {link.name: i for i, link in enumerate(machine.links)}
     number: dict[int, int] = {}
     link_of: list[int] = []
@@ -209,8 +210,11 @@ def compile_events(
             site_of.append(_partner(step, sites, machine))
             link_of.append(links[step.link])
             pipes_of.append(pipe_times(machine, machine.link(step.link), step.size_bytes))
+    events, step_of = _events(
+        steps, number, op_times_s, machine, sites, site_of, repeats=repeats, ops_apart=ops_apart
+    )
     return EventProgram(
-        events=_events(steps, number, op_times_s, machine, sites, site_of, repeats=repeats),
+        events=events,
         link_of=link_of,
         pipes_of=pipes_of,
         repeats=repeats,
@@ -218,6 +222,7 @@ def compile_events(
         num_pipes=len(machine.pipes),
         num_sites=1 + len(sites.others) if sites is not None else 1,
         site_of=site_of,
+        step_of=step_of,
     )
 
 
@@ -237,10 +242,12 @@ def _events(
     site_of: Sequence[int],
     *,
     repeats: bool,
-) -> list[Event]:
-    """Return the events; ``number`` has the number of the transfer that each step starts."""
+    ops_apart: bool,
+) -> tuple[list[Event], list[int]]:
+    """Return the events and their steps; ``number`` has the number of the transfer that each step starts."""
     sums = running_sums(op_times_s)
     events: list[Event] = []
+    step_of: list[int] = []
     newest: dict[_Key, int] = {}
     if repeats:
         # What a wait before it means is the last transfer of the iteration before.
@@ -250,14 +257,17 @@ def _events(
     written: dict[str, int] = {}
     begun, reached, away = 0, 0, 0
     for i, step in enumerate(steps):
-        if isinstance(step, Compute) and (sites is None or not sites.clock(step.op)):
+        step_of.extend([i - 1] * (len(events) - len(step_of)))
+        is_here = isinstance(step, Compute) and (sites is None or not sites.clock(step.op))
+        if isinstance(step, Compute) and is_here:
             reached = step.op + 1
-            continue
-        if isinstance(step, Release):
+        if isinstance(step, Release) or (is_here and not ops_apart):
             continue
         if reached > begun:
             events.append((COMPUTE, begun, sums[reached] - sums[begun]))
             begun = reached
+        if is_here:
+            continue
         if isinstance(step, (Compute, Recompute)):
             op = step.op if isinstance(step, Compute) else step.source
             clock = sites.clock(op) if sites is not None else 0
@@ -288,7 +298,8 @@ def _events(
             events.append((CROSS if site_of[copy] else PREFETCH, copy, time_s))
     if reached > begun:
         events.append((COMPUTE, begun, sums[reached] - sums[begun]))
-    return events
+    step_of.extend([len(steps) - 1] * (len(events) - len(step_of)))
+    return events, step_of
 
 
 def _first_iteration(

@@ -1,8 +1,7 @@
 """The trace of a steady iteration: when each op and transfer runs, why ops wait, what each tier holds.
 
-``replay`` is the cheap path and exact about the seconds of an iteration. This walks the same steps by
-the same rules and writes down everything on the way. Where the steady state alternates between several
-iterations, the trace shows one of them and the seconds are their mean.
+``replay`` tells the seconds of an iteration; this runs the same events and keeps a record of them. Where the
+steady state alternates between several iterations, the trace shows one of them and the seconds are their mean.
 """
 
 from __future__ import annotations
@@ -10,6 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from itertools import accumulate, pairwise
+from typing import cast
 
 import numpy as np
 
@@ -18,15 +19,21 @@ from gascompile.core.op_sites import plan_sites
 from gascompile.core.plan import Plan
 from gascompile.core.reports import Stall, Timeline
 from gascompile.core.sizes import reserve_bytes
-from gascompile.core.steps import Compute, Offload, Prefetch, Recompute, Release, Reload, Wait
+from gascompile.core.steps import Compute, Offload, Prefetch, Recompute, Release, Reload
 from gascompile.cost_models.formulas.contention import plan_times
-from gascompile.cost_models.simulate.clock import Clock, pipe_times
+from gascompile.cost_models.simulate.clock import pipe_times
+from gascompile.cost_models.simulate.events import (
+    ARRIVE,
+    CROSS,
+    PREFETCH,
+    WAIT,
+    Record,
+    steady_iteration,
+)
 from gascompile.cost_models.simulate.memory_curve import MemoryCurve, memory_curves
-from gascompile.cost_models.simulate.replay import replay_plan, undisturbed
+from gascompile.cost_models.simulate.replay import compile_events, replay_plan, undisturbed
 
 LINK_BUSY, MEMORY, BANDWIDTH = "link busy", "memory", "bandwidth"
-_MAX_ITERATIONS = 24
-_TOLERANCE_S = 1e-12
 _SATURATED = 0.999
 """Share of an iteration from which on a link counts as busy all the time."""
 
@@ -93,10 +100,9 @@ def trace(plan: Plan, machine: Machine | None = None) -> Trace:
     """
     target = machine or plan.machine
     timeline = replay_plan(plan, target)
-    walk = _Walk(plan, target)
-    walk.run()
+    walk = _Iteration(plan, target)
     clock = _Stretch(walk, target, timeline.seconds)
-    curves = memory_curves(plan, walk.step_times_s, walk.seconds)
+    curves = memory_curves(plan, walk.step_times_s(), walk.seconds)
     shared = {f.name: getattr(timeline, f.name) for f in fields(Timeline) if f.name != "stalls"}
     return Trace(
         **shared,
@@ -110,7 +116,7 @@ def trace(plan: Plan, machine: Machine | None = None) -> Trace:
     )
 
 
-def _with_causes(walk: _Walk, machine: Machine) -> tuple[Stall, ...]:
+def _with_causes(walk: _Iteration, machine: Machine) -> tuple[Stall, ...]:
     """Return the stalls with why the transfer came late."""
     full_s = _SATURATED * walk.seconds
     pipe_s = dict.fromkeys(range(len(machine.pipes)), 0.0)
@@ -138,7 +144,7 @@ def _with_causes(walk: _Walk, machine: Machine) -> tuple[Stall, ...]:
 class _Stretch:
     """From the time of links, in which the steps are walked, to that of the machine."""
 
-    def __init__(self, walk: _Walk, machine: Machine, seconds: float) -> None:
+    def __init__(self, walk: _Iteration, machine: Machine, seconds: float) -> None:
         disturbed = machine.interference.points or machine.interference.op_s_per_byte
         # Where ops of two sites run at once, no moment of the one time is one of the other.
         self._is_one = not disturbed or walk.has_sites
@@ -190,188 +196,111 @@ class _Stretch:
         )
 
 
-class _Walk:
-    """The steps, walked iteration after iteration until nothing changes any more."""
+class _Iteration:
+    """The steady iteration, step by step, in the time of links, which ops do not slow down; see ``undisturbed``."""
 
     def __init__(self, plan: Plan, machine: Machine) -> None:
-        self._plan = plan
-        self._machine = machine
-        self._clock = Clock.of(len(machine.links), len(machine.pipes))
-        self._links = {link.name: i for i, link in enumerate(machine.links)}
-        self._on_link: dict[int, str] = {}
-        self._on_pipe: dict[int, str] = {}
-        """The tensor that was the last to take it."""
-        self._flying: dict[tuple[str, int | None], Transfer] = {}
-        self._partners: dict[str, int] = {}
-        """The clock of the site that each copy out of the tier that computes goes to."""
-        self._changed_s: dict[str, float] = {}  # by ops elsewhere, in this iteration
-        self._freed_by = _freed_by(plan)
-        # In the time of links, which ops do not slow down; see ``undisturbed``.
         self.ops_s = plan_times(plan, machine)
-        self._times_s = undisturbed(plan.workload.ops, self.ops_s, machine)
-        self._sites = plan_sites(plan)
-        self._now = 0.0
-        """Of the tier that computes; its step of the moment."""
-        self._elsewhere = [0.0] * (len(self._sites.others) if self._sites is not None else 0)
-        """Of the other sites."""
-        self._start = 0.0
-        self.step_times_s: list[tuple[float, float]] = []
-        """When each step begins and ends in program order."""
-        self.seconds = 0.0
+        sites = plan_sites(plan)
+        self.has_sites = sites is not None
+        self._plan, self._machine = plan, machine
+        self._events = compile_events(
+            plan.steps,
+            undisturbed(plan.workload.ops, self.ops_s, machine),
+            machine,
+            repeats=plan.workload.repeats,
+            sites=sites,
+            ops_apart=True,
+        )
+        self._record = Record()
+        steady_iteration(self._events, self._record)
+        self.seconds = self._record.seconds
+        self._issuers = {
+            copy: number
+            for number, (kind, copy, _) in enumerate(self._events.events)
+            if kind in (PREFETCH, CROSS)
+        }
+        """The event that starts each copy."""
+        self._freed_by = _freed_by(plan)
         self.ops: list[OpSpan] = []
-        self.transfers: list[Transfer] = []
         self.issued: list[Transfer] = []
+        self.transfers: list[Transfer] = []
+        """All that are waited for, and what is on its way at the end."""
         self.stalls: list[tuple[Stall, Transfer]] = []
+        self._take()
 
-    @property
-    def has_sites(self) -> bool:
-        """Whether ops run on several sites."""
-        return self._sites is not None
+    def step_times_s(self) -> list[tuple[float, float]]:
+        """Return when each step begins and ends in program order."""
+        latest = (latest_s for *_, latest_s in self._record.events)
+        ended = dict(zip(self._events.step_of, latest, strict=True))
+        ends = list(
+            accumulate(range(len(self._plan.steps)), lambda s, i: ended.get(i, s), initial=0.0)
+        )
+        return list(pairwise(ends))
 
-    def run(self) -> None:
-        """Walk until an iteration ends as it began; the lists then hold the last one."""
-        before: list[float] | None = None
-        for _ in range(_MAX_ITERATIONS if self._plan.workload.repeats else 1):
-            self._iterate()
-            state = self._state()
-            if before is not None and _close(before, state):
-                return
-            before = state
+    def _take(self) -> None:
+        """Go through the events."""
+        flying = dict.fromkeys(self._events.crossing() if self._events.repeats else (), True)
+        """Whether each copy is of the iteration before."""
+        for (kind, copy, _), i, (at_s, ended_s, _) in zip(
+            self._events.events, self._events.step_of, self._record.events, strict=True
+        ):
+            step = self._plan.steps[i]
+            if isinstance(step, (Compute, Recompute)):
+                self._take_op(step, at_s, ended_s)
+            elif kind in (PREFETCH, CROSS):
+                flying[copy] = False
+                self.issued.append(self._transfer(copy))
+            elif kind in (WAIT, ARRIVE) and copy in flying:
+                started = self._transfer(copy, is_before=flying.pop(copy))
+                done = replace(started, wait_op=step.op, needed_s=at_s)
+                self.transfers.append(done)
+                if done.slack_s < 0:
+                    late = Stall(
+                        op=step.op, tensor=done.tensor, time_s=-done.slack_s, link=done.link
+                    )
+                    self.stalls.append((late, done))
+        self.transfers += map(self._transfer, flying)
 
-    def _iterate(self) -> None:
-        self._start = self._now
-        self._elsewhere = [self._now] * len(self._elsewhere)
-        self._changed_s.clear()
-        for found in (self.ops, self.transfers, self.issued, self.stalls, self.step_times_s):
-            found.clear()
-        for i, step in enumerate(self._plan.steps):
-            begun_s = self._latest() - self._start
-            match step:
-                case Compute():
-                    self._compute(step.op, recomputed=False)
-                case Recompute():
-                    self._compute(step.source, recomputed=True)
-                case Wait():
-                    self._wait(step)
-                case Prefetch() | Offload() | Reload():
-                    self._issue(i, step)
-                case Release():
-                    pass
-            ended_s = self._latest() - self._start
-            self.step_times_s.append((begun_s, ended_s))
-        self._now = max((self._now, *self._elsewhere))
-        self.seconds = self._now - self._start
-        self.transfers += (_shifted(t, self._start) for t in self._flying.values())
-
-    def _compute(self, op: int, *, recomputed: bool) -> None:
-        planned, clock = self._plan.ops[op], self._sites.clock(op) if self._sites is not None else 0
-        begun_s = self._at(clock)
-        ended_s = begun_s + self._times_s[op]
-        self._set(clock, ended_s)
-        if self._sites is not None and clock:
-            self._changed_s.update(dict.fromkeys(self._sites.changed.get(op, ()), ended_s))
+    def _take_op(self, step: Compute | Recompute, begun_s: float, ended_s: float) -> None:
+        op = step.op if isinstance(step, Compute) else step.source
         self.ops.append(
             OpSpan(
                 op=op,
-                site=planned.site,
-                begun_s=begun_s - self._start,
-                ended_s=ended_s - self._start,
-                recomputed=recomputed,
+                site=self._plan.ops[op].site,
+                begun_s=begun_s,
+                ended_s=ended_s,
+                recomputed=isinstance(step, Recompute),
             )
         )
 
-    def _at(self, clock: int) -> float:
-        return self._elsewhere[clock - 1] if clock else self._now
-
-    def _set(self, clock: int, now_s: float) -> None:
-        if clock:
-            self._elsewhere[clock - 1] = now_s
-        else:
-            self._now = now_s
-
-    def _latest(self) -> float:
-        """Return the time that all that stands before in the plan has begun by."""
-        return max((self._now, *self._elsewhere))
-
-    def _partner(self, step: Prefetch | Offload | Reload) -> int:
-        if self._sites is None or isinstance(step, Prefetch):
-            return 0
-        return self._sites.partner(step, self._machine)
-
-    def _issue(self, i: int, step: Prefetch | Offload | Reload) -> None:
-        link, clock = self._machine.link(step.link), self._clock
-        number, pipes = self._links[link.name], pipe_times(self._machine, link, step.size_bytes)
-        blocks = [(clock.link_free[number], self._on_link.get(number, ""))]
-        blocks += ((clock.pipe_free[pipe], self._on_pipe.get(pipe, "")) for pipe, _ in pipes)
-        seconds = link.transfer_time_s(step.size_bytes)
-        partner = self._partner(step)
-        if isinstance(step, Reload):
-            self._now = max(self._now, self._changed_s.get(step.tensor, 0.0))
-        issued_s = self._now
-        if not partner or (self._sites is not None and step.tensor in self._sites.queued):
-            begun_s = clock.issue(number, seconds, pipes, issued_s)
-        else:
-            issued_s = max(issued_s, self._at(-partner)) if partner < 0 else issued_s
-            begun_s = clock.issue_ahead(number, seconds, issued_s)
-        self._on_link[number] = step.tensor
-        self._on_pipe.update(dict.fromkeys((pipe for pipe, _ in pipes), step.tensor))
-        arrived_s = begun_s + seconds
-        found = Transfer(
+    def _transfer(self, copy: int, *, is_before: bool = False) -> Transfer:
+        """Return the transfer of a copy that this iteration starts, or the one before it."""
+        number, record = self._issuers[copy], self._record
+        before_s, before = record.before
+        events = before if is_before and before else record.events
+        shift_s = (before_s if before else record.seconds) if is_before else 0.0
+        issued_s, arrived_s, _ = events[number]
+        step, time_s = self._step(copy), self._events.events[number][2]
+        holder = record.holders[copy]
+        is_late = arrived_s - time_s > issued_s and holder is not None
+        return Transfer(
             kind=type(step).__name__.lower(),
             tensor=step.tensor,
             link=step.link,
             size_bytes=step.size_bytes,
             issue_op=step.op,
-            issued_s=issued_s,
-            begun_s=begun_s,
-            arrived_s=arrived_s,
-            after=max(blocks)[1] if begun_s > issued_s else "",
-            freed_by=self._freed_by.get(i, ""),
+            issued_s=issued_s - shift_s,
+            begun_s=arrived_s - time_s - shift_s,
+            arrived_s=arrived_s - shift_s,
+            after=self._step(holder).tensor if is_late and holder is not None else "",
+            freed_by=self._freed_by.get(self._events.step_of[number], ""),
         )
-        if partner > 0:
-            self._partners[step.tensor] = partner
-        self._flying[step.tensor, step.address] = found
-        self.issued.append(found)
 
-    def _wait(self, step: Wait) -> None:
-        if step.site is not None and self._sites is not None:
-            clock = 1 + self._sites.others.index(step.site)
-            arrived_s = self._flying[step.tensor, step.address].arrived_s
-            self._set(clock, max(self._at(clock), arrived_s))
-            return
-        flown = self._flying.pop((step.tensor, step.address), None)
-        if flown is None:
-            return
-        needed_s = self._now
-        self._now = max(self._now, flown.arrived_s)
-        partner = self._partners.pop(step.tensor, 0) if step.address is None else 0
-        if partner:
-            self._set(partner, max(self._at(partner), flown.arrived_s))
-        done = _shifted(replace(flown, wait_op=step.op, needed_s=needed_s), self._start)
-        self.transfers.append(done)
-        if flown.arrived_s > needed_s:
-            late_s = flown.arrived_s - needed_s
-            stall = Stall(op=step.op, tensor=step.tensor, time_s=late_s, link=flown.link)
-            self.stalls.append((stall, done))
-
-    def _state(self) -> list[float]:
-        """Return what the next iteration depends on, as seconds from now."""
-        times = [*self._clock.times(), *(t.arrived_s for t in self._flying.values())]
-        return [self.seconds, *(max(0.0, time_s - self._now) for time_s in times)]
-
-
-def _shifted(t: Transfer, start_s: float) -> Transfer:
-    return replace(
-        t,
-        issued_s=t.issued_s - start_s,
-        begun_s=t.begun_s - start_s,
-        arrived_s=t.arrived_s - start_s,
-        needed_s=None if t.needed_s is None else t.needed_s - start_s,
-    )
-
-
-def _close(a: list[float], b: list[float]) -> bool:
-    return len(a) == len(b) and all(abs(x - y) <= _TOLERANCE_S for x, y in zip(a, b, strict=True))
+    def _step(self, copy: int) -> Prefetch | Offload | Reload:
+        """Return the step that starts a copy."""
+        step = self._plan.steps[self._events.step_of[self._issuers[copy]]]
+        return cast(Prefetch | Offload | Reload, step)
 
 
 def _freed_by(plan: Plan) -> dict[int, str]:

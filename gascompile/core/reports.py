@@ -63,11 +63,6 @@ class RunReport:
     process_peak_bytes: int = 0
     """The kernel's high-water mark of the whole process, interpreter and libraries included."""
 
-    @property
-    def beats_limit(self) -> bool:
-        """Whether the run was faster than is possible: the numbers of the machine that it was planned for are wrong."""
-        return self.share_of_limit > UNLIKELY
-
     peak_source: str = "planned workspace"
     """Who counted: torch's ``allocator``, the ``device``, or the runtime: results and ``planned workspace``."""
     site_s: Mapping[str, float] = field(default_factory=dict)

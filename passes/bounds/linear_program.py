@@ -25,6 +25,9 @@ from gascompile.core.errors import SolverError
 INFINITY = math.inf
 _FEASIBLE_POINT = 2
 """HiGHS's ``kSolutionStatusFeasible``."""
+_SMALL = 200
+"""Columns up to which an integer program is not presolved: HiGHS 1.15 recurses without end there, and ends the process,
+on one of 48 columns whose last bytes do not fit by a rounding error."""
 Terms = Iterable[tuple[int, float]]
 """``(column, factor)``."""
 # Neither solver's package carries types; their objects pass through as they are.
@@ -147,6 +150,8 @@ class Loaded:
         self._highs = untyped.Highs()
         self._highs.setOptionValue("output_flag", False)
         self._highs.setOptionValue("threads", 1)
+        if not self._continuous and len(program.lows) <= _SMALL:
+            self._highs.setOptionValue("presolve", "off")
         model = untyped.HighsLp()
         model.num_col_, model.num_row_ = len(program.lows), len(program.rows)
         model.col_cost_ = np.array(program.costs, dtype=np.float64)

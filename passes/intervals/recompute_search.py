@@ -28,8 +28,6 @@ _SEGMENTS = (0, 8, 32, 128)
 _CLOSE = 0.01
 """Steps of this share of the seconds end the search."""
 
-Pair = tuple[int, int]
-
 
 @dataclass(frozen=True, slots=True)
 class _Group:

@@ -50,9 +50,6 @@ class _Done:
         pass
 
 
-_DONE = _Done()
-
-
 class EmulatedBooking:
     """A transfer in the time table of its link: entered when it was asked for, or once what it waits for is over."""
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import gascompile
-from gascompile.capture.fingerprint.fingerprint import module_fingerprint
+from gascompile.capture.fingerprint.fingerprint import module_print
 
 FACTOR = 2.0
 
@@ -109,11 +109,11 @@ def test_patched_library_code_shows(monkeypatch: pytest.MonkeyPatch) -> None:
         hidden_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=9
     )
     model = transformers.LlamaModel(config)
-    before = module_fingerprint(model)
-    assert module_fingerprint(transformers.LlamaModel(config)) == before
+    before = module_print(model).key
+    assert module_print(transformers.LlamaModel(config)).key == before
     module = sys.modules[type(model).__module__]
     monkeypatch.setattr(module, "rotate_half", lambda x: x)
-    patched = module_fingerprint(model)
+    patched = module_print(model).key
     assert patched != before
     monkeypatch.setattr(module.LlamaMLP, "forward", lambda self, x: x)
-    assert module_fingerprint(model) not in (before, patched)
+    assert module_print(model).key not in (before, patched)

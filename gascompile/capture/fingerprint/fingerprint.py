@@ -58,11 +58,6 @@ class ModulePrint:
         return self.digest if not self.opaque else f"{self.digest}-{uuid.uuid4().hex}"
 
 
-def module_fingerprint(model: nn.Module) -> str:
-    """Return a digest of the module's code, structure, plain attributes and tensor shapes."""
-    return module_print(model).key
-
-
 def module_print(model: nn.Module) -> ModulePrint:
     """Return the digest of a module with what is unsure about it."""
     hasher = ValueDigest(id(module) for module in model.modules())
