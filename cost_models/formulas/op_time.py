@@ -38,7 +38,9 @@ _CPU_DECODING_BYTES = {
 _CPU_UNPACKING_BYTES = {"gptq": 6.0, "awq": 7.0, "packed": 5.5, "fp8": 7.0}
 """Of forms whose parts lie apart, by their kind."""
 _FUSED_ROWS = 16
+"""Rows of inputs up to which a GPU decodes in the product's own kernel: ``kernels.MAX_ROWS``."""
 _GPU_COMPUTE_BYTES = 2
+"""Of a value that is decoded for a product of more rows, which writes and reads it."""
 _MEMORY_BOUND_PREFIXES = ("int", "uint", "bool")
 
 

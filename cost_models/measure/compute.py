@@ -28,6 +28,7 @@ _MAX_CALL_S = 0.1
 """After a product that takes longer, no larger one is tried: some processors are 300 times slower in half
 precision, and a few of them would break the time limit."""
 _NUM_CALLS = 200
+"""Of one tiny op between two looks at the clock, which share what that takes itself."""
 
 
 class Weights:

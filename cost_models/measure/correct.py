@@ -22,6 +22,7 @@ from gascompile.core.machine import (
 FACTOR_RANGE = (0.4, 1.6)
 """Of a measured rate; beyond it a run was disturbed, and the measured rate says more."""
 _STEPS = 40
+"""Halvings of a factor: more than 2^-40 of the range is not to be told from noise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

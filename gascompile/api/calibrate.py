@@ -47,6 +47,7 @@ _BOUND = 0.05
 _LEAST_SPEED = 0.05
 """Of a link beside ops that leave readers next to nothing."""
 _LATENCY_RANGE_S = (1e-7, 5e-4)
+"""Of an op, within which the one that explains a run is looked for."""
 
 
 def num_stages() -> int:

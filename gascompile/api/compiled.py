@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _CLASSES = 64
+"""Of compiled models that are kept beside those of their models."""
 
 
 class CompiledModel(nn.Module):

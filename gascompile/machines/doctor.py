@@ -30,6 +30,7 @@ from gascompile.runtime.devices.probe import GpuFacts
 from gascompile.runtime.devices.probe import look as look_at_gpu
 
 _LITTLE_SPACE_BYTES = 10 * GIB
+"""Free in a folder: less than some models of 5B in two bytes a value take."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

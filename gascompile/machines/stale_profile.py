@@ -29,8 +29,11 @@ _SLOW_RUNS = 3
 _PAUSE_S = 3600.0
 """A machine that was measured so recently is not measured again: what is wrong is something else."""
 _WORTH_S = 0.002
+"""Of a run: below, what is measured is mostly the call itself."""
 _WATCH_S = 0.25
+"""For which others are watched: 25 ticks of the clock that the kernel counts their work by."""
 _IDLE_PROCESSORS = 0.3
+"""That others may keep busy: a desktop at rest keeps fewer. Chosen, not measured."""
 
 
 class Grader:

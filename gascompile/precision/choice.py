@@ -47,6 +47,7 @@ _USUAL_ERRORS: Final[Mapping[str, float]] = {
 _LEAST_GAIN = 1 / 4
 """Of the mean of the layers around, per value: inputs of one token, say, tell nothing of what attention compares."""
 _AROUND = 4
+"""Layers on each side whose mean is that of the layers around. Chosen, not measured."""
 
 
 def is_stored_losslessly(program: Program, stored: Mapping[str, str]) -> bool:

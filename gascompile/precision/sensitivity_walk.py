@@ -25,6 +25,7 @@ _DETACH = torch.ops.aten.detach_.default
 """Called a change, and changes no value."""
 Values = dict[fx.Node, Any]
 _BLOCK_VALUES = 1 << 21
+"""Of a matrix that are held at once: 8 MiB of float32."""
 _SEED = 0
 
 

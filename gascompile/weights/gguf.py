@@ -26,6 +26,7 @@ _VERSIONS = (2, 3)
 _MAX_HEADER_BYTES = 100 << 20
 """Vocabularies of 250,000 words with their merges take some 20 MB."""
 _CHUNK_BYTES = 1 << 20
+"""Of a header that are read at once; also the largest alignment that is believed."""
 _MAX_DIMENSIONS = 4
 _MAX_NAME_BYTES = 1 << 10
 _MAX_DEPTH = 4

@@ -15,6 +15,7 @@ from gascompile.core.workload import OpSpec
 from gascompile.passes.bounds.certify import physical_limit
 
 _HALVINGS = 60
+"""Of a whole number of bytes: more than the bits of any size, so that the search ends at one byte."""
 
 
 def has_sites(ops: Sequence[OpSpec], machine: Machine) -> bool:

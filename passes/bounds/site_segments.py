@@ -23,6 +23,7 @@ from gascompile.core.workload import OpSpec, TensorKind, Workload
 _MOST_OPS = 8192
 """Of more, who comes before whom takes too much memory."""
 _HALVINGS = 50
+"""Of an interval of seconds: what is left of it is the last bits of a double."""
 _Edges = Sequence[tuple[int, str]]
 
 

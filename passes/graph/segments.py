@@ -43,6 +43,7 @@ _DTYPES = {
     torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.bool, torch.int64, torch.int32,
 }  # fmt: skip
 _MIN_COMPUTED = 2
+"""Ops of a segment besides views: one alone is a kernel either way."""
 
 
 def segments(

@@ -9,6 +9,7 @@ from gascompile.passes.intervals.selection import Selection
 _STARTS = ((0.5, 0.1, 0.1), (0.5, 0.15, 0.2), (0.5, 0.5, 0.2), (0.15, 0.15, 0.05))
 """Waits out and in and the lead of copies back, in units of the time that the slowest link fills memory in."""
 _FACTORS = (0.5, 2.0, 0.8, 1.25)
+"""By which each of the three is tried, coarse before fine. Chosen by hand, not measured."""
 
 Waits = tuple[float, float, float]
 

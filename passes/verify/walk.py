@@ -27,6 +27,7 @@ from gascompile.passes.model.liveness import liveness
 from gascompile.passes.verify.account import account, require_accounts
 
 _TOLERANCE = 1e-6
+"""Share by which numbers of a file may differ from those derived again: sums of another order, written and read."""
 
 
 def verify(plan: Plan) -> None:

@@ -12,6 +12,7 @@ from gascompile.runtime.kernels.rounding import rounded
 _BLOCK = 4096
 """Elements per program: 32 per thread of four warps, so that several wide loads are under way at once."""
 _WIDEST = 2048
+"""Columns of a program where there are several rows: half a block, so that it has two rows. Not measured."""
 
 
 @triton.jit

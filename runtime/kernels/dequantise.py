@@ -16,7 +16,9 @@ from gascompile.runtime.kernels.launching import launch_device
 from gascompile.runtime.kernels.rounding import rounded
 
 _BLOCK = 4096
+"""Values per program: 32 per thread of four warps."""
 _WIDEST = 1024
+"""Columns of a program: a quarter of a block, so that narrow matrices fill one, too. Not measured."""
 _GROUPS_PER_STEP = tl.constexpr(packing.GROUPS_PER_STEP)
 
 

@@ -16,7 +16,9 @@ _MMAPS = 65536
 LARGE_BYTES = 256 << 10
 """Less is not looked at."""
 _TRIM_BYTES = 128 << 10
+"""glibc's own threshold, which is put back."""
 _SLACK_BYTES = 16 << 20
+"""By which memory grows before holes are looked for again: a look takes longer than a small op."""
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _STATM = "/proc/self/statm"
 

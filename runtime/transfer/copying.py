@@ -12,6 +12,7 @@ Writer = Callable[[int, memoryview, int], int]
 """A positional write; raises ``OSError`` and may take fewer bytes than it is given."""
 
 _CHUNK_BYTES = 1 << 20
+"""Copied at once where the kernel cannot copy by itself. Chosen, not measured."""
 _REFUSALS = {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.EBADF}
 
 

@@ -32,6 +32,7 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 ARRAYS = (numpy.ndarray, bytearray, array.array)
 _ALWAYS = {"forward", "training", "__call__", "__defaults__", "__kwdefaults__", "_modules", *HOOKS}
 _MAX_ARRAY_BYTES = 1 << 20
+"""Of an array that is kept to be compared; of larger ones a digest is."""
 _ENTRY = re.compile(r"(\[[^\]]*\])+$")
 
 

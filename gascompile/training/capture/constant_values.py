@@ -25,6 +25,7 @@ _FOLLOWED = _FACTORIES | frozenset(
 _DECISIONS = frozenset({"__bool__", "__index__", "__int__", "item"})
 _WRITES = frozenset({"__iadd__", "__iand__", "__imul__", "__ior__", "__isub__", "__setitem__"})
 _MOST_ELEMENTS = 1 << 20
+"""Of a tensor whose values are computed while a step is captured."""
 _NOTHING = object()
 
 

@@ -33,6 +33,7 @@ from gascompile.training.state.whole_checkpoints import (
 )
 
 _CHUNK_BYTES = 4 << 20
+"""Sent at once: what a rank takes of memory for a file that it sends or gets."""
 Agree = Callable[[str, Callable[[], Any]], list[Any]]
 
 

@@ -27,6 +27,7 @@ from gascompile.weights.checkpoint import read_safetensors_header
 PIECES = "gascompile.pieces"
 """Key of a file's metadata: of each tensor that is a box, what of which tensor it is."""
 _CHUNK_BYTES = 4 << 20
+"""Read by one call. Chosen, not measured."""
 Numbers = tuple[int, ...]
 
 
