@@ -14,14 +14,12 @@ from gascompile.core.errors import Demand, InfeasiblePlanError
 from gascompile.core.machine import Machine
 from gascompile.core.plan import Plan
 from gascompile.core.workload import TensorKind, Workload
-from gascompile.passes.verify.walk import verify
+from gascompile.passes.plan.within_host import within_host
 from gascompile.runtime.memory.lasting_accounts import lasting_names, moves_lasting, with_host
 from gascompile.runtime.memory.pinned import HOST, host_bytes, passing_bytes
 
 _GRAPHS_SHARE = 1 / 64
 """Of the budget, at most, is left to graphs: weights that do not stay cost more."""
-_TRIES = 4
-"""Each leaves the host less; whole pages of divided weights are known only once they are divided."""
 
 
 def placed_bytes(workload: Workload, machine: Machine) -> int:
@@ -94,27 +92,17 @@ def _plan_with_host(
     limits_bytes = budget.limits_bytes(machine)
     if machine.compute_tier == HOST or HOST not in limits_bytes:
         return make(budget)
-    needed_bytes = passing_bytes(workload.ops, machine.io)
-    left_bytes = limits_bytes[HOST] - needed_bytes
-    for tries_left in reversed(range(_TRIES)):
-        if left_bytes < 0:
-            break
-        plan, over_bytes = _whole(make(budget.with_size(HOST, left_bytes)), limits_bytes)
-        if over_bytes <= 0:
-            verify(plan)
-            return plan
-        # The last try keeps no weight there at all.
-        left_bytes = max(left_bytes - over_bytes, 0) if tries_left > 1 else 0
-    raise InfeasiblePlanError(
-        required_bytes=max(needed_bytes, limits_bytes[HOST] + 1),
+    needed = Demand(
+        kind="reserved",
+        name=f"pinned memory for {machine.io.num_threads} reading threads",
+        size_bytes=passing_bytes(workload.ops, machine.io),
+    )
+    return within_host(
+        make,
+        partial(_whole, limits_bytes=limits_bytes),
+        budget,
+        host=HOST,
         limit_bytes=limits_bytes[HOST],
-        tier=HOST,
+        needed=needed,
         op=workload.ops[0].name,
-        demands=(
-            Demand(
-                kind="reserved",
-                name=f"pinned memory for {machine.io.num_threads} reading threads",
-                size_bytes=needed_bytes,
-            ),
-        ),
     )

@@ -9,6 +9,7 @@ import json
 import logging
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from gascompile.capture.torch_settings import cast_suffix
 from gascompile.codegen.packed_kernels import use_wire_kernels
@@ -16,6 +17,7 @@ from gascompile.core import serial
 from gascompile.core.errors import StorageError
 from gascompile.core.machine import Machine
 from gascompile.core.program import Program
+from gascompile.core.remembered import remembered
 from gascompile.core.workload import Workload
 from gascompile.cost_models.measure.compute import op_overhead_s
 from gascompile.cost_models.measure.ops import measure_ops, signature
@@ -57,7 +59,7 @@ def measured_times(
     kinds = {op.name: signature(nodes[op.name], program) for op in costly}
     names = {op: f"{kind}{casts}" for op, kind in kinds.items() if kind is not None}
     path = op_times_path(cache_dir)
-    known = _read(path)
+    known = remembered(path, _FORMAT, "the remembered op times", _seconds) or {}
     missing = [nodes[op] for op, name in names.items() if name not in known]
     if missing:
         with warned_if_busy("this model"), no_pages_taken():
@@ -107,14 +109,5 @@ def computes_here(machine: Machine) -> bool:
             return False
 
 
-def _read(path: Path) -> Mapping[str, float]:
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        if data["format"] != _FORMAT:
-            return {}
-        return {str(name): float(time_s) for name, time_s in data["seconds"].items()}
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        _log.warning("the remembered op times %s are damaged and measured again: %s", path, error)
-        return {}
+def _seconds(data: Any) -> Mapping[str, float]:
+    return {str(name): float(time_s) for name, time_s in data["seconds"].items()}

@@ -11,7 +11,6 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from torch.utils import _pytree as pytree
@@ -21,6 +20,7 @@ from gascompile.core import serial
 from gascompile.core.config import CompileConfig
 from gascompile.core.program import Program
 from gascompile.core.progress import task
+from gascompile.core.remembered import remembered
 from gascompile.formats.layout import FORMS, LAYOUT
 from gascompile.precision.choice import matrices_to_pack
 from gascompile.precision.sensitivity import Sensitivity, measure_sensitivities
@@ -55,7 +55,7 @@ def calibrate(
     matrices = matrices_to_pack(program)
     weights = resolved.weights
     path = config.cache_dir / _FOLDER / f"{_key(matrices, weights)}.json"
-    known = _read(path)
+    known = remembered(path, _FORMAT, "the sensitivities", _sensitivities)
     if known is not None and known.keys() == set(matrices):
         return known
     setting = Setting(
@@ -92,20 +92,11 @@ def _key(matrices: Sequence[str], weights: Weights) -> str:
     return hashlib.blake2b(text.encode(), digest_size=20).hexdigest()
 
 
-def _read(path: Path) -> dict[str, Sensitivity] | None:
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        if data["format"] != _FORMAT:
-            return None
-        return {
-            str(name): Sensitivity(
-                gain=float(value["gain"]),
-                errors={str(form): float(error) for form, error in value["errors"].items()},
-            )
-            for name, value in data["weights"].items()
-        }
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        _log.warning("the sensitivities %s are damaged and measured again: %s", path, error)
-        return None
+def _sensitivities(data: Any) -> dict[str, Sensitivity]:
+    return {
+        str(name): Sensitivity(
+            gain=float(value["gain"]),
+            errors={str(form): float(error) for form, error in value["errors"].items()},
+        )
+        for name, value in data["weights"].items()
+    }

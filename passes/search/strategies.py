@@ -31,7 +31,7 @@ _NUM_LARGEST = 12
 _FEW = 8
 """Weights up to which every set is tried: 256 sets."""
 _REACHES = (1, 4)
-"""Ops that read streamed weights, within which a weight stays from one of its uses to the next. Chosen, not measured."""
+"""Readers of streamed weights, within which one stays from a use to the next. Chosen, not measured."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,6 @@ layers do, however deep the model is. Figures are remembered beside those of the
 from __future__ import annotations
 
 import json
-import logging
 import re
 import time
 from collections import Counter, defaultdict
@@ -26,6 +25,7 @@ from gascompile.core.budget import Budget
 from gascompile.core.errors import BudgetExceededError, NanLossError
 from gascompile.core.machine import Machine
 from gascompile.core.program import Program
+from gascompile.core.remembered import remembered
 from gascompile.core.workload import Workload
 from gascompile.cost_models.measure.rehearse import made_up
 from gascompile.distributed.ladder import Ladder
@@ -38,8 +38,6 @@ from gascompile.training.optimizers import rank_ops
 from gascompile.training.planning.rank_overlap import network_of, waits_s, with_flying
 from gascompile.training.planning.step_program import StepProgram
 from gascompile.training.planning.step_workload import step_workload
-
-_log = logging.getLogger(__name__)
 
 _FORMAT = "gascompile.step_costs/1"
 _NUM_RUNS = 4
@@ -209,7 +207,7 @@ def step_costs(
         for node in program.op_nodes()
     }
     path = step_times_path(cache_dir)
-    known = _read(path)
+    known = remembered(path, _FORMAT, "the remembered costs", _costs) or {}
     missing = {kind for kind in kinds.values() if kind is not None} - set(known)
     if missing:
         rehearsal = _Rehearsal(kinds, missing, min(room_bytes // 3, _MOST_BYTES))
@@ -371,17 +369,8 @@ def _typical(times_s: list[float]) -> float:
     return later[(len(later) - 1) // 2]
 
 
-def _read(path: Path) -> Mapping[str, OpCost]:
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        if data["format"] != _FORMAT:
-            return {}
-        return {
-            str(kind): OpCost(float(cost["time_s"]), int(cost["scratch_bytes"]))
-            for kind, cost in data["costs"].items()
-        }
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        _log.warning("the remembered costs %s are damaged and measured again: %s", path, error)
-        return {}
+def _costs(data: Any) -> Mapping[str, OpCost]:
+    return {
+        str(kind): OpCost(float(cost["time_s"]), int(cost["scratch_bytes"]))
+        for kind, cost in data["costs"].items()
+    }

@@ -7,18 +7,15 @@ from functools import partial
 
 from gascompile.core.budget import Budget
 from gascompile.core.config import CompileConfig
-from gascompile.core.errors import Demand, InfeasiblePlanError
+from gascompile.core.errors import Demand
 from gascompile.core.machine import Machine
 from gascompile.core.plan import Plan
 from gascompile.core.workload import PERSISTENT, TensorKind, Workload
 from gascompile.passes.plan.make_plan import make_plan
-from gascompile.passes.verify.walk import verify
+from gascompile.passes.plan.within_host import within_host
 from gascompile.runtime.memory.host_slots import HOST_BYTES
 from gascompile.runtime.memory.lasting_accounts import with_host
 from gascompile.runtime.memory.pinned import HOST
-
-_TRIES = 4
-"""Each leaves the host less: how slots lie beside each other is known only once there is a plan."""
 
 
 def step_plan(
@@ -64,25 +61,13 @@ def _with_host(
 ) -> Plan:
     """Return a plan for a device whose slots on the host, and what transfers pass through, are within its budget."""
     limits_bytes = budget.limits_bytes(machine)
-    limit_bytes = limits_bytes[HOST]
     lasting = [t.name for t in workload.tensors if t.kind in PERSISTENT]
-    left_bytes = limit_bytes - HOST_BYTES
-    for tries_left in reversed(range(_TRIES)):
-        if left_bytes < 0:
-            break
-        plan, over_bytes = with_host(
-            made(budget.with_size(HOST, left_bytes)), limits_bytes, lasting
-        )
-        if over_bytes <= 0:
-            verify(plan)
-            return plan
-        # The last try brings nothing there.
-        left_bytes = max(left_bytes - over_bytes, 0) if tries_left > 1 else 0
-    staging = Demand(kind="reserved", name="what transfers pass through", size_bytes=HOST_BYTES)
-    raise InfeasiblePlanError(
-        required_bytes=max(HOST_BYTES, limit_bytes + 1),
-        limit_bytes=limit_bytes,
-        tier=HOST,
+    return within_host(
+        made,
+        lambda plan: with_host(plan, limits_bytes, lasting),
+        budget,
+        host=HOST,
+        limit_bytes=limits_bytes[HOST],
+        needed=Demand(kind="reserved", name="what transfers pass through", size_bytes=HOST_BYTES),
         op=workload.ops[0].name,
-        demands=(staging,),
     )
