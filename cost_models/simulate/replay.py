@@ -283,13 +283,7 @@ def _events(
             key = _key(step)
             if key not in newest:
                 raise ValueError(f"the wait for '{step.tensor}' at {step.address} has no transfer")
-            copy = newest[key]
-            if sites is not None and (step.site is not None or step.tensor in sites.queued):
-                # Whatever is queued goes to where ops change what lasts.
-                other = step.site or sites.others[0]
-                events.append((MEET, copy, float(1 + sites.others.index(other))))
-            if step.site is None:
-                events.append((ARRIVE if site_of[copy] else WAIT, copy, 0.0))
+            events += _arrivals(step, newest[key], sites, site_of)
         else:
             copy = newest[_key(step)] = number[i]
             if step.tensor in written and isinstance(step, Reload):
@@ -300,6 +294,18 @@ def _events(
         events.append((COMPUTE, begun, sums[reached] - sums[begun]))
     step_of.extend([len(steps) - 1] * (len(events) - len(step_of)))
     return events, step_of
+
+
+def _arrivals(
+    step: Wait, copy: int, sites: OpSites | None, site_of: Sequence[int]
+) -> Iterator[Event]:
+    """Yield the events of a wait for a copy."""
+    if sites is not None and (step.site is not None or step.tensor in sites.queued):
+        # Whatever is queued goes to where ops change what lasts.
+        other = step.site or sites.others[0]
+        yield MEET, copy, float(1 + sites.others.index(other))
+    if step.site is None:
+        yield ARRIVE if site_of[copy] else WAIT, copy, 0.0
 
 
 def _first_iteration(
