@@ -196,12 +196,8 @@ def find_route(task: Problem, tier: str, sent: frozenset[str]) -> Route:
     for name in [name for name in at if kinds[name] == TensorKind.OUTPUT and own not in at[name]]:
         bring(end, name, own)
     alone_s = [op.time_s[site] for op, site in zip(task.workload.ops, op_sites, strict=True)]
-    return Route(
-        tuple(op_sites),
-        tuple(contended(task.workload.ops, alone_s, op_sites, task.machine)),
-        moves,
-        there,
-    )
+    times_s = tuple(contended(task.workload.ops, alone_s, op_sites, task.machine))
+    return Route(tuple(op_sites), times_s, moves, there)
 
 
 def merge_steps(
