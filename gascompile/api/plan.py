@@ -257,9 +257,14 @@ def machine_of(machine: Machine | str | os.PathLike[str] | None, cache_dir: Path
         ValueError: a name that is neither a preset nor a file.
         FormatError: the file is not a machine, or its numbers make no sense.
         StorageError: the file cannot be read, or ``cache_dir`` cannot be written to.
+        UnsupportedOpError: this machine is asked for, and torch is not installed.
     """
     if machine is not None and machine != EMULATED:
         return named_machine(machine)
+    if not _has_torch():
+        raise UnsupportedOpError(
+            "torch is not installed, and without it this machine cannot be measured; name one with --machine (machine=)"
+        )
     from gascompile.machines.resolve import resolve_machine
     from gascompile.runtime.transfer.engine import read_blocks
 

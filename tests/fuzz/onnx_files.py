@@ -5,6 +5,7 @@ What both we and onnxruntime take has to compute the same; everything else has t
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -118,6 +119,9 @@ def _graphs(rng: Any) -> dict[str, Any]:
 
 def use(folder: Path) -> str:
     """Read a model, and run it on made-up inputs; say what came of it, ``other result`` where onnxruntime differs."""
+    from gascompile.core.checks.machine_files import named_machine
+    from gascompile.core.errors import GASCompileError
+    from gascompile.integrations.onnx.outline_workload import workload_of_file
     from gascompile.integrations.onnx.translate import onnx_module
     from gascompile.weights.checkpoint import open_checkpoint
 
@@ -127,6 +131,9 @@ def use(folder: Path) -> str:
     sizes = [d for _, dims in module.inputs.values() for d in dims or () if isinstance(d, int)]
     if any(not 0 <= d <= 64 for d in sizes):
         return "read"
+    # What is planned without torch is refused as plainly as what is run.
+    with contextlib.suppress(GASCompileError):
+        workload_of_file(file, named_machine("cpu-nvme"), batch=2, tokens=4)
     inputs = module.made_up_inputs(2, 4)
     torch.manual_seed(0)
     for name, value in inputs.items():

@@ -148,9 +148,8 @@ def layer_norm(
     given = [v for v in (x, weight, bias) if v is not None]
     rest = x.shape[: x.dim() - len(shape)]
     made = fresh(x, x.shape)
-    # Statistics of reduced types are floats.
-    kinds = [fresh(x, (*rest, *[1] * len(shape))) for _ in range(2)]
-    now().leaf("native_layer_norm", given, [made, *kinds])
+    statistics = [fresh(x, (*rest, *[1] * len(shape))) for _ in range(2)]
+    now().leaf("native_layer_norm", given, [made, *statistics])
     return made
 
 

@@ -9,6 +9,9 @@ from typing import Any
 from gascompile.core.strides import contiguous_strides
 from gascompile.integrations.onnx.outline import DType, Outline, now, op
 
+_MOST_PIECES = 1 << 16
+"""Of one op, as in a capture."""
+
 
 def broadcast_shapes(*shapes: Sequence[int]) -> tuple[int, ...]:
     """Return the shape that tensors of such shapes have together; raises ``ValueError`` where they do not fit."""
@@ -192,7 +195,9 @@ def _unbind(x: Outline, at: int) -> list[Outline]:
 
 
 def unbind(x: Outline, dim: int = 0) -> tuple[Outline, ...]:
-    """Return a view for each place of a dimension."""
+    """Return a view for each place of a dimension; raises ``ValueError`` for more than any model has."""
+    if x.shape[_dim_of(x, dim)] > _MOST_PIECES:
+        raise ValueError(f"{list(x.shape)} would be divided into more than {_MOST_PIECES} pieces")
     return _each(_unbind(x, _dim_of(x, dim)))
 
 

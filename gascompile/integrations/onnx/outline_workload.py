@@ -126,7 +126,9 @@ def _workload(
     returned = frozenset(value.storage.name for value in outputs)
     read = {name for found in ops for name in (*found.facts.reads, *found.facts.writes)} | returned
     inputs = {value.storage.name for value in given.values() if value.storage.name.startswith("%")}
-    sizes = {v.storage.name: v.storage.size_bytes for v in (*given.values(), *log.constants)}
+    # In the order of a capture's placeholders: what is bound, constants of the trace, inputs.
+    ends = sorted((*given.values(), *log.constants), key=lambda v: v.storage.name.startswith("%"))
+    sizes = {value.storage.name: value.storage.size_bytes for value in ends}
     sizes = {name: size for name, size in sizes.items() if name in read | inputs}
     for found in ops:
         sizes |= {name: log.made_bytes[name] for name in found.facts.writes}
