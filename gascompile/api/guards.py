@@ -45,46 +45,47 @@ class Values:
         self._owners = [row.owner for row in (*rows, *free)]
         self._keys = [row.key for row in (*rows, *free)]
         self._tensors = [row.tensor for row in (*rows, *free)]
-        self._addresses = [row.address for row in rows]
-        self._versions = [row.version for row in rows]
+        self._noted = [(row.version, row.address) for row in rows]
 
     @staticmethod
     def of(model: nn.Module, kind: str) -> Values:
         """Take note of all tensors of a kind, ``_parameters`` or ``_buffers``."""
-        rows = []
+        rows, free = [], []
         for path, module in model.named_modules():
             owner = vars(module)[kind]
             for key, tensor in owner.items():
                 name = f"{path}.{key}" if path else key
-                ref = _nobody if tensor is None else weakref.ref(tensor)
-                rows.append(_Row(owner, key, name, ref, _address(tensor), _version(tensor)))
-        return Values(rows)
+                if tensor is None or tensor.is_inference():
+                    ref = _nobody if tensor is None else weakref.ref(tensor)
+                    free.append(_Row(owner, key, name, ref, 0, 0))
+                else:
+                    now = (tensor._version, _address(tensor))
+                    rows.append(_Row(owner, key, name, weakref.ref(tensor), *now))
+        return Values(rows, free)
 
     def read(self, names: Collection[str], written: Collection[str]) -> Values:
         """Return those that a plan reads by their names, and none has; its runs write to some."""
-        rows = [row for row in self._rows if row.tensor is _nobody or row.name in names]
+        rows = [row for row in self._rows if row.name in names]
+        free = [row for row in self._free if row.tensor is _nobody or row.name in names]
         return Values(
             [row for row in rows if row.name not in written],
-            [row for row in rows if row.name in written],
+            free + [row for row in rows if row.name in written],
         )
 
     def changed(self) -> str | None:
         """Return the first that has other values now, in words."""
         now = list(map(dict.get, self._owners, self._keys))
         held = [of() for of in self._tensors]
-        kept = now[: len(self._rows)]
-        if (
-            all(map(operator.is_, now, held))
-            and list(map(_version, kept)) == self._versions
-            and list(map(_address, kept)) == self._addresses
-        ):
-            return None
+        if all(map(operator.is_, now, held)):
+            kept: Any = now[: len(self._rows)]
+            if list(zip(map(_VERSION, kept), map(_address, kept), strict=True)) == self._noted:
+                return None
         for number, row in enumerate((*self._rows, *self._free)):
             new, old = now[number], held[number]
             if new is not old and not (new is not None and new.device.type == "meta"):
                 return f"'{row.name}' is another tensor now"
-            if new is old and number < len(self._rows):
-                if _version(new) != row.version:
+            if new is old and new is not None and number < len(self._rows):
+                if new._version != row.version:
                     return f"'{row.name}' was written to"
                 if _address(new) != row.address:
                     return f"'{row.name}' has other memory now"
@@ -96,24 +97,21 @@ class _Row(NamedTuple):
     key: str
     name: str
     tensor: Callable[[], torch.Tensor | None]
-    address: int
     version: int
+    address: int
+
+
+_VERSION = operator.attrgetter("_version")
+_PLAIN = {torch.Tensor, nn.Parameter, nn.Buffer}
+"""Others may not say where they lie."""
 
 
 def _nobody() -> None:
     """Stand for a tensor that is not there."""
 
 
-def _address(tensor: torch.Tensor | None) -> int:
-    return 0 if tensor is None or type(tensor) not in _PLAIN else tensor.data_ptr()
-
-
-_PLAIN = {torch.Tensor, nn.Parameter, nn.Buffer}
-"""Others may not say where they lie."""
-
-
-def _version(tensor: torch.Tensor | None) -> int:
-    return 0 if tensor is None or tensor.is_inference() else tensor._version
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.data_ptr() if type(tensor) in _PLAIN else 0
 
 
 def require_no_gradients(leaves: Iterable[Any], outputs: tuple[Any, ...]) -> tuple[Any, ...]:
