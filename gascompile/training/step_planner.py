@@ -375,10 +375,14 @@ class StepPlanner:
         if stage is not None and self.pipeline is not None:
             workload = self.pipeline.with_waits(workload, stage, self._machine.compute_tier)
 
+        machine = self._machine
+        if self.ranks is not None:
+            machine = rank_overlap.with_neighbours(machine, self.ranks.ladder)
+
         def found(reserved_bytes: int) -> Plan:
             return step_plan(
                 workload,
-                self._machine,
+                machine,
                 self._budget,
                 self._config,
                 fingerprint=prints,
