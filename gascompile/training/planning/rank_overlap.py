@@ -175,10 +175,12 @@ def network_of(step: StepProgram, ladder: Ladder) -> Network:
     return Network(time_s=time_s, busy=ladder.busy, begin_s=begin_s)
 
 
-def with_neighbours(machine: Machine, ladder: Ladder) -> Machine:
+def with_neighbours(machine: Machine, ladder: Ladder | None) -> Machine:
     """Return a machine whose ops lose to moves what was measured with all ranks of a host at work."""
     felt = machine.interference
-    if machine.compute_tier != "cpu" or ladder.move_s_per_byte <= felt.op_s_per_byte:
+    if ladder is None or machine.compute_tier != "cpu":
+        return machine
+    if ladder.move_s_per_byte <= felt.op_s_per_byte:
         return machine
     source = "measured with all ranks at work"
     felt = replace(felt, op_s_per_byte=ladder.move_s_per_byte, source=source)
