@@ -52,11 +52,10 @@ class Restarted:
         self.folder, self.size = folder, size
         command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={size}"]
         command += [f"--max-restarts={restarts}", "--standalone", "-m", *module]
-        # Byte code is kept, as it is of what pip has installed: else all of torch is compiled at every start.
+        # Byte code is kept, as pip keeps that of what it installs: else this package is compiled at every start.
         given = {name: x for name, x in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
         env = {
             **given,
-            "PYTHONPYCACHEPREFIX": str(folder.parent / "bytecode"),
             "OMP_NUM_THREADS": "1",
             "CPU_GROUP": "",
             "CACHE": str(folder / "cache"),

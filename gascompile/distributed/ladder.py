@@ -10,6 +10,7 @@ import contextlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -17,18 +18,14 @@ import torch
 
 from gascompile.core import serial
 from gascompile.core.errors import FormatError, StorageError
+from gascompile.distributed.beside import Ops, lost_to_exchange_s, lost_to_moves_s
 from gascompile.runtime.collectives.exchange import Exchange
 
 _SIZES_BYTES = (4 << 10, 256 << 10, 4 << 20)
 """[Empirical] From 4 MiB on seconds grow with bytes, within the scatter of a shared machine."""
 _REPEATS = 3
-_ROUNDS = 4
-"""Exchanges with ops beside them, one after the other: as long as what holds processors to a share of their time looks
-at, some 20 ms."""
 _LONG_S = 0.01
 """An exchange that all ranks together find shorter goes on beside ops long enough to be told from them."""
-_OP_ROWS = 192
-"""Of a product of matrices that stands for ops: 0.2 ms, and more than a core's own cache has room for."""
 _BUSY, _FASTER = 2.0, 1.25
 """What was measured before holds for a network whose largest exchange takes up to so much longer now, as hosts may be
 busy, and up to so much less. [Empirical] Between two processes of one busy host the same exchange takes 0.7 to 1.4 of
@@ -54,10 +51,17 @@ class Ladder:
     """What ops wait for a sum of parts to begin that goes on beside them: for the copy that it is made of."""
     busy: float = 1.0
     """Share of the time of such a sum that ops beside it lose to it, with those of all ranks at work."""
+    move_s_per_byte: float = 0.0
+    """What ops lose to a byte that moves to or from the drive beside them, with those of all ranks at work."""
 
     @staticmethod
-    def measured(exchange: Exchange) -> Ladder:
-        """Measure; all ranks do so at once. Half a second between two processes of one host."""
+    def measured(exchange: Exchange, folder: Path | None = None) -> Ladder:
+        """Measure; all ranks do so at once. Half a second between two processes of one host.
+
+        Args:
+            exchange: with the other ranks.
+            folder: on the drive that this rank moves values to and from, if it does.
+        """
         size = exchange.size
 
         def sizes_of(values: torch.Tensor) -> list[int]:
@@ -73,14 +77,14 @@ class Ladder:
         def begin(values: torch.Tensor) -> None:
             exchange.begin_part(values.clone(), sizes_of(values))
 
-        parts = _measured(part)
-        beside = _Beside(exchange, begin, parts)
+        parts, ops = _measured(part), Ops()
         return Ladder(
             whole=_measured(exchange.add),
             part=parts,
             gathers=_measured(gather),
             begins=_measured(begin, exchange.end_part),
-            busy=beside.lost_share(),
+            busy=_lost_share(exchange, ops, begin, parts),
+            move_s_per_byte=lost_to_moves_s(exchange, ops, folder) if folder is not None else 0.0,
         )
 
     def seconds(self, size_bytes: int, *, divided: bool) -> float:
@@ -148,56 +152,18 @@ def _measured(
     return tuple(found)
 
 
-class _Beside:
-    """Sums of parts that go on beside ops, and the same ops without them; all ranks are at it at once."""
-
-    def __init__(
-        self, exchange: Exchange, begin: Callable[[torch.Tensor], None], alone: Sequence[Rung]
-    ) -> None:
-        self._exchange, self._begin = exchange, begin
-        # What one rank took for long enough, others did not: all have to take the same size.
-        mean_s = torch.tensor([rung.time_s for rung in alone])
-        exchange.add(mean_s)
-        short = [
-            n for n, total_s in enumerate(mean_s.tolist()) if total_s < _LONG_S * exchange.size
-        ]
-        rung = alone[short[-1] if short else 0]
-        self._values = torch.zeros(rung.size_bytes // torch.float32.itemsize)
-        self._alone_s = rung.time_s
-        self._matrix = torch.ones(_OP_ROWS, _OP_ROWS)
-        self._count = 1
-
-    def lost_share(self) -> float:
-        """Return the share of an exchange's time that ops lose, beside what it takes to begin it."""
-        self._ops()
-        begin_s = time.perf_counter()
-        self._ops()
-        # Twice as long as the exchange by itself, so that it ends before they do.
-        one_s = max(time.perf_counter() - begin_s, 1e-6)
-        self._count = max(int(2 * self._alone_s / one_s), 1)
-        lost_s = min(self._lost_s() for _ in range(_REPEATS - 1))
-        return min(max(lost_s / self._alone_s, 0.0), 1.0)
-
-    def _lost_s(self) -> float:
-        """Return what ops lose to one exchange."""
-        self._exchange.add(torch.zeros(1))
-        first_s = time.perf_counter()
-        for _ in range(_ROUNDS):
-            self._ops()
-        plain_s = time.perf_counter() - first_s
-        self._exchange.add(torch.zeros(1))
-        first_s, begun_s = time.perf_counter(), 0.0
-        for _ in range(_ROUNDS):
-            begin_s = time.perf_counter()
-            self._begin(self._values)
-            begun_s += time.perf_counter() - begin_s
-            self._ops()
-            self._exchange.end_part()
-        return (time.perf_counter() - first_s - begun_s - plain_s) / _ROUNDS
-
-    def _ops(self) -> None:
-        for _ in range(self._count):
-            torch.mm(self._matrix, self._matrix)
+def _lost_share(
+    exchange: Exchange, ops: Ops, begin: Callable[[torch.Tensor], None], alone: Sequence[Rung]
+) -> float:
+    """Return the share of an exchange's time that ops lose, beside what it takes to begin it."""
+    # What one rank took for long enough, others did not: all have to take the same size.
+    total_s = torch.tensor([rung.time_s for rung in alone])
+    exchange.add(total_s)
+    short = [n for n, each_s in enumerate(total_s.tolist()) if each_s < _LONG_S * exchange.size]
+    rung = alone[short[-1] if short else 0]
+    values = torch.zeros(rung.size_bytes // torch.float32.itemsize)
+    lost_s = lost_to_exchange_s(exchange, ops, partial(begin, values), rung.time_s)
+    return min(lost_s / rung.time_s, 1.0)
 
 
 def interpolated(rungs: Sequence[Rung], size_bytes: int) -> float:

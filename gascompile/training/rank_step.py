@@ -259,7 +259,9 @@ class RankStep:
         again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
         kept = Ladder.kept(path) if again else None
         told = self._ranks.compare("what exchanges took", b"", [int(kept is not None)])
-        self._ladder = kept if all(has for (has,) in told) else self._ranks.ladder().as_kept(path)
+        if not all(has for (has,) in told):
+            kept = self._ranks.ladder(cache_dir / "training").as_kept(path)
+        self._ladder = kept
 
     @property
     def network(self) -> str:

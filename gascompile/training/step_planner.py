@@ -100,6 +100,8 @@ class StepPlanner:
         """Where ranks are stages of the model."""
         self.states: States | None = None
         """Values that were taken over, from the first unit on."""
+        self._waiting: tuple[object, tuple[StepProgram, Rules, Joint, Plan]] | None = None
+        """What was planned last whose sums wait for other ranks, until all have chosen."""
         self._reserved_bytes = self.transfer_bytes if machine.compute_tier == HOST else 0
         # What stands for the memory of an emulated device is the host's, too.
         self._in_ram = machine.compute_backend != "cuda"
@@ -125,6 +127,7 @@ class StepPlanner:
         sizes, gap = self._divisible(storages), self._config.mip_gap
         place, made, best = self.ranks.divided(attempt, sizes, self._keep_aside, gap)
         self._settings = replace(self._settings, stages=best.stages, beside=best.beside)
+        self._waiting = None
         return place, made
 
     def _divisible(self, storages: Storages) -> dict[str, int]:
@@ -159,7 +162,6 @@ class StepPlanner:
         """Return the place of a step in the cache, and what is kept there."""
         own = self._model, self.optimizer, storages, self._settings, self._packed()
         place = self._place(batch, options, storages)
-        # Outside, as what is compared may lead to values that are not in memory.
         saved = self._saved
         bundle = place.read(self._outdated) if saved is None else saved.find(place)
         if bundle is None:
@@ -257,13 +259,20 @@ class StepPlanner:
             found = step_program(joint, rules, name=name, options=options)
             return with_packed(found, self._packed()), rules, joint
 
-        with task(f"Capturing a {name}"):
-            program, rules, joint = with_shapes(self.states, storages, captured)
-        with task("Planning"):
-            plan = self._plan(program, place.prints)
-            is_beside = rank_overlap.is_wanted(self._settings.beside)
-            if self.ranks is not None and not options.calls and is_beside:
-                program, plan = self._beside_ops(program, plan, place.prints)
+        is_beside = rank_overlap.is_wanted(self._settings.beside) and not options.calls
+        what = id(batch), options, self._settings.stages
+        before, self._waiting = self._waiting, None
+        if is_beside and before is not None and before[0] == what:
+            program, rules, joint, plan = before[1]
+        else:
+            with task(f"Capturing a {name}"):
+                program, rules, joint = with_shapes(self.states, storages, captured)
+            with task("Planning"):
+                plan = self._plan(program, place.prints)
+        if self.ranks is not None and is_beside:
+            program, plan = self._beside_ops(program, plan, place.prints)
+        elif self.ranks is not None and self.states is None:
+            self._waiting = what, (program, rules, joint, plan)
         bundle, _ = bundle_of(program, plan, place.printed)
         return PlannedStep(
             program=program,
@@ -278,8 +287,6 @@ class StepPlanner:
         self, joint: Joint, batch: Any, storages: Storages, options: StepOptions
     ) -> None:
         """Let a step of several ranks draw what one process draws; a batch of another size shows where rows are."""
-        from gascompile.training.capture.joint import capture_joint
-
         assert options.layout is not None, "there are several ranks"
         if draws_of(joint.graph_module.graph):
             from gascompile.training.capture.joint import capture_joint
@@ -291,18 +298,13 @@ class StepPlanner:
     def _beside_ops(
         self, program: StepProgram, plan: Plan, prints: Mapping[str, str]
     ) -> tuple[StepProgram, Plan]:
-        """Return the step whose exchanges go on beside ops, and its plan; what is exchanged is the same.
-
-        Raises:
-            InfeasiblePlanError: what is under way takes more memory than there is, and ranks may still choose.
-        """
+        """Return the step whose exchanges go on beside ops, and its plan; later batches without room for it wait."""
         wide = overlapped(program)
         if wide is None:
             return program, plan
         try:
             return wide, self._plan(wide, prints)
         except InfeasiblePlanError:
-            # A batch of another kind may wait for its exchanges.
             if self.states is None and rank_overlap.forced is None:
                 raise
             return program, plan
@@ -362,6 +364,7 @@ class StepPlanner:
         from gascompile.training.planning.step_plan import step_plan
 
         sites = other_sites(self._machine) if self._config.sites == "all" else ()
+        ladder = self.ranks.ladder if self.ranks is not None else None
         workload = costed_workload(
             program,
             self._machine,
@@ -369,16 +372,18 @@ class StepPlanner:
             cache_dir=self._config.cache_dir,
             pages=self.pages,
             sites=sites,
-            ladder=self.ranks.ladder if self.ranks is not None else None,
+            ladder=ladder,
         )
         sent_bytes = stage.reserved_bytes if stage is not None else 0
         if stage is not None and self.pipeline is not None:
             workload = self.pipeline.with_waits(workload, stage, self._machine.compute_tier)
 
+        machine = rank_overlap.with_neighbours(self._machine, ladder)
+
         def found(reserved_bytes: int) -> Plan:
             return step_plan(
                 workload,
-                self._machine,
+                machine,
                 self._budget,
                 self._config,
                 fingerprint=prints,

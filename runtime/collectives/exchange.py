@@ -32,6 +32,7 @@ class _Begun:
     work: dist.Work
     received: torch.Tensor
     sent: torch.Tensor
+    sizes: tuple[int, ...]
 
 
 class Exchange:
@@ -80,11 +81,10 @@ class Exchange:
             values: a vector, of one part after the other.
             sizes: elements of each rank's part.
         """
-        own = sizes[self.rank]
-        received = values.new_empty(own * self.size)
-        every = [own] * self.size
-        self._trade(received, values, every, sizes)
-        return self._sum(received)
+        received, every = self._room(values, sizes)
+        given, counts = self._others(values, sizes)
+        self._trade(received, given, every, counts)
+        return self._sum(received, values, sizes)
 
     def begin_part(self, values: torch.Tensor, sizes: Sequence[int]) -> None:
         """Begin what ``add_part`` does; ``end_part`` returns its result, of the first that has begun first.
@@ -96,15 +96,14 @@ class Exchange:
         Raises:
             RankError: it is broken; names the rank where that is known.
         """
-        own = sizes[self.rank]
-        received = values.new_empty(own * self.size)
-        every = [own] * self.size
+        received, every = self._room(values, sizes)
+        given, counts = self._others(values, sizes)
         with self._guarded(received, values):
-            output, given = _unowned(received), _unowned(values)
+            output, sent = _unowned(received), _unowned(given)
             work = dist.all_to_all_single(
-                output, given, every, list(sizes), group=self._held(), async_op=True
+                output, sent, every, counts, group=self._held(), async_op=True
             )
-            self._begun.append(_Begun(work, received, values))
+            self._begun.append(_Begun(work, received, values, tuple(sizes)))
 
     def end_part(self) -> torch.Tensor:
         """Return this rank's part of the sum that was begun first, as soon as it is there.
@@ -115,13 +114,38 @@ class Exchange:
         begun = self._begun.popleft()
         with self._guarded(begun.received, begun.sent):
             self._finish(begun.work)
-        return self._sum(begun.received)
+        return self._sum(begun.received, begun.sent, begun.sizes)
 
-    def _sum(self, received: torch.Tensor) -> torch.Tensor:
+    def _keeps(self) -> bool:
+        """Whether this rank's own part can stay out of an exchange: it is at an end of what goes to the others."""
+        return self.rank in (0, self.size - 1)
+
+    def _others(self, values: torch.Tensor, sizes: Sequence[int]) -> tuple[torch.Tensor, list[int]]:
+        """Return the elements of a vector that an exchange has to move, and how many are each rank's."""
+        if not self._keeps():
+            return values, list(sizes)
+        own = sizes[self.rank]
+        rest = values[own:] if self.rank == 0 else values[: values.numel() - own]
+        return rest, [0 if rank == self.rank else size for rank, size in enumerate(sizes)]
+
+    def _room(self, values: torch.Tensor, sizes: Sequence[int]) -> tuple[torch.Tensor, list[int]]:
+        """Return memory for what ranks send of this one's part, and how many elements come from each."""
+        every = [sizes[self.rank]] * self.size
+        if self._keeps():
+            every[self.rank] = 0
+        return values.new_empty(sum(every)), every
+
+    def _sum(
+        self, received: torch.Tensor, values: torch.Tensor, sizes: Sequence[int]
+    ) -> torch.Tensor:
         """Return the sum of what all ranks have of a part, in their order: it does not depend on who computes it."""
-        parts = received.view(self.size, received.numel() // self.size)
-        total = parts[0].clone()
-        for part in parts[1:]:
+        begin, own = sum(sizes[: self.rank]), sizes[self.rank]
+        count = self.size - self._keeps()
+        parts = list(received.view(count, own))
+        if self._keeps():
+            parts.insert(self.rank, values[begin : begin + own])
+        total = parts[0] + parts[1]
+        for part in parts[2:]:
             total.add_(part)
         return total
 
@@ -136,9 +160,15 @@ class Exchange:
             part: this rank's own; it is in its place in ``values`` already, if ``None``.
         """
         begin, own = sum(sizes[: self.rank]), sizes[self.rank]
-        sent = (values[begin : begin + own] if part is None else part).repeat(self.size)
-        every = [own] * self.size
-        self._trade(values, sent, sizes, every)
+        place = values[begin : begin + own]
+        sent, every = place if part is None else part, [own] * self.size
+        if self._keeps():
+            every[self.rank] = 0
+            if part is not None:
+                place.copy_(part)
+        received, counts = self._others(values, sizes)
+        count = self.size - self._keeps()
+        self._trade(received, sent.repeat(count) if count > 1 else sent, counts, every)
 
     def send(self, value: torch.Tensor, peer: int, tag: int) -> None:
         """Begin to send a tensor to rank ``peer``, which receives it under the same ``tag``.

@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from gascompile.distributed import ladder
+from gascompile.distributed import beside, ladder
 
 _COPY_S, _LOST = 2e-4, 0.25
 """What it takes to begin a sum, and the share of it that ops beside it lose."""
@@ -41,13 +41,13 @@ def _climbed(monkeypatch: pytest.MonkeyPatch, bytes_per_s: float, start_s: float
         clock[0] += flying[0]
         flying[0] = 0.0
 
-    def ops(beside: Any) -> None:
-        lost_s = _LOST * flying[0]
-        clock[0] += 1e-3 * beside._count + lost_s
+    def ops(_: object, count: int) -> None:
+        clock[0] += 1e-3 * count + _LOST * flying[0]
         flying[0] = 0.0
 
-    monkeypatch.setattr(ladder, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
-    monkeypatch.setattr(ladder._Beside, "_ops", ops)
+    for module in (ladder, beside):
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr(beside.Ops, "run", ops)
     exchange = SimpleNamespace(
         size=3, add=whole, add_part=part, gather=gather, begin_part=begin, end_part=end
     )
@@ -118,3 +118,11 @@ def test_a_folder_that_cannot_be_written_to_changes_nothing(
     (tmp_path / "ranks").write_text("a file")
     found = _climbed(monkeypatch, 100e6, 0.0)
     assert found.as_kept(tmp_path / "ranks" / "exchanges.json") == found
+
+
+def test_a_drive_without_room_takes_nothing_from_ops(tmp_path: Path) -> None:
+    (tmp_path / "training").write_text("a file")
+    alone = cast(Any, SimpleNamespace(add=lambda _: None))
+    assert beside.lost_to_moves_s(alone, beside.Ops(), tmp_path / "training") == 0.0
+    assert beside.lost_to_moves_s(alone, beside.Ops(), tmp_path) >= 0.0
+    assert not list(tmp_path.glob("*/*"))
