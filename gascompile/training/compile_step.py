@@ -160,6 +160,9 @@ def compile_step(
         with together.one_by_one() if together is not None else nullcontext():
             resolved, limits = _planned_for(saved, machine, budget, config.cache_dir)
         _require_runnable(resolved, limits, settings)
+        values = _file_values(model, checkpoint, config.cache_dir)
+        if together is not None:
+            together.require_same_files(values, config.cache_dir)
         step = TrainingStep(
             model,
             together.loss if together is not None and not settings.is_pipeline else loss_fn,
@@ -168,7 +171,7 @@ def compile_step(
             machine=admit(resolved),
             config=config,
             settings=settings,
-            values=_file_values(model, checkpoint, config.cache_dir),
+            values=values,
             saved=saved,
             ranks=together,
         )

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import gascompile
 from gascompile import compile_step
 from gascompile.api import piped as piped_api
-from gascompile.core.errors import GASCompileError, RankError
+from gascompile.core.errors import GASCompileError, RankError, StorageError
 from gascompile.distributed.ranks import find_group
 from gascompile.training.pipeline import pipeline
 from gascompile.training.step import TrainingStep
@@ -37,7 +37,7 @@ from tests.distributed.pipeline_jobs import (
     loss_fn,
 )
 from tests.training.runs import PLANNING_S
-from tests.training.trials import MACHINE
+from tests.training.trials import MACHINE, TRANSFER_BYTES
 
 RANK, SIZE = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
@@ -184,6 +184,33 @@ def mixes(piped: Piped, folder: Path) -> dict[str, Any]:
         return {"loss": loss, "expected": expected, "said": str(step.ranks.pipeline)}
 
 
+def differs(piped: Piped, folder: Path) -> dict[str, Any]:
+    """What one rank alone is given, cannot plan or fails at is told to all of them, and none waits."""
+    said: dict[str, Any] = {}
+    is_other = RANK == SIZE - 1
+    torch.manual_seed(0)
+    model = piped.model()
+    given = {"example_batch": batches()[0]}
+    clips = {"max_grad_norm": 0.5} if is_other else {}
+    said["options"] = _raised(lambda: opened(piped, model, folder, **clips, **given))
+    poor = replace(piped, budget=TRANSFER_BYTES + 70_000) if is_other else piped
+    said["budget"] = _raised(lambda: opened(poor, model, folder, **given))
+    torch.manual_seed(RANK)
+    path = _written(piped.model(), folder)
+    with torch.device("meta"):
+        empty = piped.model()
+    said["files"] = _raised(lambda: opened(piped, empty, folder, checkpoint=path))
+    with opened(piped, model, folder, **given) as step:
+        if is_other:
+            step.ranks._ranks.exchange._letters.receive = _break  # type: ignore[method-assign, union-attr]
+        said["stage"] = _raised(lambda: step(batches()[0]))
+    return said
+
+
+def _break(*_: Any) -> bool:
+    raise StorageError("this stage's drive is gone")
+
+
 def killed(piped: Piped, folder: Path) -> dict[str, Any]:
     """One rank ends in the middle of a step, and the other says which."""
     torch.manual_seed(0)
@@ -261,6 +288,7 @@ KINDS: dict[str, Callable[[Piped, Path], dict[str, Any]]] = {
     "nan": meets_nan,
     "refuses": refuses,
     "mixes": mixes,
+    "differs": differs,
     "killed": killed,
     "infers": infers,
 }

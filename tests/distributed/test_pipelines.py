@@ -32,6 +32,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "refuses",
         "mixes",
         "infers",
+        "differs",
     ]
     codes = run_job(folder, 2, *asked, "killed", worker=_WORKER)
     assert codes == [0, -signal.SIGALRM], [
@@ -111,6 +112,23 @@ def test_a_nan_changes_nothing(two: Path) -> None:
 def test_what_would_be_another_result_is_refused(two: Path, what: str, said: str) -> None:
     for rank in left_by(two, 2, "refuses"):
         assert said in rank[what]
+
+
+@pytest.mark.parametrize(
+    ("what", "first", "other"),
+    [
+        ("options", "RankMismatchError: rank 1 and rank 0 differ in the options", "RankMismatchError: rank 1 and"),
+        ("budget", "RankMismatchError: rank 1 cannot do what all are about to: Infeasible", "InfeasiblePlanError"),
+        ("files", "RankMismatchError: rank 1 and rank 0 differ in the content", "RankMismatchError: rank 1 and"),
+        ("stage", "RankError: rank 1 has failed: StorageError: this stage's", "StorageError: this stage's"),
+    ],
+)  # fmt: skip
+def test_what_one_rank_differs_in_is_told_to_all(
+    two: Path, what: str, first: str, other: str
+) -> None:
+    said = [rank[what] for rank in left_by(two, 2, "differs")]
+    assert said[0].startswith(first)
+    assert said[1].startswith(other)
 
 
 def test_a_step_goes_on_after_a_refusal(two: Path) -> None:
