@@ -54,3 +54,5 @@ class StageLayout:
     """Parameter -> the rank that updates it."""
     held: frozenset[str]
     """What this rank has, copies of parameters that others update included."""
+    elsewhere: frozenset[str] = frozenset()
+    """What other ranks have alone."""

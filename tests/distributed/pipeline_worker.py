@@ -19,17 +19,20 @@ import torch.distributed as dist
 from safetensors.torch import save_model
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils import _pytree as pytree
 
 import gascompile
 from gascompile import compile_step
 from gascompile.api import piped as piped_api
 from gascompile.core.errors import GASCompileError, RankError, StorageError
 from gascompile.distributed.ranks import find_group
+from gascompile.runtime.collectives.letters import Letters
 from gascompile.training.pipeline import pipeline
 from gascompile.training.step import TrainingStep
 from tests.distributed.pipeline_jobs import (
     LENGTH,
     PIPED,
+    ROWS,
     WIDTH,
     WORDS,
     Piped,
@@ -42,15 +45,24 @@ from tests.training.trials import MACHINE, TRANSFER_BYTES
 RANK, SIZE = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def begins_of(piped: Piped, size: int) -> list[float]:
+    """Return where stages begin; each further one has a half of what the last of fewer has."""
+    begins = list(piped.begins)
+    while len(begins) < size:
+        begins.append((1 + begins[-1]) / 2)
+    return begins[:size]
+
+
 def opened(
     piped: Piped, model: nn.Module, folder: Path, loss: Any = loss_fn, **options: Any
 ) -> TrainingStep:
     pipeline.forced = None
     if piped.begins:
-        pipeline.forced = lambda size, _: (
-            [int(size * begin) for begin in piped.begins],
+        pipeline.forced = lambda size, stages: (
+            [int(size * begin) for begin in begins_of(piped, stages)],
             piped.num_batches,
         )
+    kind = options.pop("kind", "pp")
     return compile_step(
         model,
         loss,
@@ -59,7 +71,7 @@ def opened(
         machine=MACHINE,
         cache_dir=folder / f"cache-{RANK}",
         time_limit_s=PLANNING_S,
-        mesh=init_device_mesh("cpu", (SIZE,), mesh_dim_names=("pp",)) if SIZE > 1 else None,
+        mesh=init_device_mesh("cpu", (SIZE,), mesh_dim_names=(kind,)) if SIZE > 1 else None,
         **{**piped.options, **options},
     )
 
@@ -79,6 +91,13 @@ def trains(piped: Piped, folder: Path) -> dict[str, Any]:
         state = step.state_dict()
         if SIZE > 1 and RANK == 0:
             torch.save(state, folder / "state.pt")
+        if SIZE > 1:
+            step.save(folder / "saved", {"number": 3}, blocking=False)
+            step(batches()[1])
+            assert step.load(folder / "saved") == {"number": 3}
+            again = step.state_dict()
+            pairs = zip(pytree.tree_leaves(state), pytree.tree_leaves(again), strict=True)
+            assert all(torch.equal(a, b) for a, b in pairs if isinstance(a, torch.Tensor))
         said = str(step.ranks.pipeline) if step.ranks else ""
     own = {name: p.detach() for name, p in model.named_parameters() if not p.is_meta}
     return {
@@ -100,6 +119,29 @@ def resumes(piped: Piped, folder: Path) -> dict[str, Any]:
         step.prepare(batches()[0])
         step.load_state_dict(torch.load(folder / "state.pt", weights_only=True))
         return {"losses": [step(batch) for batch in batches()[:2]]}
+
+
+def loads(piped: Piped, folder: Path, *, saved: str = "saved", **options: Any) -> dict[str, Any]:
+    """Go on from a checkpoint of ``trains``, and save one."""
+    torch.manual_seed(7 + RANK)
+    rows = slice(RANK * ROWS // SIZE, (RANK + 1) * ROWS // SIZE) if options else slice(ROWS)
+    own = [[tensor[rows].clone() for tensor in batch] for batch in batches()]
+    with opened(replace(piped, budget="64MiB"), piped.model(), folder, **options) as step:
+        step.prepare(own[0])
+        assert step.load(folder / saved) == {"number": 3}
+        state = step.state_dict()
+        step.save(folder / f"by-{SIZE}", {"number": 3})
+        return {"state": state, "losses": [step(batch) for batch in own[:2]]}
+
+
+def loads_from_one(piped: Piped, folder: Path) -> dict[str, Any]:
+    """Go on from a checkpoint of one process."""
+    return loads(piped, folder, saved="by-1")
+
+
+def loads_in_parallel(piped: Piped, folder: Path) -> dict[str, Any]:
+    """Go on from a checkpoint of a pipeline, each rank with rows of its own."""
+    return loads(piped, folder, kind="dp")
 
 
 def begins_from_files(piped: Piped, folder: Path) -> dict[str, Any]:
@@ -149,7 +191,6 @@ def refuses(piped: Piped, folder: Path) -> dict[str, Any]:
         step([words, targets])
         said["ignored"] = _raised(lambda: step([words, ignoring]))
         said["other batch"] = _raised(lambda: step([words + RANK, targets]))
-        said["save"] = _raised(lambda: step.save(folder / "checkpoint"))
         said["call"] = _raised(lambda: step.model(words))
         said["loss"] = step([words, targets])
     for name, layer, options in (
@@ -281,9 +322,36 @@ def infers(piped: Piped, folder: Path) -> dict[str, Any]:
     return found
 
 
+def killed_in_a_call(piped: Piped, folder: Path) -> dict[str, Any]:
+    """The rank in the middle ends as it is about to receive, and the others say which."""
+    torch.manual_seed(0)
+    model, words = piped.model().eval(), batches()[0][0]
+    piped_api.forced = lambda size, stages: [size * stage // stages for stage in range(stages)]
+    with gascompile.compile(
+        model,
+        "64MiB",
+        machine=MACHINE,
+        cache_dir=folder / f"cache-{RANK}",
+        mesh=init_device_mesh("cpu", (SIZE,), mesh_dim_names=("pp",)),
+        time_limit_s=PLANNING_S,
+    ) as compiled:
+        compiled(words)
+        if RANK == 1:
+            Letters.receive = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment, method-assign, misc]
+        try:
+            for _ in range(3):
+                compiled(words)
+        except RankError as error:
+            return {"rank": error.rank, "said": str(error)}
+    return {}
+
+
 KINDS: dict[str, Callable[[Piped, Path], dict[str, Any]]] = {
     "trains": trains,
     "resumes": resumes,
+    "loads": loads,
+    "loads from one": loads_from_one,
+    "loads in parallel": loads_in_parallel,
     "files": begins_from_files,
     "nan": meets_nan,
     "refuses": refuses,
@@ -291,6 +359,7 @@ KINDS: dict[str, Callable[[Piped, Path], dict[str, Any]]] = {
     "differs": differs,
     "killed": killed,
     "infers": infers,
+    "killed in a call": killed_in_a_call,
 }
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.utils import _pytree as pytree
 
 from gascompile.passes.parallel.legs import Action
@@ -18,6 +19,7 @@ from tests.distributed.test_ranks import close, left_by, run_job
 from tests.training.trials import TRANSFER_BYTES
 
 _WORKER = "tests.distributed.pipeline_worker"
+LOADS = {"gpt": ("loads", "loads from one"), "llama": ("loads in parallel",)}
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +41,16 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / f"log-{r}").read_text()[-3000:] for r in (0, 1)
     ]
     return folder
+
+
+@pytest.fixture(scope="module")
+def three(two: Path) -> tuple[Path, dict[str, dict[str, Any]]]:
+    """What three ranks left that went on from checkpoints of two stages and of one process; and that process."""
+    alone = {name: pipeline_worker.loads(PIPED[name], two / name) for name in PIPED}
+    asked = [f"{kind}:{name}" for name, kinds in LOADS.items() for kind in kinds]
+    codes = run_job(two, 3, *asked, "killed in a call", worker=_WORKER)
+    assert codes == [0, -signal.SIGKILL, 0], (two / "log-0").read_text()[-3000:]
+    return two, alone
 
 
 def _require_trained(found: list[dict[str, Any]], name: str) -> None:
@@ -79,6 +91,31 @@ def test_a_state_is_one_processes_too(two: Path) -> None:
         close(rank["losses"], alone["losses"])
 
 
+@pytest.mark.parametrize("name", PIPED)
+def test_a_checkpoint_is_any_number_s_of_stages_or_ranks(
+    three: tuple[Path, dict[str, dict[str, Any]]], name: str
+) -> None:
+    folder, alone = three
+    saved = left_by(folder, 2, f"trains:{name}")[0]["state"]
+    again = pipeline_worker.resumes(PIPED[name], folder / name)
+    for found in (
+        alone[name],
+        *(r for kind in LOADS[name] for r in left_by(folder, 3, f"{kind}:{name}")),
+    ):
+        pairs = zip(pytree.tree_leaves(saved), pytree.tree_leaves(found["state"]), strict=True)
+        assert all(torch.equal(a, b) for a, b in pairs if isinstance(a, torch.Tensor))
+        close(found["losses"], again["losses"])
+    files = [load_file(path) for path in (folder / name / "saved").glob("*/*.safetensors")]
+    names = [key for file in files for key in file if "random" not in key]
+    assert len(names) == len(set(names))
+
+
+def test_who_is_killed_in_a_call_is_named(three: tuple[Path, Any]) -> None:
+    for rank in left_by(three[0], 3, "killed in a call", 0, 2):
+        assert rank["rank"] == 1
+        assert "rank 1 is gone" in rank["said"]
+
+
 def test_a_model_that_no_rank_has_whole(two: Path) -> None:
     losses, _, _ = train_eagerly(PIPED["llama"])
     for rank in left_by(two, 2, "files:llama"):
@@ -100,7 +137,6 @@ def test_a_nan_changes_nothing(two: Path) -> None:
     [
         ("ignored", "UnsupportedOpError: micro-batches have [3, 0, 0, 0] targets that the loss ignores"),
         ("other batch", "RankMismatchError: rank 1 and rank 0 differ in"),
-        ("save", "UnsupportedOpError: stages of a pipeline write no checkpoint"),
         ("call", "UnsupportedOpError: parameters are divided among the ranks"),
         ("dropout", "draws random numbers"),
         ("batch norm", "UnsupportedOpError: the model changes its buffer '1.num_batches_tracked'"),

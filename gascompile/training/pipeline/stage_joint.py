@@ -54,7 +54,11 @@ class Placed:
 
     def layout(self, rank: int) -> StageLayout:
         """Return what concerns one rank."""
-        return StageLayout(rank=rank, size=len(self.held), owners=self.owners, held=self.held[rank])
+        held = self.held[rank]
+        elsewhere = frozenset().union(*self.held) - held
+        return StageLayout(
+            rank=rank, size=len(self.held), owners=self.owners, held=held, elsewhere=elsewhere
+        )
 
 
 def placed(legs: Legs, joint: Joint, every: Sequence[str]) -> Placed:

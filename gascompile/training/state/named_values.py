@@ -14,7 +14,7 @@ from gascompile.core.errors import RankError
 from gascompile.runtime.memory.persistent import Persistent
 from gascompile.training.optimizers.optimizers import Rules
 from gascompile.training.optimizers.slots import PART, Tile
-from gascompile.training.state.aliasing import Storages, in_order_of
+from gascompile.training.state.aliasing import Storages, in_order_of, named_tensors
 from gascompile.training.state.open_tensors import behind
 from gascompile.training.state.packed_values import PackedValue
 
@@ -49,6 +49,11 @@ class NamedValues:
         """Layouts of parameters of which this rank has a part alone, or nothing; they have no memory."""
         self.spread = {n: s for n, s in rules.slots.items() if s.owner is not None}
         """Parameters of a pipeline, each of which one rank updates."""
+        placed = rules.placed
+        known = named_tensors(model)[1] if placed is not None else {}
+        elsewhere = sorted(placed.elsewhere - tensors.keys()) if placed is not None else ()
+        self.unheld = {name: known[name] for name in elsewhere}
+        """Of a pipeline, tensors that other stages read and none updates: the model has them still."""
         for slot in rules.slots.values():
             if slot.stage is not None:
                 outline = torch.empty_like(tensors[slot.name], memory_format=torch.preserve_format)
