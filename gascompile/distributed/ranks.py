@@ -26,7 +26,7 @@ import torch.distributed.distributed_c10d as c10d
 
 from gascompile.core import patience
 from gascompile.core.errors import NanLossError, RankError, RankMismatchError
-from gascompile.core.ranks import RankLayout
+from gascompile.core.ranks import MeshLayout, RankLayout
 from gascompile.distributed.ladder import Ladder
 from gascompile.distributed.opening import open_default_group
 from gascompile.distributed.reasons import broken, first_line
@@ -46,6 +46,8 @@ _MEET = timedelta(minutes=30)
 _REASON_S = 2.0
 """A rank that fails writes its reason before it leaves; one that was killed never does."""
 _WORDS, _MOST_NUMBERS = 4, 8
+MESH = ("dp", "pp")
+"""Names of the dimensions of pipelines beside each other."""
 _jobs = iter(range(1 << 62))
 _LOOK_S = 5.0
 """How often a rank that waits between steps looks whether the others of its host still run."""
@@ -58,6 +60,8 @@ class _Groups:
     base: dist.ProcessGroup
     meeting: dist.ProcessGroup
     work: dist.ProcessGroup
+    across: dist.ProcessGroup | None = None
+    """Of the ranks with the same stage, where pipelines are beside each other."""
     ladder: Ladder | None = None
     users: WeakSet[Ranks] = field(default_factory=WeakSet)
 
@@ -70,17 +74,18 @@ old addresses."""
 class Ranks:
     """This process among the ranks that train one model; every rank makes its own at the same time."""
 
-    def __init__(self, base: dist.ProcessGroup) -> None:
-        """Open own groups over the ranks of ``base``."""
+    def __init__(self, base: dist.ProcessGroup, num_stages: int = 1) -> None:
+        """Open own groups over the ranks of ``base``, of which each ``num_stages`` that follow make a pipeline."""
         members = dist.get_process_group_ranks(base)
         self.layout = RankLayout(rank=dist.get_rank(base), size=len(members))
+        self.mesh = MeshLayout.of(self.layout, num_stages)
         self._members, self._job = tuple(members), next(_jobs)
+        open_group = partial(dist.new_group, timeout=_MEET, backend="gloo")
         if self._members not in _open or _open[self._members].base is not base:
             # A part of the job opens its groups without the other ranks.
             alone = len(members) < dist.get_world_size()
-            open_group = partial(dist.new_group, members, timeout=_MEET, backend="gloo")
-            first, second = (open_group(use_local_synchronization=alone) for _ in range(2))
-            _open[self._members] = _Groups(base, first, second)
+            opened = [open_group(members, use_local_synchronization=alone) for _ in range(2)]
+            _open[self._members] = _Groups(base, *opened)
         self._store = c10d.PrefixStore(
             f"gascompile/{members[0]}/{self._job}",
             c10d._get_default_store(),
@@ -96,14 +101,25 @@ class Ranks:
         self._common: BaseException | None = None
         """What this rank has raised last that all ranks know of, and that breaks nothing."""
         self._known: WeakSet[Exception] = WeakSet()
-        self.exchange = Exchange(self._group, why=self._reason)
-        self.exchange.is_broken = lambda: self._gone() >= 0 or self._said() is not None
+        self.exchange = self._made(self._group)
+        if 1 < num_stages < self.layout.size:
+            self.exchange.first_peer = self.mesh.first
+            if groups.across is None:
+                peers = [members[rank] for rank in self.mesh.peers]
+                groups.across = open_group(peers, use_local_synchronization=True)
+            self.exchange.across = self._made(groups.across)
         self._store.set(f"host/{self.layout.rank}", f"{socket.gethostname()} {os.getpid()}")
         # Now, as the store goes with the rank that keeps it.
         hosts = [self._store.get(f"host/{rank}").decode() for rank in range(len(members))]
         self._processes = [host.rpartition(" ")[::2] for host in hosts]
         self.votes = Votes(self._store, self.layout, _MEET.total_seconds(), self._broken_by)
         """What ranks tell each other beside the steps."""
+
+    def _made(self, group: dist.ProcessGroup) -> Exchange:
+        """Return this rank's end of the exchanges of a group."""
+        made = Exchange(group, why=self._reason)
+        made.is_broken = lambda: self._gone() >= 0 or self._said() is not None
+        return made
 
     @property
     def hosts(self) -> list[str]:
@@ -268,6 +284,8 @@ class Ranks:
     def expect(self, time_s: float) -> None:
         """Give a rank, or its drives, up that are silent for too long in a step; ``time_s`` is what one takes."""
         self.exchange.silent_s = SILENT_S + 3 * time_s
+        if self.exchange.across is not None:
+            self.exchange.across.silent_s = self.exchange.silent_s
         self._own_s = _OWN_S + 3 * time_s
 
     @contextlib.contextmanager
@@ -307,8 +325,11 @@ class Ranks:
         groups = _open.get(self._members)
         if groups is not None and groups.work is self._group:
             del _open[self._members]
-        for group in (self._group, self._meeting):
-            if self.exchange.is_hung:
+        across = self.exchange.across
+        is_hung = self.exchange.is_hung or (across is not None and across.is_hung)
+        of_peers = [groups.across] if groups is not None and groups.across is not None else []
+        for group in (self._group, self._meeting, *of_peers):
+            if is_hung:
                 # The end of a group waits for its exchanges, with all of Python: it lasts as long as the process.
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
                 continue
@@ -366,10 +387,20 @@ def find_ranks(mesh: DeviceMesh | None = None) -> Ranks | None:
     """Return this process's place in ``mesh``, or in the job that ``torchrun`` has started; ``None`` if it is alone.
 
     Raises:
-        ValueError: a mesh of more than one dimension.
+        ValueError: a mesh of more dimensions than one of stages, ``pp``, behind one of rows, ``dp``.
     """
-    group = find_group(mesh)
-    return Ranks(group) if group is not None else None
+    if mesh is None or mesh.mesh_dim_names is None or mesh.mesh_dim_names[-1] != "pp":
+        group = find_group(mesh)
+        return Ranks(group) if group is not None else None
+    if mesh.mesh_dim_names != MESH or 1 in mesh.shape:
+        parts = [mesh[name] for name in mesh.mesh_dim_names if mesh[name].size() > 1]
+        group = find_group(parts[0] if len(parts) == 1 else mesh)
+    else:
+        members = mesh.mesh.flatten().tolist()
+        is_whole = members == list(range(dist.get_world_size()))
+        how = {"backend": "gloo", "use_local_synchronization": True}
+        group = dist.group.WORLD if is_whole else dist.new_group(members, **how)
+    return Ranks(group, mesh["pp"].size()) if group is not None else None
 
 
 def find_group(mesh: DeviceMesh | None = None) -> dist.ProcessGroup | None:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_model
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils import _pytree as pytree
 
 import gascompile
@@ -45,6 +45,10 @@ from tests.training.trials import MACHINE, TRANSFER_BYTES
 RANK, SIZE = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def mesh_of(shape: dict[str, int]) -> DeviceMesh:
+    return init_device_mesh("cpu", tuple(shape.values()), mesh_dim_names=tuple(shape))
+
+
 def begins_of(piped: Piped, size: int) -> list[float]:
     """Return where stages begin; each further one has a half of what the last of fewer has."""
     begins = list(piped.begins)
@@ -62,7 +66,7 @@ def opened(
             [int(size * begin) for begin in begins_of(piped, stages)],
             piped.num_batches,
         )
-    kind = options.pop("kind", "pp")
+    mesh = options.pop("mesh", ({"pp": SIZE}))
     return compile_step(
         model,
         loss,
@@ -71,7 +75,7 @@ def opened(
         machine=MACHINE,
         cache_dir=folder / f"cache-{RANK}",
         time_limit_s=PLANNING_S,
-        mesh=init_device_mesh("cpu", (SIZE,), mesh_dim_names=(kind,)) if SIZE > 1 else None,
+        mesh=mesh_of(mesh) if SIZE > 1 else None,
         **{**piped.options, **options},
     )
 
@@ -121,11 +125,53 @@ def resumes(piped: Piped, folder: Path) -> dict[str, Any]:
         return {"losses": [step(batch) for batch in batches()[:2]]}
 
 
+def own_batches(number: int, count: int) -> list[list[torch.Tensor]]:
+    """Return the rows of each batch that one of ``count`` has."""
+    rows = slice(number * ROWS // count, (number + 1) * ROWS // count)
+    return [[tensor[rows].clone() for tensor in batch] for batch in batches()]
+
+
+def beside(piped: Piped, folder: Path) -> dict[str, Any]:
+    """Train by two pipelines beside each other, each with a half of the rows, and go on from what one has saved."""
+    torch.manual_seed(RANK)
+    model, own = piped.model(), own_batches(RANK // 2, 2)
+    halves = replace(piped, num_batches=2, budget="64MiB")
+    with opened(halves, model, folder, mesh={"dp": 2, "pp": 2}) as step:
+        losses = [step(batch) for batch in own]
+        losses.append(step.eval(own[0]))
+        state = step.state_dict()
+        step.save(folder / "beside", {"number": 3})
+        after = step(own[0])
+        assert step.load(folder / "beside") == {"number": 3}
+        assert torch.equal(step(own[0]), after)
+        others = [own[0][0] + (RANK == 1), own[0][1]]
+        said = _raised(lambda: step(others))
+        targets = own[0][1].clone()
+        targets[:, :1] = -100 if RANK < 2 else targets[:, :1]
+        ignored = _raised(lambda: step([own[0][0], targets]))
+    values = {name: p.detach() for name, p in model.named_parameters() if not p.is_meta}
+    return {"losses": losses, "state": state, "own": values, "said": said, "ignored": ignored}
+
+
+def killed_beside(piped: Piped, folder: Path) -> dict[str, Any]:
+    """One rank of two pipelines ends in a step, and all others say which."""
+    torch.manual_seed(0)
+    own, halves = own_batches(RANK // 2, 2)[0], replace(piped, num_batches=2, budget="64MiB")
+    with opened(halves, piped.model(), folder, mesh={"dp": 2, "pp": 2}) as s:
+        s(own)
+        if RANK == 2:
+            Letters.receive = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment, method-assign, misc]
+        try:
+            s(own)
+        except RankError as error:
+            return {"rank": error.rank, "said": str(error)}
+    return {}
+
+
 def loads(piped: Piped, folder: Path, *, saved: str = "saved", **options: Any) -> dict[str, Any]:
     """Go on from a checkpoint of ``trains``, and save one."""
     torch.manual_seed(7 + RANK)
-    rows = slice(RANK * ROWS // SIZE, (RANK + 1) * ROWS // SIZE) if options else slice(ROWS)
-    own = [[tensor[rows].clone() for tensor in batch] for batch in batches()]
+    own = own_batches(RANK, SIZE) if options else batches()
     with opened(replace(piped, budget="64MiB"), piped.model(), folder, **options) as step:
         step.prepare(own[0])
         assert step.load(folder / saved) == {"number": 3}
@@ -141,7 +187,7 @@ def loads_from_one(piped: Piped, folder: Path) -> dict[str, Any]:
 
 def loads_in_parallel(piped: Piped, folder: Path) -> dict[str, Any]:
     """Go on from a checkpoint of a pipeline, each rank with rows of its own."""
-    return loads(piped, folder, kind="dp")
+    return loads(piped, folder, mesh={"dp": SIZE})
 
 
 def begins_from_files(piped: Piped, folder: Path) -> dict[str, Any]:
@@ -349,6 +395,8 @@ def killed_in_a_call(piped: Piped, folder: Path) -> dict[str, Any]:
 KINDS: dict[str, Callable[[Piped, Path], dict[str, Any]]] = {
     "trains": trains,
     "resumes": resumes,
+    "beside": beside,
+    "killed beside": killed_beside,
     "loads": loads,
     "loads from one": loads_from_one,
     "loads in parallel": loads_in_parallel,

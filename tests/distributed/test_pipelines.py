@@ -91,6 +91,35 @@ def test_a_state_is_one_processes_too(two: Path) -> None:
         close(rank["losses"], alone["losses"])
 
 
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What two pipelines of two stages left; a rank ends itself in the end."""
+    folder = tmp_path_factory.mktemp("four")
+    codes = run_job(folder, 4, *(f"beside:{n}" for n in PIPED), "killed beside", worker=_WORKER)
+    said = [(folder / f"log-{rank}").read_text()[-2000:] for rank in range(4)]
+    assert codes == [0, 0, -signal.SIGKILL, 0], said
+    return folder
+
+
+@pytest.mark.parametrize("name", PIPED)
+def test_pipelines_beside_each_other_are_one_process(four: Path, name: str) -> None:
+    found = left_by(four, 4, f"beside:{name}")
+    _require_trained(found, name)
+    for stage in (0, 1):
+        one, other = found[stage]["own"], found[stage + 2]["own"]
+        assert one.keys() == other.keys()
+        assert all(torch.equal(one[key], other[key]) for key in one)
+    for rank in found:
+        assert "RankMismatchError: rank 1 and rank 0 differ in the batch" in rank["said"]
+        assert "targets that the loss ignores, or other ranks" in rank["ignored"]
+
+
+def test_who_is_killed_beside_is_named(four: Path) -> None:
+    for rank in left_by(four, 4, "killed beside", 0, 1, 3):
+        assert rank["rank"] == 2
+        assert "rank 2 is gone" in rank["said"]
+
+
 @pytest.mark.parametrize("name", PIPED)
 def test_a_checkpoint_is_any_number_s_of_stages_or_ranks(
     three: tuple[Path, dict[str, dict[str, Any]]], name: str

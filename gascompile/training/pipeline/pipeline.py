@@ -77,7 +77,8 @@ class Pipeline:
     def __init__(self, ranks: Ranks) -> None:
         """Know nothing of the model yet."""
         self._ranks = ranks
-        self.rank, self.size = ranks.layout.rank, ranks.layout.size
+        self.mesh = ranks.mesh
+        self.rank, self.size = ranks.mesh.stage, ranks.mesh.num_stages
         self.who: Placed | None = None
         """Who has which parameters, from the first plan on."""
         self.choice: StageCut | None = None
@@ -155,14 +156,17 @@ class Pipeline:
         divided = {n: rows for n, x in inputs if rows and isinstance(x, torch.Tensor) and x.dim()}
         schedule = orders(self.size, count, has_backward=trains)
         cut = Cut(legs=legs, orders=schedule, num_batches=count, rows=divided)
-        counter = ignored_counter(joint, rows) if count > 1 else None
+        counter = None
+        if count > 1 or self.mesh.num_replicas > 1:
+            counter = ignored_counter(joint, rows or num_rows(batch))
         numbers = [legs.leg_of[node] for node in found.ops]
         facts = [numbers, count, sorted(self.who.owners.items()), _marks(joint)]
         flying = outstanding_bytes(legs, schedule, self.rank)
-        own = stage_joint(joint, cut, self.who, self.rank)
+        replicas = self.mesh.num_replicas
+        own = stage_joint(joint, cut, self.who, self.rank, num_replicas=replicas)
         return Stage(
             joint=own,
-            layout=self.who.layout(self.rank),
+            layout=self.who.layout(self.rank, self.mesh.replica),
             reserved_bytes=flying + late_bytes(own),
             facts=facts,
             rows=rows,
@@ -184,15 +188,17 @@ class Pipeline:
         legs, actions = stage.cut.legs, stage.joint.actions
         nodes = stage.joint.graph_module.graph.nodes
         coming = {node.name for node in nodes if node.target is receive}
-        table = torch.zeros(2 * self.size, dtype=torch.float64)
+        tables = torch.zeros(self.mesh.num_replicas, 2 * self.size, dtype=torch.float64)
+        table = tables[self.mesh.replica]
         for op in workload.ops:
             action = actions.get(op.name)
             if action is not None and not action.batch and op.name not in coming:
                 table[action.leg] += op.time_s[site]
         self._ranks.compare("what the stages of a step take", b"")
-        self._ranks.exchange.add(table)
+        self._ranks.exchange.add(tables)
         seconds = partial(self._ranks.ladder().seconds, divided=False)
-        found = waits(legs, stage.cut.orders, table.tolist(), seconds)
+        # Pipelines wait for the slowest one before updates.
+        found = waits(legs, stage.cut.orders, tables.amax(0).tolist(), seconds)
         left = dict(found.before_s)
         # What comes after the legs comes when the last rank is done with them.
         end_s = max(found.ends_s) - found.ends_s[self.rank]

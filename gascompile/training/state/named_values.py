@@ -111,7 +111,8 @@ class NamedValues:
         """Return a copy of a parameter, which the rank that updates it gives to all."""
         assert self._total is not None, "only ranks make a pipeline"
         found = self.persistent.value(name)
-        if not self.spread[name].ranges:
+        placed = self.rules.placed
+        if not self.spread[name].ranges or (placed is not None and placed.replica):
             found.zero_()
         return self._total(found, f"reading '{PART}' of '{name}'")
 
@@ -158,14 +159,19 @@ class NamedValues:
             RankError: other ranks have parts of it, and one is gone or does something else.
         """
         like = self.like_kept(parameter, key)
-        if self.rules.is_scalar(key):
+        if self.rules.is_scalar(key) and parameter not in self.spread:
             tile = self.tiles[parameter, key][0]
             return tile.values(self.persistent.value(tile.name)).reshape(())
         slot = self.rules.slots[parameter]
         is_divided = slot.is_spread and not (own and slot.owner is not None)
         flat = torch.zeros(like.numel()) if is_divided else torch.empty(like.numel())
-        for tile in self.tiles.get((parameter, key), ()):
-            flat[tile.begin : tile.end] = tile.values(self.persistent.value(tile.name))
+        placed = self.rules.placed
+        # Pipelines beside each other have the same.
+        is_told = not is_divided or placed is None or not placed.replica
+        for tile in self.tiles.get((parameter, key), ()) if is_told else ():
+            # Of one number each range has a copy.
+            begin, end = (0, 1) if self.rules.is_scalar(key) else (tile.begin, tile.end)
+            flat[begin:end] = tile.values(self.persistent.value(tile.name))
         if is_divided:
             assert self._total is not None, "only ranks divide"
             # Zeros where others have the values.
