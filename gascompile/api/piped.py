@@ -263,7 +263,7 @@ def compiled(
         if ranks is not None:
             return compiled_over(ranks, make, budget, machine, given)
         return started(make(budget=budget, machine=machine), given)
-    from gascompile.distributed.ranks import find_ranks
+    from gascompile.distributed.finding import find_ranks
 
     stages = find_ranks(mesh)
     if stages is None:

@@ -27,8 +27,9 @@ from gascompile.core.errors import (
 from gascompile.core.reports import RunReport
 from gascompile.distributed.balance import Balance
 from gascompile.distributed.clocks import Clock, clock_of
+from gascompile.distributed.finding import find_ranks
 from gascompile.distributed.ladder import Ladder
-from gascompile.distributed.ranks import Ranks, find_ranks
+from gascompile.distributed.ranks import Ranks
 from gascompile.distributed.rows import RowSampler, num_rows
 from gascompile.runtime.collectives.exchange import exchanging
 from gascompile.training.capture.rank_loss import RankLoss
