@@ -26,6 +26,8 @@ def find_ranks(mesh: DeviceMesh | None = None) -> Ranks | None:
     if mesh is None or mesh.mesh_dim_names is None or mesh.mesh_dim_names[-1] != "pp":
         group = find_group(mesh)
         return Ranks(group) if group is not None else None
+    if mesh.size() == 1:
+        return None
     if mesh.mesh_dim_names != MESH or 1 in mesh.shape:
         parts = [mesh[name] for name in mesh.mesh_dim_names if mesh[name].size() > 1]
         group = find_group(parts[0] if len(parts) == 1 else mesh)

@@ -57,8 +57,8 @@ class _Groups:
     base: dist.ProcessGroup
     meeting: dist.ProcessGroup
     work: dist.ProcessGroup
-    across: dist.ProcessGroup | None = None
-    """Of the ranks with the same stage, where pipelines are beside each other."""
+    across: dict[int, dist.ProcessGroup] = field(default_factory=dict)
+    """Of the ranks with the same stage, where pipelines are beside each other; by the number of stages."""
     ladder: Ladder | None = None
     users: WeakSet[Ranks] = field(default_factory=WeakSet)
 
@@ -101,10 +101,10 @@ class Ranks:
         self.exchange = self._made(self._group)
         if 1 < num_stages < self.layout.size:
             self.exchange.first_peer = self.mesh.first
-            if groups.across is None:
+            if num_stages not in groups.across:
                 peers = [members[rank] for rank in self.mesh.peers]
-                groups.across = open_group(peers, use_local_synchronization=True)
-            self.exchange.across = self._made(groups.across)
+                groups.across[num_stages] = open_group(peers, use_local_synchronization=True)
+            self.exchange.across = self._made(groups.across[num_stages])
         self._store.set(f"host/{self.layout.rank}", f"{socket.gethostname()} {os.getpid()}")
         # Now, as the store goes with the rank that keeps it.
         hosts = [self._store.get(f"host/{rank}").decode() for rank in range(len(members))]
@@ -324,7 +324,7 @@ class Ranks:
             del _open[self._members]
         across = self.exchange.across
         is_hung = self.exchange.is_hung or (across is not None and across.is_hung)
-        of_peers = [groups.across] if groups is not None and groups.across is not None else []
+        of_peers = list(groups.across.values()) if groups is not None else []
         for group in (self._group, self._meeting, *of_peers):
             if is_hung:
                 # The end of a group waits for its exchanges, with all of Python: it lasts as long as the process.

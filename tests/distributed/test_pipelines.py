@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import signal
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from gascompile.passes.parallel.legs import Action
 from gascompile.training.pipeline.schedule import orders
+from gascompile.training.pipeline.stage_problem import cuts
 from tests.distributed import pipeline_worker
 from tests.distributed.pipeline_jobs import PIPED, TIGHT_BYTES, batches, loss_fn, train_eagerly
 from tests.distributed.test_ranks import close, left_by, run_job
@@ -235,6 +237,16 @@ def test_who_is_killed_is_named(two: Path) -> None:
     (told,) = left_by(two, 2, "killed", 0)
     assert told["rank"] == 1
     assert "rank 1 is gone" in told["said"]
+
+
+def test_stages_may_begin_all_over_the_ops_where_little_is_sent() -> None:
+    assert cuts([0, 4, 9, 4]) == [False, True, True, True]
+    # Behind the loss, the last, next to nothing is sent.
+    found = cuts([0, *[9, 9, 5, 9] * 24, 1])
+    places = [place for place, is_one in enumerate(found) if is_one]
+    assert len(places) == 33
+    assert max(b - a for a, b in itertools.pairwise(places)) <= 5
+    assert {place for place in places if place % 4 == 3} == {*range(3, 97, 4)}
 
 
 @pytest.mark.parametrize(("num_stages", "num_batches"), [(1, 3), (2, 1), (2, 4), (3, 4), (4, 9)])

@@ -125,18 +125,21 @@ class Pipeline:
         self._ranks.compare("the captured step", serial.digest(_marks(joint)).encode())
         counts = self._counts(joint, batch) if trains else [1]
         found = staged_of(joint, every(joint))
-        stages, count = self._divided(joint, found, costs, memory, counts, num_states)
-        rows = 0
-        if count > 1:
+        divided = partial(self._divided, joint, found, costs, memory)
+        stages, count = divided(counts, num_states)
+        while count > 1:
             part, rows = split_rows(batch, count)
-            first, whole, joint = found, joint, capture(part)
-            require_provable(joint)
-            self._ranks.compare("a micro-batch's step", serial.digest(_marks(joint)).encode())
-            found = staged_of(joint, every(joint))
-            if not _are_alike(first, found):
+            small = capture(part)
+            require_provable(small)
+            self._ranks.compare("a micro-batch's step", serial.digest(_marks(small)).encode())
+            own = staged_of(small, every(small))
+            if _are_alike(found, own):
+                return self._made(small, own, stages, count, rows, batch, every(small), trains)
+            counts = [number for number in counts if number != count]
+            if counts == [1]:
                 self.whole = "the model runs other ops for a micro-batch than for all rows"
-                joint, found, count, rows = whole, first, 1, 0
-        return self._made(joint, found, stages, count, rows, batch, every(joint), trains)
+            stages, count = divided(counts, num_states)
+        return self._made(joint, found, stages, 1, 0, batch, every(joint), trains)
 
     def _made(
         self,
@@ -247,7 +250,7 @@ class Pipeline:
         if forced is not None:
             begins, count = forced(size, self.size)
             self.note = f"stages begin at ops {list(begins)}, {count} micro-batches, as was asked"
-            return stages_of(begins, size), count
+            return stages_of(begins, size), max(n for n in counts if n <= count)
         workload = costs(joint)
         names = {p: name for p, name in joint.bound.items() if name in joint.gradients}
         ops = stage_ops(found, names, workload, num_states)

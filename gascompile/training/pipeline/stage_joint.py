@@ -23,7 +23,8 @@ from gascompile.training.planning import rank_nodes
 
 _OPS = stage_ops.send, stage_ops.receive
 _FEWEST_ALONE = 1 << 16
-"""Elements of a gradient that pipelines add up by itself: [Empirical] what an exchange takes beside its bytes."""
+"""Elements of a gradient that pipelines add up by itself. [Empirical] An exchange takes a millisecond beside its bytes,
+in which Gloo moves as many."""
 
 
 def held_by(legs: Legs, bound: Mapping[str, str]) -> list[set[str]]:
