@@ -7,7 +7,8 @@
 * ``gpt2``: GPT-2 small on two ranks of 0.6 GiB each, beside FSDP2 with offload and one rank's plan;
 * ``predicted``: predicted beside measured seconds of a step; more ranks or memory never slower in prediction;
 * ``kills``: ranks that are killed, a full drive and a dead one; checkpoints of other numbers of ranks;
-* ``drives``: inference that streams weights from each rank's own drive, or from one that all share.
+* ``drives``: inference that streams weights from each rank's own drive, or from one that all share;
+* ``pipeline``: stages beside ranks with rows of their own, over a slow network and where memory is short.
 
 Every part writes what was asked for beside what was measured to ``benchmarks/results/ranks-<machine>-<date>.json``,
 where parts that were run apart come together. Root is needed for the limits.
@@ -30,7 +31,7 @@ from benchmarks.environment import headed, result_path, write_result
 from benchmarks.ranks.limits import missing
 from benchmarks.ranks.parts import Result, Setting, merged, tables
 
-PARTS = ("equal", "unequal", "gpt2", "predicted", "kills", "drives")
+PARTS = ("equal", "unequal", "gpt2", "predicted", "kills", "drives", "pipeline")
 
 
 def main(arguments: list[str] | None = None) -> int:

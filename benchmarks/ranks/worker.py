@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from benchmarks.anonymous import PeakSampler, anonymous_bytes
 from benchmarks.ranks.cases import Case, case_of, cut
@@ -43,6 +44,8 @@ _DEFAULTS: dict[str, Any] = {
     "pause_s": 0.0,  # between two steps
     "stop": None,  # a file with the number of steps, in place of ``steps``
     "cache_of_last": None,  # in place of the job's own, for the last rank
+    "caches": None,  # in place of the job's own, one of each rank
+    "stages": False,  # ranks are stages of a pipeline, and take the rows of all
 }
 Step = Callable[[Any], torch.Tensor]
 _left_open: list[Any] = []
@@ -52,7 +55,15 @@ _left_open: list[Any] = []
 def _cache(task: dict[str, Any]) -> str:
     is_last = RANK == SIZE - 1
     own: str | None = task["cache_of_last"] if is_last else None
+    if task["caches"]:
+        own = task["caches"][RANK]
     return own or os.environ["CACHE"]
+
+
+def _stages() -> DeviceMesh:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh("cpu", (SIZE,), mesh_dim_names=("pp",))
 
 
 @contextmanager
@@ -73,6 +84,7 @@ def planned(task: dict[str, Any], case: Case) -> Iterator[tuple[Step, Any, nn.Mo
         task["budget"],
         checkpoint=task["checkpoint"],
         cache_dir=_cache(task),
+        mesh=_stages() if task["stages"] else None,
         **task["options"],
     )
     try:
@@ -163,7 +175,7 @@ class _Run:
         if self.task["balance"] and number:
             self.rows = own.ranks.rows()
         batch = self.case.batch(number, sum(self.rows))
-        if len(self.rows) > 1:
+        if len(self.rows) > 1 and not self.task["stages"]:
             batch = cut(batch, self.rows, RANK)
         begin_s = time.perf_counter()
         if own is not None:
@@ -240,13 +252,17 @@ def _train(under_way: _Run, sampler: PeakSampler) -> None:
             certificate = own.plan.certificate
             found["predicted_s"], found["gap"] = certificate.predicted_s, certificate.gap
             found["strategy"] = own.plan.strategy
-            if own.ranks is not None:
+            if own.ranks is not None and own.ranks.pipeline is not None:
+                found["division"] = str(own.ranks.pipeline)
+            elif own.ranks is not None:
                 found["stage"] = 3 if own.ranks.division.chosen.stages else 2
                 found["division"] = str(own.ranks.division)
             found["link_bytes"] = dict(own.last_run.link_bytes) if own.last_run else {}
         found["setup_peak_bytes"] = sampler.take_peak_bytes()
     if task["checkpoint"]:
         return
+    if task["stages"]:
+        return  # The model has this stage's parameters alone.
     if task["way"] in ("planned", "eager") and not task["prepare_only"]:
         found["digest"] = digest_of(model)
 

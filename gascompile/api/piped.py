@@ -7,7 +7,6 @@ its own drive. A call goes through the stages and ends on all of them with the s
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
@@ -24,7 +23,7 @@ from gascompile.api.ranked import compiled_over, local_ranks
 from gascompile.api.runner import Runner
 from gascompile.api.started import started
 from gascompile.api.unit import Unit
-from gascompile.bundles.content import content_of
+from gascompile.bundles.content import require_same_files
 from gascompile.capture.calls import Call
 from gascompile.codegen.fuse import fused_unit
 from gascompile.core import serial
@@ -264,7 +263,7 @@ def compiled(
         if ranks is not None:
             return compiled_over(ranks, make, budget, machine, given)
         return started(make(budget=budget, machine=machine), given)
-    from gascompile.distributed.ranks import find_ranks
+    from gascompile.distributed.finding import find_ranks
 
     stages = find_ranks(mesh)
     if stages is None:
@@ -295,19 +294,8 @@ def _require_same_weights(job: PipedJob) -> None:
         RankMismatchError: they have not.
     """
     ranks, checkpoint = job.stages.ranks, job.open_checkpoint()
-    paths = (
-        sorted((stamp.path for stamp in checkpoint.stamps), key=os.path.basename)
-        if checkpoint
-        else []
-    )
-    files = [os.stat(path) for path in paths]
-    named = [[os.path.basename(p), f.st_size] for p, f in zip(paths, files, strict=True)]
-    places = serial.digest([[f.st_dev, f.st_ino, f.st_mtime_ns] for f in files])
-    what = "the weight files"
-    told = ranks.compare(what, serial.digest(named).encode(), [int(places[:15], 16)])
-    if any(row != told[0] for row in told):
-        contents = [content_of(path, job.config.cache_dir) for path in paths]
-        ranks.compare("the content of the weight files", serial.digest(contents).encode())
+    paths = [stamp.path for stamp in checkpoint.stamps] if checkpoint else []
+    require_same_files(paths, ranks.compare, job.config.cache_dir)
     own = dict(job.model.named_buffers())
     if checkpoint is None:
         own |= dict(job.model.named_parameters())

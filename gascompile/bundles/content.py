@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from gascompile.bundles.bundle import content_stamp
@@ -11,6 +12,8 @@ from gascompile.core.errors import FormatError, StorageError
 from gascompile.core.progress import task
 from gascompile.core.sources import FileStamp
 
+Compare = Callable[[str, bytes, Sequence[int]], list[list[int]]]
+"""Returns each rank's numbers, once all ranks are there with the same facts; raises where they differ."""
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -35,6 +38,23 @@ def content_of(path: str, cache_dir: Path) -> str:
     if _identity(path) == before:
         serial.write_atomic(note, serial.dumps({"identity": before, "digest": found}))
     return found
+
+
+def require_same_files(paths: Sequence[str], compare: Compare, cache_dir: Path) -> None:
+    """Return once it is known that the weight files of all ranks hold the same bytes; all ranks call it.
+
+    Files that are one and the same are not read. Others may have any names.
+
+    Raises:
+        RankMismatchError: they do not, or are of another number.
+        StorageError: a file cannot be read.
+    """
+    identities = sorted(_identity(path)[1:-1] for path in paths)
+    place = int(serial.digest(identities)[:15], 16)
+    told = compare("the number of weight files", str(len(paths)).encode(), [place])
+    if any(row != told[0] for row in told):
+        contents = sorted(content_of(path, cache_dir) for path in paths)
+        compare("the content of the weight files", serial.digest(contents).encode(), ())
 
 
 def _identity(path: str) -> list[str]:

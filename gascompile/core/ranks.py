@@ -44,6 +44,37 @@ class RankLayout:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MeshLayout:
+    """One rank of a mesh of stages: pipelines beside each other, each of which takes rows of its own."""
+
+    stage: int
+    num_stages: int
+    replica: int
+    """Number of its pipeline."""
+    num_replicas: int
+
+    @staticmethod
+    def of(layout: RankLayout, num_stages: int) -> MeshLayout:
+        """Return the place of a rank among those that count stage by stage, pipeline by pipeline."""
+        return MeshLayout(
+            stage=layout.rank % num_stages,
+            num_stages=num_stages,
+            replica=layout.rank // num_stages,
+            num_replicas=layout.size // num_stages,
+        )
+
+    @property
+    def first(self) -> int:
+        """Return the rank that is the first stage of this pipeline."""
+        return self.replica * self.num_stages
+
+    @property
+    def peers(self) -> list[int]:
+        """Return the ranks that have the same stage, this one among them."""
+        return [self.stage + self.num_stages * replica for replica in range(self.num_replicas)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StageLayout:
     """One rank of a pipeline, which runs a stage of the model, and who updates what."""
 
@@ -54,3 +85,7 @@ class StageLayout:
     """Parameter -> the rank that updates it."""
     held: frozenset[str]
     """What this rank has, copies of parameters that others update included."""
+    elsewhere: frozenset[str] = frozenset()
+    """What other ranks have alone."""
+    replica: int = 0
+    """Number of the pipeline; all have the same values, which those of the first one are asked for."""

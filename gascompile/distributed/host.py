@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 from gascompile.core.errors import RankError
-from gascompile.distributed.ranks import find_group
+from gascompile.distributed.finding import find_group
 from gascompile.runtime.collectives.local_ranks import (
     LocalRanks,
     Process,

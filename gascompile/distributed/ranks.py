@@ -27,15 +27,14 @@ import torch.distributed.distributed_c10d as c10d
 
 from gascompile.core import patience
 from gascompile.core.errors import NanLossError, RankError, RankMismatchError
-from gascompile.core.ranks import RankLayout
+from gascompile.core.ranks import MeshLayout, RankLayout
 from gascompile.distributed.ladder import Ladder
-from gascompile.distributed.opening import open_default_group
 from gascompile.distributed.reasons import broken, first_line
 from gascompile.distributed.votes import Votes
 from gascompile.runtime.collectives.exchange import Exchange, ends
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
+    pass
 
 SILENT_S = 20.0
 """A rank from which nothing comes for so long, and three of its predicted steps more, is given up. Half a minute for
@@ -59,6 +58,8 @@ class _Groups:
     base: dist.ProcessGroup
     meeting: dist.ProcessGroup
     work: dist.ProcessGroup
+    across: dict[int, dist.ProcessGroup] = field(default_factory=dict)
+    """Of the ranks with the same stage, where pipelines are beside each other; by the number of stages."""
     ladder: Ladder | None = None
     users: WeakSet[Ranks] = field(default_factory=WeakSet)
 
@@ -71,17 +72,18 @@ old addresses."""
 class Ranks:
     """This process among the ranks that train one model; every rank makes its own at the same time."""
 
-    def __init__(self, base: dist.ProcessGroup) -> None:
-        """Open own groups over the ranks of ``base``."""
+    def __init__(self, base: dist.ProcessGroup, num_stages: int = 1) -> None:
+        """Open own groups over the ranks of ``base``, of which each ``num_stages`` that follow make a pipeline."""
         members = dist.get_process_group_ranks(base)
         self.layout = RankLayout(rank=dist.get_rank(base), size=len(members))
+        self.mesh = MeshLayout.of(self.layout, num_stages)
         self._members, self._job = tuple(members), next(_jobs)
+        open_group = partial(dist.new_group, timeout=_MEET, backend="gloo")
         if self._members not in _open or _open[self._members].base is not base:
             # A part of the job opens its groups without the other ranks.
             alone = len(members) < dist.get_world_size()
-            open_group = partial(dist.new_group, members, timeout=_MEET, backend="gloo")
-            first, second = (open_group(use_local_synchronization=alone) for _ in range(2))
-            _open[self._members] = _Groups(base, first, second)
+            opened = [open_group(members, use_local_synchronization=alone) for _ in range(2)]
+            _open[self._members] = _Groups(base, *opened)
         self._store = c10d.PrefixStore(
             f"gascompile/{members[0]}/{self._job}",
             c10d._get_default_store(),
@@ -97,14 +99,25 @@ class Ranks:
         self._common: BaseException | None = None
         """What this rank has raised last that all ranks know of, and that breaks nothing."""
         self._known: WeakSet[Exception] = WeakSet()
-        self.exchange = Exchange(self._group, why=self._reason)
-        self.exchange.is_broken = lambda: self._gone() >= 0 or self._said() is not None
+        self.exchange = self._made(self._group)
+        if 1 < num_stages < self.layout.size:
+            self.exchange.first_peer = self.mesh.first
+            if num_stages not in groups.across:
+                peers = [members[rank] for rank in self.mesh.peers]
+                groups.across[num_stages] = open_group(peers, use_local_synchronization=True)
+            self.exchange.across = self._made(groups.across[num_stages])
         self._store.set(f"host/{self.layout.rank}", f"{socket.gethostname()} {os.getpid()}")
         # Now, as the store goes with the rank that keeps it.
         hosts = [self._store.get(f"host/{rank}").decode() for rank in range(len(members))]
         self._processes = [host.rpartition(" ")[::2] for host in hosts]
         self.votes = Votes(self._store, self.layout, _MEET.total_seconds(), self._broken_by)
         """What ranks tell each other beside the steps."""
+
+    def _made(self, group: dist.ProcessGroup) -> Exchange:
+        """Return this rank's end of the exchanges of a group."""
+        made = Exchange(group, why=self._reason)
+        made.is_broken = lambda: self._gone() >= 0 or self._said() is not None
+        return made
 
     @property
     def hosts(self) -> list[str]:
@@ -269,6 +282,8 @@ class Ranks:
     def expect(self, time_s: float) -> None:
         """Give a rank, or its drives, up that are silent for too long in a step; ``time_s`` is what one takes."""
         self.exchange.silent_s = SILENT_S + 3 * time_s
+        if self.exchange.across is not None:
+            self.exchange.across.silent_s = self.exchange.silent_s
         self._own_s = _OWN_S + 3 * time_s
 
     @contextlib.contextmanager
@@ -308,8 +323,11 @@ class Ranks:
         groups = _open.get(self._members)
         if groups is not None and groups.work is self._group:
             del _open[self._members]
-        for group in (self._group, self._meeting):
-            if self.exchange.is_hung:
+        across = self.exchange.across
+        is_hung = self.exchange.is_hung or (across is not None and across.is_hung)
+        of_peers = list(groups.across.values()) if groups is not None else []
+        for group in (self._group, self._meeting, *of_peers):
+            if is_hung:
                 # The end of a group waits for its exchanges, with all of Python: it lasts as long as the process.
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
                 continue
@@ -361,39 +379,3 @@ class Ranks:
                 return stat.read().rpartition(")")[2].split()[0] in "TZ"
         except OSError:
             return True
-
-
-def find_ranks(mesh: DeviceMesh | None = None) -> Ranks | None:
-    """Return this process's place in ``mesh``, or in the job that ``torchrun`` has started; ``None`` if it is alone.
-
-    Raises:
-        ValueError: a mesh of more than one dimension.
-    """
-    group = find_group(mesh)
-    return Ranks(group) if group is not None else None
-
-
-def find_group(mesh: DeviceMesh | None = None) -> dist.ProcessGroup | None:
-    """Return the group of ``mesh``, or of the job that ``torchrun`` has started; ``None`` if this process is alone.
-
-    Raises:
-        ValueError: a mesh of more than one dimension.
-    """
-    if mesh is not None:
-        if mesh.ndim != 1:
-            raise ValueError(
-                f"the mesh has {mesh.ndim} dimensions {mesh.mesh_dim_names or ''}; pass one of them: of mesh['dp'] "
-                "each rank takes rows of its own, of mesh['pp'] each is a stage of the model"
-            )
-        return mesh.get_group() if mesh.size() > 1 else None
-    if not dist.is_available():
-        return None
-    if not dist.is_initialized():
-        started = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
-        if not started or int(os.environ["WORLD_SIZE"]) < 2:
-            return None
-        open_default_group()
-    if dist.get_world_size() < 2:
-        return None
-    assert dist.group.WORLD is not None, "it is initialised"
-    return dist.group.WORLD

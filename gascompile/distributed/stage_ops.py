@@ -62,8 +62,10 @@ receive = torch.ops.gascompile_stages.receive.default
 
 
 def is_pipeline(mesh: DeviceMesh | None) -> bool:
-    """Return whether the ranks of a mesh are stages of a pipeline: its dimension is named ``pp``."""
-    return mesh is not None and mesh.mesh_dim_names == ("pp",)
+    """Return whether the ranks of a mesh are stages of pipelines: its last dimension, of several, is named ``pp``."""
+    if mesh is None or mesh.mesh_dim_names not in (("pp",), ("dp", "pp")):
+        return False
+    return mesh["pp"].size() > 1
 
 
 def is_of_stages(target: object) -> bool:

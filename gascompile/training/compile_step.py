@@ -108,7 +108,8 @@ def compile_step(
             accelerator goes on with the backward pass, where that is predicted to be faster.
         mesh: ranks of ``torch.distributed`` that train the model together, each on rows of its own, as under DDP: a
             mesh of one dimension. By default all ranks that ``torchrun`` has started; a process by itself is alone.
-            Of a dimension named ``pp`` each rank runs a stage of the model, and all take the same batch.
+            Of a dimension named ``pp`` each rank runs a stage of the model, and all take the same batch; of two, ``dp``
+            and ``pp``, pipelines are beside each other, each with rows of its own.
         rows: ``"auto"`` weighs each rank's loss by the rows of its batch, and ``step.ranks.rows()`` says how many rows
             balance the ranks; ``"equal"`` takes it that ranks have as many.
         time_limit_s: wall clock for the solver.
@@ -168,7 +169,7 @@ def compile_step(
             machine=admit(resolved),
             config=config,
             settings=settings,
-            values=_file_values(model, checkpoint, config.cache_dir),
+            values=_in_files(model, checkpoint, together, config.cache_dir),
             saved=saved,
             ranks=together,
         )
@@ -179,12 +180,6 @@ def compile_step(
                 step.close()
                 raise
         return step
-
-
-def _file_values(
-    model: nn.Module, checkpoint: str | os.PathLike[str] | None, cache_dir: Path
-) -> FileValues | None:
-    return FileValues(model, checkpoint, cache_dir / STORE) if checkpoint is not None else None
 
 
 def _together(
@@ -207,6 +202,20 @@ def _together(
     with step.together():
         step.share_values(model, optimizer)
     return step
+
+
+def _in_files(
+    model: nn.Module,
+    checkpoint: str | os.PathLike[str] | None,
+    together: RankStep | None,
+    cache_dir: Path,
+) -> FileValues | None:
+    """Return the values that are in files, which are the same on all ranks."""
+    store = cache_dir / STORE
+    values = FileValues(model, checkpoint, store) if checkpoint is not None else None
+    if together is not None:
+        together.require_same_files(values, cache_dir)
+    return values
 
 
 def _ruled(optimizer: torch.optim.Optimizer, settings: Settings) -> torch.optim.Optimizer:

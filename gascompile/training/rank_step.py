@@ -13,8 +13,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import fx, nn
-from torch.utils import _pytree as pytree
 
+from gascompile.bundles.content import require_same_files
 from gascompile.bundles.reuse import CachedPlan
 from gascompile.core import serial
 from gascompile.core.errors import (
@@ -27,18 +27,18 @@ from gascompile.core.errors import (
 from gascompile.core.reports import RunReport
 from gascompile.distributed.balance import Balance
 from gascompile.distributed.clocks import Clock, clock_of
+from gascompile.distributed.finding import find_ranks
 from gascompile.distributed.ladder import Ladder
-from gascompile.distributed.ranks import Ranks, find_ranks
+from gascompile.distributed.ranks import Ranks
 from gascompile.distributed.rows import RowSampler, num_rows
 from gascompile.runtime.collectives.exchange import exchanging
 from gascompile.training.capture.rank_loss import RankLoss
 from gascompile.training.capture.synchronised_norm import require_synchronised
 from gascompile.training.capture.traced_loss import LossFunction
 from gascompile.training.division import Attempt, Division, Trial, divide
-from gascompile.training.optimizers import rank_ops
 from gascompile.training.planning.rank_overlap import gains_beside_ops
-from gascompile.training.planning.step_program import StepProgram
 from gascompile.training.rank_draws import RankDraws
+from gascompile.training.rank_programs import sequence_of
 from gascompile.training.rank_runs import RankRun, RankRuns
 from gascompile.training.rank_values import digest_of, memory_of
 from gascompile.training.state.rank_checkpoints import RankCheckpoints, own_bytes
@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from gascompile.training.pipeline.pipeline import Pipeline
+    from gascompile.training.state.file_values import FileValues
 
 _log = logging.getLogger(__name__)
 
@@ -133,6 +134,16 @@ class RankStep:
             _log.info("ranks begin with other values: all take those of rank 0")
             self._ranks.send(whole)
 
+    def require_same_files(self, values: FileValues | None, cache_dir: Path) -> None:
+        """Return once it is known that all ranks begin with the same values from files.
+
+        Raises:
+            RankMismatchError: they do not.
+            StorageError: a file cannot be read.
+        """
+        paths = [stamp.path for stamp in values.stamps] if values is not None else []
+        require_same_files(paths, self._ranks.compare, cache_dir)
+
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
         """Take the other ranks along where something fails here."""
@@ -175,7 +186,7 @@ class RankStep:
         options = [tensor.tolist() for tensor in hyper]
         marks = self._marks.get(unit.graph_module)
         if marks is None:
-            marks = self._marks[unit.graph_module] = _sequence(unit.program)
+            marks = self._marks[unit.graph_module] = sequence_of(unit.program)
         counts = [states.num_batches, states.generation, sorted(states.pending)]
         facts = [unit.trains, marks, options, sorted(states.counts.items()), counts]
         predicted = int(unit.plan.certificate.predicted_s / _MICROSECOND)
@@ -276,6 +287,14 @@ class RankStep:
         """Return the bytes of all ranks; see ``Ranks.gather``."""
         return self._ranks.gather(what, data)
 
+    def meet_for(self, what: str, facts: bytes) -> None:
+        """Wait until all ranks are here, with the same facts.
+
+        Raises:
+            RankError: one does something else, or has failed.
+        """
+        self._ranks.compare(what, facts)
+
     def alike(self, what: str, tensors: Sequence[torch.Tensor] = ()) -> None:
         """Wait until all ranks are here, with the same values.
 
@@ -347,55 +366,3 @@ def ranks_for(
             f"{option} is for one process, and torchrun has started several; leave it out, or run one"
         )
     return ranks
-
-
-def _sequence(step: StepProgram) -> list[object]:
-    """Return what programs of all ranks have in common: updates and exchanges in their order, and what buffers become.
-
-    Sizes of activations are each rank's own.
-    """
-    program = step.program
-    found: list[object] = [sorted(step.gradients)]
-    for node in program.op_nodes():
-        if str(node.target).startswith("gascompile_updates"):
-            found.append([str(node.target), _named(node.args[0], step)])
-        if rank_ops.exchanges(node.target) and node.target is not rank_ops.end_part:
-            bounds = [arg for arg in node.args if _is_numbers(arg)]
-            # Their number alone: programs from the cache have no shapes, and gradients are told apart by their names.
-            num_values = len(node.all_input_nodes)
-            parts = node.args[0] if node.target is rank_ops.whole else ()
-            names = [_named(part, step) for part in pytree.tree_leaves(parts)]
-            # A sum that goes on beside ops is the same exchange.
-            is_begun = node.target is rank_ops.begin_part
-            target = rank_ops.add_part if is_begun else node.target
-            found.append([str(target), names, bounds, num_values])
-        if node.target is torch.ops.aten.copy_.default and _named(node.args[0], step):
-            found.append(_behind(node, step))
-    return found
-
-
-def _named(argument: object, step: StepProgram) -> str:
-    """Return the parameter or buffer that an op writes to, directly or through a view; of a moment its parameter."""
-    while isinstance(argument, fx.Node) and argument.op != "placeholder":
-        argument = argument.args[0] if argument.args else None
-    name = step.program.bindings.get(argument.name, "") if isinstance(argument, fx.Node) else ""
-    return step.tiles[name].parameter if name in step.tiles else name
-
-
-def _behind(node: fx.Node, step: StepProgram) -> list[object]:
-    """Return the ops that make a buffer's new value, with their numbers, up to exchanges."""
-    found: list[object] = []
-    left, seen = [node], {node}
-    while left:
-        node = left.pop()
-        numbers = [arg for arg in pytree.tree_leaves(node.args) if not isinstance(arg, fx.Node)]
-        name = step.program.bindings.get(node.name, "")
-        found.append([str(node.target) if node.op != "placeholder" else name, repr(numbers)])
-        if not rank_ops.exchanges(node.target):
-            left += [source for source in node.all_input_nodes if source not in seen]
-            seen.update(node.all_input_nodes)
-    return found
-
-
-def _is_numbers(arg: object) -> bool:
-    return isinstance(arg, (list, tuple)) and all(isinstance(item, int) for item in arg)

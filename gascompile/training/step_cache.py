@@ -107,7 +107,7 @@ def place_of_step(
         "storages": serial.digest(
             {name: [view.owner, repr(view.layout)] for name, view in storages.views.items()}
         ),
-        "optimizer": serial.digest(_updates(model, optimizer, settings)),
+        "optimizer": serial.digest(updates_of(model, optimizer, settings)),
         "weights": serial.digest({n: [v.form, v.heads] for n, v in sorted(packed.items())}),
         "step": serial.digest({**asdict(options), "pending": sorted(options.pending)}),
         SETTINGS: settings_now(),
@@ -121,7 +121,7 @@ def place_of_step(
     return CachedPlan(config.cache_dir, model, printed, prints, loss_fn)
 
 
-def _updates(
+def updates_of(
     model: nn.Module, optimizer: torch.optim.Optimizer, settings: Settings
 ) -> list[object]:
     """Return what of an optimizer a program has in it; hyperparameters are inputs."""

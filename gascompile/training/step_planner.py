@@ -28,7 +28,6 @@ from gascompile.core.machine import Machine
 from gascompile.core.plan import Plan
 from gascompile.core.progress import task
 from gascompile.core.sizes import SPILL_BUFFER_BYTES
-from gascompile.core.workload import Workload
 from gascompile.machines.run_within_budget import log_replan
 from gascompile.passes.graph.leaving import other_sites
 from gascompile.runtime.memory.pinned import HOST
@@ -38,6 +37,7 @@ from gascompile.training.capture.traced_loss import LossFunction
 from gascompile.training.division import Stages
 from gascompile.training.optimizers.optimizers import Rules
 from gascompile.training.optimizers.unplanned import state_bytes
+from gascompile.training.pipeline.stage_planner import StagePlanner
 from gascompile.training.planning import rank_overlap
 from gascompile.training.planning.packed_nodes import with_packed
 from gascompile.training.planning.rank_overlap import overlapped
@@ -62,7 +62,6 @@ from gascompile.training.unit import Unit
 
 if TYPE_CHECKING:
     from gascompile.training.capture.joint import Joint
-    from gascompile.training.pipeline.agreement import Memory
     from gascompile.training.pipeline.pipeline import Pipeline, Stage
     from gascompile.training.rank_step import RankStep
 
@@ -71,7 +70,7 @@ _BUFFERS = 4
 """Parts of the transfer buffers: out and in, of what persists and of activations."""
 
 
-class StepPlanner:
+class StepPlanner(StagePlanner):
     """Plans the steps of one model and optimizer; of several ranks, those of this one."""
 
     transfer_bytes = _BUFFERS * SPILL_BUFFER_BYTES
@@ -200,43 +199,6 @@ class StepPlanner:
         )
         return with_shapes(self.states, storages, look)
 
-    def _staged(
-        self, name: str, batch: Any, options: StepOptions, storages: Storages, pipeline: Pipeline
-    ) -> tuple[CachedPlan, PlannedStep]:
-        """Return this rank's part of a step of a pipeline, which is captured and planned anew in each process."""
-        from gascompile.training.capture.joint import capture_joint
-
-        place = self._place(batch, options, storages)
-        model, trains = self._model, options.trains
-
-        def capture(part: Any) -> Joint:
-            return capture_joint(model, self._loss_fn, part, storages, trains=trains)
-
-        def captured() -> tuple[StepProgram, Rules, Stage]:
-            stage = pipeline.stage(capture, batch, self._op_costs, self._memory(), trains=trains,
-                                   every=self._updatable, num_states=self._num_states())  # fmt: skip
-            self._settings = replace(self._settings, placed=stage.layout)
-            joint, trained = stage.joint, list(stage.joint.trained)
-            rules = rules_of(self.optimizer, joint.tensors, storages, trained, self._settings)
-            return step_program(joint, rules, name=name, options=options), rules, stage
-
-        with task(f"Capturing a {name}"):
-            program, rules, stage = with_shapes(self.states, storages, captured)
-        with task("Planning"):
-            plan = self._plan(program, place.prints, stage)
-        bundle, _ = bundle_of(program, plan, place.printed)
-        pipeline.staged[program.program.graph_module] = stage
-        known = rules.slots.keys() | program.program.bound.keys()
-        tensors = {name: x for name, x in stage.joint.tensors.items() if name in known}
-        return place, PlannedStep(
-            program=program,
-            plan=plan,
-            rules=rules,
-            tensors=tensors,
-            bundle=bundle,
-            record=stage.joint.record,
-        )
-
     def _traced(self, options: StepOptions) -> LossFunction:
         return call_of if options.calls else self._loss_fn
 
@@ -328,34 +290,6 @@ class StepPlanner:
             return False
         log_replan(error)
         return True
-
-    def _updatable(self, joint: Joint) -> list[str]:
-        """Return the names of the optimizer's parameters."""
-        own = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
-        return [name for name, tensor in joint.tensors.items() if id(tensor) in own]
-
-    def _num_states(self) -> int:
-        """Return the vectors of a parameter's size beside it: its gradient, and moments."""
-        return 1 + (1 if isinstance(self.optimizer, torch.optim.SGD) else 2)
-
-    def _memory(self) -> Memory:
-        from gascompile.training.pipeline.agreement import Memory
-
-        limit_bytes = self._budget.limits_bytes(self._machine)[self._machine.compute_tier]
-        return Memory.of(self._machine, limit_bytes - self._reserved_bytes)
-
-    def _op_costs(self, joint: Joint) -> Workload:
-        """Return what the ops of a captured step take here."""
-        from gascompile.training.pipeline.stage_problem import program_of
-
-        program = program_of(joint, "forward and backward")
-        return costed_workload(
-            program,
-            self._machine,
-            self._budget,
-            cache_dir=self._config.cache_dir,
-            pages=self.pages,
-        )
 
     def _plan(
         self, program: StepProgram, prints: Mapping[str, str], stage: Stage | None = None

@@ -17,7 +17,6 @@ from gascompile.core.errors import (
     CheckpointError,
     ClosedStepError,
     StorageError,
-    UnsupportedOpError,
 )
 from gascompile.distributed.rows import RowSampler
 from gascompile.training.optimizers.unplanned import changed_by
@@ -194,20 +193,12 @@ class StepValues:
             )
         if keep < 1:
             raise ValueError(f"keep={keep}: the checkpoint that is written stays; give 1 or more")
-        self._require_checkpoints()
         states = self._open_states()
         self._holdings.settle_all()
         checkpoints, changing = self._checkpoints(folder), self._changing(states)
         with self.ranks.together() if self.ranks else contextlib.nullcontext():
             return checkpoints.save(
                 states, changing, extra or {}, keep=keep, blocking=blocking, replicas=replicas
-            )
-
-    def _require_checkpoints(self) -> None:
-        if self.ranks is not None and self.ranks.pipeline is not None:
-            raise UnsupportedOpError(
-                "stages of a pipeline write no checkpoint: let all ranks call state_dict(), of which each gets the "
-                "whole, save it on one, and load_state_dict() it on all"
             )
 
     @property
@@ -217,7 +208,6 @@ class StepValues:
         Raises:
             ValueError: there are no other ranks, or nothing has been planned yet.
         """
-        self._require_checkpoints()
         ranks, states = self._joined(), self._open_states()
         return ranks.replica_cost(states, self._changing(states), self._write_bytes_per_s)
 
@@ -229,7 +219,6 @@ class StepValues:
             StorageError: another job saves there, or a value cannot be kept.
             ValueError: nothing has been planned yet.
         """
-        self._require_checkpoints()
         checkpoints = self._checkpoints(folder)
         with (
             self.ranks.together() if self.ranks else contextlib.nullcontext(),

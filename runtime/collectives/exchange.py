@@ -23,6 +23,8 @@ from gascompile.runtime.collectives.letters import Letters
 
 _SOON_S, _LATER_S, _LATE = 5e-5, 1e-3, 1 / 16
 """Between two looks at an exchange: the least, the most, and the share of what has passed, by which it ends late."""
+_LOOK_S = 1.0
+"""Between two looks whether the other ranks are still there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,10 @@ class Exchange:
         """An exchange is under way that nothing ends."""
         self.time_s = 0.0
         """Spent in exchanges so far, waiting for others included, and not what went on beside them."""
+        self.first_peer = 0
+        """Where the ranks begin that letters are for, of those of the group."""
+        self.across: Exchange | None = None
+        """That of the ranks that have the same stage of a pipeline, in which pipelines beside each other meet."""
         self._begun: deque[_Begun] = deque()
 
     def leave(self) -> None:
@@ -61,6 +67,8 @@ class Exchange:
         self.abandon()
         self._group = None
         self._letters.leave()
+        if self.across is not None:
+            self.across.leave()
 
     def abandon(self) -> None:
         """Wait for no exchange that has begun: nobody knows whether the other ranks go on with it."""
@@ -171,22 +179,22 @@ class Exchange:
         self._trade(received, sent.repeat(count) if count > 1 else sent, counts, every)
 
     def send(self, value: torch.Tensor, peer: int, tag: int) -> None:
-        """Begin to send a tensor to rank ``peer``, which receives it under the same ``tag``.
+        """Begin to send a tensor to stage ``peer``, which receives it under the same ``tag``.
 
         Raises:
             RankError: an exchange is broken; names the rank where that is known.
         """
         with self._guarded():
-            self._letters.send(value, peer, tag)
+            self._letters.send(value, self.first_peer + peer, tag)
 
     def receive(self, values: torch.Tensor, peer: int, tag: int) -> None:
-        """Fill a tensor with what rank ``peer`` has sent under ``tag``.
+        """Fill a tensor with what stage ``peer`` has sent under ``tag``.
 
         Raises:
             RankError: an exchange is broken; names the rank where that is known.
         """
         with self._guarded(values):
-            if not self._letters.receive(values, peer, tag, self._waits):
+            if not self._letters.receive(values, self.first_peer + peer, tag, self._waits):
                 self.is_hung = True
                 raise RuntimeError(f"nothing came within {self.silent_s:.0f} s, or a rank is gone")
 
@@ -233,9 +241,11 @@ class Exchange:
         Raises:
             RuntimeError: it is broken, or takes too long.
         """
-        if not ends(work, self.silent_s):
-            self.is_hung = True
-            raise RuntimeError(f"nothing came for {self.silent_s:.0f} s")
+        begin_s = time.monotonic()
+        while not ends(work, _LOOK_S):
+            if not self._waits(time.monotonic() - begin_s):
+                self.is_hung = True
+                raise RuntimeError(f"nothing came within {self.silent_s:.0f} s, or a rank is gone")
 
     @contextlib.contextmanager
     def _guarded(self, *tensors: torch.Tensor) -> Iterator[None]:

@@ -48,8 +48,10 @@ class Letters:
 
     def leave(self) -> None:
         """Hold the group no longer, once what was sent is received, for a while; idempotent."""
+        until_s = time.monotonic() + _LEAVE_S
         for waiting in self._sent:
-            waiting.over.wait(_LEAVE_S)
+            waiting.over.wait(max(until_s - time.monotonic(), 0))
+        self._sent.clear()
         self._group = None
         for thread in (self._sending, self._receiving):
             if thread is not None:

@@ -59,7 +59,9 @@ class TinyGPT(nn.Module):
 
 
 class Scaled(nn.Module):
-    """Root mean squares and gates, as in Llama, with a frozen layer."""
+    """Root mean squares and gates, as in Llama, with a frozen layer and a buffer that no state has."""
+
+    offset: torch.Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,9 +72,11 @@ class Scaled(nn.Module):
         self.downs = nn.ModuleList(nn.Linear(2 * WIDTH, WIDTH, bias=False) for _ in range(3))
         self.head = nn.Linear(WIDTH, WORDS, bias=False)
         self.ups[1].weight.requires_grad_(False)
+        offset = torch.full((WIDTH,), 0.1, device="cpu")  # also where the rest has no values
+        self.register_buffer("offset", offset, persistent=False)
 
     def forward(self, words: torch.Tensor) -> torch.Tensor:
-        x = self.embedding(words)
+        x = self.embedding(words) + self.offset
         for norm, gate, up, down in zip(self.norms, self.gates, self.ups, self.downs, strict=True):
             y = norm(x)
             x = x + down(functional.silu(gate(y)) * up(y))
@@ -90,7 +94,8 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    own = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return torch.optim.SGD(own, lr=0.05, momentum=0.9)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
 import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.utils import _pytree as pytree
 
 from gascompile.passes.parallel.legs import Action
 from gascompile.training.pipeline.schedule import orders
+from gascompile.training.pipeline.stage_problem import cuts
 from tests.distributed import pipeline_worker
 from tests.distributed.pipeline_jobs import PIPED, TIGHT_BYTES, batches, loss_fn, train_eagerly
 from tests.distributed.test_ranks import close, left_by, run_job
 from tests.training.trials import TRANSFER_BYTES
 
 _WORKER = "tests.distributed.pipeline_worker"
+LOADS = {"gpt": ("loads", "loads from one"), "llama": ("loads in parallel",)}
 
 
 @pytest.fixture(scope="module")
@@ -32,12 +36,23 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "refuses",
         "mixes",
         "infers",
+        "differs",
     ]
     codes = run_job(folder, 2, *asked, "killed", worker=_WORKER)
     assert codes == [0, -signal.SIGALRM], [
         (folder / f"log-{r}").read_text()[-3000:] for r in (0, 1)
     ]
     return folder
+
+
+@pytest.fixture(scope="module")
+def three(two: Path) -> tuple[Path, dict[str, dict[str, Any]]]:
+    """What three ranks left that went on from checkpoints of two stages and of one process; and that process."""
+    alone = {name: pipeline_worker.loads(PIPED[name], two / name) for name in PIPED}
+    asked = [f"{kind}:{name}" for name, kinds in LOADS.items() for kind in kinds]
+    codes = run_job(two, 3, *asked, "killed in a call", worker=_WORKER)
+    assert codes == [0, -signal.SIGKILL, 0], (two / "log-0").read_text()[-3000:]
+    return two, alone
 
 
 def _require_trained(found: list[dict[str, Any]], name: str) -> None:
@@ -78,6 +93,60 @@ def test_a_state_is_one_processes_too(two: Path) -> None:
         close(rank["losses"], alone["losses"])
 
 
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What two pipelines of two stages left; a rank ends itself in the end."""
+    folder = tmp_path_factory.mktemp("four")
+    codes = run_job(folder, 4, *(f"beside:{n}" for n in PIPED), "killed beside", worker=_WORKER)
+    said = [(folder / f"log-{rank}").read_text()[-2000:] for rank in range(4)]
+    assert codes == [0, 0, -signal.SIGKILL, 0], said
+    return folder
+
+
+@pytest.mark.parametrize("name", PIPED)
+def test_pipelines_beside_each_other_are_one_process(four: Path, name: str) -> None:
+    found = left_by(four, 4, f"beside:{name}")
+    _require_trained(found, name)
+    for stage in (0, 1):
+        one, other = found[stage]["own"], found[stage + 2]["own"]
+        assert one.keys() == other.keys()
+        assert all(torch.equal(one[key], other[key]) for key in one)
+    for rank in found:
+        assert "RankMismatchError: rank 1 and rank 0 differ in the batch" in rank["said"]
+        assert "targets that the loss ignores, or other ranks" in rank["ignored"]
+
+
+def test_who_is_killed_beside_is_named(four: Path) -> None:
+    for rank in left_by(four, 4, "killed beside", 0, 1, 3):
+        assert rank["rank"] == 2
+        assert "rank 2 is gone" in rank["said"]
+
+
+@pytest.mark.parametrize("name", PIPED)
+def test_a_checkpoint_is_any_number_s_of_stages_or_ranks(
+    three: tuple[Path, dict[str, dict[str, Any]]], name: str
+) -> None:
+    folder, alone = three
+    saved = left_by(folder, 2, f"trains:{name}")[0]["state"]
+    again = pipeline_worker.resumes(PIPED[name], folder / name)
+    for found in (
+        alone[name],
+        *(r for kind in LOADS[name] for r in left_by(folder, 3, f"{kind}:{name}")),
+    ):
+        pairs = zip(pytree.tree_leaves(saved), pytree.tree_leaves(found["state"]), strict=True)
+        assert all(torch.equal(a, b) for a, b in pairs if isinstance(a, torch.Tensor))
+        close(found["losses"], again["losses"])
+    files = [load_file(path) for path in (folder / name / "saved").glob("*/*.safetensors")]
+    names = [key for file in files for key in file if "random" not in key]
+    assert len(names) == len(set(names))
+
+
+def test_who_is_killed_in_a_call_is_named(three: tuple[Path, Any]) -> None:
+    for rank in left_by(three[0], 3, "killed in a call", 0, 2):
+        assert rank["rank"] == 1
+        assert "rank 1 is gone" in rank["said"]
+
+
 def test_a_model_that_no_rank_has_whole(two: Path) -> None:
     losses, _, _ = train_eagerly(PIPED["llama"])
     for rank in left_by(two, 2, "files:llama"):
@@ -99,7 +168,6 @@ def test_a_nan_changes_nothing(two: Path) -> None:
     [
         ("ignored", "UnsupportedOpError: micro-batches have [3, 0, 0, 0] targets that the loss ignores"),
         ("other batch", "RankMismatchError: rank 1 and rank 0 differ in"),
-        ("save", "UnsupportedOpError: stages of a pipeline write no checkpoint"),
         ("call", "UnsupportedOpError: parameters are divided among the ranks"),
         ("dropout", "draws random numbers"),
         ("batch norm", "UnsupportedOpError: the model changes its buffer '1.num_batches_tracked'"),
@@ -111,6 +179,23 @@ def test_a_nan_changes_nothing(two: Path) -> None:
 def test_what_would_be_another_result_is_refused(two: Path, what: str, said: str) -> None:
     for rank in left_by(two, 2, "refuses"):
         assert said in rank[what]
+
+
+@pytest.mark.parametrize(
+    ("what", "first", "other"),
+    [
+        ("options", "RankMismatchError: rank 1 and rank 0 differ in the options", "RankMismatchError: rank 1 and"),
+        ("budget", "RankMismatchError: rank 1 cannot do what all are about to: Infeasible", "InfeasiblePlanError"),
+        ("files", "RankMismatchError: rank 1 and rank 0 differ in the content", "RankMismatchError: rank 1 and"),
+        ("stage", "RankError: rank 1 has failed: StorageError: this stage's", "StorageError: this stage's"),
+    ],
+)  # fmt: skip
+def test_what_one_rank_differs_in_is_told_to_all(
+    two: Path, what: str, first: str, other: str
+) -> None:
+    said = [rank[what] for rank in left_by(two, 2, "differs")]
+    assert said[0].startswith(first)
+    assert said[1].startswith(other)
 
 
 def test_a_step_goes_on_after_a_refusal(two: Path) -> None:
@@ -152,6 +237,16 @@ def test_who_is_killed_is_named(two: Path) -> None:
     (told,) = left_by(two, 2, "killed", 0)
     assert told["rank"] == 1
     assert "rank 1 is gone" in told["said"]
+
+
+def test_stages_may_begin_all_over_the_ops_where_little_is_sent() -> None:
+    assert cuts([0, 4, 9, 4]) == [False, True, True, True]
+    # Behind the loss, the last, next to nothing is sent.
+    found = cuts([0, *[9, 9, 5, 9] * 24, 1])
+    places = [place for place, is_one in enumerate(found) if is_one]
+    assert len(places) == 33
+    assert max(b - a for a, b in itertools.pairwise(places)) <= 5
+    assert {place for place in places if place % 4 == 3} == {*range(3, 97, 4)}
 
 
 @pytest.mark.parametrize(("num_stages", "num_batches"), [(1, 3), (2, 1), (2, 4), (3, 4), (4, 9)])

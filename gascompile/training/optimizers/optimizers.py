@@ -116,7 +116,7 @@ class Rules:
             ValueError: the optimizer holds parameters that are not the model's.
         """
         self.optimizer, self.states, self.layout = optimizer, states, layout
-        self._stages, self._placed = stages, placed
+        self._stages, self.placed = stages, placed
         self.require(optimizer)
         self.by_class = rule_of(optimizer) if self.plans_updates else None
         """Rule of an optimizer that updates by its own class."""
@@ -169,7 +169,7 @@ class Rules:
         if self.layout is not None and bounds:
             own = self.layout.rank
             ranges = [(parts[own], parts[own + 1]) for parts in bounds]
-        placed = self._placed
+        placed = self.placed
         owner = placed.owners.get(name, 0) if placed is not None else None
         if placed is not None and owner != placed.rank:
             ranges = []
@@ -204,9 +204,9 @@ class Rules:
         )
 
     def _stage(self, name: str) -> Stage | None:
-        if self._placed is None:
+        if self.placed is None:
             return self._stages.get(name)
-        return None if name in self._placed.held else "elsewhere"
+        return None if name in self.placed.held else "elsewhere"
 
     def _bounds(
         self, parameter: torch.Tensor, ranges: Sequence[tuple[int, int]]

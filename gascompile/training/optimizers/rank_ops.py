@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from gascompile.core.ranks import STAGE_OPS
 from gascompile.distributed import stage_ops
-from gascompile.runtime.collectives.exchange import exchange_under_way
+from gascompile.runtime.collectives.exchange import Exchange, exchange_under_way
 from gascompile.training.optimizers.update_ops import nothing, part_of, range_of
 
 NAMESPACE = "gascompile_ranks"
@@ -23,6 +23,7 @@ _SCALARS_BYTES = 1024
 """Results of one element, as the allocator rounds them up."""
 _library = torch.library.Library(NAMESPACE, "DEF")
 _library.define("add(Tensor[] values) -> Tensor[]")
+_library.define("across(Tensor[] values) -> Tensor[]")
 _library.define("total(Tensor value) -> Tensor")
 _library.define(
     "add_part(Tensor gradient, int[] shape, int[] stride, int[] bounds, int own) -> Tensor"
@@ -38,8 +39,19 @@ _library.define("whole(Tensor[] parts, int[] shape, int[] stride, int[] bounds) 
 
 def _add(values: list[torch.Tensor]) -> list[torch.Tensor]:
     """Return the sums of tensors over the ranks, in one exchange."""
+    return _added(values, exchange_under_way())
+
+
+def _across(values: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the sums of tensors over the ranks that have the same stage of a pipeline, in one exchange."""
+    exchange = exchange_under_way().across
+    assert exchange is not None, "there are several pipelines"
+    return _added(values, exchange)
+
+
+def _added(values: list[torch.Tensor], exchange: Exchange) -> list[torch.Tensor]:
     flat = torch.cat([value.reshape(-1) for value in values])
-    exchange_under_way().add(flat)
+    exchange.add(flat)
     parts = flat.split([value.numel() for value in values])
     # Of their own, as each goes when its last reader has run.
     return [part.clone().view(value.shape) for part, value in zip(parts, values, strict=True)]
@@ -88,7 +100,11 @@ def _end_part(begun: torch.Tensor, bounds: list[int], own: int) -> torch.Tensor:
 def _norm(norms: list[torch.Tensor]) -> torch.Tensor:
     """Return the norm of what all ranks have a part of, from the norms of this rank's parts."""
     square = torch.linalg.vector_norm(torch.stack(norms)).square()
-    exchange_under_way().add(square)
+    exchange = exchange_under_way()
+    exchange.add(square)
+    if exchange.across is not None:
+        # All that have the same stage have told the same.
+        square /= exchange.across.size
     root: torch.Tensor = square.sqrt()
     return root
 
@@ -134,6 +150,7 @@ def _own_part(
 
 for _name, _implementation in (
     ("add", _add),
+    ("across", _across),
     ("total", _total),
     ("add_part", _add_part),
     ("begin_part", _begin_part),
@@ -144,7 +161,8 @@ for _name, _implementation in (
 ):
     for _key in ("CPU", "CUDA"):
         _library.impl(_name, _implementation, _key)
-_library.impl("add", lambda values: [value.new_empty(value.shape) for value in values], "Meta")
+for _name in ("add", "across"):
+    _library.impl(_name, lambda values: [v.new_empty(v.shape) for v in values], "Meta")
 _library.impl("add_part", _own_part, "Meta")
 _library.impl("begin_part", lambda gradient, *_: gradient.new_empty(()), "Meta")
 _library.impl("end_part", lambda begun, bounds, own: begun.new_empty(sizes_of(bounds)[own]), "Meta")
@@ -167,6 +185,7 @@ _library.impl(
 )
 
 add = torch.ops.gascompile_ranks.add.default
+across = torch.ops.gascompile_ranks.across.default
 add_part = torch.ops.gascompile_ranks.add_part.default
 begin_part = torch.ops.gascompile_ranks.begin_part.default
 end_part = torch.ops.gascompile_ranks.end_part.default
@@ -210,7 +229,7 @@ def workspace_bytes(target: object, args: Sequence[Any]) -> int:
     """Return what an op of ranks allocates beside its results, from layouts alone."""
     if stage_ops.is_of_stages(target):
         return _SCALARS_BYTES
-    if target is add:
+    if target in (add, across):
         values: Sequence[torch.Tensor] = args[0]
         return sum(value.numel() * value.element_size() for value in values)
     if target in (total, norm):

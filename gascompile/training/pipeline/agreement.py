@@ -58,14 +58,17 @@ def agreed_problem(
     Raises:
         RankError: another rank has failed.
     """
-    ladder, size = ranks.ladder().whole, ranks.layout.size
+    ladder, mesh = ranks.ladder().whole, ranks.mesh
     own = [*times_s, memory.budget_bytes, memory.stream_bytes_per_s, memory.latency_s]
     own += [ladder[0].time_s, ladder[-1].time_s]
-    table = torch.zeros(size, len(own), dtype=torch.float64)
-    table[ranks.layout.rank] = torch.tensor(own, dtype=torch.float64)
+    table = torch.zeros(mesh.num_replicas, mesh.num_stages, len(own), dtype=torch.float64)
+    table[mesh.replica, mesh.stage] = torch.tensor(own, dtype=torch.float64)
     ranks.compare("what the ops of a model take", b"")
     ranks.exchange.add(table)
-    rows = table.tolist()
+    # Of the ranks with the same stage, one is for all of them: the slowest, with the least memory.
+    most, least = table.amax(0), table.amin(0)
+    most[:, -5:-3] = least[:, -5:-3]
+    rows = most.tolist()
     return CutProblem(
         ops=ops,
         ranks=[

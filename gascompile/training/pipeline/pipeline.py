@@ -77,7 +77,8 @@ class Pipeline:
     def __init__(self, ranks: Ranks) -> None:
         """Know nothing of the model yet."""
         self._ranks = ranks
-        self.rank, self.size = ranks.layout.rank, ranks.layout.size
+        self.mesh = ranks.mesh
+        self.rank, self.size = ranks.mesh.stage, ranks.mesh.num_stages
         self.who: Placed | None = None
         """Who has which parameters, from the first plan on."""
         self.choice: StageCut | None = None
@@ -124,18 +125,21 @@ class Pipeline:
         self._ranks.compare("the captured step", serial.digest(_marks(joint)).encode())
         counts = self._counts(joint, batch) if trains else [1]
         found = staged_of(joint, every(joint))
-        stages, count = self._divided(joint, found, costs, memory, counts, num_states)
-        rows = 0
-        if count > 1:
+        divided = partial(self._divided, joint, found, costs, memory)
+        stages, count = divided(counts, num_states)
+        while count > 1:
             part, rows = split_rows(batch, count)
-            first, whole, joint = found, joint, capture(part)
-            require_provable(joint)
-            self._ranks.compare("a micro-batch's step", serial.digest(_marks(joint)).encode())
-            found = staged_of(joint, every(joint))
-            if not _are_alike(first, found):
+            small = capture(part)
+            require_provable(small)
+            self._ranks.compare("a micro-batch's step", serial.digest(_marks(small)).encode())
+            own = staged_of(small, every(small))
+            if _are_alike(found, own):
+                return self._made(small, own, stages, count, rows, batch, every(small), trains)
+            counts = [number for number in counts if number != count]
+            if counts == [1]:
                 self.whole = "the model runs other ops for a micro-batch than for all rows"
-                joint, found, count, rows = whole, first, 1, 0
-        return self._made(joint, found, stages, count, rows, batch, every(joint), trains)
+            stages, count = divided(counts, num_states)
+        return self._made(joint, found, stages, 1, 0, batch, every(joint), trains)
 
     def _made(
         self,
@@ -155,14 +159,17 @@ class Pipeline:
         divided = {n: rows for n, x in inputs if rows and isinstance(x, torch.Tensor) and x.dim()}
         schedule = orders(self.size, count, has_backward=trains)
         cut = Cut(legs=legs, orders=schedule, num_batches=count, rows=divided)
-        counter = ignored_counter(joint, rows) if count > 1 else None
+        counter = None
+        if count > 1 or self.mesh.num_replicas > 1:
+            counter = ignored_counter(joint, rows or num_rows(batch))
         numbers = [legs.leg_of[node] for node in found.ops]
         facts = [numbers, count, sorted(self.who.owners.items()), _marks(joint)]
         flying = outstanding_bytes(legs, schedule, self.rank)
-        own = stage_joint(joint, cut, self.who, self.rank)
+        replicas = self.mesh.num_replicas
+        own = stage_joint(joint, cut, self.who, self.rank, num_replicas=replicas)
         return Stage(
             joint=own,
-            layout=self.who.layout(self.rank),
+            layout=self.who.layout(self.rank, self.mesh.replica),
             reserved_bytes=flying + late_bytes(own),
             facts=facts,
             rows=rows,
@@ -184,15 +191,17 @@ class Pipeline:
         legs, actions = stage.cut.legs, stage.joint.actions
         nodes = stage.joint.graph_module.graph.nodes
         coming = {node.name for node in nodes if node.target is receive}
-        table = torch.zeros(2 * self.size, dtype=torch.float64)
+        tables = torch.zeros(self.mesh.num_replicas, 2 * self.size, dtype=torch.float64)
+        table = tables[self.mesh.replica]
         for op in workload.ops:
             action = actions.get(op.name)
             if action is not None and not action.batch and op.name not in coming:
                 table[action.leg] += op.time_s[site]
         self._ranks.compare("what the stages of a step take", b"")
-        self._ranks.exchange.add(table)
+        self._ranks.exchange.add(tables)
         seconds = partial(self._ranks.ladder().seconds, divided=False)
-        found = waits(legs, stage.cut.orders, table.tolist(), seconds)
+        # Pipelines wait for the slowest one before updates.
+        found = waits(legs, stage.cut.orders, tables.amax(0).tolist(), seconds)
         left = dict(found.before_s)
         # What comes after the legs comes when the last rank is done with them.
         end_s = max(found.ends_s) - found.ends_s[self.rank]
@@ -241,7 +250,7 @@ class Pipeline:
         if forced is not None:
             begins, count = forced(size, self.size)
             self.note = f"stages begin at ops {list(begins)}, {count} micro-batches, as was asked"
-            return stages_of(begins, size), count
+            return stages_of(begins, size), max(n for n in counts if n <= count)
         workload = costs(joint)
         names = {p: name for p, name in joint.bound.items() if name in joint.gradients}
         ops = stage_ops(found, names, workload, num_states)

@@ -10,7 +10,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from gascompile.core import serial
-from gascompile.core.errors import UnsupportedOpError
+from gascompile.core.errors import RankMismatchError, UnsupportedOpError
 from gascompile.core.reports import RunReport
 from gascompile.core.value_digests import digest_of
 from gascompile.distributed.ranks import Ranks
@@ -53,25 +53,42 @@ class PipelineStep(RankStep):
         options = [tensor.tolist() for tensor in hyper]
         counts = [states.num_batches, states.generation, sorted(states.counts.items())]
         leaves = pytree.tree_leaves(batch)
-        facts = [unit.trains, stage.facts, options, counts, digest_of(leaves)]
+        shapes = [list(of.shape) for of in leaves if isinstance(of, torch.Tensor)]
+        facts = [unit.trains, stage.facts, options, counts, shapes]
         predicted = int(unit.plan.certificate.predicted_s / _MICROSECOND)
+        number = int(serial.digest(digest_of(leaves))[:15], 16)
+        ignored = stage.counter(leaves) if stage.counter is not None else []
         table = self._ranks.compare(
-            "the stages, hyperparameters, the number of updates, how often values were set, or the batch, which is the "
-            "same on all ranks of a pipeline",
+            "the stages, hyperparameters, the number of updates, how often values were set, or the sizes of the batch",
             serial.digest(facts).encode(),
-            [predicted],
+            [predicted, number, _number_of(ignored)],
         )
-        if stage.counter is not None:
-            found = stage.counter(leaves)
-            if any(counted != found[0] for counted in found):
-                with self.planning():
-                    raise UnsupportedOpError(
-                        f"micro-batches have {[sum(of) for of in found]} targets that the loss ignores, so that its "
-                        "mean over all rows is not the mean of theirs: let each have as many, divide by a fixed number "
-                        "in the loss, or train in one process"
-                    )
-        # Each waits for all others: a step takes what all of their stages take.
-        self._ranks.expect(sum(row[0] for row in table) * _MICROSECOND)
+        self._require_same_batch([row[1] for row in table])
+        if any(row[2] != table[0][2] or not row[2] for row in table):
+            with self.planning():
+                raise UnsupportedOpError(
+                    f"micro-batches have {[sum(of) for of in ignored]} targets that the loss ignores, or other ranks "
+                    "have others, so that its mean over all rows is not the mean of theirs: let each have as many, "
+                    "divide by a fixed number in the loss, or train in one process"
+                )
+        # Each waits for all others: a step takes what all stages of a pipeline take.
+        mesh = self._ranks.mesh
+        times = [row[0] for row in table]
+        firsts = range(0, len(times), mesh.num_stages)
+        slowest = max(sum(times[first : first + mesh.num_stages]) for first in firsts)
+        self._ranks.expect(slowest * _MICROSECOND)
+
+    def _require_same_batch(self, numbers: Sequence[int]) -> None:
+        """Refuse batches that differ between the stages of a pipeline; all ranks know of it."""
+        size = self._ranks.mesh.num_stages
+        for rank, number in enumerate(numbers):
+            first = rank - rank % size
+            if number != numbers[first]:
+                raise RankMismatchError(
+                    f"rank {rank} and rank {first} differ in the batch, which is the same on all stages of a "
+                    "pipeline: pass each of them the same rows",
+                    rank=rank,
+                )
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -81,6 +98,13 @@ class PipelineStep(RankStep):
 
     def ran(self, unit: Unit, report: RunReport) -> None:
         """Learn nothing: rows are not divided."""
+
+
+def _number_of(ignored: Sequence[Sequence[int]]) -> int:
+    """Return what is equal where all micro-batches of all ranks ignore as many targets; 0 where some differ."""
+    if any(of != ignored[0] for of in ignored):
+        return 0
+    return int(serial.digest(ignored[:1])[:15], 16) or 1
 
 
 def require_plain(settings: Settings) -> None:

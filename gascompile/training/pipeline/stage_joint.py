@@ -18,8 +18,13 @@ from gascompile.distributed import stage_ops
 from gascompile.passes.parallel.legs import Action, Legs, placeholders
 from gascompile.passes.parallel.stage_graph import Cut, StageGraph, terms_of
 from gascompile.training.capture.joint import Copied, Joint
+from gascompile.training.optimizers import rank_ops
+from gascompile.training.planning import rank_nodes
 
 _OPS = stage_ops.send, stage_ops.receive
+_FEWEST_ALONE = 1 << 16
+"""Elements of a gradient that pipelines add up by itself. [Empirical] An exchange takes a millisecond beside its bytes,
+in which Gloo moves as many."""
 
 
 def held_by(legs: Legs, bound: Mapping[str, str]) -> list[set[str]]:
@@ -52,9 +57,18 @@ class Placed:
     owners: Mapping[str, int]
     """Parameter -> the first rank that has it, which updates it."""
 
-    def layout(self, rank: int) -> StageLayout:
+    def layout(self, rank: int, replica: int) -> StageLayout:
         """Return what concerns one rank."""
-        return StageLayout(rank=rank, size=len(self.held), owners=self.owners, held=self.held[rank])
+        held = self.held[rank]
+        elsewhere = frozenset().union(*self.held) - held
+        return StageLayout(
+            rank=rank,
+            size=len(self.held),
+            owners=self.owners,
+            held=held,
+            elsewhere=elsewhere,
+            replica=replica,
+        )
 
 
 def placed(legs: Legs, joint: Joint, every: Sequence[str]) -> Placed:
@@ -73,7 +87,7 @@ def placed(legs: Legs, joint: Joint, every: Sequence[str]) -> Placed:
     return Placed(held=[frozenset(names) for names in held], owners=owners)
 
 
-def stage_joint(joint: Joint, cut: Cut, who: Placed, rank: int) -> Joint:
+def stage_joint(joint: Joint, cut: Cut, who: Placed, rank: int, *, num_replicas: int = 1) -> Joint:
     """Return what a rank runs of a step.
 
     Args:
@@ -81,13 +95,15 @@ def stage_joint(joint: Joint, cut: Cut, who: Placed, rank: int) -> Joint:
         cut: its legs.
         who: has and updates what.
         rank: in question.
+        num_replicas: pipelines beside each other, each with as many rows.
     """
-    return _Maker(joint, cut, who, rank).make()
+    return _Maker(joint, cut, who, rank, num_replicas).make()
 
 
 class _Maker:
-    def __init__(self, joint: Joint, cut: Cut, who: Placed, rank: int) -> None:
+    def __init__(self, joint: Joint, cut: Cut, who: Placed, rank: int, num_replicas: int) -> None:
         self._joint, self._cut, self._who, self._rank = joint, cut, who, rank
+        self._num_replicas = num_replicas
         self._to = StageGraph(cut=cut, rank=rank, ops=_OPS)
         self._last = cut.legs.num_stages - 1
         self._terms = {name: terms_of(node) for name, node in joint.gradients.items()}
@@ -121,7 +137,7 @@ class _Maker:
         every = [n for n in joint.graph_module.graph.nodes if n.op == "placeholder"]
         bound = {n.name: joint.bound[n.name] for n in every if joint.bound.get(n.name) in held}
         to.add_placeholders([n for n in every if n.name in bound or n.name not in joint.bound])
-        _scale_start(joint, self._cut.num_batches)
+        _scale_start(joint, self._cut.num_batches * self._num_replicas)
         to.run(after=self._add_gradients)
         gradients = self._summed()
         loss = self._loss()
@@ -169,7 +185,22 @@ class _Maker:
             like = next(term for term in parts if self._rank_of(term, name) == other)
             received = self._to.receive(like, other, tag)
             found[name] = self._to.total([found[name], received]) if name in found else received
-        return {name: found[name] for name in self._terms if name in found}
+        return self._of_all({name: found[name] for name in self._terms if name in found})
+
+    def _of_all(self, gradients: dict[str, fx.Node]) -> dict[str, fx.Node]:
+        """Add the gradients of all pipelines: large ones one by one, and the others together."""
+        if self._num_replicas == 1:
+            return gradients
+        small = [n for n, node in gradients.items() if node.meta["val"].numel() < _FEWEST_ALONE]
+        found = {n: self._across(node) for n, node in gradients.items() if n not in small}
+        if small:
+            nodes = [gradients[name] for name in small]
+            totals = rank_nodes.added(self._to.graph, nodes, rank_ops.across)
+            found.update(zip(small, totals, strict=True))
+        return {name: found[name] for name in gradients}
+
+    def _across(self, node: fx.Node) -> fx.Node:
+        return rank_nodes.added(self._to.graph, [node], rank_ops.across)[0]
 
     def _loss(self) -> fx.Node:
         """Return the mean of the micro-batches' losses, which the last stage computes and gives to all."""
@@ -178,9 +209,13 @@ class _Maker:
         if self._rank != self._last:
             return to.receive(loss, self._last, tags[self._rank])
         whole = to.total([to.value(loss, batch) for batch in range(count)])
-        if count > 1:
-            whole = to.graph.call_function(torch.ops.aten.mul.Tensor, (whole, 1 / count))
+        # Of what is no mean, as a number of right answers, the sum.
+        share = 1 / (count * self._num_replicas) if loss.meta["val"].is_floating_point() else 1
+        if share < 1:
+            whole = to.graph.call_function(torch.ops.aten.mul.Tensor, (whole, share))
             whole.meta["val"] = loss.meta["val"].new_empty(())
+        if self._num_replicas > 1:
+            whole = self._across(whole)
         for rank, tag in enumerate(tags):
             to.send(whole, rank, tag)
         # What looks at the loss and may end the step comes after all have it.

@@ -20,8 +20,6 @@ from gascompile.training.planning.step_program import StepProgram
 
 _MOST_CUTS = 48
 """Places where stages may begin: the search looks at all pairs of them for every rank."""
-_WIDE = 1.5
-"""A stage may begin where so many times the least is sent, and not where it is more."""
 
 
 def program_of(joint: Joint, name: str) -> StepProgram:
@@ -153,7 +151,7 @@ def stage_ops(
         least_bytes=least,
         sent_bytes=sent[:size],
         num_states=num_states,
-        is_cut=_cuts(sent[:size]),
+        is_cut=cuts(sent[:size]),
         num_calls=calls,
     )
 
@@ -201,11 +199,16 @@ def _kept(legs: Legs) -> list[fx.Node]:
     return list(found)
 
 
-def _cuts(sent: Sequence[int]) -> list[bool]:
-    """Return where stages may begin: where little is sent, and evenly among such places."""
-    inner = range(1, len(sent))
-    least = min((sent[i] for i in inner if sent[i]), default=0)
-    places = [i for i in inner if sent[i] <= _WIDE * least]
-    step = max(-(-len(places) // _MOST_CUTS), 1)
-    chosen = set(places[::step])
+def cuts(sent: Sequence[int]) -> list[bool]:
+    """Return where stages may begin: of each of a number of equal parts of the ops, where the least is sent.
+
+    All ops are in reach of a cut then. What is sent least of all is often the loss, behind which a stage has nothing to
+    do.
+
+    Args:
+        sent: what is sent where a stage begins with an op, in bytes; at the first op none can.
+    """
+    step = max(-(-(len(sent) - 1) // _MOST_CUTS), 1)
+    parts = (range(begin, min(begin + step, len(sent))) for begin in range(1, len(sent), step))
+    chosen = {min(part, key=sent.__getitem__) for part in parts}
     return [i in chosen for i in range(len(sent))]

@@ -28,9 +28,11 @@ def is_small(parameter: fx.Node, layout: RankLayout | None) -> bool:
     return layout is not None and count < layout.size * FEWEST_SHARED
 
 
-def added(graph: fx.Graph, nodes: list[fx.Node]) -> list[fx.Node]:
-    """Add the sums of values over the ranks, in one exchange."""
-    total = graph.call_function(rank_ops.add, (nodes,))
+def added(
+    graph: fx.Graph, nodes: list[fx.Node], target: torch._ops.OpOverload = rank_ops.add
+) -> list[fx.Node]:
+    """Add the sums of values over the ranks, or those of ``target``, in one exchange."""
+    total = graph.call_function(target, (nodes,))
     total.meta["val"] = [torch.empty_like(node.meta["val"]) for node in nodes]
     found = []
     for number, value in enumerate(total.meta["val"]):

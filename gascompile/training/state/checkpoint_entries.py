@@ -29,17 +29,21 @@ def entries_of(
     frozen: dict[str, Entry] = {}
     optimizer: dict[str, Entry] = {}
     kept, seen = states.model.state_dict(keep_vars=True), set()
-    for name, own in states.names().items():
+    unheld = {id(tensor): name for name, tensor in states.unheld.items()}
+    for name, here in states.names().items():
+        own = here or unheld.get(id(kept[name]), "")
         if own and own not in seen:
-            changes = own in states.divided or states.owner(own) in changing
-            (trained if changes else frozen)[name] = _of_model(states, own)
+            (trained if _changes(states, own, changing) else frozen)[name] = _of_model(states, own)
             seen.add(own)
         elif not own and isinstance(kept[name], torch.Tensor):
             trained[name] = of_tensor(kept[name])
-    for name in sorted(set(states.tensors) - seen):
+    for name in sorted({*states.tensors, *states.unheld} - seen):
         optimizer[f"other:{name}"] = _of_model(states, name)
     for (parameter, key), tiles in states.tiles.items():
         if key == PART or not (parameter in pending if key == TOTAL else counts[parameter]):
+            continue
+        if parameter in states.spread:
+            optimizer[f"{parameter}:{key}"] = _of_stage(states, parameter, key)
             continue
         like = states.like(parameter)
         if tiles[0].code is not None:
@@ -88,7 +92,39 @@ def _order(like: torch.Tensor) -> tuple[int, ...]:
     return tuple(sorted(range(like.dim()), key=lambda dim: (-strides[dim], -sizes[dim])))
 
 
+def _changes(states: States, name: str, changing: frozenset[str]) -> bool:
+    """Return whether steps change a tensor of the model, as all ranks see it."""
+    if states.spread:
+        return name in states.spread
+    return name in states.divided or states.owner(name) in changing
+
+
+def _of_stage(states: States, parameter: str, key: str) -> Entry:
+    """Return the entry of a moment that one stage of a pipeline has."""
+    slot, lies = states.spread[parameter], states.like_kept(parameter, key)
+    tiles = states.tiles[parameter, key]
+    if states.rules.is_scalar(key) or not lies.is_contiguous():
+        entry = Entry(
+            dtype=torch.float32,
+            shape=tuple(lies.shape),
+            made=partial(states.kept, parameter, key, own=True),
+            assign=partial(states.keep, parameter, key) if tiles else None,
+        )
+    else:
+        entry = joined(lies.shape, [tile.name for tile in tiles])
+    return replace(entry, owner=slot.owner)
+
+
 def _of_model(states: States, name: str) -> Entry:
+    """Return the entry of a parameter or buffer."""
+    slot = states.spread.get(name)
+    if slot is not None and name in states.divided:
+        like = states.like(name)
+        return Entry(dtype=like.dtype, shape=tuple(like.shape), owner=slot.owner)
+    if slot is not None:
+        return replace(made_of(states.persistent, name), owner=slot.owner)
+    if name in states.unheld:
+        return of_tensor(states.unheld[name])
     made = states.storages.views.keys() | states.divided.keys() | states.packed.keys()
     if name not in made:
         return made_of(states.persistent, name)

@@ -65,7 +65,7 @@ class FileValues:
         canonical, self._tensors = named_tensors(model)
         _require_apart(self._tensors)
         checkpoint = open_checkpoint_of(model, Path(path))
-        self._stamps = checkpoint.stamps
+        self.stamps = checkpoint.stamps
         self.sources = self._found(model, canonical, checkpoint, store)
         self.packed = packed_values(self.sources, self._tensors, self.where)
         """Those that are kept as their files have them, by name."""
@@ -122,7 +122,7 @@ class FileValues:
             or (name in tensors and name not in changing and _lies_as_kept(source, tensors[name]))
         }
         try:
-            return SourceSlots(found, self._stamps)
+            return SourceSlots(found, self.stamps)
         except StorageError as error:
             raise CheckpointError(str(error)) from error
 
@@ -170,7 +170,7 @@ class FileValues:
     def _opened(self, names: Iterable[str]) -> Iterator[SourceFiles]:
         """Open the files of some values, which are the same at the end as when their headers were read."""
         paths = {extent.path for name in names for extent in self.sources[name].extents}
-        stamps = [stamp for stamp in self._stamps if stamp.path in paths]
+        stamps = [stamp for stamp in self.stamps if stamp.path in paths]
         with ExitStack() as stack:
             try:
                 files = SourceFiles(paths, stamps)

@@ -14,7 +14,7 @@ from gascompile.core.errors import RankError
 from gascompile.runtime.memory.persistent import Persistent
 from gascompile.training.optimizers.optimizers import Rules
 from gascompile.training.optimizers.slots import PART, Tile
-from gascompile.training.state.aliasing import Storages, in_order_of
+from gascompile.training.state.aliasing import Storages, in_order_of, named_tensors
 from gascompile.training.state.open_tensors import behind
 from gascompile.training.state.packed_values import PackedValue
 
@@ -49,6 +49,11 @@ class NamedValues:
         """Layouts of parameters of which this rank has a part alone, or nothing; they have no memory."""
         self.spread = {n: s for n, s in rules.slots.items() if s.owner is not None}
         """Parameters of a pipeline, each of which one rank updates."""
+        placed = rules.placed
+        known = named_tensors(model)[1] if placed is not None else {}
+        elsewhere = sorted(placed.elsewhere - tensors.keys()) if placed is not None else ()
+        self.unheld = {name: known[name] for name in elsewhere}
+        """Of a pipeline, tensors that other stages read and none updates: the model has them still."""
         for slot in rules.slots.values():
             if slot.stage is not None:
                 outline = torch.empty_like(tensors[slot.name], memory_format=torch.preserve_format)
@@ -106,7 +111,8 @@ class NamedValues:
         """Return a copy of a parameter, which the rank that updates it gives to all."""
         assert self._total is not None, "only ranks make a pipeline"
         found = self.persistent.value(name)
-        if not self.spread[name].ranges:
+        placed = self.rules.placed
+        if not self.spread[name].ranges or (placed is not None and placed.replica):
             found.zero_()
         return self._total(found, f"reading '{PART}' of '{name}'")
 
@@ -153,14 +159,19 @@ class NamedValues:
             RankError: other ranks have parts of it, and one is gone or does something else.
         """
         like = self.like_kept(parameter, key)
-        if self.rules.is_scalar(key):
+        if self.rules.is_scalar(key) and parameter not in self.spread:
             tile = self.tiles[parameter, key][0]
             return tile.values(self.persistent.value(tile.name)).reshape(())
         slot = self.rules.slots[parameter]
         is_divided = slot.is_spread and not (own and slot.owner is not None)
         flat = torch.zeros(like.numel()) if is_divided else torch.empty(like.numel())
-        for tile in self.tiles.get((parameter, key), ()):
-            flat[tile.begin : tile.end] = tile.values(self.persistent.value(tile.name))
+        placed = self.rules.placed
+        # Pipelines beside each other have the same.
+        is_told = not is_divided or placed is None or not placed.replica
+        for tile in self.tiles.get((parameter, key), ()) if is_told else ():
+            # Of one number each range has a copy.
+            begin, end = (0, 1) if self.rules.is_scalar(key) else (tile.begin, tile.end)
+            flat[begin:end] = tile.values(self.persistent.value(tile.name))
         if is_divided:
             assert self._total is not None, "only ranks divide"
             # Zeros where others have the values.

@@ -138,7 +138,9 @@ class RankCheckpoints(CheckpointFolder):
         self.finish()
         entries = entries_of(states, changing, states.counts, states.pending)
         kinds = [
-            [n, str(e.dtype), e.shape, bool(e.own)] for each in entries for n, e in each.items()
+            [n, str(e.dtype), e.shape, bool(e.own), repr(e.owner)]
+            for each in entries
+            for n, e in each.items()
         ]
         facts = [sorted(kinds, key=str), states.num_steps, states.num_batches, states.generation]
         facts += [keep, blocking, replicas]
@@ -364,7 +366,7 @@ def _suffices(loading: Loading, size: int) -> bool:
         stored = loading.stored[name]
         spans = [(own.begin, own.end) for own in entry.own] if entry.own and not entry.order else []
         spans = spans or [(0, math.prod(entry.shape))]
-        if not all(stored.has(begin, end) for begin, end in spans):
+        if entry.is_kept and not all(stored.has(begin, end) for begin, end in spans):
             return False
     numbers = [name for name in loading.stored if name.startswith(RANDOM)]
     return len(numbers) == size or random_name(0) in numbers

@@ -104,10 +104,15 @@ def sharing_seen(seen: Sequence[Sequence[int]], rank: int, ranks: Ranks) -> Shar
 
 
 def owners(entries: Mapping[str, Entry], ranks: Sequence[int]) -> dict[str, int]:
-    """Return who writes each tensor that all ranks have, so that all write about as much."""
+    """Return who writes each tensor that is no part of one, so that all write about as much."""
     loads = dict.fromkeys(ranks, 0)
-    found = {}
-    whole = {name: entry.size_bytes for name, entry in entries.items() if not entry.own}
+    found, whole = {}, {}
+    for name, entry in entries.items():
+        if entry.owner is not None:
+            found[name] = entry.owner
+            loads[entry.owner] = loads.get(entry.owner, 0) + entry.size_bytes
+        elif not entry.own:
+            whole[name] = entry.size_bytes
     for name in sorted(whole, key=lambda name: (-whole[name], name)):
         least = min(ranks, key=lambda rank: (loads[rank], rank))
         loads[least] += whole[name]

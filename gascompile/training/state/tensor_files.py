@@ -50,10 +50,17 @@ class Entry:
     """Where each rank has ranges of it: this one's, in its order of memory."""
     order: tuple[int, ...] = ()
     """Of what has ranges: its dimensions as memory has them, the slowest first; empty in order of rows."""
+    owner: int | None = None
+    """The rank that writes it, where that is not to be chosen. Others may have a copy, or nothing of it."""
     made: Callable[[], torch.Tensor] | None = None
     """Its value, where it is not made of parts."""
     assign: Callable[[torch.Tensor], object] | None = None
     """Takes its value, where it is not made of parts."""
+
+    @property
+    def is_kept(self) -> bool:
+        """Return whether this rank has any of it."""
+        return bool(self.own or self.parts) or self.assign is not None
 
     @property
     def size_bytes(self) -> int:
