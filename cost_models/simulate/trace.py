@@ -207,9 +207,8 @@ class _Walk:
         # In the time of links, which ops do not slow down; see ``undisturbed``.
         self.ops_s = plan_times(plan, machine)
         self._times_s = undisturbed(plan.workload.ops, self.ops_s, machine)
-        self._sites = plan_sites(plan)
-        self._now = 0.0
-        """Of the tier that computes; its step of the moment."""
+        self._sites, self._now = plan_sites(plan), 0.0
+        """The clock of the tier that computes stands at its step of the moment."""
         self._elsewhere = [0.0] * (len(self._sites.others) if self._sites is not None else 0)
         """Of the other sites."""
         self._start = 0.0
