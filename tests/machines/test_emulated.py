@@ -11,7 +11,7 @@ from gascompile.api.plan import machine_of
 from gascompile.core.checks.machine import check_machine
 from gascompile.core.checks.machine_files import preset
 from gascompile.core.errors import FormatError
-from gascompile.core.machine import Interference, InterferencePoint, IoSettings, Machine
+from gascompile.core.machine import Contention, Interference, InterferencePoint, IoSettings, Machine
 from gascompile.machines.emulated import EMULATED, emulated_machine, emulated_name
 from gascompile.machines.resolve import resolve_machine
 
@@ -61,6 +61,12 @@ def test_its_links_are_those_of_the_preset() -> None:
 
 def test_nothing_slows_its_links() -> None:
     assert emulated_machine(HOST).interference == Interference()
+
+
+def test_its_ops_and_those_of_the_host_lose_what_two_on_the_host_do() -> None:
+    lost = Contention(points=POINTS)
+    assert emulated_machine(replace(HOST, contention=lost)).contention == lost
+    assert emulated_machine(HOST).contention is None
 
 
 def test_a_slower_drive_counts() -> None:
