@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -58,16 +59,28 @@ class EventProgram:
         )
 
 
+class Moments(NamedTuple):
+    """Of an event."""
+
+    at_s: float
+    """When it is come to."""
+    begun_s: float
+    """When a transfer has its link."""
+    ended_s: float
+    """Of a transfer its arrival."""
+    latest_s: float
+    """What all sites are at then."""
+
+
 class Record:
     """What the last iteration of some was like, event by event."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
-        self.events: list[tuple[float, float, float]] = []
-        """Of each when it is come to and when it ends, for a transfer its arrival, and what all sites are at then."""
+        self.events: list[Moments] = []
         self.holders: dict[int, int | None] = {}
         """The copy that had the link of each one, or a pipe of it, the longest when it was issued."""
-        self.before: tuple[float, list[tuple[float, float, float]]] = (0.0, [])
+        self.before: tuple[float, list[Moments]] = (0.0, [])
         """Seconds and events of the iteration before."""
         self._last: dict[tuple[bool, int], int] = {}
 
@@ -193,7 +206,7 @@ def _iterate_sites(
     now = [begun] * program.num_sites
     ended: list[float] = []
     for kind, index, seconds in program.events:
-        at_s = until_s = now[index if kind == ELSEWHERE else 0]
+        at_s = from_s = until_s = now[index if kind == ELSEWHERE else 0]
         if record is not None and kind in (PREFETCH, CROSS):
             record.take_link(program, clock, index)
         if kind == COMPUTE:
@@ -207,13 +220,13 @@ def _iterate_sites(
             now[int(seconds)] = max(now[int(seconds)], arrival[index])
         elif kind == PREFETCH:
             link, pipes = program.link_of[index], program.pipes_of[index]
-            until_s = clock.issue(link, seconds, pipes, at_s) + seconds
-            arrival[index] = until_s
+            from_s = clock.issue(link, seconds, pipes, at_s)
+            arrival[index] = until_s = from_s + seconds
         elif kind == CROSS:
             partner = program.site_of[index]
             at_s = at_s if partner > 0 else max(at_s, now[-partner])
-            until_s = clock.issue_ahead(program.link_of[index], seconds, at_s) + seconds
-            arrival[index] = until_s
+            from_s = clock.issue_ahead(program.link_of[index], seconds, at_s)
+            arrival[index] = until_s = from_s + seconds
         else:
             until_s = arrival[index]
             if until_s > at_s:
@@ -223,7 +236,7 @@ def _iterate_sites(
                 now[partner] = max(now[partner], until_s)
             waits += 1
         if record is not None:
-            record.events.append((at_s, until_s, max(now)))
+            record.events.append(Moments(at_s, from_s, until_s, max(now)))
     return max(now)
 
 

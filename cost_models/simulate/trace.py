@@ -231,7 +231,7 @@ class _Iteration:
 
     def step_times_s(self) -> list[tuple[float, float]]:
         """Return when each step begins and ends in program order."""
-        latest = (latest_s for *_, latest_s in self._record.events)
+        latest = (event.latest_s for event in self._record.events)
         ended = dict(zip(self._events.step_of, latest, strict=True))
         ends = list(
             accumulate(range(len(self._plan.steps)), lambda s, i: ended.get(i, s), initial=0.0)
@@ -242,18 +242,18 @@ class _Iteration:
         """Go through the events."""
         flying = dict.fromkeys(self._events.crossing() if self._events.repeats else (), True)
         """Whether each copy is of the iteration before."""
-        for (kind, copy, _), i, (at_s, ended_s, _) in zip(
+        for (kind, copy, _), i, event in zip(
             self._events.events, self._events.step_of, self._record.events, strict=True
         ):
             step = self._plan.steps[i]
             if isinstance(step, (Compute, Recompute)):
-                self._take_op(step, at_s, ended_s)
+                self._take_op(step, event.at_s, event.ended_s)
             elif kind in (PREFETCH, CROSS):
                 flying[copy] = False
                 self.issued.append(self._transfer(copy))
             elif kind in (WAIT, ARRIVE) and copy in flying:
                 started = self._transfer(copy, is_before=flying.pop(copy))
-                done = replace(started, wait_op=step.op, needed_s=at_s)
+                done = replace(started, wait_op=step.op, needed_s=event.at_s)
                 self.transfers.append(done)
                 if done.slack_s < 0:
                     late = Stall(
@@ -280,19 +280,18 @@ class _Iteration:
         before_s, before = record.before
         events = before if is_before and before else record.events
         shift_s = (before_s if before else record.seconds) if is_before else 0.0
-        issued_s, arrived_s, _ = events[number]
-        step, time_s = self._step(copy), self._events.events[number][2]
+        event, step = events[number], self._step(copy)
         holder = record.holders[copy]
-        is_late = arrived_s - time_s > issued_s and holder is not None
+        is_late = event.begun_s > event.at_s
         return Transfer(
             kind=type(step).__name__.lower(),
             tensor=step.tensor,
             link=step.link,
             size_bytes=step.size_bytes,
             issue_op=step.op,
-            issued_s=issued_s - shift_s,
-            begun_s=arrived_s - time_s - shift_s,
-            arrived_s=arrived_s - shift_s,
+            issued_s=event.at_s - shift_s,
+            begun_s=event.begun_s - shift_s,
+            arrived_s=event.ended_s - shift_s,
             after=self._step(holder).tensor if is_late and holder is not None else "",
             freed_by=self._freed_by.get(self._events.step_of[number], ""),
         )
