@@ -271,7 +271,7 @@ class RankStep:
         kept = Ladder.kept(path) if again else None
         told = self._ranks.compare("what exchanges took", b"", [int(kept is not None)])
         if not all(has for (has,) in told):
-            kept = self._ranks.ladder(cache_dir / "training").as_kept(path)
+            kept = self._ranks.ladder().as_kept(path)
         self._ladder = kept
 
     @property
