@@ -6,18 +6,12 @@ the same time, and begin together.
 
 from __future__ import annotations
 
-import mmap
-import os
-import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
-from gascompile.core.errors import StorageError
 from gascompile.runtime.collectives.exchange import Exchange
-from gascompile.runtime.memory.unnamed_file import open_unnamed
 
 _ROUNDS = 4
 """Exchanges with ops beside them, one after the other: as long as what holds processors to a share of their time looks
@@ -25,9 +19,6 @@ at, some 20 ms."""
 _REPEATS = 2
 _OP_ROWS = 192
 """Of a product of matrices that stands for ops: 0.2 ms, and more than a core's own cache has room for."""
-_PIECE_BYTES, _NUM_PIECES = 1 << 20, 16
-_MOVES_S = 0.05
-"""A drive that moves less in this time is not waited for."""
 
 
 class Ops:
@@ -79,55 +70,5 @@ def lost_to_exchange_s(
     return max(min(found), 0.0)
 
 
-def lost_to_moves_s(exchange: Exchange, ops: Ops, folder: Path) -> float:
-    """Return what ops lose to each byte that goes to the drive of ``folder`` or comes from it beside them.
-
-    Nothing, where the drive has no room for it: plans that move will say so.
-    """
-    count = 32
-    _meet(exchange)
-    each_s = ops.seconds(count) / count
-    _meet(exchange)
-    moves = _Moves(folder)
-    moves.start()
-    number, begin_s = 0, time.perf_counter()
-    while moves.is_alive():
-        ops.run(1)
-        number += 1
-    passed_s = time.perf_counter() - begin_s
-    moves.join()
-    _meet(exchange)
-    return max(passed_s - number * each_s, 0.0) / moves.moved_bytes if moves.moved_bytes else 0.0
-
-
 def _meet(exchange: Exchange) -> None:
     exchange.add(torch.zeros(1))
-
-
-class _Moves(threading.Thread):
-    """Writes pieces to a file that has no name, and reads them back."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(name="gascompile-moves", daemon=True)
-        self._folder, self.moved_bytes = folder, 0
-
-    def run(self) -> None:
-        try:
-            file, _ = open_unnamed(self._folder, _NUM_PIECES * _PIECE_BYTES)
-        except StorageError:
-            return
-        try:
-            with mmap.mmap(-1, _PIECE_BYTES) as piece:
-                self._moved(file, piece)
-        except OSError:
-            self.moved_bytes = 0
-        finally:
-            os.close(file)
-
-    def _moved(self, file: int, piece: mmap.mmap) -> None:
-        until_s = time.perf_counter() + _MOVES_S
-        for move in (os.pwrite, lambda file, piece, at: os.preadv(file, [piece], at)):
-            for number in range(_NUM_PIECES):
-                self.moved_bytes += move(file, piece, number * _PIECE_BYTES)
-                if time.perf_counter() > until_s:
-                    return

@@ -18,7 +18,7 @@ import torch
 
 from gascompile.core import serial
 from gascompile.core.errors import FormatError, StorageError
-from gascompile.distributed.beside import Ops, lost_to_exchange_s, lost_to_moves_s
+from gascompile.distributed.beside import Ops, lost_to_exchange_s
 from gascompile.runtime.collectives.exchange import Exchange
 
 _SIZES_BYTES = (4 << 10, 256 << 10, 4 << 20)
@@ -51,17 +51,10 @@ class Ladder:
     """What ops wait for a sum of parts to begin that goes on beside them: for the copy that it is made of."""
     busy: float = 1.0
     """Share of the time of such a sum that ops beside it lose to it, with those of all ranks at work."""
-    move_s_per_byte: float = 0.0
-    """What ops lose to a byte that moves to or from the drive beside them, with those of all ranks at work."""
 
     @staticmethod
-    def measured(exchange: Exchange, folder: Path | None = None) -> Ladder:
-        """Measure; all ranks do so at once. Half a second between two processes of one host.
-
-        Args:
-            exchange: with the other ranks.
-            folder: on the drive that this rank moves values to and from, if it does.
-        """
+    def measured(exchange: Exchange) -> Ladder:
+        """Measure; all ranks do so at once. Half a second between two processes of one host."""
         size = exchange.size
 
         def sizes_of(values: torch.Tensor) -> list[int]:
@@ -84,7 +77,6 @@ class Ladder:
             gathers=_measured(gather),
             begins=_measured(begin, exchange.end_part),
             busy=_lost_share(exchange, ops, begin, parts),
-            move_s_per_byte=lost_to_moves_s(exchange, ops, folder) if folder is not None else 0.0,
         )
 
     def seconds(self, size_bytes: int, *, divided: bool) -> float:

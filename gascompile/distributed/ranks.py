@@ -16,7 +16,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
@@ -124,10 +123,10 @@ class Ranks:
         """The hosts of the ranks, in their order."""
         return [host for host, _ in self._processes]
 
-    def ladder(self, folder: Path | None = None) -> Ladder:
-        """Return what exchanges take, and moves to ``folder``; all ranks measure it at once, unless they have."""
+    def ladder(self) -> Ladder:
+        """Return what exchanges take; all ranks measure it at once, unless they have."""
         groups = _open[self._members]
-        groups.ladder = groups.ladder or Ladder.measured(self.exchange, folder)
+        groups.ladder = groups.ladder or Ladder.measured(self.exchange)
         return groups.ladder
 
     def compare(self, what: str, facts: bytes, numbers: Sequence[int] = ()) -> list[list[int]]:

@@ -262,16 +262,15 @@ class RankStep:
         """Plan with what exchanges took before, where they still do; see ``Ladder.as_kept``.
 
         Ranks that torchrun starts again measure nothing: they go on with what their job has measured, and so with the
-        plans that it has made.
+        plans that it has made. Each agent of torchrun counts the restarts of its own ranks.
         """
         name = serial.digest([self._ranks.hosts, self.rank])[:16]
         path = cache_dir / "ranks" / f"exchanges-{name}.json"
-        # Each agent of torchrun counts the restarts of its own ranks.
         again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
         kept = Ladder.kept(path) if again else None
         told = self._ranks.compare("what exchanges took", b"", [int(kept is not None)])
         if not all(has for (has,) in told):
-            kept = self._ranks.ladder(cache_dir / "training").as_kept(path)
+            kept = self._ranks.ladder().as_kept(path)
         self._ladder = kept
 
     @property

@@ -312,12 +312,10 @@ class StepPlanner(StagePlanner):
         if stage is not None and self.pipeline is not None:
             workload = self.pipeline.with_waits(workload, stage, self._machine.compute_tier)
 
-        machine = rank_overlap.with_neighbours(self._machine, ladder)
-
         def found(reserved_bytes: int) -> Plan:
             return step_plan(
                 workload,
-                machine,
+                self._machine,
                 self._budget,
                 self._config,
                 fingerprint=prints,

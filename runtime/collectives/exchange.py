@@ -152,7 +152,7 @@ class Exchange:
         parts = list(received.view(count, own))
         if self._keeps():
             parts.insert(self.rank, values[begin : begin + own])
-        total = parts[0] + parts[1]
+        total: torch.Tensor = parts[0] + parts[1]
         for part in parts[2:]:
             total.add_(part)
         return total

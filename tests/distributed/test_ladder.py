@@ -118,11 +118,3 @@ def test_a_folder_that_cannot_be_written_to_changes_nothing(
     (tmp_path / "ranks").write_text("a file")
     found = _climbed(monkeypatch, 100e6, 0.0)
     assert found.as_kept(tmp_path / "ranks" / "exchanges.json") == found
-
-
-def test_a_drive_without_room_takes_nothing_from_ops(tmp_path: Path) -> None:
-    (tmp_path / "training").write_text("a file")
-    alone = cast(Any, SimpleNamespace(add=lambda _: None))
-    assert beside.lost_to_moves_s(alone, beside.Ops(), tmp_path / "training") == 0.0
-    assert beside.lost_to_moves_s(alone, beside.Ops(), tmp_path) >= 0.0
-    assert not list(tmp_path.glob("*/*"))

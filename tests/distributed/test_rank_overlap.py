@@ -168,7 +168,7 @@ def test_what_is_under_way_when_a_run_ends_is_waited_for_by_nobody() -> None:
     found = Exchange.__new__(Exchange)
     found.is_hung = False
     values = [torch.zeros(4), torch.ones(4)]
-    found._begun = deque([exchange._Begun(SimpleNamespace(), *values, (2, 2))])  # type: ignore[arg-type]
+    found._begun = deque([exchange._Begun(SimpleNamespace(), values[0], values[1], (2, 2))])  # type: ignore[arg-type]
     kept = len(exchange._kept)
     with pytest.raises(RankError), exchanging(found):
         raise RankError("another rank", rank=1)

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import fx
 
-from gascompile.core.machine import Machine
 from gascompile.core.program import add_node, copied_graph, graph_module_of
 from gascompile.core.workload import Workload
 from gascompile.distributed.ladder import Ladder
@@ -173,18 +172,6 @@ def network_of(step: StepProgram, ladder: Ladder) -> Network:
         if node.target is rank_ops.begin_part:
             begin_s[node.name] = ladder.begin_s(size_bytes)
     return Network(time_s=time_s, busy=ladder.busy, begin_s=begin_s)
-
-
-def with_neighbours(machine: Machine, ladder: Ladder | None) -> Machine:
-    """Return a machine whose ops lose to moves what was measured with all ranks of a host at work."""
-    felt = machine.interference
-    if ladder is None or machine.compute_tier != "cpu":
-        return machine
-    if ladder.move_s_per_byte <= felt.op_s_per_byte:
-        return machine
-    source = "measured with all ranks at work"
-    felt = replace(felt, op_s_per_byte=ladder.move_s_per_byte, source=source)
-    return replace(machine, interference=felt)
 
 
 def waits_s(step: StepProgram, times_s: Mapping[str, float], network: Network) -> dict[str, float]:
