@@ -196,8 +196,8 @@ def _is_reduced(value: torch.Tensor) -> bool:
 
 def _num_threads() -> int:
     """Return the threads of torch's kernels; without torch the processors that this process may use."""
-    torch = sys.modules.get("torch")
-    return torch.get_num_threads() if torch is not None else len(os.sched_getaffinity(0))
+    loaded: Any = sys.modules.get("torch")
+    return int(loaded.get_num_threads()) if loaded else len(os.sched_getaffinity(0))
 
 
 def _nbytes(values: Sequence[torch.Tensor]) -> int:

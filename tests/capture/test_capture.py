@@ -195,5 +195,5 @@ def test_code_is_looked_for_past_objects_that_warn() -> None:
 
     module = types.ModuleType("holds")
     Holder.__module__ = "holds"
-    module.Holder = Holder  # type: ignore[attr-defined]
+    vars(module)["Holder"] = Holder
     assert {code.co_name for code in _codes("holds", module)} == {"one", "two", "three"}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import nn
 
 import gascompile
 from gascompile.core.errors import CheckpointError
+from gascompile.core.sources import WeightSource
 from gascompile.training.compile_step import compile_step
 from gascompile.weights import tied
 from gascompile.weights.checkpoint import open_checkpoint
@@ -99,7 +100,12 @@ def test_large_ones_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert matched(file, store)[NAMES[0]].extents == open_checkpoint(file).sources[NAMES[0]].extents
     reads: list[str] = []
     blocks = tied._blocks
-    monkeypatch.setattr(tied, "_blocks", lambda source: reads.append(source.name) or blocks(source))
+
+    def heard(source: WeightSource) -> Iterator[bytes]:
+        reads.append(source.name)
+        return blocks(source)
+
+    monkeypatch.setattr(tied, "_blocks", heard)
     matched(file, store)
     monkeypatch.setattr(tied, "_found_equal", set())  # as in another process
     matched(file, store)

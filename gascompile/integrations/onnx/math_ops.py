@@ -28,7 +28,7 @@ Tensor: TypeAlias = "torch.Tensor"
 
 def unary(name: str) -> Callable[..., Value]:
     """Return the op that is torch's of a name."""
-    return lambda x: getattr(torch, name)(tensor(x))  # type: ignore[no-any-return]
+    return lambda x: getattr(torch, name)(tensor(x))
 
 
 def binary(name: str, known: Callable[[Any, Any], Any] | None = None) -> Callable[..., Value]:

@@ -321,7 +321,8 @@ class Log:
         )
         common = promoted(inputs) if pointwise and inputs else None
         kernel = Kernel(f"aten::{name}", common, lambda _: "Mkldnn")
-        taken_bytes = workspace_bytes(kernel, args, inputs, outputs)
+        both: tuple[Any, Any] = (inputs, outputs)  # of whom it asks what tensors of torch have, too
+        taken_bytes = workspace_bytes(kernel, args, *both)
         self._kernel_bytes = max(self._kernel_bytes, taken_bytes)
 
 
