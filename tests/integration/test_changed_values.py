@@ -126,6 +126,10 @@ def test_a_capture_under_a_profiler_gives_it_back(tmp_path: Path) -> None:
 class Normed(nn.Module):
     """Whose statistics are written where ``learns``, and else lie in a file."""
 
+    mean: torch.Tensor
+    var: torch.Tensor
+    shift: torch.Tensor | None
+
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(8, 8)

@@ -93,7 +93,7 @@ class Variable:
     """What an environment variable is set to, as an attribute: bytes, or ``None``."""
 
     def __init__(self, name: str) -> None:
-        self._key = os.environ.encodekey(name)  # type: ignore[attr-defined]  # unseen by a profile
+        self._key = os.environ.encodekey(name)
 
     @property
     def value(self) -> Any:
