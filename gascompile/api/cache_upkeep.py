@@ -1,7 +1,7 @@
 """Upkeep of the cache folder: list what is in it, remove by key, collect what is of no use any more.
 
-Only files that GASCompile made itself are touched, and only below ``plans``, ``store``, ``kernels``, ``native``
-and ``machine``.
+Only files that GASCompile made itself are touched, and only below ``plans``, ``captures``, ``store``, ``kernels``,
+``native`` and ``machine``.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from gascompile.bundles import plan_cache
+from gascompile.bundles.kept_captures import captures_dir
 from gascompile.core.errors import StorageError
 from gascompile.weights import tied
 from gascompile.weights.store import exclusive
@@ -28,6 +29,7 @@ class ItemKind(StrEnum):
     """What a cache item is."""
 
     PLAN = "plan"
+    CAPTURE = "capture"
     WEIGHTS = "weights"
     CODE = "code"
     MACHINE = "machine"
@@ -51,7 +53,7 @@ class CacheItem:
 
 
 def items(cache_dir: Path) -> list[CacheItem]:
-    """Return plans, spilled weights, compiled code and machine profiles, in this order, each newest first."""
+    """Return plans, captures, spilled weights, code and machine profiles, in this order, each newest first."""
     plans = [
         CacheItem(
             key=entry.key,
@@ -66,6 +68,10 @@ def items(cache_dir: Path) -> list[CacheItem]:
         for entry in plan_cache.entries(cache_dir)
     ]
     needed = _resolved(path for item in plans for path in item.weight_files)
+    captures = [
+        _file_item(path, ItemKind.CAPTURE, "captured program", ok=True)
+        for path in captures_dir(cache_dir).glob("[0-9a-f]*")
+    ]
     weights = [
         _file_item(path, ItemKind.WEIGHTS, "spilled weights", ok=str(path.resolve()) in needed)
         for path in (cache_dir / "store").glob("[!.]*.safetensors")
@@ -83,7 +89,7 @@ def items(cache_dir: Path) -> list[CacheItem]:
         )
         for path in (cache_dir / folder).glob(files)
     ]
-    files = [item for item in (*weights, *code, *machines) if item is not None]
+    files = [item for item in (*captures, *weights, *code, *machines) if item is not None]
     order = list(ItemKind)
     return [*plans, *sorted(files, key=lambda item: (order.index(item.kind), item.age_s))]
 
@@ -141,10 +147,10 @@ def collect(
 ) -> list[CacheItem]:
     """Remove what is of no use and return it.
 
-    Damaged plans go, then plans and compiled code written longer ago than ``older_than_s``, then the oldest
-    plans until they, their weights and the machine profiles, which stay, take ``max_size_bytes`` at most; with
-    them the spilled weights that no cached plan needs, and what killed writers left behind. Plans of this cache
-    compile their code again when they are used; bundles saved elsewhere run without it.
+    Damaged plans go, then plans, captures and compiled code written longer ago than ``older_than_s``, then the
+    oldest plans and captures until they, their weights and the machine profiles, which stay, take ``max_size_bytes``
+    at most; with them the spilled weights that no cached plan needs, and what killed writers left behind. Plans of
+    this cache compile their code again when they are used; bundles saved elsewhere run without it.
 
     Args:
         keep_weights: leave spilled weights alone; bundles saved elsewhere may refer to them.
@@ -156,10 +162,12 @@ def collect(
         return []
     found = items(cache_dir)
     plans = [item for item in found if item.kind == ItemKind.PLAN]
-    code = [item for item in found if item.kind == ItemKind.CODE]
-    old = [i for i in (*plans, *code) if older_than_s is not None and i.age_s > older_than_s]
+    others = [item for item in found if item.kind in {ItemKind.CODE, ItemKind.CAPTURE}]
+    old = [i for i in (*plans, *others) if older_than_s is not None and i.age_s > older_than_s]
     doomed = [*old, *(item for item in plans if not item.ok and item not in old)]
-    kept = [item for item in plans if item not in doomed]
+    captures = [item for item in others if item.kind == ItemKind.CAPTURE]
+    kept = [item for item in (*plans, *captures) if item not in doomed]
+    kept.sort(key=lambda item: item.age_s)
     while True:
         needed = _resolved(path for item in kept for path in item.weight_files)
         unused = [] if keep_weights else _unused_weights(found, needed)
@@ -191,7 +199,7 @@ def _resolved(paths: Iterable[str]) -> frozenset[str]:
 
 def _leftovers(cache_dir: Path) -> Iterator[CacheItem]:
     """Yield hidden temporary files and folders that their writers would have renamed long ago."""
-    for folder in ("plans", "store", "kernels", "kernels/keys", "native", "machine"):
+    for folder in ("plans", "captures", "store", "kernels", "kernels/keys", "native", "machine"):
         for path in (cache_dir / folder).glob(".*"):
             item = (
                 None

@@ -20,8 +20,9 @@ from gascompile.api.sources import model_of, require_sense
 from gascompile.api.unit import Unit
 from gascompile.bundles.bundle import Bundle
 from gascompile.bundles.reuse import CachedPlan
-from gascompile.capture.calls import ExampleInputs, named_shapes, positional_names, split_inputs
+from gascompile.capture.calls import ExampleInputs, positional_names, split_inputs
 from gascompile.capture.fingerprint.fingerprint import (
+    CAPTURED,
     ModulePrint,
     module_print,
     plan_prints,
@@ -31,6 +32,7 @@ from gascompile.capture.later.history import History
 from gascompile.capture.plain_tensors import require_plain_inputs
 from gascompile.capture.torch_settings import require_castable
 from gascompile.codegen.fuse import fused_unit, outdated, with_kernels
+from gascompile.core import serial
 from gascompile.core.budget import Budget
 from gascompile.core.checks.machine import source_warnings
 from gascompile.core.config import CompileConfig
@@ -40,21 +42,20 @@ from gascompile.core.model_libraries import register_pytrees, set_recorders
 from gascompile.core.plan import Plan
 from gascompile.core.program import Program
 from gascompile.core.progress import task
-from gascompile.machines.admission import admit, admit_model, as_computed
+from gascompile.machines.admission import admit, admit_model
 from gascompile.machines.op_memory import annotate_memory, lacks_memory, unknown_ops
 from gascompile.machines.resolve import resolve_machine
 from gascompile.runtime.transfer.engine import read_blocks
 from gascompile.weights.checkpoint import Checkpoint, open_checkpoint_of
-from gascompile.weights.resolve import Resolved, resolve_weights, with_held_tensors
+from gascompile.weights.resolve import Resolved, resolve_weights
 from gascompile.weights.store import STORE
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from gascompile.capture.record.record import CaptureRecord
+    from gascompile.capture.record.record import Recorded
     from gascompile.capture.to_program import Capture
     from gascompile.passes.graph.annotate import Annotation
-    from gascompile.precision.sensitivity import Sensitivity
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,25 +106,32 @@ class Job:
 
     def look_up(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> LookedUp:
         """Return the plan for one input signature, if the cache has it, and what it is looked up by."""
-        register_pytrees()
-        set_recorders(self.model, kwargs)
         require_own_values((*self.model.parameters(), *self.model.buffers()))
         require_plain_inputs(args, kwargs)
         require_castable(self.config.weights)
         checkpoint = self.open_checkpoint()
-        printed = module_print(self.model)
-        prints = self.fingerprint(args, kwargs, checkpoint, printed)
-        entry = CachedPlan(self.config.cache_dir, self.model, printed, prints)
+        entry = self.entry(args, kwargs, checkpoint)
         unit = self._cached(entry, checkpoint)
         holds = unit is not None and self.history.admit(entry.inert, args, kwargs)
         return LookedUp(entry, checkpoint, unit if holds else None)
+
+    def entry(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], checkpoint: Checkpoint | None
+    ) -> CachedPlan:
+        """Return the place in the cache of the plan for one input signature, and of its capture."""
+        register_pytrees()
+        set_recorders(self.model, kwargs)
+        printed = module_print(self.model)
+        prints = self.fingerprint(args, kwargs, checkpoint, printed)
+        traced = serial.digest([prints[part] for part in CAPTURED])
+        return CachedPlan(self.config.cache_dir, self.model, printed, prints, traced=traced)
 
     def plan_anew(
         self, looked_up: LookedUp, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Unit:
         """Return the plan that the cache did not have, and keep it."""
         entry = looked_up.entry
-        bundle, record = self._plan(args, kwargs, looked_up.checkpoint, entry.prints)
+        bundle, record = self._plan(args, kwargs, looked_up)
         unit = fused_unit(Unit.of(bundle, graphs=self.config.graphs), self.config)
         unit.basis = entry.keep(self._kept(unit.bundle), record)
         return unit
@@ -173,7 +181,7 @@ class Job:
         from gascompile.capture.fake_twin import canonical_names
 
         parts = (cached.program, canonical_names(self.model), self._constants(cached))
-        resolved = self._resolve(*parts, checkpoint)
+        resolved = self.resolve(*parts, checkpoint)
         return replace(cached, weights=resolved.weights, held=resolved.held)
 
     def _constants(self, bundle: Bundle) -> dict[str, torch.Tensor]:
@@ -182,13 +190,14 @@ class Job:
         own |= {name for name, _ in self.model.named_buffers(remove_duplicate=False)}
         return {name: tensor for name, tensor in bundle.held.items() if name not in own}
 
-    def _resolve(
+    def resolve(
         self,
         program: Any,
         canonical: Mapping[str, str],
         constants: Mapping[str, torch.Tensor],
         checkpoint: Checkpoint | None,
     ) -> Resolved:
+        """Find the weights of a program; see ``resolve_weights``."""
         resolved = resolve_weights(
             self.model,
             program,
@@ -212,16 +221,15 @@ class Job:
         self,
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
-        checkpoint: Checkpoint | None,
-        prints: Mapping[str, str],
-    ) -> tuple[Bundle, CaptureRecord | None]:
-        captured = self.capture(args, kwargs)
+        looked_up: LookedUp,
+    ) -> tuple[Bundle, Recorded | None]:
+        captured = self.capture(args, kwargs, looked_up.entry)
         parts = (captured.program, captured.canonical, captured.constants)
         with task("Finding weights"):
-            resolved = self._resolve(*parts, checkpoint)
+            resolved = self.resolve(*parts, looked_up.checkpoint)
         bundle = Bundle(
             program=captured.program,
-            plan=self.place(captured.program, prints),
+            plan=self.place(captured.program, looked_up.entry.prints),
             weights=resolved.weights,
             held=resolved.held,
             positional=positional_names(self.model),
@@ -229,33 +237,13 @@ class Job:
         )
         return bundle, captured.record
 
-    def capture(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Capture:
-        """Trace the model; see ``gascompile.capture.export``."""
-        from gascompile.capture.export import capture
-        from gascompile.precision.calibration import calibrate
-        from gascompile.precision.choice import stored_sources
-        from gascompile.precision.trials import Forming
+    def capture(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], entry: CachedPlan | None = None
+    ) -> Capture:
+        """Trace the model, unless ``entry`` has a capture of it, and give its weights their forms."""
+        from gascompile.api.traced import formed, traced
 
-        with task(f"Capturing {type(self.model).__name__}"):
-            shapes, past = named_shapes(self.model, args, self.dynamic_shapes), self.history
-            captured = capture(self.model, args, kwargs, dynamic_shapes=shapes, history=past)
-        program = as_computed(captured.program, self.machine)
-        program = with_held_tensors(program, self.model, captured.constants)
-        checkpoint = self.open_checkpoint()
-        sources = stored_sources(program, captured.canonical, checkpoint)
-        stored = {name: bound.dtype for name, bound in program.bound.items()}
-        stored |= {name: source.dtype for name, source in sources.items()}
-        heads = {n: s.interleaved_heads for n, s in sources.items() if s.interleaved_heads}
-
-        def measured(exact: Program) -> Mapping[str, Sensitivity] | None:
-            found = self._resolve(exact, captured.canonical, captured.constants, checkpoint)
-            return calibrate(program, found, (args, kwargs), self.config, self.limit_bytes)
-
-        def predicted_s(candidate: Program) -> float:
-            return self.place(candidate, {}).certificate.predicted_s
-
-        forming = Forming(program, stored, measured if self.weighs else None, heads)
-        return replace(captured, program=forming.formed(self.config.weights, predicted_s))
+        return formed(self, traced(self, args, kwargs, entry), args, kwargs)
 
     def annotated(self, program: Program, sites: Sequence[str] = ()) -> Annotation:
         """Return the costs of a captured program; see ``annotate_memory``."""

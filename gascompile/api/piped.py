@@ -24,6 +24,7 @@ from gascompile.api.runner import Runner
 from gascompile.api.started import started
 from gascompile.api.unit import Unit
 from gascompile.bundles.content import require_same_files
+from gascompile.bundles.reuse import CachedPlan
 from gascompile.capture.calls import Call
 from gascompile.codegen.fuse import fused_unit
 from gascompile.core import serial
@@ -78,15 +79,17 @@ class PipedJob(Job):
     ) -> Unit:
         """Return the plan of this rank's stage."""
         entry = looked_up.entry
-        bundle, record = self._plan(args, kwargs, looked_up.checkpoint, entry.prints)
+        bundle, record = self._plan(args, kwargs, looked_up)
         unit = fused_unit(Unit.of(bundle, graphs=self.config.graphs), self.config)
         why = "ranks agree on the stages of a pipeline each time"
         unit.basis = entry.keep(self._kept(unit.bundle), record, why)
         return unit
 
-    def capture(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Capture:
+    def capture(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], entry: CachedPlan | None = None
+    ) -> Capture:
         """Trace the model, and return the stage of this rank."""
-        found = super().capture(args, kwargs)
+        found = super().capture(args, kwargs, entry)
         return replace(found, program=self._stage(found.program))
 
     def _stage(self, program: Program) -> Program:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from gascompile.api.compile import Job
 from gascompile.api.device_budget import graphs_room_bytes, placed_bytes
 from gascompile.api.unit import Unit
+from gascompile.bundles.reuse import CachedPlan
 from gascompile.capture.calls import RangedCall, normalize_call
 from gascompile.capture.to_program import Capture
 from gascompile.core import serial
@@ -52,10 +53,12 @@ class _Stage(Job):
     annotations: list[tuple[Program, tuple[str, ...], Annotation]] = field(default_factory=list)
     """Made once for each list of sites: several choices and the plan itself ask for them."""
 
-    def capture(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Capture:
+    def capture(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], entry: CachedPlan | None = None
+    ) -> Capture:
         """Trace the model unless that has been done."""
         if not self.captures:
-            self.captures.append(_prefixed(Job.capture(self, args, kwargs), self.prefix))
+            self.captures.append(_prefixed(Job.capture(self, args, kwargs, entry), self.prefix))
         return self.captures[0]
 
     def unit(self) -> Unit:

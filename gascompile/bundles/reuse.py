@@ -13,13 +13,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from gascompile.bundles import plan_cache
 from gascompile.bundles.bundle import Bundle
+from gascompile.bundles.kept_captures import (
+    KeptCapture,
+    captures_dir,
+    read_capture,
+    write_capture,
+)
 from gascompile.capture.fingerprint.fingerprint import ModulePrint
 from gascompile.capture.record.dependencies import Dependencies
-from gascompile.capture.record.record import CaptureRecord, watched
+from gascompile.capture.record.record import CaptureRecord, Recorded, watched
 from gascompile.capture.record.watched import Watches
 from gascompile.core import serial
 from gascompile.core.errors import FormatError, StorageError
@@ -60,8 +67,13 @@ class CachedPlan:
     prints: Mapping[str, str]
     loss_fn: Callable[..., Any] | None = None
     """Of a step, which reads tensors anew each time."""
+    traced: str = ""
+    """The digest of what a capture is made of, whatever is planned of it; empty where none is kept."""
     known: Dependencies | None = None
     found: bool = False
+    _found: tuple[CaptureRecord, Dependencies, str | None] | None = None
+    _seen: Basis | None = None
+    """What a kept capture rests on, as it was when that was read."""
 
     @property
     def folder(self) -> Path:
@@ -104,7 +116,7 @@ class CachedPlan:
         if others:
             fewest = min(others, key=len)
             new = ", ".join(fewest)
-            _log.info("%s is captured: the kept plan had other %s", type(self.model).__name__, new)
+            _log.info("%s is planned: the kept plan had other %s", type(self.model).__name__, new)
 
     def basis(self) -> Basis:
         """Return what a plan that was read rests on."""
@@ -117,31 +129,85 @@ class CachedPlan:
         """Say that the plan cannot be used after all."""
         _log.warning("the cached plan %s is refused (%s); planning again", self.folder, error)
 
+    def captured(self) -> KeptCapture | None:
+        """Return the capture that is kept of what is planned, where it holds, and note what it depends on."""
+        if not self.traced or self.printed.opaque:
+            return None
+        found = read_capture(self._trace)
+        if found is None:
+            return None
+        if broken := found.known.broken():
+            _log.info("the kept capture %s is made again: %s", self._trace, broken)
+            return None
+        _log.info("%s is not captured again, but planned", type(self.model).__name__)
+        self.known = found.known
+        self._seen = self.basis()
+        return found
+
+    def keep_capture(
+        self,
+        trace: Mapping[str, Any],
+        held: Mapping[str, torch.Tensor],
+        record: CaptureRecord,
+        facts: Mapping[str, Any] | None = None,
+        why_not: str | None = None,
+    ) -> None:
+        """Keep the ``trace_data`` of a new capture for other plans, unless another one may give another program."""
+        known, why = self._kept(record)
+        if self.traced and not (why or why_not):
+            write_capture(self._trace, trace, held, known, facts or {})
+
+    @property
+    def _trace(self) -> Path:
+        return captures_dir(self.folder.parent.parent) / self.traced
+
+    def _kept(self, record: CaptureRecord) -> tuple[Dependencies, str | None]:
+        """Return what a capture depends on, and why it may not be used again."""
+        if self._found is None or self._found[0] is not record:
+            known, why = record.kept(self.printed.reached)
+            if self.printed.opaque:
+                why = f"{self.printed.opaque[0]}, which cannot be compared"
+            self._found = record, known, why
+        return self._found[1:]
+
     def keep(
-        self, bundle: Bundle, record: CaptureRecord | None, why_not: str | None = None
+        self,
+        bundle: Bundle,
+        record: Recorded | None,
+        why_not: str | None = None,
     ) -> Basis | None:
         """Write a new plan, unless another capture may give another one; return what it rests on.
 
         Args:
+            bundle: with the plan.
+            record: of its capture; of a kept one, what that depends on.
             why_not: a reason against it beside those of ``record``.
         """
         if record is None:
             return None
-        known, why = record.kept(self.printed.reached)
+        if isinstance(record, Dependencies):
+            self.known = record
+            seen = self._seen or self.basis()
+            if why_not is not None:
+                return Basis(seen.watches, None)
+            self._write(bundle, record)
+            return seen
+        known, why = self._kept(record)
         why = why or why_not
-        if self.printed.opaque:
-            why = f"{self.printed.opaque[0]}, which cannot be compared"
         if why is not None:
             name = type(self.model).__name__
             _log.warning(
                 "the plan of %s is not kept, it is captured again each time: %s", name, why
             )
             return Basis(record.watches, None)
+        self._write(bundle, known)
+        return Basis(record.watches, known)
+
+    def _write(self, bundle: Bundle, known: Dependencies) -> None:
         _write(self.folder, bundle, known, damaged=self.found)
         prints = {"": type(self.model).__name__, **self.prints}
         with contextlib.suppress(StorageError, OSError):
             serial.write_atomic(self.folder / _PRINTS, serial.dumps(prints))
-        return Basis(record.watches, known)
 
 
 def _write(folder: Path, bundle: Bundle, known: Dependencies, *, damaged: bool) -> None:

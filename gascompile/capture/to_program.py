@@ -12,7 +12,7 @@ from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
 from gascompile.capture.constant_copies import drop_constant_copies
-from gascompile.capture.record.record import CaptureRecord
+from gascompile.capture.record.record import Recorded
 from gascompile.capture.storage_offsets import check_offsets
 from gascompile.core.errors import CaptureError, UnsupportedOpError
 from gascompile.core.program import BoundSpec, Dim, InputSpec, Program, Stride
@@ -58,8 +58,8 @@ class Capture:
     """Tensors that are part of the graph but not of the module's parameters and buffers."""
     canonical: Mapping[str, str]
     """Name in the model -> name in the program; tied weights share one."""
-    record: CaptureRecord | None = None
-    """What the capture read beside these."""
+    record: Recorded | None = None
+    """What the capture read beside these; of a kept one, what it depends on."""
 
 
 def to_program(

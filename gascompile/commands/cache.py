@@ -15,7 +15,7 @@ if TYPE_CHECKING:  # torch comes with it, which help and wrong usage need not wa
     from gascompile.api.cache_upkeep import CacheItem
 
 cache = typer.Typer(
-    help="List or remove kept plans, spilled weights, compiled code and machine profiles.",
+    help="List or remove kept plans and captures, spilled weights, compiled code and machine profiles.",
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
@@ -34,13 +34,16 @@ OlderThan = Annotated[
         "--older-than",
         parser=opt.age,
         metavar="AGE",
-        help="Also plans and code written longer ago: 30d.",
+        help="Also plans, captures and code written longer ago: 30d.",
     ),
 ]
 MaxSize = Annotated[
     int | None,
     typer.Option(
-        "--max-size", parser=opt.size, metavar="SIZE", help="Also the oldest plans until it fits."
+        "--max-size",
+        parser=opt.size,
+        metavar="SIZE",
+        help="Also the oldest plans and captures until it fits.",
     ),
 ]
 KeepWeights = Annotated[
@@ -53,7 +56,7 @@ KeepWeights = Annotated[
 
 @cache.command("ls")
 def list_items(cache_dir: opt.CacheDir = None, json: opt.JsonFlag = False) -> None:
-    """List plans, spilled weights, compiled code and machine profiles.
+    """List plans, captures, spilled weights, compiled code and machine profiles.
 
     Example: [bold]gascompile cache ls[/bold]
     """

@@ -17,8 +17,14 @@ from torch.utils import _pytree as pytree
 from gascompile.bundles.bundle import Bundle
 from gascompile.bundles.files import StepFacts, Weights
 from gascompile.bundles.reuse import Basis, CachedPlan
-from gascompile.capture.fingerprint.fingerprint import ModulePrint, made_by, step_print, versions
-from gascompile.capture.record.record import CaptureRecord
+from gascompile.capture.fingerprint.fingerprint import (
+    CAPTURED,
+    ModulePrint,
+    made_by,
+    step_print,
+    versions,
+)
+from gascompile.capture.record.record import CaptureRecord, Recorded
 from gascompile.capture.torch_settings import SETTINGS, settings_now
 from gascompile.core import serial
 from gascompile.core.budget import Budget
@@ -46,6 +52,8 @@ if TYPE_CHECKING:
 _OWN = ("aten.", "prims.", "gascompile_", "gascompile.wire_")
 """Beginnings of the names of ops whose gradients are torch's or ours."""
 _CONSTANT = -1
+_CAPTURED = (*CAPTURED, "storages", "weights", "process")
+"""Parts of a step's key that the trace of its loss was made of, as well."""
 
 
 def rules_of(
@@ -118,7 +126,16 @@ def place_of_step(
         "options": serial.digest({**config.fingerprint_fields(), **packing_fields()}),
         "versions": made_by(),
     }
-    return CachedPlan(config.cache_dir, model, printed, prints, loss_fn)
+    return CachedPlan(
+        config.cache_dir,
+        model,
+        printed,
+        prints,
+        loss_fn,
+        traced=""
+        if options.calls or options.layout
+        else serial.digest([prints[part] for part in _CAPTURED]),
+    )
 
 
 def updates_of(
@@ -162,8 +179,8 @@ class PlannedStep:
     """Of the model, by the names that the program has for them."""
     bundle: Bundle
     """As it is kept, but for the kernels of a new one."""
-    record: CaptureRecord | None = None
-    """Of the capture; a kept step has none."""
+    record: Recorded | None = None
+    """Of the capture, or what a kept one depends on; a kept step has none."""
 
 
 def bound_step(
@@ -262,14 +279,25 @@ def with_kernels(
     return made, basis, fusion
 
 
-def keep(place: CachedPlan, made: PlannedStep, record: CaptureRecord) -> Basis:
+def keep(place: CachedPlan, made: PlannedStep, record: Recorded) -> Basis:
     """Keep a new step, unless another capture may give another one; return what it rests on."""
     _, why = bundle_of(made.program, made.plan, place.printed)
-    # Recorded is what runs in the forward pass.
-    why = why or next(iter(record.running.backward), None)
+    if isinstance(record, CaptureRecord):
+        # Recorded is what runs in the forward pass.
+        why = why or next(iter(record.running.backward), None)
     basis = place.keep(made.bundle, record, why)
     assert basis is not None, "there is a record"
     return basis
+
+
+def unknown_code(node: fx.Node) -> str | None:
+    """Return why a program that has this op is not kept; ``None`` where nothing is against it."""
+    target = node.target
+    if is_of_stages(target):
+        return "ranks agree on the stages of a pipeline each time"
+    if isinstance(target, torch._ops.OpOverload) and not str(target).startswith(_OWN):
+        return f"the gradient of {target} is code that is not compared"
+    return None
 
 
 def bundle_of(step: StepProgram, plan: Plan, printed: ModulePrint) -> tuple[Bundle, str | None]:
@@ -284,11 +312,7 @@ def bundle_of(step: StepProgram, plan: Plan, printed: ModulePrint) -> tuple[Bund
     if None in outside:
         why = "the loss uses a tensor to which no name leads from the model and the loss"
     for node in program.op_nodes():
-        target = node.target
-        if is_of_stages(target):
-            why = "ranks agree on the stages of a pipeline each time"
-        if isinstance(target, torch._ops.OpOverload) and not str(target).startswith(_OWN):
-            why = f"the gradient of {target} is code that is not compared"
+        why = unknown_code(node) or why
     return Bundle(
         program=program,
         plan=plan,

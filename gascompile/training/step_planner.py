@@ -205,21 +205,20 @@ class StepPlanner(StagePlanner):
     def _planned(
         self, name: str, batch: Any, options: StepOptions, storages: Storages, place: CachedPlan
     ) -> PlannedStep:
-        """Capture a step and plan it; one that is found in the cache needs no tracer."""
-        from gascompile.training.capture.joint import capture_joint
+        """Plan a step of the capture that is kept of it, or of a new one."""
+        from gascompile.training.kept_joints import NewJoint, joint_of
 
-        model, trains, traced = self._model, options.trains, self._traced(options)
+        kept = place.captured()  # Outside, as where plans are compared.
 
-        def captured() -> tuple[StepProgram, Rules, Joint]:
-            joint = capture_joint(
-                model, traced, batch, storages, trains=trains, calls=options.calls
-            )
+        def captured() -> tuple[StepProgram, Rules, Joint, NewJoint | None]:
+            capture = partial(self._captured, batch, options, storages)
+            joint, new = joint_of(place, kept, self._model, capture)
             if options.layout is not None and not options.calls:
                 self._draw_by_rows(joint, batch, storages, options)
-            trained = list(joint.gradients) if trains else []
+            trained = list(joint.gradients) if options.trains else []
             rules = rules_of(self.optimizer, joint.tensors, storages, trained, self._settings)
             found = step_program(joint, rules, name=name, options=options)
-            return with_packed(found, self._packed()), rules, joint
+            return with_packed(found, self._packed()), rules, joint, new
 
         is_beside = rank_overlap.is_wanted(self._settings.beside) and not options.calls
         what = id(batch), options, self._settings.stages
@@ -228,22 +227,29 @@ class StepPlanner(StagePlanner):
             program, rules, joint, plan = before[1]
         else:
             with task(f"Capturing a {name}"):
-                program, rules, joint = with_shapes(self.states, storages, captured)
+                program, rules, joint, new = with_shapes(self.states, storages, captured)
+            if new is not None:
+                new.keep(place, joint)
             with task("Planning"):
                 plan = self._plan(program, place.prints)
         if self.ranks is not None and is_beside:
             program, plan = self._beside_ops(program, plan, place.prints)
         elif self.ranks is not None and self.states is None:
             self._waiting = what, (program, rules, joint, plan)
-        bundle, _ = bundle_of(program, plan, place.printed)
         return PlannedStep(
             program=program,
             plan=plan,
             rules=rules,
             tensors=dict(joint.tensors),
-            bundle=bundle,
+            bundle=bundle_of(program, plan, place.printed)[0],
             record=joint.record,
         )
+
+    def _captured(self, batch: Any, options: StepOptions, storages: Storages) -> Joint:
+        from gascompile.training.capture.joint import capture_joint
+
+        kind = {"trains": options.trains, "calls": options.calls}
+        return capture_joint(self._model, self._traced(options), batch, storages, **kind)
 
     def _draw_by_rows(
         self, joint: Joint, batch: Any, storages: Storages, options: StepOptions
@@ -251,10 +257,7 @@ class StepPlanner(StagePlanner):
         """Let a step of several ranks draw what one process draws; a batch of another size shows where rows are."""
         assert options.layout is not None, "there are several ranks"
         if draws_of(joint.graph_module.graph):
-            from gascompile.training.capture.joint import capture_joint
-
-            wide, loss = with_a_row_more(batch), self._traced(options)
-            more = capture_joint(self._model, loss, wide, storages, trains=options.trains)
+            more = self._captured(with_a_row_more(batch), options, storages)
             draw_by_rows(joint, more, options.layout.size)
 
     def _beside_ops(

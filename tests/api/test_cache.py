@@ -37,7 +37,7 @@ class _Chain(nn.Module):
 
 @pytest.fixture
 def cache_dir(tmp_path: Path) -> Path:
-    """Return a cache with two plans, each with spilled weights of its own."""
+    """Return a cache with two plans, each with a capture and spilled weights of its own."""
     for seed in range(2):
         rows = torch.zeros(seed + 1, 64)
         with gascompile.compile(
@@ -64,12 +64,16 @@ def _cli(cache_dir: Path, *args: str, code: int = 0) -> Any:
 
 def test_ls_lists_plans_and_weights(cache_dir: Path) -> None:
     data = _cli(cache_dir, "ls")
-    assert [item["kind"] for item in data["items"]] == ["plan", "plan", "weights", "weights"]
+    assert [item["kind"] for item in data["items"]] == [
+        *["plan"] * 2,
+        *["capture"] * 2,
+        *["weights"] * 2,
+    ]
     assert all(item["ok"] for item in data["items"])
     assert data["total_bytes"] == sum(item["bytes"] for item in data["items"])
     shown = CliRunner().invoke(app, ["cache", "ls", "--cache-dir", str(cache_dir)]).stdout
     assert "_Chain" in shown
-    assert "4 entries" in shown
+    assert "6 entries" in shown
 
 
 def test_an_empty_cache(tmp_path: Path) -> None:
@@ -79,18 +83,18 @@ def test_an_empty_cache(tmp_path: Path) -> None:
 
 
 def test_rm_by_prefix(cache_dir: Path) -> None:
-    first = items(cache_dir)[0]
-    removed = _cli(cache_dir, "rm", first.key[:10])["removed"]
-    assert [item["key"] for item in removed] == [first.key]
-    assert _kinds(cache_dir) == ["plan", "weights", "weights"]
+    first, _, capture, *_ = items(cache_dir)
+    removed = _cli(cache_dir, "rm", first.key[:10], capture.key)["removed"]
+    assert [item["key"] for item in removed] == [first.key, capture.key]
+    assert _kinds(cache_dir) == ["plan", "capture", "weights", "weights"]
     error = _cli(cache_dir, "rm", first.key, code=2)["error"]
     assert "no entry begins" in error["message"]
-    assert _kinds(cache_dir) == ["plan", "weights", "weights"]
+    assert _kinds(cache_dir) == ["plan", "capture", "weights", "weights"]
 
 
 def test_gc_leaves_a_healthy_young_cache_alone(cache_dir: Path) -> None:
     assert collect(cache_dir) == []
-    assert len(items(cache_dir)) == 4
+    assert len(items(cache_dir)) == 6
 
 
 def test_gc_removes_damaged_plans_then_their_weights_when_old(cache_dir: Path) -> None:
@@ -105,23 +109,27 @@ def test_gc_removes_damaged_plans_then_their_weights_when_old(cache_dir: Path) -
     _age(Path(unused[0].path), 2 * _HOUR_S)
     assert collect(cache_dir, keep_weights=True) == []
     assert [item.key for item in collect(cache_dir)] == [unused[0].key]
-    assert _kinds(cache_dir) == ["plan", "weights"]
+    assert _kinds(cache_dir) == ["plan", "capture", "capture", "weights"]
 
 
 def test_gc_by_age_and_by_size(cache_dir: Path) -> None:
     newest, oldest = (item for item in items(cache_dir) if item.kind == ItemKind.PLAN)
     _age(Path(oldest.path), 40 * 24 * _HOUR_S)
+    _age(
+        Path(next(i.path for i in items(cache_dir) if i.kind == ItemKind.CAPTURE)),
+        40 * 24 * _HOUR_S,
+    )
     for item in items(cache_dir):
         if item.kind == ItemKind.WEIGHTS:
             _age(Path(item.path), 2 * _HOUR_S)
     kept_bytes = sum(item.size_bytes for item in items(cache_dir))
     assert _cli(cache_dir, "gc", "--max-size", str(kept_bytes))["removed"] == []
     removed = _cli(cache_dir, "gc", "--older-than", "30d")["removed"]
-    assert {item["kind"] for item in removed} == {"plan", "weights"}
+    assert {item["kind"] for item in removed} == {"plan", "capture", "weights"}
     assert removed[0]["key"] == oldest.key
     assert items(cache_dir)[0].key == newest.key
     removed = _cli(cache_dir, "gc", "--max-size", "1KiB")["removed"]
-    assert len(removed) == 2
+    assert len(removed) == 3
     assert items(cache_dir) == []
     assert (
         "cannot read the age"
@@ -156,7 +164,7 @@ def test_a_removed_plan_is_planned_again(cache_dir: Path) -> None:
         model, "64KiB", (rows,), machine=preset("cpu-nvme"), cache_dir=cache_dir
     ) as compiled:
         torch.testing.assert_close(compiled(rows), model(rows).detach())
-    assert _kinds(cache_dir) == ["plan", "weights"]
+    assert _kinds(cache_dir) == ["plan", "capture", "weights"]
 
 
 def test_compiled_code_is_listed_removed_and_collected_by_age(cache_dir: Path) -> None:
@@ -167,7 +175,12 @@ def test_compiled_code_is_listed_removed_and_collected_by_age(cache_dir: Path) -
         path.write_bytes(b"code")
     record = cache_dir / "kernels" / "one.json"
     record.write_text("{}")
-    assert _kinds(cache_dir) == ["plan", "plan", "weights", "weights", "code", "code", "code"]
+    assert _kinds(cache_dir) == [
+        *["plan"] * 2,
+        *["capture"] * 2,
+        *["weights"] * 2,
+        *["code"] * 3,
+    ]
     _cli(cache_dir, "rm", "one")
     assert not record.exists()
     _age(cache_dir / "kernels" / "two.so", 40 * 24 * _HOUR_S)

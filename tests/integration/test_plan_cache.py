@@ -43,6 +43,39 @@ def test_second_compile_runs_neither_capture_nor_solver(
 
 
 @pytest.mark.parametrize(
+    "options",
+    [{}, {"weights": "bf16", "fuse": "off"}, {"strategy": "all_streamed", "machine": "cpu-nvme"}],
+    ids=str,
+)
+def test_another_budget_or_option_is_planned_of_the_kept_capture(
+    net: Net,
+    cache: Path,
+    inputs: dict[str, torch.Tensor],
+    options: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gascompile.compile(net, BUDGET, inputs, cache_dir=cache).close()
+    fresh = cache.with_name("fresh")
+    new = gascompile.compile(net, "20MiB", inputs, cache_dir=fresh, **options)
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise AssertionError("captured again")
+
+    monkeypatch.setattr("gascompile.capture.export.capture", refuse)
+    kept = gascompile.compile(net, "20MiB", inputs, cache_dir=cache, **options)
+    with kept, new:
+        assert torch.equal(kept(**inputs), new(**inputs))
+        found, wanted = (of.plan.workload for of in (kept, new))
+        assert found.tensors == wanted.tensors
+        assert [replace(op, time_s={}) for op in found.ops] == [
+            replace(op, time_s={}) for op in wanted.ops
+        ]
+        net.norm.eps = 1e-3
+        with pytest.raises(AssertionError, match="captured again"):
+            kept(**inputs)
+
+
+@pytest.mark.parametrize(
     ("file", "damage"),
     [
         ("manifest.json", "deleted"),

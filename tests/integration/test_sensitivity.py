@@ -48,7 +48,7 @@ def sensitivities(
     arguments: dict[str, Any] = {"checkpoint": None, "dynamic_shapes": None, "machine": "cpu-nvme"}
     job = make_job(model, None, **arguments, config=config)
     captured = job.capture((ids,), {})
-    found = job._resolve(captured.program, captured.canonical, captured.constants, None)
+    found = job.resolve(captured.program, captured.canonical, captured.constants, None)
     setting = Setting(
         program=captured.program,
         sources=found.weights.sources,

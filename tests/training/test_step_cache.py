@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,6 +22,7 @@ from typer.testing import CliRunner
 import gascompile
 from gascompile import compile_step
 from gascompile.bundles import plan_cache
+from gascompile.bundles.kept_captures import captures_dir
 from gascompile.cli import app
 from gascompile.core.errors import BudgetExceededError, FormatError
 from tests.packages import fresh
@@ -38,6 +40,10 @@ from tests.training.trials import MACHINE, Trial
 
 STEP = int(os.environ.get("GASCOMPILE_EDITS_STEP", "13"))
 """Every how manyth edit is tried."""
+OF_THE_STEP_ALONE = {
+    "optimizer", "other optimizer", "momentum", "groups", "parameters of the optimizer", "clipping", "accumulation"
+}  # fmt: skip
+"""Edits after which the trace of the loss is the one from before."""
 
 
 def captures_of(patch: pytest.MonkeyPatch) -> list[object]:
@@ -169,13 +175,40 @@ def test_a_damaged_entry_is_made_again(
     (folder,) = plan_cache.plans_dir(tmp_path).iterdir()
     raw = (folder / name).read_bytes()
     (folder / name).write_bytes(raw[: len(raw) // 2])
+    (trace,) = captures_dir(tmp_path).glob("*/capture.json")
+    raw = trace.read_bytes()
+    trace.write_bytes(raw[: len(raw) // 2])
     captures = captures_of(monkeypatch)
     with caplog.at_level(logging.INFO, logger="gascompile"):
         run.planned().assert_equals(cold)
     assert captures
     assert folder.name in caplog.text
+    assert f"the kept capture {trace.parent.name} is not used" in caplog.text
     with neither_captured_nor_planned():
         run.planned().assert_equals(cold)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"max_grad_norm": 0.5}, {"accumulate": 2, "states": "8bit"}],
+    ids=str,
+)
+def test_a_kept_capture_gives_the_plan_of_a_new_one(
+    tmp_path: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trial(tmp_path / "both").planned()
+    captures = captures_of(monkeypatch)
+    kept = trial(tmp_path / "both", **options).planned(1 << 30)
+    assert not captures
+    new = trial(tmp_path / "other", **options).planned(1 << 30)
+    assert captures
+    kept.assert_equals(new)
+    assert kept.plan is not None
+    assert new.plan is not None
+    certificate = new.plan.certificate
+    assert kept.plan == replace(
+        new.plan, certificate=replace(certificate, solve_s=kept.plan.certificate.solve_s)
+    )
 
 
 def test_what_is_not_kept_says_why(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -257,21 +290,23 @@ def test_edited_script_trains_as_eager_does(
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     captures = captures_of(monkeypatch)
     found = []
+    # With a budget of its own, the second run has a kept capture at the most.
+    other = EDITS.index(edit) % 2
     for edited in (False, True):
         captures.clear()
         main = fresh(tmp_path, edit.sources(after=edited))
         try:
             eager = _trained(main, None)
-            planned = _trained(main, tmp_path / "cache")
+            planned = _trained(main, tmp_path / "cache", (1 << 30) if edited and other else None)
         finally:
             main.undo()
         assert all(map(torch.equal, planned, eager))
         found.append(eager)
-    assert edit.is_kept == (not captures)
+    assert (not captures) == (edit.is_kept or edit.name in OF_THE_STEP_ALONE)
     assert not all(map(torch.equal, *found)), "the edit changes nothing"
 
 
-def _trained(main: ModuleType, cache: Path | None) -> list[torch.Tensor]:
+def _trained(main: ModuleType, cache: Path | None, budget: int | None = None) -> list[torch.Tensor]:
     """Return the losses and parameters of a run, by planned steps where there is a cache."""
     model, fn, optimizer, batches, options = main.make()
     if cache is None:
@@ -285,7 +320,7 @@ def _trained(main: ModuleType, cache: Path | None) -> list[torch.Tensor]:
             model,
             fn,
             optimizer,
-            None,
+            budget,
             batches[0],
             machine=MACHINE,
             cache_dir=cache,

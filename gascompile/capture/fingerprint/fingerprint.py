@@ -39,6 +39,9 @@ _ELSEWHERE = {
     "_version", "_compiled_call_impl", "_original_object_hash",
 }  # fmt: skip
 
+CAPTURED = ("graph", "inputs", SETTINGS, "versions")
+"""Parts of a plan's key that its capture was made of, as well."""
+
 
 @dataclass(frozen=True, slots=True)
 class ModulePrint:

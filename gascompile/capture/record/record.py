@@ -85,6 +85,10 @@ class CaptureRecord:
         return found, _joined([*filter(None, [self.why]), *reasons])
 
 
+Recorded = CaptureRecord | Dependencies
+"""What a capture read, or, of a kept one, what it depends on."""
+
+
 class Recorder:
     """Records one capture: ``around`` encloses it, ``running`` the model's own code in it."""
 

@@ -30,7 +30,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils import _pytree as pytree
 
 from gascompile.capture.record.effects import Proof, Trace, prove
-from gascompile.capture.record.record import CaptureRecord, Recorder
+from gascompile.capture.record.record import CaptureRecord, Recorded, Recorder
 from gascompile.capture.record.trial import Trial
 from gascompile.core.errors import CaptureError, UnsupportedOpError
 from gascompile.core.true_strides import true_strides
@@ -86,8 +86,8 @@ class Joint:
     """What ``bound`` names: parameters and buffers of the model."""
     views: Mapping[str, fx.Node]
     """Parameter that is a view of one of ``tensors`` -> the op that makes it."""
-    record: CaptureRecord
-    """What the trace read in Python, which a step bakes in."""
+    record: Recorded
+    """What the trace read in Python, which a step bakes in; of a kept one, what that depends on."""
     trained: frozenset[str] = frozenset()
     """Of a stage of a pipeline: parameters to which some stage gives a gradient."""
     copies: tuple[Copied, ...] = ()

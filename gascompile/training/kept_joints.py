@@ -1,0 +1,132 @@
+"""Kept joints: traces of losses and their gradients in the cache, for steps of other budgets, options and optimizers.
+
+Values are none of one: tensors are the model's of the day, and those that the model's digest met.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from gascompile.bundles.kept_captures import KeptCapture, trace_data
+from gascompile.bundles.reuse import CachedPlan
+from gascompile.capture.record.record import CaptureRecord
+from gascompile.core.program import Program
+from gascompile.training.capture.joint import Joint
+from gascompile.training.planning.program_specs import bound_spec, input_spec
+from gascompile.training.state.aliasing import named_tensors
+from gascompile.training.step_cache import unknown_code
+
+_log = logging.getLogger("gascompile")
+_GROUPS = ("gradients", "mutations", "views")
+"""What of a joint is nodes by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class NewJoint:
+    """A new trace as it is kept."""
+
+    trace: Mapping[str, Any]
+    held: Mapping[str, torch.Tensor]
+    facts: Mapping[str, Any]
+    why_not: str | None
+
+    @classmethod
+    def of(cls, place: CachedPlan, joint: Joint) -> NewJoint:
+        """Take down what is kept of a trace, before it is used up; it has another output from here on."""
+        numbers = {id(tensor): number for number, tensor in enumerate(place.printed.tensors)}
+        first = len(joint.outside) - joint.num_constants
+        read = [numbers.get(id(tensor)) for tensor in list(joint.outside.values())[:first]]
+        held = dict(list(joint.outside.items())[first:])
+        why = next(filter(None, map(unknown_code, joint.graph_module.graph.nodes)), None)
+        if None in read or not all(tensor.is_contiguous() for tensor in held.values()):
+            why = why or "it uses tensors to which no name leads, or that no file holds"
+        groups = [getattr(joint, group) for group in _GROUPS]
+        facts = {
+            "outputs": len(joint.outputs),
+            "groups": [list(group) for group in groups],
+            "inputs": len(joint.inputs),
+            "outside": read,
+        }
+        nodes = [*joint.outputs, *(node for group in groups for node in group.values())]
+        return cls(trace_data(_program(joint, nodes)) if why is None else {}, held, facts, why)
+
+    def keep(self, place: CachedPlan, joint: Joint) -> None:
+        """Keep it, unless another trace may differ."""
+        record = joint.record
+        assert isinstance(record, CaptureRecord), "it is new"
+        why = self.why_not or next(iter(record.running.backward), None)
+        place.keep_capture(self.trace, self.held, record, self.facts, why)
+
+
+def _program(joint: Joint, results: list[fx.Node]) -> Program:
+    """Return a joint as a program that gives all of it that counts; the joint has another output from here on."""
+    nodes = {node.name: node for node in joint.graph_module.graph.nodes}
+    nodes["output"].args = (tuple(results),)
+    inputs = (*joint.inputs, *joint.outside)
+    first = next(node for node in nodes.values() if node.op != "placeholder")
+    for placeholder in (*joint.bound, *inputs):
+        first.prepend(nodes[placeholder])
+    return Program(
+        name="joint",
+        graph_module=joint.graph_module,
+        inputs=tuple(input_spec(nodes[name], i) for i, name in enumerate(inputs)),
+        bindings=joint.bound,
+        bound={name: bound_spec(nodes[placeholder]) for placeholder, name in joint.bound.items()},
+        states=frozenset(),
+        in_spec=pytree.treespec_dumps(pytree.tree_structure((inputs, {}))),
+        out_spec=pytree.treespec_dumps(pytree.tree_structure(tuple(results))),
+    )
+
+
+def joint_of(
+    place: CachedPlan, kept: KeptCapture | None, model: nn.Module, capture: Callable[[], Joint]
+) -> tuple[Joint, NewJoint | None]:
+    """Return a kept trace, or a new one with what is to be kept of it."""
+    joint = bound_joint(place, kept, model) if kept is not None else None
+    if joint is not None:
+        return joint, None
+    joint = capture()
+    return joint, NewJoint.of(place, joint) if place.traced else None
+
+
+def bound_joint(place: CachedPlan, found: KeptCapture, model: nn.Module) -> Joint | None:
+    """Return a kept trace, bound to the model of today; ``None`` where it does not fit."""
+    try:
+        program, facts = found.program, found.facts
+        _, tensors = named_tensors(model)
+        graph = program.graph_module.graph
+        names = [spec.name for spec in program.inputs]
+        outside: dict[str, torch.Tensor] = {}
+        read, num_inputs = facts["outside"], facts["inputs"]
+        for number, name in enumerate(names[num_inputs:]):
+            is_read = number < len(read)
+            outside[name] = place.printed.tensors[read[number]] if is_read else found.held[name]
+        results = iter(graph.output_node().args[0])
+        outputs = tuple(next(results) for _ in range(facts["outputs"]))
+        groups = {
+            group: {name: next(results) for name in members}
+            for group, members in zip(_GROUPS, facts["groups"], strict=True)
+        }
+        return Joint(
+            graph_module=program.graph_module,
+            bound=dict(program.bindings),
+            inputs=tuple(names[:num_inputs]),
+            outside=outside,
+            num_constants=len(outside) - len(read),
+            loss=outputs[0],
+            outputs=outputs,
+            out_spec=pytree.tree_structure((0,)),
+            tensors={name: tensors[name] for name in dict.fromkeys(program.bindings.values())},
+            record=found.known,
+            **groups,
+        )
+    except (KeyError, IndexError, TypeError, StopIteration, ValueError) as error:
+        _log.warning("the kept capture of %s does not fit (%s)", type(model).__name__, error)
+        return None
