@@ -53,11 +53,12 @@ def run(setting: Setting) -> Found:
         rows = _measured(setting, case)
         found.rows += rows
         what = rows[0]["network"] if case.bytes_per_s else "drives of their own"
-        losses = [row.get("_losses") for row in rows]
-        if all(losses):
-            found.at_most(f"losses beside those of rows, {what}", relative(*losses[::-1]), CLOSE)
-        times = [row.get("measured_s") for row in rows]
-        gain = times[0] / times[1] if all(times) else None
+        of_rows, of_stages = rows
+        if "_losses" in of_rows and "_losses" in of_stages:
+            difference = relative(of_stages["_losses"], of_rows["_losses"])
+            found.at_most(f"losses beside those of rows, {what}", difference, CLOSE)
+        has_both = of_rows["measured_s"] and of_stages["measured_s"]
+        gain = of_rows["measured_s"] / of_stages["measured_s"] if has_both else None
         found.at_least(f"times as fast as ranks with rows, {what}", gain, FASTER)
         for row in rows:
             error = abs(row["error"]) if row.get("error") is not None else None

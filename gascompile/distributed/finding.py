@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
@@ -34,7 +34,7 @@ def find_ranks(mesh: DeviceMesh | None = None) -> Ranks | None:
     else:
         members = mesh.mesh.flatten().tolist()
         is_whole = members == list(range(dist.get_world_size()))
-        how = {"backend": "gloo", "use_local_synchronization": True}
+        how: dict[str, Any] = {"backend": "gloo", "use_local_synchronization": True}
         group = dist.group.WORLD if is_whole else dist.new_group(members, **how)
     return Ranks(group, mesh["pp"].size()) if group is not None else None
 

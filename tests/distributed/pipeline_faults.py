@@ -148,7 +148,7 @@ def killed_in_a_call(piped: Piped, folder: Path) -> dict[str, Any]:
     ) as compiled:
         compiled(words)
         if RANK == 1:
-            Letters.receive = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment, method-assign, misc]
+            Letters.receive = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment, method-assign]
         try:
             for _ in range(3):
                 compiled(words)
@@ -164,7 +164,7 @@ def killed_beside(piped: Piped, folder: Path) -> dict[str, Any]:
     with opened(halves, piped.model(), folder, mesh={"dp": 2, "pp": 2}) as s:
         s(own)
         if RANK == 2:
-            Letters.receive = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment, method-assign, misc]
+            Letters.receive = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment, method-assign]
         try:
             s(own)
         except RankError as error:
