@@ -137,8 +137,9 @@ class Runner:
         executor = self._open.executor
         assert executor is not None, "it has just run"
         unit.last_run, unit.graph_report = executor.last_run, executor.graph_report
-        # Runs write unseen, and others may have read the same buffers into files.
-        increment_version(unit.written)
+        if executor.computes_on_host:
+            # Runs write unseen, and others may have read the same buffers into files.
+            increment_version(unit.written)
         return outputs
 
     @property
@@ -390,5 +391,7 @@ class Runner:
             return None
         changed = self._values.changed() or self._given_forward.changed()
         if not changed and unit is not None and unit.buffers is not None:
+            if unit is not self._last:
+                self._pull_states()
             changed = unit.buffers.changed()
         return Misfit(changed, is_value=True) if changed else None

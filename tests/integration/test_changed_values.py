@@ -170,6 +170,18 @@ def test_buffers_and_what_modules_get_later_are_those_of_now(tmp_path: Path) -> 
             torch.testing.assert_close(compiled(x, False), twin(x, False))
 
 
+def test_what_a_device_has_written_is_read_by_other_plans(tmp_path: Path) -> None:
+    net, twin, x = Normed(), Normed(), torch.randn(4, 8)
+    twin.load_state_dict(net.state_dict())
+    with (
+        torch.no_grad(),
+        gascompile.compile(net, cache_dir=tmp_path, fuse="off", machine="emulated") as compiled,
+    ):
+        for learns in (False, True, True, False, True, False):
+            torch.testing.assert_close(compiled(x, learns), twin(x, learns))
+    torch.testing.assert_close(net.mean, twin.mean)
+
+
 class Asks(nn.Module):
     def forward(self, given: dict[str, torch.Tensor]) -> torch.Tensor:
         return given.pop("x") * float(os.environ["GASCOMPILE_TEST_FACTOR"])

@@ -11,7 +11,7 @@ import torch
 from gascompile.core.waiting import OwnThread
 from gascompile.runtime.devices.emulated import EmulatedDevice
 from gascompile.runtime.memory.run_memory import SiteMemory
-from tests.runtime.devices.test_pacing import accelerator
+from tests.runtime.devices.machines import accelerator
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="threads are looked at in /proc")
 

@@ -11,7 +11,7 @@ from torch import nn
 from gascompile import TrainingStep, compile_step
 from gascompile.core.budget import Budget
 from gascompile.core.machine import ComputeRate, Link, Machine, MemoryRate, Place
-from gascompile.runtime.memory.device_moves import HOST_BYTES
+from gascompile.runtime.memory.host_slots import HOST_BYTES
 from tests.training.runs import PLANNING_S, batches, loss_fn
 
 

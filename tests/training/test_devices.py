@@ -35,7 +35,7 @@ from gascompile.passes.verify.walk import verify
 from gascompile.runtime.devices.cuda import CudaDevice
 from gascompile.runtime.devices.emulated import EmulatedDevice
 from gascompile.runtime.devices.pacing import Disorder
-from gascompile.runtime.memory.device_moves import HOST_BYTES
+from gascompile.runtime.memory.host_slots import HOST_BYTES
 from gascompile.runtime.protocols import Device
 from gascompile.runtime.run.executor import Executor
 from gascompile.training import units

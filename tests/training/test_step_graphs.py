@@ -14,7 +14,7 @@ from gascompile.core.plan import Plan
 from gascompile.core.reports import GraphReport
 from gascompile.core.steps import Offload, Reload
 from gascompile.runtime.devices.cuda import CudaDevice
-from gascompile.runtime.memory.device_moves import HOST_BYTES
+from gascompile.runtime.memory.host_slots import HOST_BYTES
 from gascompile.training import units
 from gascompile.training.planning.step_plan import step_plan
 from tests.runtime.devices.fake_cuda import FakeApi

@@ -23,7 +23,7 @@ from gascompile.cost_models.simulate.trace import trace
 from gascompile.passes.explain.explain import explain
 from gascompile.passes.verify.walk import verify
 from gascompile.runtime.kernels import updates
-from gascompile.runtime.memory.device_moves import HOST_BYTES
+from gascompile.runtime.memory.host_slots import HOST_BYTES
 from gascompile.runtime.protocols import Device
 from gascompile.training import units
 from tests.training.devices import EMULATED, on_device

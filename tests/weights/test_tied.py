@@ -27,7 +27,7 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.table = nn.Embedding(*SHAPE)
-        self.head = nn.Linear(*reversed(SHAPE), bias=False)
+        self.head = nn.Linear(SHAPE[1], SHAPE[0], bias=False)
         self.head.weight = self.table.weight
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
