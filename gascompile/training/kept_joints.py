@@ -108,9 +108,10 @@ def bound_joint(place: CachedPlan, found: KeptCapture, model: nn.Module) -> Join
         for number, name in enumerate(names[num_inputs:]):
             is_read = number < len(read)
             outside[name] = place.printed.tensors[read[number]] if is_read else found.held[name]
-        results = iter(graph.output_node().args[0])
+        listed: Any = graph.output_node().args[0]
+        results = iter(listed)
         outputs = tuple(next(results) for _ in range(facts["outputs"]))
-        groups = {
+        groups: dict[str, Any] = {
             group: {name: next(results) for name in members}
             for group, members in zip(_GROUPS, facts["groups"], strict=True)
         }

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from gascompile.capture.calls import bind_call, normalize_call
 from gascompile.capture.export import capture
-from gascompile.capture.record.record import _codes
+from gascompile.capture.record.record import CaptureRecord, _codes
 from gascompile.capture.saved.program_io import program_from_json, program_to_json
 from gascompile.capture.to_program import Capture
 from gascompile.core.errors import CaptureError
@@ -65,7 +65,7 @@ def test_the_first_use_of_an_op_is_no_effect(*, overload: bool) -> None:
 
         model, x = Twice(), torch.randn(3)
         found = capture(model, (), {"x": x})
-        assert found.record is not None
+        assert isinstance(found.record, CaptureRecord)
         assert found.record.is_reproducible, found.record.why
         assert torch.equal(run(found, model, {"x": x}, found.program)[0], 2 * x)
         assert list(torch.ops.op_names_tests) == ["twice"]

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 import gascompile
+from gascompile.capture.record.record import CaptureRecord
 from gascompile.capture.record.watched import Reads
 from gascompile.capture.record.watches import watch
 
@@ -109,7 +110,7 @@ def test_what_is_told_of_collections_is_no_part_of_a_capture() -> None:
     from gascompile.capture.export import capture
 
     record = capture(Collects(), (torch.ones(2),), {}).record
-    assert record is not None
+    assert isinstance(record, CaptureRecord)
     assert "clock" not in (record.why or "")
 
 

@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from gascompile.api.compile import Job, make_job
 from gascompile.api.unit import Unit
+from gascompile.bundles.reuse import CachedPlan
 from gascompile.capture.calls import bind_call, normalize_call, positional_names
 from gascompile.capture.to_program import Capture
 from gascompile.core.budget import Budget
@@ -42,9 +43,11 @@ class OnceCaptured(Job):
 
     captures: list[Capture] = field(default_factory=list)
 
-    def capture(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Capture:
+    def capture(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], entry: CachedPlan | None = None
+    ) -> Capture:
         if not self.captures:
-            self.captures.append(Job.capture(self, args, kwargs))
+            self.captures.append(Job.capture(self, args, kwargs, entry))
         return self.captures[0]
 
 

@@ -24,6 +24,7 @@ from gascompile.capture.export import capture
 from gascompile.capture.fingerprint.fingerprint import module_print
 from gascompile.capture.fingerprint.replaced import replaced_functions
 from gascompile.capture.record.dependencies import Dependencies
+from gascompile.capture.record.record import CaptureRecord
 from gascompile.core.errors import CaptureError
 from tests.packages import fresh
 from tests.staleness.code import EDITS, CodeEdit
@@ -52,7 +53,7 @@ def kept(model: nn.Module, x: torch.Tensor) -> Kept:
     """Capture as the pipeline does."""
     printed = module_print(model)
     record = capture(model, (), {"x": x}).record
-    assert record is not None
+    assert isinstance(record, CaptureRecord)
     known, why = record.kept(printed.reached)
     return Kept(printed.key, known, "; ".join(printed.opaque) or why)
 

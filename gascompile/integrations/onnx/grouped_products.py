@@ -43,8 +43,9 @@ def translations(graph: torch.fx.Graph) -> dict[Any, Any]:
 
 def grouped_product(rows: Any, matrices: Any, offs: Any) -> Any:
     """Write one; rows after the last group are zero."""
-    from onnxscript.onnx_opset import opset18 as op
+    from onnxscript.onnx_opset import opset18
 
+    op: Any = opset18  # typed for values, and here graphs are written
     count = matrices.shape[0]
     if not isinstance(count, int):
         raise UnsupportedOpError("a mixture of experts has a number of experts that changes")

@@ -65,7 +65,8 @@ def workload_of_file(path: Path, machine: Machine, *, batch: int, tokens: int) -
         values: dict[str, Any] = {**bound, **known, **given}
         for step in graph.steps:
             run_step(step, values)
-        results = [tensor(values[name]) for name in graph.outputs]
+        # Of outlines, as all values here are; ``tensor`` is declared for those of torch.
+        results: list[Any] = [tensor(values[name]) for name in graph.outputs]
         outputs = _own_outputs(results, {v.storage.name for v in bound.values()} | states)
     states |= {value.storage.name for value in log.constants}
     return _workload(log, {**bound, **given}, outputs, states, machine)
