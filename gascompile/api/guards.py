@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import types
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -22,6 +22,35 @@ from gascompile.core.errors import CompiledModelError
 def refuse(why: str, remedy: str) -> NoReturn:
     """Raise ``CompiledModelError`` with a sentence each."""
     raise CompiledModelError(f"this is a compiled model: {why}. {remedy}.")
+
+
+def require_apart(model: nn.Module, inputs: Mapping[str, object]) -> None:
+    """Return if none of ``inputs``, which a call writes to, lies in the memory of a parameter or buffer of ``model``.
+
+    Plans have read those before: they would not see what eager's call sees.
+
+    Raises:
+        CompiledModelError: one does.
+    """
+    given = {
+        memory: path
+        for path, value in inputs.items()
+        if isinstance(value, torch.Tensor) and (memory := _memory_of(value))
+    }
+    owned = (*model.named_parameters(), *model.named_buffers()) if given else ()
+    for name, tensor in owned:
+        path = given.get(_memory_of(tensor))
+        if path is not None:
+            refuse(
+                f"it writes to its input '{path}', which is memory of the model's own '{name}'",
+                "Pass a clone of it",
+            )
+
+
+def _memory_of(tensor: torch.Tensor) -> int:
+    if type(tensor) not in _PLAIN or tensor.device.type == "meta":
+        return 0
+    return tensor.untyped_storage().data_ptr()
 
 
 def untraced(function: Callable[..., Any]) -> Callable[..., Any]:

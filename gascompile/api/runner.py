@@ -16,7 +16,7 @@ from torch.autograd.graph import increment_version
 from torch.utils import _pytree as pytree
 
 from gascompile.api.given_forward import GivenForward
-from gascompile.api.guards import Values, refuse, require_no_gradients
+from gascompile.api.guards import Values, refuse, require_apart, require_no_gradients
 from gascompile.api.matching import Misfit, advice
 from gascompile.api.moved_states import has_taken_states
 from gascompile.api.open_units import OpenUnits
@@ -119,6 +119,8 @@ class Runner:
 
         def run() -> Any:
             unit = self._unit_for(call)
+            if self.planning is not None and (written := unit.written_inputs(call.leaves)):
+                require_apart(self.planning.model, written)
             given, own = unit.given(call.leaves)
             outputs = self._run(unit, given)
             if own:

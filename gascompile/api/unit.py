@@ -125,6 +125,13 @@ class Unit:
     def _writes(self) -> bool:
         return any(of.written for of in self.bundle.program.inputs)
 
+    def written_inputs(self, leaves: list[Any]) -> dict[str, object]:
+        """Return the arguments that a call writes to, by where they stand in it."""
+        if not self._writes:
+            return {}
+        inputs = zip(self.bundle.program.inputs, leaves, strict=True)
+        return {of.path: leaf for of, leaf in inputs if of.written}
+
     def misfit(self, leaves: list[Any], spec: pytree.TreeSpec) -> Misfit | None:
         """Return why a call does not fit the plan, or ``None`` when it does."""
         found = self._call_misfit(leaves, spec)

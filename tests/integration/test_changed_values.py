@@ -19,6 +19,7 @@ import gascompile
 from gascompile.capture.record.record import CaptureRecord
 from gascompile.capture.record.watched import Reads
 from gascompile.capture.record.watches import watch
+from gascompile.core.errors import CompiledModelError
 
 _logger = logging.getLogger(__name__)
 
@@ -181,6 +182,29 @@ def test_what_a_device_has_written_is_read_by_other_plans(tmp_path: Path) -> Non
         for learns in (False, True, True, False, True, False):
             torch.testing.assert_close(compiled(x, learns), twin(x, learns))
     torch.testing.assert_close(net.mean, twin.mean)
+
+
+class Clears(nn.Module):
+    """A layer that is given memory to write to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4, bias=False)
+
+    def forward(self, x: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
+        room.zero_()
+        found: torch.Tensor = self.linear(x)
+        return found
+
+
+def test_memory_of_weights_is_not_taken_as_an_input_that_is_written_to(tmp_path: Path) -> None:
+    net, x = Clears(), torch.randn(2, 4)
+    with torch.no_grad(), gascompile.compile(net, cache_dir=tmp_path, fuse="off") as compiled:
+        room, before = torch.ones(2, 4), net.linear.weight.clone()
+        assert torch.equal(compiled(x, room), net(x, torch.ones(2, 4))) and not room.any()
+        with pytest.raises(CompiledModelError, match=r"memory of the model's own 'linear\.weight'"):
+            compiled(x, net.linear.weight[:2])
+        assert torch.equal(net.linear.weight, before)
 
 
 class Asks(nn.Module):
