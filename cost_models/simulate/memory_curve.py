@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from gascompile.core.plan import Plan
-from gascompile.core.steps import Compute, Recompute
+from gascompile.core.steps import Compute, Recompute, Release
 from gascompile.core.workload import TensorKind
 from gascompile.cost_models.simulate.walk import Walk
 
@@ -68,7 +68,9 @@ class _Recorder:
     """What each tier holds by use, written down at every change once a first mark is made."""
 
     def __init__(self, plan: Plan) -> None:
-        self._tensors = plan.tensors
+        self._tensors, self._own = plan.tensors, plan.machine.compute_tier
+        self._leaving = {step.tensor for step in plan.steps if isinstance(step, Release)}
+        """What does not stay in the tier that computes."""
         self._held = {tier: dict.fromkeys(USES, 0) for tier in plan.machine.tiers}
         self._times: dict[str, list[float]] = {tier: [] for tier in self._held}
         self._columns: dict[str, dict[str, list[int]]] = {
@@ -108,5 +110,6 @@ class _Recorder:
             return WORKSPACE
         tensor = self._tensors[name]
         if tensor.kind == TensorKind.WEIGHT:
-            return WEIGHTS if tier == tensor.home else STREAMED
+            stays = name not in self._leaving if tier == self._own else tier == tensor.home
+            return WEIGHTS if stays else STREAMED
         return STATES if tensor.kind == TensorKind.STATE else ACTIVATIONS

@@ -59,7 +59,9 @@ def open_source(source: str | os.PathLike[str], *, batch: int = 1, tokens: int =
         return Source(
             model=graph, checkpoint=path, inputs=((), graph.made_up_inputs(batch, tokens))
         )
-    if path.suffix == ".pt2" and is_file(path):
+    if path.suffix == ".pt2":
+        if not is_file(path):
+            raise FormatError(f"{text[:1000]!r} is not a .pt2 file: there is none of that name")
         return _open_exported(path)
     if ":" in text:
         return _open_callable(text)

@@ -55,8 +55,8 @@ def trains(piped: Piped, folder: Path) -> dict[str, Any]:
         assert step.plan is not None
         peak_bytes = step.last_run.peak_bytes["cpu"]
         moved_bytes = sum(step.plan.link_bytes.values())
-        losses.append(step.eval(batches()[0]))
         held = sorted(step._open_states().persistent.sizes)
+        losses.append(step.eval(batches()[0]))
         state = step.state_dict()
         if SIZE > 1 and RANK == 0:
             torch.save(state, folder / "state.pt")

@@ -84,7 +84,7 @@ def test_what_is_no_exported_program_is_refused(tmp_path: Path, content: bytes) 
 
 
 def test_a_missing_or_truncated_pt2_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(FormatError, match=r"gone\.pt2 is not a \.pt2 file"):
+    with pytest.raises(FormatError, match=r"gone\.pt2' is not a \.pt2 file: there is none"):
         gascompile.plan(tmp_path / "gone.pt2", BUDGET, "cpu-nvme")
     source = exported(tmp_path / "two.pt2", *CALLS["scale by name"])
     raw = source.read_bytes()
