@@ -226,6 +226,7 @@ def test_a_kept_plan_serves_the_same_machine_alone(
             step, _ = begun(tmp_path, machine=machine)
             with step:
                 assert losses(step, 0, 1) == plain_losses(1)
+                assert step.plan is not None
                 plans.append(step.plan)
             assert captures.call_count == 1
         assert plans[0] == plans[1] and plans[2].machine == slower
