@@ -6,6 +6,7 @@ import operator
 import types
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -24,27 +25,23 @@ def refuse(why: str, remedy: str) -> NoReturn:
     raise CompiledModelError(f"this is a compiled model: {why}. {remedy}.")
 
 
-def require_apart(model: nn.Module, inputs: Mapping[str, object]) -> None:
-    """Return if none of ``inputs``, which a call writes to, lies in the memory of a parameter or buffer of ``model``.
+def require_apart(own: Iterable[Values | None], inputs: Mapping[str, object]) -> None:
+    """Return if none of ``inputs``, which a call writes to, lies in the memory of a model's ``own`` values.
 
     Plans have read those before: they would not see what eager's call sees.
 
     Raises:
         CompiledModelError: one does.
     """
-    given = {
-        memory: path
-        for path, value in inputs.items()
-        if isinstance(value, torch.Tensor) and (memory := _memory_of(value))
-    }
-    owned = (*model.named_parameters(), *model.named_buffers()) if given else ()
-    for name, tensor in owned:
-        path = given.get(_memory_of(tensor))
-        if path is not None:
-            refuse(
-                f"it writes to its input '{path}', which is memory of the model's own '{name}'",
-                "Pass a clone of it",
-            )
+    known = [values.memory for values in own if values is not None]
+    for path, value in inputs.items():
+        memory = _memory_of(value) if isinstance(value, torch.Tensor) else 0
+        for names in known if memory else ():
+            if memory in names:
+                refuse(
+                    f"it writes to its input '{path}', which is memory of the model's own '{names[memory]}'",
+                    "Pass a clone of it",
+                )
 
 
 def _memory_of(tensor: torch.Tensor) -> int:
@@ -100,6 +97,12 @@ class Values:
             [row for row in rows if row.name not in written],
             free + [row for row in rows if row.name in written],
         )
+
+    @cached_property
+    def memory(self) -> Mapping[int, str]:
+        """Where the memory begins that they lie in, as long as none has changed, with the name of one in it."""
+        held = ((row.name, row.tensor()) for row in (*self._rows, *self._free))
+        return {_memory_of(tensor): name for name, tensor in held if tensor is not None}
 
     def changed(self) -> str | None:
         """Return the first that has other values now, in words."""

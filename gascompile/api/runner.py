@@ -119,8 +119,8 @@ class Runner:
 
         def run() -> Any:
             unit = self._unit_for(call)
-            if self.planning is not None and (written := unit.written_inputs(call.leaves)):
-                require_apart(self.planning.model, written)
+            if written := unit.written_inputs(call.leaves):
+                require_apart((self._values, unit.buffers), written)
             given, own = unit.given(call.leaves)
             outputs = self._run(unit, given)
             if own:
