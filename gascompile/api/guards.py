@@ -33,15 +33,16 @@ def require_apart(own: Iterable[Values | None], inputs: Mapping[str, object]) ->
     Raises:
         CompiledModelError: one does.
     """
-    known = [values.memory for values in own if values is not None]
+    known = [values for values in own if values is not None]
     for path, value in inputs.items():
         memory = _memory_of(value) if isinstance(value, torch.Tensor) else 0
-        for names in known if memory else ():
-            if memory in names:
-                refuse(
-                    f"it writes to its input '{path}', which is memory of the model's own '{names[memory]}'",
-                    "Pass a clone of it",
-                )
+        names = [values.lying_in(memory) for values in known if memory in values.memories]
+        name = next(filter(None, names), None) if memory else None
+        if name is not None:
+            refuse(
+                f"it writes to its input '{path}', which is memory of the model's own '{name}'",
+                "Pass a clone of it",
+            )
 
 
 def _memory_of(tensor: torch.Tensor) -> int:
@@ -99,10 +100,19 @@ class Values:
         )
 
     @cached_property
-    def memory(self) -> Mapping[int, str]:
-        """Where the memory begins that they lie in, as long as none has changed, with the name of one in it."""
-        held = ((row.name, row.tensor()) for row in (*self._rows, *self._free))
-        return {_memory_of(tensor): name for name, tensor in held if tensor is not None}
+    def memories(self) -> frozenset[int]:
+        """Where the memory began that they lay in when this was first asked."""
+        held = [row.tensor() for row in (*self._rows, *self._free)]
+        return frozenset(_memory_of(tensor) for tensor in held if tensor is not None)
+
+    def lying_in(self, memory: int) -> str | None:
+        """Return the name of one that is still there and lies in the memory that begins at ``memory``."""
+        for row in (*self._rows, *self._free):
+            tensor = row.tensor()
+            # A model that was sent to the meta device has given its memory back, to anybody.
+            if tensor is not None and _memory_of(tensor) == memory:
+                return row.name
+        return None
 
     def changed(self) -> str | None:
         """Return the first that has other values now, in words."""

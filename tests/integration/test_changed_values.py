@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 import gascompile
+from gascompile.api.guards import Values, require_apart
 from gascompile.capture.record.record import CaptureRecord
 from gascompile.capture.record.watched import Reads
 from gascompile.capture.record.watches import watch
@@ -205,6 +206,17 @@ def test_memory_of_weights_is_not_taken_as_an_input_that_is_written_to(tmp_path:
         with pytest.raises(CompiledModelError, match=r"memory of the model's own 'linear\.weight'"):
             compiled(x, net.linear.weight[:2])
         assert torch.equal(net.linear.weight, before)
+
+
+def test_memory_that_a_model_has_given_back_may_be_written_to() -> None:
+    net = Clears()
+    values, weight = Values.of(net, "_parameters"), net.linear.weight
+    given = {"room": weight.detach()[:1]}
+    with pytest.raises(CompiledModelError, match="linear"):
+        require_apart((values, None), given)
+    net.to("meta")
+    del weight
+    require_apart((values, None), given)
 
 
 class Asks(nn.Module):
