@@ -61,7 +61,9 @@ def open_source(source: str | os.PathLike[str], *, batch: int = 1, tokens: int =
         )
     if path.suffix == ".pt2":
         if not is_file(path):
-            raise FormatError(f"{text[:1000]!r} is not a .pt2 file: there is none of that name")
+            raise FormatError(
+                f"{text[:1000]!r} is not a .pt2 file: there is none of that name; check the path"
+            )
         return _open_exported(path)
     if ":" in text:
         return _open_callable(text)
