@@ -21,10 +21,7 @@ def gathered(op: OpSpec) -> dict[str, int]:
 
 def gather_link(machine: Machine, tier: str = "") -> Link | None:
     """Return the link that single rows come over from ``tier``; without one that of checkpoints."""
-    if not tier:
-        return machine.checkpoint_link()
-    links = machine.links_into(machine.compute_tier)
-    return next((link for link in links if link.source_tier == tier), None)
+    return machine.link_from(tier) if tier else machine.checkpoint_link()
 
 
 def gather_tiers(machine: Machine) -> tuple[str, ...]:

@@ -259,6 +259,11 @@ class Machine:
         found = [link for link in self.links if link.target_tier == tier]
         return tuple(sorted(found, key=lambda link: -link.bandwidth_bytes_per_s))
 
+    def link_from(self, tier: str) -> Link | None:
+        """Return the fastest link from ``tier`` to where ops run; ``None`` where there is none."""
+        links = self.links_into(self.compute_tier)
+        return next((link for link in links if link.source_tier == tier), None)
+
     def checkpoint_link(self) -> Link | None:
         """Return the link that bytes of checkpoints come over: the fastest from a drive, else the fastest of all."""
         links, places = self.links_into(self.compute_tier), self.tiers

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from gascompile.core.plan import Plan
-from gascompile.runtime.memory.pinned import gathered_here, rows_bytes
+from gascompile.runtime.memory.pinned import HOST, gathered_here, rows_bytes
 from gascompile.runtime.protocols import HostMemory, Ticket
 from gascompile.runtime.transfer.rows import check_rows, rows_landing
 
@@ -33,12 +33,23 @@ class RowReader:
         self._buffer: HostMemory | None = None
         self._here = {} if session.device.is_host else gathered_here(plan)
         """Weights whose rows lie in the host's memory."""
+        from_host = plan.machine.link_from(HOST) if self._here else None
+        self._host_link = session.link if from_host is None else from_host.name
         ops = plan.workload.ops
         names = {name for op in ops for name in op.gathers if name not in op.reads}
         if names and not session.device.is_host:
             sources = [session.source(name) for name in names]
             row_bytes = max(source.size_bytes // source.shape[0] for source in sources)
             self._buffer = session.row_buffer(rows_bytes(ops, row_bytes))
+
+    @property
+    def links(self) -> tuple[str, ...]:
+        """Links beside that of checkpoints which rows come over."""
+        return (self._host_link,) if self._here else ()
+
+    def link(self, tensor: str) -> str:
+        """Return the link that rows of ``tensor`` come over: the checkpoints', or the host's where they lie there."""
+        return self._host_link if tensor in self._here else self._session.link
 
     def read(
         self, tensor: str, indices: torch.Tensor, *, key: int, wait: Callable[[Ticket], None]
@@ -49,7 +60,7 @@ class RowReader:
             IndexError: the weight has no such row.
         """
         session = self._session
-        source, link, device = session.source(tensor), session.link, session.device
+        source, link, device = session.source(tensor), self.link(tensor), session.device
         indices = indices.cpu()
         check_rows(source, indices)
         dtype = getattr(torch, source.dtype)

@@ -171,7 +171,10 @@ class PlanMover:
         self._stalled = []
         self.copied_bytes = 0
         links = self._heap.links if self._heap is not None else ()
-        self.link_bytes = dict.fromkeys((self._session.link, *self._links.values(), *links), 0)
+        rows = self._rows.links
+        self.link_bytes = dict.fromkeys(
+            (self._session.link, *self._links.values(), *links, *rows), 0
+        )
         if self.crossings is not None:
             self.crossings.begin(self.link_bytes, self._stalled)
 
@@ -225,7 +228,7 @@ class PlanMover:
         key = self._iteration * len(self._ops) + op
         await_it = partial(self._await, op=op, tensor=tensor)
         found = self._rows.read(tensor, indices, key=key, wait=await_it)
-        self.link_bytes[self._session.link] += found.nbytes
+        self.link_bytes[self._rows.link(tensor)] += found.nbytes
         return found
 
     def out_of_arena(self, value: object) -> object:

@@ -47,5 +47,9 @@ def test_rows_come_from_ram_bit_for_bit(tmp_path: Path) -> None:
         assert run.peak_bytes["cpu"] <= cpu_bytes
         link = "cpu->gpu"
         assert compiled.plan.link_bytes[link] >= 4 * 700 * 256 * 4
+        # Whether they came from the drive or from RAM: each on the link that the plan says.
+        moved = {name: size for name, size in run.link_bytes.items() if size}
+        planned = {name: size for name, size in compiled.plan.link_bytes.items() if size}
+        assert moved == planned
         compiled.plan.save(tmp_path / "plan.json")
         assert Plan.load(tmp_path / "plan.json") == compiled.plan
