@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import nn
@@ -75,6 +75,11 @@ class Job:
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)  # that calls mutate: one for all
     history: History = field(default_factory=History)
     shares_memory = False  # with processes that run the same plans
+    why_not_kept: ClassVar[str | None] = None  # of plans that hold for this run alone
+
+    def parts(self) -> dict[str, Any]:
+        """Return what a job is made of, for one of another kind."""
+        return {of.name: getattr(self, of.name) for of in fields(Job)}
 
     def open_checkpoint(self) -> Checkpoint | None:
         """Read the checkpoint's headers, under the names that the model uses."""
@@ -133,7 +138,7 @@ class Job:
         entry = looked_up.entry
         bundle, record = self._plan(args, kwargs, looked_up)
         unit = fused_unit(Unit.of(bundle, graphs=self.config.graphs), self.config)
-        unit.basis = entry.keep(self._kept(unit.bundle), record)
+        unit.basis = entry.keep(self._kept(unit.bundle), record, self.why_not_kept)
         return unit
 
     def _cached(self, entry: CachedPlan, checkpoint: Checkpoint | None) -> Unit | None:

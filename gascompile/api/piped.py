@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import fx
@@ -18,15 +18,18 @@ from torch import fx
 from gascompile.api.compile import Job
 from gascompile.api.compiled import CompiledModel
 from gascompile.api.looked_up import LookedUp
-from gascompile.api.planning import Args, Kwargs
-from gascompile.api.ranked import compiled_over, local_ranks
-from gascompile.api.runner import Runner
+from gascompile.api.ranked import (
+    RunnerInStep,
+    compiled_over,
+    local_ranks,
+    refuse,
+    require_of_ranks,
+)
 from gascompile.api.started import started
 from gascompile.api.unit import Unit
 from gascompile.bundles.content import require_same_files
 from gascompile.bundles.reuse import CachedPlan
 from gascompile.capture.calls import Call
-from gascompile.codegen.fuse import fused_unit
 from gascompile.core import serial
 from gascompile.core.errors import InfeasiblePlanError, UnsupportedOpError
 from gascompile.core.plan import Plan
@@ -69,21 +72,11 @@ class PipedJob(Job):
     """A job of one stage of a model."""
 
     stages: Stages
+    why_not_kept = "ranks agree on the stages of a pipeline each time"
 
     def look_up(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> LookedUp:
         """Return where the plan would lie in the cache: ranks agree on stages each time."""
         return replace(super().look_up(args, kwargs), unit=None)
-
-    def plan_anew(
-        self, looked_up: LookedUp, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> Unit:
-        """Return the plan of this rank's stage."""
-        entry = looked_up.entry
-        bundle, record = self._plan(args, kwargs, looked_up)
-        unit = fused_unit(Unit.of(bundle, graphs=self.config.graphs), self.config)
-        why = "ranks agree on the stages of a pipeline each time"
-        unit.basis = entry.keep(self._kept(unit.bundle), record, why)
-        return unit
 
     def capture(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], entry: CachedPlan | None = None
@@ -194,24 +187,15 @@ class PipedJob(Job):
         return replace(plan, warnings=(*plan.warnings, *note))
 
 
-class PipedRunner(Runner):
-    """Runs calls of a model that all ranks make in the same order, with the same inputs."""
-
-    plans_again = False
+class PipedRunner(RunnerInStep):
+    """Runs calls of a model on its stages, with the same inputs on all ranks."""
 
     def __init__(self, stages: Stages, **given: Any) -> None:
         """Open the first plan, on all ranks; ``given`` is as ``Runner`` takes it."""
         self._ranks = stages.ranks
         super().__init__(**given)
 
-    def call(self, args: Args, kwargs: Kwargs, taken_bytes: int = 0) -> Any:
-        """Run the model; all ranks do, and get the same results."""
-        run = partial(super().call, args, kwargs, taken_bytes)
-        if self._is_planning:
-            return run()
-        return self._turn.take(partial(self._together, run))
-
-    def _together(self, run: Callable[[], Any]) -> Any:
+    def _in_step(self, run: Callable[[], Any]) -> Any:
         with self._ranks.together(), exchanging(self._ranks.exchange), self._ranks.in_a_step():
             return run()
 
@@ -234,23 +218,6 @@ class PipedRunner(Runner):
         table = self._ranks.compare("the plan of a call", b"", [predicted])
         self._ranks.expect(sum(row[0] for row in table) * 1e-6)
         return executor
-
-    def close(self) -> None:
-        """Free this stage's memory, and leave the other ranks."""
-        super().close()
-        self._ranks.close()
-
-    def measure_error(self, *_given: Any) -> NoReturn:
-        """Refuse: it runs two plans in sessions of their own."""
-        _refuse("the error of a form of weights is measured by one process")
-
-    def save(self, *_given: Any) -> NoReturn:
-        """Refuse: a bundle's plan is for one process."""
-        _refuse("a bundle is saved by one process")
-
-    def together(self, *_given: Any) -> NoReturn:
-        """Refuse: several plans on one arena are made for one process."""
-        _refuse("what generates tokens by several plans is for one process")
 
 
 def compiled(
@@ -279,15 +246,12 @@ def compiled(
 
 def _job(stages: Stages, make: Callable[..., Job], budget: Any, machine: Any) -> PipedJob:
     job = make(budget=budget, machine=machine)
-    if job.machine.compute_backend != "cpu":
-        _refuse("stages of a pipeline send each other values in the host's memory")
-    if job.config.weights == "auto":
-        _refuse("forms of weights are chosen by what one process measures: name one")
+    require_of_ranks(job, "stages of a pipeline send each other values in the host's memory")
     if job.dynamic_shapes:
-        _refuse("stages of a pipeline are planned for one size of inputs each")
-    known = {of.name: getattr(job, of.name) for of in fields(Job)}
+        refuse("stages of a pipeline are planned for one size of inputs each")
     # An op that receives is not to run again, as others may where activations move.
-    return PipedJob(**{**known, "dynamic_shapes": False, "in_arena": True}, stages=stages)
+    given = job.parts() | {"dynamic_shapes": False, "in_arena": True}
+    return PipedJob(**given, stages=stages)
 
 
 def _require_same_weights(job: PipedJob) -> None:
@@ -308,14 +272,14 @@ def _require_same_weights(job: PipedJob) -> None:
 
 def _require_stateless(program: Program) -> None:
     if any(of.written for of in program.inputs):
-        _refuse("calls write to their inputs")
+        refuse("calls write to their inputs")
     for node in program.op_nodes():
         target = node.target
         if isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable:
             states = ", ".join(sorted(program.states))
-            _refuse(f"calls change {states} by {target}, which stages of a pipeline do not keep")
+            refuse(f"calls change {states} by {target}, which stages of a pipeline do not keep")
         if draws(node.target) and not _is_certain(node):
-            _refuse(f"{node.target} draws random numbers, others on each rank")
+            refuse(f"{node.target} draws random numbers, others on each rank")
 
 
 def _is_certain(node: fx.Node) -> bool:
@@ -381,7 +345,3 @@ def _program_of(program: Program, cut: Cut, rank: int) -> Program:
         bound={name: of for name, of in program.bound.items() if name in held},
         forms={name: of for name, of in program.forms.items() if name in held},
     )
-
-
-def _refuse(what: str) -> NoReturn:
-    raise UnsupportedOpError(f"{what}; run the model by one process (mesh=False)")

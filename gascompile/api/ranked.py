@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
@@ -39,9 +39,10 @@ from gascompile.runtime.transfer.routing import drive_of
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+    from gascompile.distributed.ranks import Ranks
+
 Made = TypeVar("Made")
 _VALUES = (bool, int, float, complex, str, type(None))
-_ALONE = "pass mesh=False, so that each rank runs for itself"
 
 
 def local_ranks(mesh: DeviceMesh | Literal[False] | None) -> LocalRanks | None:
@@ -59,11 +60,6 @@ class RankedJob(Job):
 
     ranks: LocalRanks
     shares_memory = True
-
-    def prepare(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Unit:
-        """Return the verified plan for one input signature, on all ranks the same."""
-        looked_up = self.look_up(args, kwargs)
-        return looked_up.unit or self.plan_anew(looked_up, args, kwargs)
 
     def look_up(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> LookedUp:
         """Return the plan for one input signature, if the caches of all ranks have the same one."""
@@ -92,10 +88,41 @@ class RankedJob(Job):
         return serial.from_json(Plan, serial.parse_json(raw, where="the plan of rank 0"))
 
 
-class RankedRunner(Runner):
-    """Runs calls of a model that all ranks make in the same order, each with rows of its own."""
+class RunnerInStep(Runner):
+    """Runs calls that all ranks make in the same order, and does nothing that is of one process."""
 
     plans_again = False
+    _ranks: LocalRanks | Ranks
+
+    def call(self, args: Args, kwargs: Kwargs, taken_bytes: int = 0) -> Any:
+        """Run the model; all ranks do."""
+        run = partial(super().call, args, kwargs, taken_bytes)
+        return run() if self._is_planning else self._turn.take(partial(self._in_step, run))
+
+    def _in_step(self, run: Callable[[], Any]) -> Any:
+        """Return what ``run`` returns; the other ranks hear of what it raises."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Free this rank's part of the memory; all ranks do."""
+        super().close()
+        self._ranks.close()
+
+    def measure_error(self, *_given: Any) -> NoReturn:
+        """Refuse: it runs two plans in sessions of their own."""
+        refuse("the error of a form of weights is measured by one process")
+
+    def save(self, *_given: Any) -> NoReturn:
+        """Refuse: a bundle's plan is for one process."""
+        refuse("a bundle is saved by one process")
+
+    def together(self, *_given: Any) -> NoReturn:
+        """Refuse: several plans on one arena are made for one process."""
+        refuse("what generates tokens by several plans is for one process")
+
+
+class RankedRunner(RunnerInStep):
+    """Runs calls of a model on the ranks of a host, each with rows of its own."""
 
     def __init__(self, ranks: LocalRanks, **given: Any) -> None:
         """Open the first plan, on all ranks; ``given`` is as ``Runner`` takes it."""
@@ -103,12 +130,8 @@ class RankedRunner(Runner):
         self._digests: WeakKeyDictionary[Unit, str] = WeakKeyDictionary()
         super().__init__(ranks=ranks, **given)
 
-    def call(self, args: Args, kwargs: Kwargs, taken_bytes: int = 0) -> Any:
-        """Run the model on rows of this rank's own; all ranks do."""
-        run = partial(super().call, args, kwargs, taken_bytes)
-        if self._is_planning:
-            return run()
-        return self._turn.take(partial(_noticed, self._ranks, run))
+    def _in_step(self, run: Callable[[], Any]) -> Any:
+        return _noticed(self._ranks, run)
 
     def _unit_for(self, call: Call) -> Unit:
         if not self._is_planning:
@@ -145,23 +168,6 @@ class RankedRunner(Runner):
         if any(row != told[0] for row in told):
             contents = [content_of(path, self._cache_dir) for path in numbers]
             self._ranks.meet("the content of the weight files", serial.digest(contents))
-
-    def close(self) -> None:
-        """Free this rank's part of the memory; all ranks do."""
-        super().close()
-        self._ranks.close()
-
-    def measure_error(self, *_given: Any) -> NoReturn:
-        """Refuse: it runs two plans in sessions of their own."""
-        _refuse("the error of a form of weights is measured by one process")
-
-    def save(self, *_given: Any) -> NoReturn:
-        """Refuse: a bundle's plan is for one process."""
-        _refuse("a bundle is saved by one process")
-
-    def together(self, *_given: Any) -> NoReturn:
-        """Refuse: several plans on one arena are made for one process."""
-        _refuse("what generates tokens by several plans is for one process")
 
 
 def compiled_over(
@@ -208,23 +214,31 @@ def _job(ranks: LocalRanks, make: Callable[..., Job], budget: Any, machine: Any)
     raw = ranks.from_first("the machine", first)
     here = serial.from_json(Machine, serial.parse_json(raw, where="the machine of rank 0"))
     job = made[0] if made else make(budget=budget, machine=here)
-    if here.compute_backend != "cpu":
-        _refuse("several ranks of a host share weights in RAM")
-    if job.config.weights == "auto":
-        _refuse("forms of weights are chosen by what one process measures: name one")
+    require_of_ranks(job, "several ranks of a host share weights in RAM")
     tier = here.tiers[here.compute_tier]
     if tier.name not in dict(job.budget.sizes):
         whole = job.budget.with_size(tier.name, tier.size_bytes // ranks.size)
         job = replace(job, budget=whole)
     drive = drive_of(os.stat(job.checkpoint_path or _made(job.config.cache_dir)).st_dev)
     told = ranks.meet("drives", numbers=(int(serial.digest(drive)[:15], 16),))
-    known = {of.name: getattr(job, of.name) for of in fields(Job)}
-    known["machine"] = _with_drives(here, len({row[0] for row in told}))
-    known["in_arena"] = True
-    if job.dynamic_shapes is None:
-        # Ranges of sizes are guessed from the calls of one process.
-        known["dynamic_shapes"] = False
-    return RankedJob(**known, ranks=ranks)
+    return RankedJob(
+        **job.parts()
+        | {
+            "machine": _with_drives(here, len({row[0] for row in told})),
+            "in_arena": True,
+            # Ranges of sizes are guessed from the calls of one process.
+            "dynamic_shapes": False if job.dynamic_shapes is None else job.dynamic_shapes,
+        },
+        ranks=ranks,
+    )
+
+
+def require_of_ranks(job: Job, why: str) -> None:
+    """Refuse what several ranks do not do, and ``why`` not on a device; raises ``UnsupportedOpError``."""
+    if job.machine.compute_backend != "cpu":
+        refuse(why)
+    if job.config.weights == "auto":
+        refuse("forms of weights are chosen by what one process measures: name one")
 
 
 def _made(folder: Path) -> Path:
@@ -278,7 +292,7 @@ def _is_shareable(unit: Unit) -> bool:
 
 def _require_shareable(unit: Unit) -> None:
     if not _is_shareable(unit):
-        _refuse("the plan moves activations or states out of memory: give a larger budget")
+        refuse("the plan moves activations or states out of memory: give a larger budget")
 
 
 def _signature(call: Call) -> str:
@@ -298,5 +312,6 @@ def _name_of(path: str) -> str:
     return os.path.basename(path)
 
 
-def _refuse(what: str) -> NoReturn:
-    raise UnsupportedOpError(f"{what}; or {_ALONE}")
+def refuse(what: str) -> NoReturn:
+    """Raise ``UnsupportedOpError``: one process alone does it."""
+    raise UnsupportedOpError(f"{what}; run the model by one process (mesh=False)")

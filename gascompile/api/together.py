@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -140,8 +140,7 @@ def _made_again(
 
 
 def _stage(job: Job, call: RangedCall, number: int) -> _Stage:
-    shared = {of.name: getattr(job, of.name) for of in fields(Job)}
-    shared["dynamic_shapes"] = call.dynamic_shapes
+    shared = job.parts() | {"dynamic_shapes": call.dynamic_shapes}
     kwargs = normalize_call(job.model, (), call.kwargs)[1]
     return _Stage(**shared, prefix=f"call{number}." if number else "", kwargs=kwargs)
 
