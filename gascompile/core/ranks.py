@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 STAGE_OPS = "gascompile_stages"
 """Namespace of the ops by which stages of a pipeline send each other values."""
+MICROSECOND = 1e-6
+"""Of a second: ranks tell each other times in whole ones."""
 _ALIGNED = 1 << 10
 """Parts begin at multiples of so many elements, as kernels round a vector's elements otherwise than those left over."""
 

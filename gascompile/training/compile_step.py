@@ -30,6 +30,7 @@ from gascompile.training.saved_plans import SavedPlans
 from gascompile.training.settings import OnNan, Settings
 from gascompile.training.state.file_values import FileValues
 from gascompile.training.step import TrainingStep
+from gascompile.training.step_job import StepJob
 from gascompile.weights.store import STORE
 
 if TYPE_CHECKING:
@@ -161,18 +162,18 @@ def compile_step(
         with together.one_by_one() if together is not None else nullcontext():
             resolved, limits = _planned_for(saved, machine, budget, config.cache_dir)
         _require_runnable(resolved, limits, settings)
-        step = TrainingStep(
-            model,
-            together.loss if together is not None and not settings.is_pipeline else loss_fn,
-            optimizer,
+        job = StepJob(
+            model=model,
+            loss_fn=together.loss if together is not None and not settings.is_pipeline else loss_fn,
+            optimizer=optimizer,
             budget=limits,
             machine=admit(resolved),
             config=config,
             settings=settings,
             values=_in_files(model, checkpoint, together, config.cache_dir),
             saved=saved,
-            ranks=together,
         )
+        step = TrainingStep(job, together)
         if example_batch is not None:
             try:
                 step.prepare(example_batch)

@@ -14,6 +14,7 @@ from itertools import accumulate
 from gascompile.bundles.reuse import CachedPlan
 from gascompile.core import serial
 from gascompile.core.errors import InfeasiblePlanError
+from gascompile.core.ranks import MICROSECOND
 from gascompile.core.sizes import format_size
 from gascompile.training.optimizers.slots import Stage
 from gascompile.training.step_cache import PlannedStep
@@ -27,9 +28,8 @@ Attempt = Callable[[Stages, bool], Made]
 Compare = Callable[[str, bytes, Sequence[int]], list[list[int]]]
 """Returns each rank's numbers, once all are there with the same facts."""
 STAGES: tuple[Stage, ...] = ("kept", "again")
-_MICROSECOND = 1e-6
 _WHAT = "which parameters are divided"
-_ELEMENT_BYTES = 4
+_ELEMENT_BYTES = 4  # of float32
 forced: Callable[[Mapping[str, int]], Stages] | None = None
 """Takes the place of the choice, for tests: returns a division by the elements of what can be divided."""
 
@@ -178,14 +178,14 @@ class _Search:
             made = self._attempt(stages, beside)
             plan = made[1].plan
             seconds = plan.certificate.predicted_s, sum(op.time_s for op in plan.ops)
-            own = [int(time_s / _MICROSECOND) + 1 for time_s in seconds]
+            own = [int(time_s / MICROSECOND) + 1 for time_s in seconds]
             own.append(int(not beside and self._gains(made[1])))
         except InfeasiblePlanError as error:
             self._errors.append(error)
         facts = serial.digest([sorted(stages.items()), beside]).encode()
         times, ops, gains = zip(*self._compare(_WHAT, facts, own), strict=True)
-        time_s = max(times) * _MICROSECOND if min(times) else None
-        ops_s = max(ops) * _MICROSECOND
+        time_s = max(times) * MICROSECOND if min(times) else None
+        ops_s = max(ops) * MICROSECOND
         trial = Trial(stages=stages, time_s=time_s, ops_s=ops_s, beside=beside)
         self.found.append((trial, made))
         return trial, any(gains)

@@ -23,7 +23,7 @@ from gascompile.runtime.collectives.row_numbers import Place, placed
 from gascompile.training.planning import row_draws
 
 _log = logging.getLogger(__name__)
-_NOTHING = 0
+_NOTHING = 0  # what a unit without draws tells the others
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from gascompile.core.ranks import MICROSECOND
 from gascompile.core.reports import RunReport
-
-_MICROSECOND = 1e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +41,7 @@ class RankRuns:
     @property
     def numbers(self) -> list[int]:
         """What ranks compare: microseconds, those of waits, and bytes."""
-        times = [int(time_s / _MICROSECOND) for time_s in (self.time_s, self._waited_s)]
+        times = [int(time_s / MICROSECOND) for time_s in (self.time_s, self._waited_s)]
         return [*times, self._peak_bytes, self._moved_bytes]
 
     def ran(self, report: RunReport, waited_s: float, tier: str) -> None:
@@ -64,8 +63,8 @@ class RankRuns:
             self.of_all = tuple(
                 RankRun(
                     rows=count,
-                    time_s=time * _MICROSECOND,
-                    waited_s=waited * _MICROSECOND,
+                    time_s=time * MICROSECOND,
+                    waited_s=waited * MICROSECOND,
                     peak_bytes=peak_bytes,
                     moved_bytes=moved_bytes,
                 )

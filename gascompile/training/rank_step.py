@@ -24,6 +24,7 @@ from gascompile.core.errors import (
     StorageError,
     UnsupportedOpError,
 )
+from gascompile.core.ranks import MICROSECOND
 from gascompile.core.reports import RunReport
 from gascompile.distributed.balance import Balance
 from gascompile.distributed.clocks import Clock, clock_of
@@ -57,7 +58,6 @@ _log = logging.getLogger(__name__)
 
 Rows = Literal["auto", "equal"]
 ROWS: tuple[Rows, ...] = ("auto", "equal")
-_MICROSECOND = 1e-6
 
 
 class RankStep:
@@ -189,7 +189,7 @@ class RankStep:
             marks = self._marks[unit.graph_module] = sequence_of(unit.program)
         counts = [states.num_batches, states.generation, sorted(states.pending)]
         facts = [unit.trains, marks, options, sorted(states.counts.items()), counts]
-        predicted = int(unit.plan.certificate.predicted_s / _MICROSECOND)
+        predicted = int(unit.plan.certificate.predicted_s / MICROSECOND)
         numbers = [own, predicted, *drawn.numbers, *self._runs.numbers]
         table = self._ranks.compare(
             "what the step does, its hyperparameters, the number of updates or how often values were set",
@@ -202,11 +202,11 @@ class RankStep:
                 f"rank {rows.index(min(rows))} has no rows; give each rank one at least"
             )
         self.loss.weight.fill_(1 / len(rows) if is_equal else own / sum(rows))
-        self._ranks.expect(max(predictions) * _MICROSECOND)
+        self._ranks.expect(max(predictions) * MICROSECOND)
         self._draws.agree([rows, whats, states_of_all])
         self._runs.told(ran, rows, trains=unit.trains)
         if self._policy == "auto" and unit.trains:
-            self._learn(list(rows), [time * _MICROSECOND for time in ran[0]])
+            self._learn(list(rows), [time * MICROSECOND for time in ran[0]])
 
     def _learn(self, rows: list[int], times_s: list[float]) -> None:
         if self._balance is None or sum(rows) != sum(self._balance.rows):

@@ -12,32 +12,27 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-from torch import fx, nn
+from torch import fx
 from torch.utils import _pytree as pytree
 
 from gascompile.capture.batches import admit
-from gascompile.core.budget import Budget
-from gascompile.core.config import CompileConfig
 from gascompile.core.errors import BudgetExceededError, StorageError, UnsupportedOpError
 from gascompile.core.kernels import FusedReport
-from gascompile.core.machine import Machine
 from gascompile.core.plan import Plan
 from gascompile.core.reports import GraphReport, RunReport
 from gascompile.machines.run_within_budget import planned_again
 from gascompile.runtime.memory.pages import Pages
 from gascompile.runtime.run.recording import Recording
 from gascompile.training.capture.requirements import require_alone, require_no_gradient
-from gascompile.training.capture.traced_loss import LossFunction
 from gascompile.training.optimizers.optimizers import require_rule, structure
 from gascompile.training.optimizers.unplanned import BudgetWatch, update
 from gascompile.training.planning.kinds import kind_of
 from gascompile.training.rank_step import RankStep
-from gascompile.training.saved_plans import SavedPlans, save_plans
-from gascompile.training.settings import Settings
-from gascompile.training.state.file_values import FileValues
+from gascompile.training.saved_plans import save_plans
 from gascompile.training.state.holdings import Holdings
 from gascompile.training.state.open_tensors import values_of
 from gascompile.training.state.train_state import States
+from gascompile.training.step_job import StepJob
 from gascompile.training.step_values import StepValues
 from gascompile.training.unit import Unit
 from gascompile.training.unit_table import UnitTable
@@ -51,45 +46,27 @@ class TrainingStep(StepValues):
     writes to the step's; ``close`` puts them back.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        loss_fn: LossFunction,
-        optimizer: torch.optim.Optimizer,
-        *,
-        budget: Budget,
-        machine: Machine,
-        config: CompileConfig,
-        settings: Settings,
-        values: FileValues | None = None,
-        saved: SavedPlans | None = None,
-        ranks: RankStep | None = None,
-    ) -> None:
+    def __init__(self, job: StepJob, ranks: RankStep | None = None) -> None:
         """Take the model over; see ``compile_step``."""
-        self._settings = settings
-        self._maker = UnitMaker(
-            model,
-            loss_fn,
-            optimizer,
-            budget=budget,
-            machine=machine,
-            config=config,
-            settings=settings,
-            values=values,
-            saved=saved,
-        )
-        units = UnitTable(self._maker, settings)
-        holdings = Holdings(model, self._maker, units)
+        self._settings = job.settings
+        self._maker = UnitMaker(job)
+        units = UnitTable(self._maker, job.settings)
+        holdings = Holdings(job.model, self._maker, units)
         super().__init__(
-            model, optimizer, values=values, units=units, holdings=holdings, ranks=ranks
+            job.model,
+            job.optimizer,
+            values=job.values,
+            units=units,
+            holdings=holdings,
+            ranks=ranks,
         )
         holdings.outlive(self)
         if ranks is not None:
             with ranks.together():
-                ranks.keep_network(config.cache_dir)
+                ranks.keep_network(job.config.cache_dir)
             self._maker.ranks, self._maker.pipeline = ranks, ranks.pipeline
             holdings.leave = ranks.leave
-        out = [link for link in machine.links if link.name == "cpu->nvme"]
+        out = [link for link in job.machine.links if link.name == "cpu->nvme"]
         self._write_bytes_per_s = out[0].bandwidth_bytes_per_s if out else math.inf
         self._watch = BudgetWatch(self._maker.transfer_bytes)
         self.plan: Plan | None = None

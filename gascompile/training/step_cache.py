@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx, nn
@@ -27,10 +27,8 @@ from gascompile.capture.fingerprint.fingerprint import (
 from gascompile.capture.record.record import CaptureRecord, Recorded
 from gascompile.capture.torch_settings import SETTINGS, settings_now
 from gascompile.core import serial
-from gascompile.core.budget import Budget
 from gascompile.core.config import CompileConfig
 from gascompile.core.errors import FormatError
-from gascompile.core.machine import Machine
 from gascompile.core.plan import Plan
 from gascompile.core.signature import same_memory, same_tensors
 from gascompile.distributed.stage_ops import is_of_stages
@@ -44,14 +42,14 @@ from gascompile.training.planning.step_costs import learnt_digest
 from gascompile.training.planning.step_program import StepOptions, StepProgram
 from gascompile.training.settings import Settings
 from gascompile.training.state.aliasing import Storages, named_tensors
-from gascompile.training.state.packed_values import PackedValue
+from gascompile.training.step_job import StepJob
 
 if TYPE_CHECKING:
     from gascompile.codegen.fuse import LoadedFusion
 
 _OWN = ("aten.", "prims.", "gascompile_", "gascompile.wire_")
 """Beginnings of the names of ops whose gradients are torch's or ours."""
-_CONSTANT = -1
+_CONSTANT = -1  # in place of a number: it is held with the program
 _CAPTURED = (*CAPTURED, "storages", "weights", "process")
 """Parts of a step's key that the trace of its loss was made of, as well."""
 
@@ -90,48 +88,43 @@ def divisible(
 
 
 def place_of_step(
-    model: nn.Module,
-    loss_fn: LossFunction,
-    optimizer: torch.optim.Optimizer,
+    job: StepJob,
+    traced: LossFunction,
     batch: Any,
     options: StepOptions,
     *,
     storages: Storages,
     settings: Settings,
-    machine: Machine,
-    budget: Budget,
-    config: CompileConfig,
     has_pages: bool,
     network: str,
-    packed: Mapping[str, PackedValue],
 ) -> CachedPlan:
     """Return where the plan of a step lies in the cache, if there is one."""
-    printed = step_print(model, loss_fn, storages.left)
+    printed = step_print(job.model, traced, storages.left)
     leaves = pytree.tree_leaves(batch)
-    kind = kind_of(model, batch, trains=options.trains, calls=options.calls)
+    kind = kind_of(job.model, batch, trains=options.trains, calls=options.calls)
     prints = {
         "graph": printed.key,
         "inputs": serial.digest([kind, same_tensors(leaves), same_memory(leaves)]),
         "storages": serial.digest(
             {name: [view.owner, repr(view.layout)] for name, view in storages.views.items()}
         ),
-        "optimizer": serial.digest(updates_of(model, optimizer, settings)),
-        "weights": serial.digest({n: [v.form, v.heads] for n, v in sorted(packed.items())}),
+        "optimizer": serial.digest(updates_of(job.model, job.optimizer, settings)),
+        "weights": serial.digest({n: [v.form, v.heads] for n, v in sorted(job.packed.items())}),
         "step": serial.digest({**asdict(options), "pending": sorted(options.pending)}),
         SETTINGS: settings_now(),
         "process": serial.digest([*_process(), has_pages, network]),
-        "memory": learnt_digest(config.cache_dir),
-        "machine": serial.digest(machine),
-        "budget": serial.digest(budget.limits_bytes(machine)),
-        "options": serial.digest({**config.fingerprint_fields(), **packing_fields()}),
+        "memory": learnt_digest(job.config.cache_dir),
+        "machine": serial.digest(job.machine),
+        "budget": serial.digest(job.budget.limits_bytes(job.machine)),
+        "options": serial.digest({**job.config.fingerprint_fields(), **packing_fields()}),
         "versions": made_by(),
     }
     return CachedPlan(
-        config.cache_dir,
-        model,
+        job.config.cache_dir,
+        job.model,
         printed,
         prints,
-        loss_fn,
+        traced,
         traced=""
         if options.calls or options.layout
         else serial.digest([prints[part] for part in _CAPTURED]),
@@ -186,11 +179,9 @@ class PlannedStep:
 def bound_step(
     place: CachedPlan,
     bundle: Bundle,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    job: StepJob,
     storages: Storages,
     settings: Settings,
-    packed: Mapping[str, PackedValue],
 ) -> PlannedStep:
     """Bind a kept step to the model and the optimizer of today.
 
@@ -202,13 +193,13 @@ def bound_step(
     program, facts = bundle.program, bundle.step
     if facts is None:
         raise FormatError("it is of no training step")
-    _, known = named_tensors(model)
+    _, known = named_tensors(job.model)
     tensors = {
         name: known[name]
         for name in dict.fromkeys([*program.bindings.values(), *settings.stages])
         if name in known
     }
-    rules = rules_of(optimizer, tensors, storages, list(facts.gradients), settings)
+    rules = rules_of(job.optimizer, tensors, storages, list(facts.gradients), settings)
     accumulates = settings.accumulate > 1 or settings.unplanned
     tiles = {tile.name: tile for tile in rules.tiles(accumulates=accumulates)}
     for name, bound in program.bound.items():
@@ -219,7 +210,7 @@ def bound_step(
         if tile is not None:
             shape, dtype = (tile.length,), tile.dtype
         else:
-            own = packed[name].outline() if name in packed else known[name]
+            own = job.packed[name].outline() if name in job.packed else known[name]
             shape, dtype = tuple(own.shape), own.dtype
         if (bound.shape, bound.dtype) != (shape, str(dtype).removeprefix("torch.")):
             raise FormatError(f"'{name}' is another tensor in it than in the model")
@@ -241,18 +232,6 @@ def bound_step(
         gradients=frozenset(facts.gradients),
     )
     return PlannedStep(program=step, plan=bundle.plan, rules=rules, tensors=tensors, bundle=bundle)
-
-
-class Saved(Protocol):
-    """Plans that take the place of captures and planning; see ``SavedPlans``."""
-
-    def find(self, place: CachedPlan) -> Bundle:
-        """Return the plan for a kind of batch, and let ``place`` know what it depends on."""
-        ...
-
-    def check(self, made: PlannedStep) -> None:
-        """Return if a plan was made for its program."""
-        ...
 
 
 def with_kernels(

@@ -8,23 +8,17 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import nn
-
 from gascompile.bundles import plan_cache
 from gascompile.bundles.bundle import Bundle
 from gascompile.bundles.reuse import CachedPlan
 from gascompile.codegen.allocator_library import page_memory
-from gascompile.core.budget import Budget
 from gascompile.core.collection import no_collection
-from gascompile.core.config import CompileConfig
 from gascompile.core.errors import (
     BudgetExceededError,
     FormatError,
     InfeasiblePlanError,
     PlanVerificationError,
 )
-from gascompile.core.machine import Machine
 from gascompile.core.plan import Plan
 from gascompile.core.progress import task
 from gascompile.core.sizes import SPILL_BUFFER_BYTES
@@ -44,13 +38,10 @@ from gascompile.training.planning.rank_overlap import overlapped
 from gascompile.training.planning.row_draws import draw_by_rows, draws_of, with_a_row_more
 from gascompile.training.planning.step_costs import costed_workload, remember
 from gascompile.training.planning.step_program import StepOptions, StepProgram, step_program
-from gascompile.training.settings import Settings
 from gascompile.training.state.aliasing import Storages
-from gascompile.training.state.file_values import FileValues
 from gascompile.training.state.train_state import States
 from gascompile.training.step_cache import (
     PlannedStep,
-    Saved,
     bound_step,
     bundle_of,
     divisible,
@@ -58,6 +49,7 @@ from gascompile.training.step_cache import (
     place_of_step,
     rules_of,
 )
+from gascompile.training.step_job import StepJob
 from gascompile.training.unit import Unit
 
 if TYPE_CHECKING:
@@ -76,23 +68,12 @@ class StepPlanner(StagePlanner):
     transfer_bytes = _BUFFERS * SPILL_BUFFER_BYTES
     """Of the budget, for transfers."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        loss_fn: LossFunction,
-        optimizer: torch.optim.Optimizer,
-        *,
-        budget: Budget,
-        machine: Machine,
-        config: CompileConfig,
-        settings: Settings,
-        values: FileValues | None,
-        saved: Saved | None = None,
-    ) -> None:
+    def __init__(self, job: StepJob) -> None:
         """Change nothing yet."""
-        self._model, self._loss_fn, self.optimizer = model, loss_fn, optimizer
-        self._budget, self._machine, self._config = budget, machine, config
-        self._settings, self._values, self._saved = settings, values, saved
+        self._job, machine = job, job.machine
+        self._model, self.optimizer = job.model, job.optimizer
+        self._budget, self._machine, self._config = job.budget, job.machine, job.config
+        self._settings, self._values, self._saved = job.settings, job.values, job.saved
         self.ranks: RankStep | None = None
         """That train the model together; ``None`` where this process is alone."""
         self.pipeline: Pipeline | None = None
@@ -104,8 +85,7 @@ class StepPlanner(StagePlanner):
         self._reserved_bytes = self.transfer_bytes if machine.compute_tier == HOST else 0
         # What stands for the memory of an emulated device is the host's, too.
         self._in_ram = machine.compute_backend != "cuda"
-        limit_bytes = budget.limits_bytes(machine)[machine.compute_tier]
-        self.pages = page_memory(config.cache_dir, limit_bytes) if self._in_ram else None
+        self.pages = page_memory(job.config.cache_dir, job.limit_bytes) if self._in_ram else None
 
     def planned(
         self, name: str, batch: Any, options: StepOptions, storages: Storages
@@ -159,7 +139,7 @@ class StepPlanner(StagePlanner):
         self, batch: Any, options: StepOptions, storages: Storages
     ) -> tuple[CachedPlan, PlannedStep | None]:
         """Return the place of a step in the cache, and what is kept there."""
-        own = self._model, self.optimizer, storages, self._settings, self._packed()
+        own = self._job, storages, self._settings
         place = self._place(batch, options, storages)
         saved = self._saved
         bundle = place.read(self._outdated) if saved is None else saved.find(place)
@@ -177,30 +157,22 @@ class StepPlanner(StagePlanner):
                 self._saved.check(found)
         return place, found
 
-    def _packed(self) -> Mapping[str, Any]:
-        return self._values.packed if self._values is not None else {}
-
     def _place(self, batch: Any, options: StepOptions, storages: Storages) -> CachedPlan:
         look = partial(
             place_of_step,
-            self._model,
+            self._job,
             self._traced(options),
-            self.optimizer,
             batch,
             options,
             storages=storages,
             settings=self._settings,
-            machine=self._machine,
-            budget=self._budget,
-            config=self._config,
             has_pages=self.pages is not None,
             network=self.ranks.network if self.ranks is not None else "",
-            packed=self._packed(),
         )
         return with_shapes(self.states, storages, look)
 
     def _traced(self, options: StepOptions) -> LossFunction:
-        return call_of if options.calls else self._loss_fn
+        return call_of if options.calls else self._job.loss_fn
 
     def _planned(
         self, name: str, batch: Any, options: StepOptions, storages: Storages, place: CachedPlan
@@ -218,7 +190,7 @@ class StepPlanner(StagePlanner):
             trained = list(joint.gradients) if options.trains else []
             rules = rules_of(self.optimizer, joint.tensors, storages, trained, self._settings)
             found = step_program(joint, rules, name=name, options=options)
-            return with_packed(found, self._packed()), rules, joint, new
+            return with_packed(found, self._job.packed), rules, joint, new
 
         is_beside = rank_overlap.is_wanted(self._settings.beside) and not options.calls
         what = id(batch), options, self._settings.stages

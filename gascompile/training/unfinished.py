@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from gascompile.runtime.memory.persistent import Persistent
 from gascompile.training.unit import Unit
 
-_CHANGED = -1
+_CHANGED = -1  # in place of a number: a step that has begun changed values
 
 
 class Unfinished:

@@ -31,6 +31,7 @@ from gascompile.training.settings import require_known
 from gascompile.training.state.aliasing import Storages
 from gascompile.training.state.train_state import States
 from gascompile.training.step_cache import with_kernels
+from gascompile.training.step_job import StepJob
 from gascompile.training.step_planner import StepPlanner
 from gascompile.training.step_session import on_device, open_session
 from gascompile.training.unit import Unit
@@ -56,9 +57,9 @@ def require_free(model: nn.Module) -> None:
 class UnitMaker(StepPlanner):
     """Makes the units of one model and optimizer, and has what they share."""
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        """Change nothing yet; see ``StepPlanner``."""
-        super().__init__(*args, **options)
+    def __init__(self, job: StepJob) -> None:
+        """Change nothing yet."""
+        super().__init__(job)
         self.before_access: Callable[[], None] = lambda: None
         """Called before a value is read or written from outside."""
         self.settle: Callable[[], object] = bool

@@ -27,7 +27,7 @@ from gascompile.training.optimizers.update_ops import (
 )
 from gascompile.training.optimizers.update_ops import workspace_bytes as plain_workspace_bytes
 
-MOST_STATES = 3
+MOST_STATES = 3  # moments of a parameter, which ops have arguments for
 _PRODUCTS_BYTES = 64 << 10
 """[Empirical] Products of small matrices in bfloat16 take 40 KiB whatever their size."""
 _library = torch.library.Library("gascompile_updates", "FRAGMENT")

@@ -44,7 +44,7 @@ from gascompile.training.pipeline.stage_problem import (
 )
 
 _log = logging.getLogger(__name__)
-_MOST_BATCHES = 16
+_MOST_BATCHES = 16  # micro-batches; of 2 stages then 1/17 of the time is idle
 _MOST_CALLS = 8000
 """Ops of a rank's program: solvers and runs walk all of them."""
 forced: Callable[[int, int], tuple[Sequence[int], int]] | None = None

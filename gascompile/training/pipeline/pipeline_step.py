@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 
 from gascompile.core import serial
 from gascompile.core.errors import RankMismatchError, UnsupportedOpError
+from gascompile.core.ranks import MICROSECOND
 from gascompile.core.reports import RunReport
 from gascompile.core.value_digests import digest_of
 from gascompile.distributed.ranks import Ranks
@@ -22,8 +23,6 @@ from gascompile.training.rank_step import RankStep
 from gascompile.training.settings import Settings
 from gascompile.training.state.train_state import States
 from gascompile.training.unit import Unit
-
-_MICROSECOND = 1e-6
 
 
 class PipelineStep(RankStep):
@@ -55,7 +54,7 @@ class PipelineStep(RankStep):
         leaves = pytree.tree_leaves(batch)
         shapes = [list(of.shape) for of in leaves if isinstance(of, torch.Tensor)]
         facts = [unit.trains, stage.facts, options, counts, shapes]
-        predicted = int(unit.plan.certificate.predicted_s / _MICROSECOND)
+        predicted = int(unit.plan.certificate.predicted_s / MICROSECOND)
         number = int(serial.digest(digest_of(leaves))[:15], 16)
         ignored = stage.counter(leaves) if stage.counter is not None else []
         table = self._ranks.compare(
@@ -76,7 +75,7 @@ class PipelineStep(RankStep):
         times = [row[0] for row in table]
         firsts = range(0, len(times), mesh.num_stages)
         slowest = max(sum(times[first : first + mesh.num_stages]) for first in firsts)
-        self._ranks.expect(slowest * _MICROSECOND)
+        self._ranks.expect(slowest * MICROSECOND)
 
     def _require_same_batch(self, numbers: Sequence[int]) -> None:
         """Refuse batches that differ between the stages of a pipeline; all ranks know of it."""

@@ -18,7 +18,7 @@ from gascompile.runtime.transfer.copying import read_all, write_all
 from gascompile.training.state.pieces import tensor_bytes
 from gascompile.training.state.rank_sharing import Sharing
 
-_CHUNK_BYTES = 4 << 20
+_CHUNK_BYTES = 4 << 20  # of one message
 Agree = Callable[[str, Callable[[], Any]], list[Any]]
 Sizes = Sequence[Sequence[Any]]
 """Names and bytes of files."""

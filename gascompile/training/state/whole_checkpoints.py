@@ -28,7 +28,7 @@ RANKS_FORMAT = "gascompile.training-checkpoint/3"
 """Of files that several ranks have written, in which tensors may be in pieces."""
 MANIFEST = "manifest.json"
 _NAME = re.compile(r"checkpoint-(\d{8})")
-_MOST = 99_999_999
+_MOST = 99_999_999  # the names have eight digits
 _LEFTOVER = re.compile(r"\.writing-\d{8}(-[0-9a-f]{8})?|\.old-checkpoint-\d{8}")
 PROBE, INCOMING = ".probe-", ".incoming-"
 """What names of files begin with by which ranks see whose folder they share, and of files that come from another."""
