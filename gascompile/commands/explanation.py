@@ -74,16 +74,17 @@ def explain_verb(
     from gascompile.passes.explain.explain import TensorExplanation, explain
 
     with reserved_stdout(json):
-        made, _ = plan_to_look_at(
-            source,
+        asked = opt.Asked(
+            source=source,
             limits=opt.Limits(budget, cpu, nvme, place or ()),
             machine=machine,
             shape=(batch, tokens),
             strategy=strategy,
             time_limit_s=time_limit,
             cache_dir=opt.cache_dir_of(cache_dir),
-            options="--budget, --cpu, --nvme, --place, --machine and --strategy",
         )
+        options = "--budget, --cpu, --nvme, --place, --machine and --strategy"
+        made, _ = plan_to_look_at(asked, options)
         with opt.usage_errors():
             found = explain(made, name)
     kind = "tensor" if isinstance(found, TensorExplanation) else "op"

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from gascompile.integrations.onnx.export import OnnxExport
 
 _DYNAMIC = re.compile(r"(\w+)\.([0-9]{1,2})=([A-Za-z_]\w*):([0-9]{1,9})")
-_SHOWN_OPS = 8
+_SHOWN_OPS = 8  # names in a line; the others are counted
 
 Model = Annotated[
     str,
@@ -199,30 +199,21 @@ def annotated_parts(found: AnnotatedPlan) -> list[RenderableType]:
 
 
 def plan_with_onnx(
-    source: str,
-    onnx: tuple[Path, bool],
-    *,
-    limits: opt.Limits,
-    machine: str | None,
-    shape: tuple[int, int],
-    cache_dir: Path,
-    **options: Any,
+    asked: opt.Asked, file: Path, *, overwrite: bool
 ) -> tuple[Plan, JsonValue, list[RenderableType]]:
     """Plan a model and write it as ONNX with the plan; return that, and what is printed as JSON and for people.
 
-    ``onnx`` is the file, and whether one that is there is replaced; ``options`` are those of ``CompileConfig``.
+    ``overwrite`` replaces a ``file`` that is there.
     """
-    _require_source(source, "--onnx")
-    file, overwrite = onnx
+    _require_source(asked.source, "--onnx")
     from gascompile.api.plan import plan_with_program
     from gascompile.integrations.onnx.export import require_writable, write_plan
 
     with opt.usage_errors():
         require_writable(file, overwrite=overwrite)
-        resolved = opt.machine_of(machine, cache_dir, source)
-        budget = opt.budget_of(limits, resolved)
+        machine, budget = asked.target(asked.source)
         planned = plan_with_program(
-            source, budget, resolved, cache_dir=cache_dir, shape=shape, **options
+            asked.source, budget, machine, shape=asked.shape, **asked.config
         )
         written, annotated = write_plan(planned, file, overwrite=overwrite)
     data: JsonValue = {

@@ -100,10 +100,14 @@ def generate(
         live = not json and beams == 1
         ids, decode = _read(folder, prompt, prompt_ids, chat=chat)
         data = _generated(
-            folder,
-            opt.Limits(budget, cpu, nvme),
-            {"machine": machine, "weights": weights, "time_limit_s": time_limit},
-            opt.cache_dir_of(cache_dir),
+            opt.Asked(
+                source=str(folder),
+                limits=opt.Limits(budget, cpu, nvme),
+                machine=machine,
+                cache_dir=opt.cache_dir_of(cache_dir),
+                time_limit_s=time_limit,
+                weights=weights,
+            ),
             (ids, decode),
             mode,
             seed=seed,
@@ -138,10 +142,7 @@ def _read(folder: Path, prompt: str | None, prompt_ids: str | None, *, chat: boo
 
 
 def _generated(
-    folder: Path,
-    limits: opt.Limits,
-    options: dict[str, Any],
-    cache_dir: Path,
+    asked: opt.Asked,
     prompt: Any,
     mode: dict[str, Any],
     *,
@@ -154,15 +155,9 @@ def _generated(
     from gascompile.integrations.text import Watch
 
     ids, decode = prompt
-    machine = opt.machine_of(options.pop("machine"), cache_dir)
+    machine, budget = asked.target()
     with opt.usage_errors():
-        compiled: Any = compile_model(
-            str(folder),
-            opt.budget_of(limits, machine),
-            machine=machine,
-            cache_dir=cache_dir,
-            **options,
-        )
+        compiled: Any = compile_model(asked.source, budget, machine=machine, **asked.config)
     with compiled:
         _require_tokens(compiled, ids)
         watch = Watch(lambda: compiled.last_run, _printed if live else lambda text: None, decode)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
@@ -200,6 +201,34 @@ def budget_of(limits: Limits, machine: Machine) -> Budget:
             )
         sizes[name], options[name] = value, option
     return Budget(sizes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What a plan is asked for by, made once by a verb and handed down whole."""
+
+    source: str
+    limits: Limits
+    machine: str | None
+    shape: tuple[int, int] = (1, 128)
+    """Rows and tokens of made-up inputs."""
+    cache_dir: Path
+    time_limit_s: float
+    strategy: str | None = None
+    weights: str | None = None
+    sites: str = "one"
+    objective: str = "time"
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """Options of ``compile`` and ``plan`` beside the machine and the budget."""
+        names = ("cache_dir", "time_limit_s", "strategy", "weights", "sites", "objective")
+        return {name: getattr(self, name) for name in names}
+
+    def target(self, source: str | None = None) -> tuple[Machine, Budget]:
+        """Return the machine and its budget; see ``machine_of``."""
+        machine = machine_of(self.machine, self.cache_dir, source)
+        return machine, budget_of(self.limits, machine)
 
 
 def _place_size(text: str) -> tuple[str, int]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import RenderableType
@@ -146,24 +147,29 @@ def plan(
         return
     given = _given_placement(device_map, ngl, ot or [])
     _require_alone(given, compare=compare, strategy=strategy, weights=weights, onnx=onnx)
-    limits, folder = opt.Limits(budget, cpu, nvme, place or ()), opt.cache_dir_of(cache_dir)
-    asked: dict[str, Any] = {
-        "limits": limits, "machine": machine, "shape": (batch, tokens), "strategy": strategy,
-        "time_limit_s": time_limit, "cache_dir": folder, "sites": sites, "objective": objective,
-    }  # fmt: skip
+    asked = opt.Asked(
+        source=source,
+        limits=opt.Limits(budget, cpu, nvme, place or ()),
+        machine=machine,
+        shape=(batch, tokens),
+        cache_dir=opt.cache_dir_of(cache_dir),
+        time_limit_s=time_limit,
+        strategy=strategy,
+        weights=weights,
+        sites=sites,
+        objective=objective,
+    )
     with reserved_stdout(json):
         if onnx is not None:
-            made, data, beside = plan_with_onnx(source, (onnx, overwrite), **asked)
-        elif device_map is not None:
-            made = _mapped(source, device_map, limits, machine, (batch, tokens), folder)
-        elif ngl is not None:
-            made = _layered(source, (ngl, ot or []), limits, machine, (batch, tokens), folder)
+            made, data, beside = plan_with_onnx(asked, onnx, overwrite=overwrite)
+        elif given is not None:
+            made = _placed(asked, device_map, (ngl, ot or []))
         else:
-            made = make_plan_of(source, weights=weights, **asked)
+            made = make_plan_of(asked)
         if output is not None:
             made.save(output)
         if onnx is None:
-            data, beside = _beside(compare, source, made, limits, (batch, tokens), folder)
+            data, beside = _beside(compare, asked, made)
     written = [note(f"The plan is in {output}.")] if output is not None else []
     parts = [*plan_parts(made), *beside, *warnings_block(made.warnings), *written]
     emit(json, serial.to_json(made) if data is None else data, *parts)
@@ -194,21 +200,16 @@ def _require_alone(
 
 
 def _beside(
-    compare: str | None,
-    source: str,
-    made: Plan,
-    limits: opt.Limits,
-    shape: tuple[int, int],
-    cache_dir: Path,
+    compare: str | None, asked: opt.Asked, made: Plan
 ) -> tuple[JsonValue, list[RenderableType]]:
     """Return what --compare prints as JSON and for people; nothing without it."""
     if compare is None:
         return None, []
     from gascompile.commands.comparison import compared
 
-    budget = opt.budget_of(limits, made.machine)
-    of = made.workload if opt.is_finished(Path(source)) else source
-    return compared(compare, of, made, budget, shape=shape, cache_dir=cache_dir)
+    budget = opt.budget_of(asked.limits, made.machine)
+    of = made.workload if opt.is_finished(Path(asked.source)) else asked.source
+    return compared(compare, of, made, budget, shape=asked.shape, cache_dir=asked.cache_dir)
 
 
 def _plan_over(
@@ -255,98 +256,39 @@ def _given_placement(device_map: Path | None, ngl: int | None, ot: list[str]) ->
     return "--ngl" if ngl is not None else None
 
 
-def _layered(
-    source: str,
-    said: tuple[int, list[str]],
-    limits: opt.Limits,
-    machine: str | None,
-    shape: tuple[int, int],
-    cache_dir: Path,
+def _placed(
+    asked: opt.Asked, device_map: Path | None, layers: tuple[int | None, list[str]]
 ) -> Plan:
+    """Return the plan that --device-map, or --ngl and --ot, say."""
+    from gascompile.integrations.device_map import device_map_plan, read_device_map
     from gascompile.integrations.llama_cpp import LlamaCppPlacement, llama_cpp_plan
 
-    placement = LlamaCppPlacement.of(*said)
-    resolved = opt.machine_of(machine, cache_dir, source)
-    return llama_cpp_plan(
-        placement,
-        source,
-        resolved,
-        opt.budget_of(limits, resolved),
-        batch=shape[0],
-        tokens=shape[1],
-        cache_dir=cache_dir,
+    plan_it = (
+        partial(device_map_plan, read_device_map(device_map))
+        if device_map is not None
+        else partial(llama_cpp_plan, LlamaCppPlacement.of(layers[0] or 0, layers[1]))
+    )
+    machine, budget = asked.target(asked.source)
+    batch, tokens = asked.shape
+    return plan_it(
+        asked.source, machine, budget, batch=batch, tokens=tokens, cache_dir=asked.cache_dir
     )
 
 
-def _mapped(
-    source: str,
-    device_map: Path,
-    limits: opt.Limits,
-    machine: str | None,
-    shape: tuple[int, int],
-    cache_dir: Path,
-) -> Plan:
-    from gascompile.integrations.device_map import device_map_plan, read_device_map
-
-    theirs = read_device_map(device_map)
-    resolved = opt.machine_of(machine, cache_dir, source)
-    return device_map_plan(
-        theirs,
-        source,
-        resolved,
-        opt.budget_of(limits, resolved),
-        batch=shape[0],
-        tokens=shape[1],
-        cache_dir=cache_dir,
-    )
-
-
-def make_plan_of(
-    source: str,
-    *,
-    limits: opt.Limits,
-    machine: str | None,
-    shape: tuple[int, int],
-    strategy: str | None,
-    time_limit_s: float,
-    cache_dir: Path,
-    weights: str | None = None,
-    sites: str = "one",
-    objective: str = "time",
-) -> Plan:
-    """Plan a source as the command line names it; ``limits`` are those of the command line."""
+def make_plan_of(asked: opt.Asked) -> Plan:
+    """Plan a source as the command line names it."""
     from gascompile.api.plan import plan as plan_source
 
-    resolved = opt.machine_of(machine, cache_dir, source)
-    allowed = opt.budget_of(limits, resolved)
-    path = Path(source)
-    finished = opt.is_finished(path)
+    machine, budget = asked.target(asked.source)
+    path = Path(asked.source)
+    source = read_plan(path).workload if opt.is_finished(path) else asked.source
+    batch, tokens = asked.shape
     with opt.usage_errors():
-        return plan_source(
-            read_plan(path).workload if finished else source,
-            allowed,
-            resolved,
-            cache_dir=cache_dir,
-            time_limit_s=time_limit_s,
-            strategy=strategy,
-            weights=weights,
-            sites=sites,
-            objective=objective,
-            batch=shape[0],
-            tokens=shape[1],
-        )
+        return plan_source(source, budget, machine, batch=batch, tokens=tokens, **asked.config)
 
 
 def plan_to_look_at(
-    source: str,
-    *,
-    limits: opt.Limits,
-    machine: str | None,
-    shape: tuple[int, int],
-    time_limit_s: float,
-    cache_dir: Path,
-    strategy: str | None = None,
-    options: str = "--budget, --cpu, --nvme, --place and --machine",
+    asked: opt.Asked, options: str = "--budget, --cpu, --nvme, --place and --machine"
 ) -> tuple[Plan, bool]:
     """Return the verified plan of a plan file or a bundle, else one that is made; and whether it was finished.
 
@@ -354,21 +296,12 @@ def plan_to_look_at(
     """
     from gascompile.passes.verify.walk import verify
 
-    path = Path(source)
+    path = Path(asked.source)
     if not opt.is_finished(path):
-        made = make_plan_of(
-            source,
-            limits=limits,
-            machine=machine,
-            shape=shape,
-            strategy=strategy,
-            time_limit_s=time_limit_s,
-            cache_dir=cache_dir,
-        )
-        return made, False
-    if limits.is_given or machine is not None or strategy is not None:
+        return make_plan_of(asked), False
+    if asked.limits.is_given or asked.machine is not None or asked.strategy is not None:
         raise typer.BadParameter(
-            f"{source} is a finished plan, so {options} do not apply; plan its source again to change them"
+            f"{asked.source} is a finished plan, so {options} do not apply; plan its source again to change them"
         )
     made = read_plan(path)
     verify(made)

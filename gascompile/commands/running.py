@@ -137,11 +137,17 @@ def run(
             _repeat(job, repeat)
         else:
             _require_form(source, weights, for_bundles=any_machine or allow_code)
-            options = {"machine": machine, "time_limit_s": time_limit, "strategy": strategy}
-            job, difference = _compile(
-                source, opt.Limits(budget, cpu, nvme), inputs, (batch, tokens), opt.cache_dir_of(cache_dir),
-                {**options, "weights": weights}, repeat, check,
-            )  # fmt: skip
+            asked = opt.Asked(
+                source=source,
+                limits=opt.Limits(budget, cpu, nvme),
+                machine=machine,
+                shape=(batch, tokens),
+                cache_dir=opt.cache_dir_of(cache_dir),
+                time_limit_s=time_limit,
+                strategy=strategy,
+                weights=weights,
+            )
+            job, difference = _compile(asked, inputs, repeat, check=check)
         job.formats = job.compiled.format_report
         if save is not None:
             job.compiled.save(save)
@@ -200,21 +206,15 @@ def _load(
 
 
 def _compile(
-    source: str,
-    limits: opt.Limits,
-    inputs: Path | None,
-    shape: tuple[int, int],
-    cache_dir: Path,
-    options: dict[str, Any],
-    repeat: int,
-    check: bool,
+    asked: opt.Asked, inputs: Path | None, repeat: int, *, check: bool
 ) -> tuple[_Job, Difference | None]:
     from gascompile.api.compile import compile as compile_model
     from gascompile.api.sources import open_source
     from gascompile.capture.calls import normalize_call
     from gascompile.commands.eager import compare, require_room, with_given_inputs
 
-    opened = open_source(source, batch=shape[0], tokens=shape[1])
+    source, (batch, tokens) = asked.source, asked.shape
+    opened = open_source(source, batch=batch, tokens=tokens)
     if opened.checkpoint is None and Path(source).is_dir():
         raise CheckpointError(
             f"{source} holds no .safetensors file and no pytorch_model.bin, and running needs weights; add them, or "
@@ -230,15 +230,10 @@ def _compile(
         )
     if check:
         require_room(opened.model)
-    machine = opt.machine_of(options.pop("machine"), cache_dir)
+    machine, budget = asked.target()
     with opt.usage_errors():
         compiled = compile_model(
-            opened.model,
-            opt.budget_of(limits, machine),
-            checkpoint=opened.checkpoint,
-            machine=machine,
-            cache_dir=cache_dir,
-            **options,
+            opened.model, budget, checkpoint=opened.checkpoint, machine=machine, **asked.config
         )
     job = _Job(compiled, args, kwargs)
     outputs = _repeat(job, repeat)

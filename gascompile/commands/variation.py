@@ -79,14 +79,15 @@ def whatif_verb(
     from gascompile.passes.explain.whatif import whatif
 
     with reserved_stdout(json):
-        made, finished = plan_to_look_at(
-            source,
+        asked = opt.Asked(
+            source=source,
             limits=opt.Limits(budget, cpu, nvme, place or ()),
             machine=machine,
             shape=(batch, tokens),
             time_limit_s=time_limit,
             cache_dir=opt.cache_dir_of(cache_dir),
         )
+        made, finished = plan_to_look_at(asked)
         with task("Planning variants"):
             found = whatif(
                 made,
