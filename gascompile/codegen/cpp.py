@@ -59,7 +59,10 @@ def generate(
         "cpp.dynamic_threads": not is_small,
     }
     function = one_by_one(nodes, inputs, outputs)
-    sources, call = _taken_apart(inductor_module(function, read, made, options=options))
+    makers, call = taken_apart(
+        inductor_module(function, read, made, options=options), "cpp_pybinding"
+    )
+    sources = {name: _loops(maker) for name, maker in makers.items()}
     symbols = {name: f"gas_{key}_{i}" for i, name in enumerate(sources)}
     recorder = Recorder(len(inputs))
     names: dict[str, Callable[..., object]] = {"empty_strided_cpu": recorder.allocate}
@@ -152,29 +155,40 @@ def _keep_strides(graph: fx.Graph, outputs: Sequence[Layout]) -> None:
     output.meta["original_output_strides"] = [of.stride for of in outputs]
 
 
-def _taken_apart(module: str) -> tuple[dict[str, str], ast.FunctionDef]:
-    """Return the C++ of each kernel by its Python name, and the function that calls them."""
-    sources: dict[str, str] = {}
+def taken_apart(module: str, maker: str) -> tuple[dict[str, ast.Call], ast.FunctionDef]:
+    """Return the call of ``maker`` that makes each kernel, by its Python name, and the function that calls them.
+
+    Raises:
+        UnsupportedOpError: there are none.
+    """
+    makers: dict[str, ast.Call] = {}
     calls: list[ast.FunctionDef] = []
     for node in ast.walk(ast.parse(module)):
-        if isinstance(node, ast.FunctionDef) and node.name == "call":
-            calls.append(node)
         match node:
+            case ast.FunctionDef(name="call"):
+                calls.append(node)
             case ast.Assign(
                 targets=[ast.Name(id=name)],
                 value=ast.Call(
-                    func=ast.Attribute(attr="cpp_pybinding"),
-                    args=[ast.List(elts=types), ast.Constant(value=str(text))],
-                ),
-            ):
-                if not all(isinstance(t, ast.Constant) and str(t.value)[-1:] == "*" for t in types):
-                    raise UnsupportedOpError("its kernel takes other arguments than tensors")
-                sources[name] = text
+                    func=ast.Attribute(attr=attribute), args=[_, ast.Constant(value=str())]
+                ) as made,
+            ) if attribute == maker:
+                makers[name] = made
             case _:
                 pass
-    if len(calls) != 1 or not sources:
+    if len(calls) != 1 or not makers:
         raise UnsupportedOpError("Inductor made no loops of it")
-    return sources, calls[0]
+    return makers, calls[0]
+
+
+def _loops(made: ast.Call) -> str:
+    """Return the C++ of a kernel that takes tensors alone."""
+    types, text = made.args
+    if not isinstance(types, ast.List) or not all(
+        isinstance(t, ast.Constant) and str(t.value)[-1:] == "*" for t in types.elts
+    ):
+        raise UnsupportedOpError("its kernel takes other arguments than tensors")
+    return str(ast.literal_eval(text))
 
 
 @dataclass(frozen=True, slots=True)

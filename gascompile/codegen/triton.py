@@ -15,7 +15,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from gascompile.codegen.cpp import Memory, Recorder, inductor_module, known_layout, recorded_kernel
+from gascompile.codegen.cpp import (
+    Memory,
+    Recorder,
+    inductor_module,
+    known_layout,
+    recorded_kernel,
+    taken_apart,
+)
 from gascompile.codegen.target import GpuTarget, seen_by_inductor
 from gascompile.core.errors import UnsupportedOpError
 from gascompile.core.kernels import Kernel, Launch
@@ -93,7 +100,8 @@ def generate_triton(
             device="cuda",
             anywhere=[place for place, node in enumerate(inputs) if lies_anywhere(node)],
         )
-        functions, call = _taken_apart(module)
+        makers, call = taken_apart(module, "triton")
+        functions = {name: _function(maker.args[1]) for name, maker in makers.items()}
     recorder = Recorder(len(inputs))
     writer = _Writer(key, recorder)
     names: dict[str, object] = {
@@ -153,32 +161,11 @@ class _Function:
     grid: Callable[[Mapping[str, int]], tuple[int, ...]]
 
 
-def _taken_apart(module: str) -> tuple[dict[str, _Function], ast.FunctionDef]:
-    """Return the kernels by their Python name, and the function that calls them."""
-    functions: dict[str, _Function] = {}
-    calls: list[ast.FunctionDef] = []
-    for node in ast.walk(ast.parse(module)):
-        if isinstance(node, ast.FunctionDef) and node.name == "call":
-            calls.append(node)
-        match node:
-            case ast.Assign(
-                targets=[ast.Name(id=name)],
-                value=ast.Call(
-                    func=ast.Attribute(attr="triton"),
-                    args=[_, ast.Constant(value=str(text))],
-                ),
-            ):
-                functions[name] = _function(text)
-            case _:
-                pass
-    if len(calls) != 1 or not functions:
-        raise UnsupportedOpError("Inductor made no loops of it")
-    return functions, calls[0]
-
-
-def _function(text: str) -> _Function:
+def _function(module: ast.expr) -> _Function:
     """Read the module of one kernel: its decorator says the types and how it may be launched."""
-    defined = [n for n in ast.parse(text).body if isinstance(n, ast.FunctionDef)]
+    defined = [
+        n for n in ast.parse(ast.literal_eval(module)).body if isinstance(n, ast.FunctionDef)
+    ]
     function = defined[-1]
     settings, chosen = _heuristics(function.decorator_list[0])
     triton_meta, inductor_meta = settings["triton_meta"], settings["inductor_meta"]
