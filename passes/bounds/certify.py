@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from gascompile.core.machine import Link, Machine, Pipe
 from gascompile.core.plan import Certificate, SolverStatus
+from gascompile.passes.model.problem import Problem
 
 WEIGHTS, EVERYTHING = "weights", "everything"
 """What a bound holds over: placements of weights in one arena with all else in its place, or any plan at all."""
@@ -112,6 +113,17 @@ def physical_limit(
             limits.append((_least_time_s(shared, unavoidable), inside[0].name))
     transfer_s, name = max(limits, key=lambda limit: limit[0])
     return (transfer_s, name) if transfer_s > compute_s else (compute_s, "compute")
+
+
+def problem_limit(problem: Problem, arena_bytes: int | None = None) -> tuple[float, str]:
+    """Return the ``physical_limit`` of a problem, in an arena of another size where one is given."""
+    return physical_limit(
+        problem.compute_s,
+        sum(weight.size_bytes for weight in problem.weights if weight.uses),
+        problem.arena_limit_bytes if arena_bytes is None else arena_bytes,
+        problem.machine,
+        problem.room_bytes,
+    )
 
 
 def pipe_rate(machine: Machine, pipe: Pipe) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 
-from gascompile.passes.bounds.certify import Proof, physical_limit
+from gascompile.passes.bounds.certify import Proof, problem_limit
 from gascompile.passes.bounds.occupancy import occupancy
 from gascompile.passes.model.problem import Problem
 from gascompile.passes.search.place import place
@@ -32,7 +32,7 @@ def prove(
         relaxed_s: the relaxation's bound where it is known; it is not solved again.
     """
     deadline_s = time.perf_counter() + time_limit_s
-    limit_s, binding = _limit(problem)
+    limit_s, binding = problem_limit(problem)
     bound_s = 0.0
     timed_out = False
     for method in ("occupancy", "relaxed", "integral"):
@@ -69,7 +69,7 @@ def prove(
 
 def quick_proof(problem: Problem, *, time_limit_s: float = math.inf) -> Proof:
     """Return what is proven within moments, before there is a plan."""
-    limit_s, binding = _limit(problem)
+    limit_s, binding = problem_limit(problem)
     bound_s = 0.0
     if problem.arena_limit_bytes >= 0:
         bound_s = occupancy(
@@ -80,13 +80,3 @@ def quick_proof(problem: Problem, *, time_limit_s: float = math.inf) -> Proof:
             max_solved=_QUICK_SOLVED,
         )
     return Proof(limit_s=limit_s, binding=binding, bound_s=bound_s, timed_out=False)
-
-
-def _limit(problem: Problem) -> tuple[float, str]:
-    return physical_limit(
-        problem.compute_s,
-        sum(weight.size_bytes for weight in problem.weights if weight.uses),
-        problem.arena_limit_bytes,
-        problem.machine,
-        problem.room_bytes,
-    )

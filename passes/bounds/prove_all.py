@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from gascompile.core.errors import SolverError
 from gascompile.core.workload import TensorKind
-from gascompile.passes.bounds.certify import physical_limit
+from gascompile.passes.bounds.certify import problem_limit
 from gascompile.passes.bounds.interval_program import interval_program
 from gascompile.passes.bounds.occupancy import occupancy
 from gascompile.passes.intervals.recompute import rerunnable
@@ -56,7 +56,7 @@ def prove_all(
     deadline_s = time.perf_counter() + time_limit_s
     enough_s = (1 - mip_gap) * predicted_s
     loose = [_loosened(task) for task in tasks]
-    limits = [_limit(task) for task in loose]
+    limits = [problem_limit(task) for task in loose]
     open_bounds = [(limit_s, number, 0) for number, (limit_s, _) in enumerate(limits)]
     heapq.heapify(open_bounds)
     # The lowest bound of a form is the bound of all, so only that one is worth improving.
@@ -108,16 +108,6 @@ def _loosened(task: Problem) -> Problem:
         weights=tuple(sorted(weights, key=lambda weight: weight.uses[:1])),
         idle_homes={},
         room_bytes={link.source_tier: task.limits_bytes[link.source_tier] for link in task.links},
-    )
-
-
-def _limit(loose: Problem) -> tuple[float, str]:
-    return physical_limit(
-        loose.compute_s,
-        sum(weight.size_bytes for weight in loose.weights),
-        loose.arena_limit_bytes,
-        loose.machine,
-        loose.room_bytes,
     )
 
 

@@ -11,7 +11,7 @@ from gascompile.core.steps import Offload, Prefetch, Recompute, Reload
 from gascompile.core.tiles import base_name, parse_tile
 from gascompile.core.workload import TensorKind
 
-_ROUNDING = 1e-9
+_ROUNDING = 1e-9  # share by which equal seconds may differ in two files
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

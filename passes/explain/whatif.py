@@ -24,7 +24,7 @@ from gascompile.passes.search.place import place
 _HELPS = 0.01
 """Share of an iteration that a budget has to save to count as a help."""
 _GROWTH = (1.0625, 1.125, 1.25, 1.5, 2.0, 3.0, 4.0)
-_BISECTIONS = 3
+_BISECTIONS = 3  # each a plan; the answer is then exact to an eighth of a step
 _SMALL_SHARE = 8
 """Where a whole GiB or GB/s is much beside what there is, the step is this part of it."""
 

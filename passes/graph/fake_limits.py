@@ -14,7 +14,7 @@ import torch
 
 from gascompile.core.errors import UnsupportedOpError
 
-MAX_PIECES = 1 << 16
+MAX_PIECES = 1 << 16  # each is a tensor and a node of the graph
 MAX_KERNELS = 1 << 16
 """Of one op."""
 

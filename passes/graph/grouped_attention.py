@@ -28,7 +28,7 @@ _REPETITION = (
 )
 _NUM_DIMS = 4
 """Of queries, keys, values and masks: rows, heads, tokens, width."""
-_HEADS = 1
+_HEADS = 1  # dimension of keys and values
 
 
 def grouped_attention(program: Program) -> Program:

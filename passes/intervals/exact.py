@@ -22,10 +22,10 @@ from gascompile.passes.model.interval_problem import IntervalProblem
 from gascompile.passes.search.max_plus import Row, cycle_mean, later, nowhere_later, shifted
 from gascompile.passes.search.needed_steps import needed_steps
 
-_MOST_TENSORS = 8
-_MOST_OPS = 8
-_MOST_STARTS = 2000
-_EPSILON = 1e-9
+_MOST_TENSORS = 8  # lists of steps multiply with each
+_MOST_OPS = 8  # and with each op
+_MOST_STARTS = 2000  # what may be where at the start: each is searched from
+_EPSILON = 1e-9  # rounding of sums of seconds
 
 ABSENT, PRESENT, ARRIVING, LEAVING = range(4)
 Status = tuple[int, int, int]

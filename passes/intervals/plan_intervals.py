@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import math
 import random
-import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import chain, islice
@@ -46,6 +45,7 @@ from gascompile.passes.intervals.seeds import (
 )
 from gascompile.passes.intervals.selection import Selection
 from gascompile.passes.intervals.strategies import all_moved, furthest_use
+from gascompile.passes.model.effort import Effort
 from gascompile.passes.model.interval_layout import Layout, layout
 from gascompile.passes.model.interval_problem import IntervalProblem, interval_problem
 from gascompile.passes.model.intervals import IntervalPlan
@@ -81,12 +81,12 @@ _SWEEP_SHARE = 0.3
 """Share of the work that is left in which amounts of recomputation are tried."""
 _MANY_TENSORS = 300
 """Workloads of more are refused a budget, too, when the clock has run out before anything fits."""
-_FEW_LABELS = 30_000
+_FEW_LABELS = 30_000  # before all other searches
 _MOST_LABELS = 100_000
 """How far small problems are gone through: before and after all other searches."""
 _ATTEMPTS = 400
 """Changes of reruns of few tensors after which a budget is refused."""
-_SEEDS = 64
+_SEEDS = 64  # walks at most; their work mostly ends a search before
 _FRUITLESS, _FEW_FRUITLESS = 60, 10
 """Changes in a row that may be in vain: in a walk, and before programs are rounded."""
 _FEW_SHARE = 0.15
@@ -102,13 +102,11 @@ def plan_intervals(
     machine: Machine,
     limits_bytes: Mapping[str, int],
     *,
+    effort: Effort,
     reserved_bytes: int = 0,
-    time_limit_s: float,
-    mip_gap: float = 0.01,
     recompute: bool = True,
     op_s_per_byte: float = 0.0,
     bound_s: float = 0.0,
-    begun_s: float | None = None,
     staying: Collection[str] = (),
 ) -> IntervalPlan:
     """Return the fastest moves found that keep every tier's limit in program order.
@@ -117,14 +115,12 @@ def plan_intervals(
         workload: any; its tensors all live on the heap, in bytes as they are.
         machine: tiers, and links into and out of the compute tier.
         limits_bytes: budget per tier; a tier without one holds what the machine says.
+        effort: seconds of the search, and the gap to the bound at which it may stop.
         reserved_bytes: bytes of the compute tier that are not the plan's.
-        time_limit_s: wall seconds for the search.
-        mip_gap: relative gap to the bound at which the search may stop.
         recompute: whether ops may run again.
         op_s_per_byte: processors' time that moving a byte takes from ops; the fastest plan is then one that
             counts it, though its seconds do not.
         bound_s: what no plan beats, as far as is known; the search ends near it.
-        begun_s: when the clock began on ``time.perf_counter``; now, if not given.
         staying: tensors that never leave.
 
     Raises:
@@ -141,14 +137,11 @@ def plan_intervals(
         op_s_per_byte=op_s_per_byte,
         staying=staying,
     )
-    begun_s = time.perf_counter() if begun_s is None else begun_s
     small = task.without_small() if len(task.names) > FEW_TENSORS else task
     if small.fixed and all_moved(layout(small)).fits:
         with contextlib.suppress(InfeasiblePlanError):
-            search = Search(small, time_limit_s=time_limit_s, mip_gap=mip_gap, begun_s=begun_s)
-            return _found(search, reserved_bytes, bound_s)
-    search = Search(task, time_limit_s=time_limit_s, mip_gap=mip_gap, begun_s=begun_s)
-    return _found(search, reserved_bytes, bound_s)
+            return _found(Search(small, effort), reserved_bytes, bound_s)
+    return _found(Search(task, effort), reserved_bytes, bound_s)
 
 
 def _found(search: Search, reserved_bytes: int, bound_s: float) -> IntervalPlan:

@@ -95,39 +95,15 @@ class _Reserving(Scheduler):
         """Values of which another interval uses the copy that the first one made."""
         self.reserved = latest_starts(plan, chosen, self.starts)
 
-    def _boundary(self, run: int) -> bool:
-        """Make all moves before ``run``; return whether it fits."""
-        self._land(run)
-        if self.order.loads_first:
-            self._load_first(run)
-        for number in self.store_at[run]:
-            route = self.chosen.route[number]
-            assert route is not None, "only what leaves is written out"
-            self.ready[route].append(number)
-        self._issue(run)
-        for number in self.begin_at[run]:
-            self._begin(number, run)
-        self._hold(run)
-        self._load(run)
-        if self.order.loads_first:
-            self._load_ahead(run)
-        if self.memory[run] > self.limit:
-            self._load_beside(run)
-            while self.memory[run] > self.limit:
-                if self.flights:
-                    self.now = max(self.now, self.flights[0][0])
-                    self._land(run)
-                elif not self._issue_next(run):
-                    return False
-            self._issue(run)
-            self._load(run)
-        if self.due_at[run]:
-            for number in self.due_at[run]:
-                self._arrive(number, run)
-            self._land(run)
-            self._issue(run)
-            self._load(run)
-        return True
+    def _send(self, number: int, run: int) -> None:
+        """Let the copy out wait for its link."""
+        del run
+        route = self.chosen.route[number]
+        assert route is not None, "only what leaves is written out"
+        self.ready[route].append(number)
+
+    def _land_before(self, number: int, boundary: int) -> None:
+        """Nothing: ``_arrive`` lets stay what has not left by then."""
 
     def _hold(self, run: int) -> None:
         """Count what has not left yet into the memory of ``run``."""

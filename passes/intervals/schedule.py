@@ -168,7 +168,8 @@ class Scheduler:
         if self.order.loads_first:
             self._load_first(run)
         for number in self.store_at[run]:
-            self._store(number, run)
+            self._send(number, run)
+        self._issue(run)
         for number in self.begin_at[run]:
             self._begin(number, run)
         self._hold(run)
@@ -178,18 +179,33 @@ class Scheduler:
         if self.memory[run] > self.limit:
             self._load_beside(run)
             while self.memory[run] > self.limit:
-                if not self.flights:
+                if self.flights:
+                    self.now = max(self.now, self.flights[0][0])
+                    self._land(run)
+                elif not self._issue_next(run):
                     return False
-                self.now = max(self.now, self.flights[0][0])
-                self._land(run)
+            self._issue(run)
             self._load(run)
         if self.due_at[run]:
             for number in self.due_at[run]:
                 self._land_before(number, run)
                 self._arrive(number, run)
             self._land(run)
+            self._issue(run)
             self._load(run)
         return True
+
+    def _send(self, number: int, run: int) -> None:
+        """Write a tensor out before ``run``."""
+        self._store(number, run)
+
+    def _issue(self, boundary: int) -> None:
+        """Issue what waits for its link; here nothing does."""
+
+    def _issue_next(self, boundary: int) -> bool:
+        """Issue the first that waits for its link; return whether there is one."""
+        del boundary
+        return False
 
     def _hold(self, run: int) -> None:
         """Count what has not left yet into the memory of ``run``: runs before it were faster than expected."""

@@ -20,6 +20,7 @@ from gascompile.passes.intervals.events import event_program
 from gascompile.passes.intervals.reservations import interval_reservations
 from gascompile.passes.intervals.schedule import schedule
 from gascompile.passes.intervals.selection import Selection
+from gascompile.passes.model.effort import Effort
 from gascompile.passes.model.interval_layout import Key, Layout, layout
 from gascompile.passes.model.interval_problem import IntervalProblem
 
@@ -74,28 +75,12 @@ class Found:
 class Search:
     """The best schedule so far, and the work that it took."""
 
-    def __init__(
-        self,
-        task: IntervalProblem,
-        *,
-        time_limit_s: float,
-        mip_gap: float,
-        begun_s: float | None = None,
-    ) -> None:
-        """Begin.
-
-        Args:
-            task: what to schedule.
-            time_limit_s: wall seconds, and how many seconds' worth of work may be done.
-            mip_gap: relative gap to the bound at which the search may stop.
-            begun_s: when the clock began on ``time.perf_counter``; now, if not given.
-        """
+    def __init__(self, task: IntervalProblem, effort: Effort) -> None:
+        """Begin to schedule ``task``; as much work may be done as fits into all the seconds of ``effort``."""
         self.task = task
         self.base = layout(task)
-        now_s = time.perf_counter()
-        begun_s = now_s if begun_s is None else begun_s
-        self.deadline_s = max(begun_s + time_limit_s, now_s + time_limit_s / 10)
-        self.mip_gap = mip_gap
+        self.deadline_s = time.perf_counter() + max(effort.left_s(), effort.time_limit_s / 10)
+        self.mip_gap = effort.mip_gap
         self.bound_s = 0.0
         self.best: Found | None = None
         self.best_of: dict[str, Found] = {}
@@ -103,7 +88,7 @@ class Search:
         self._better_at = 0.0
         self._solved = 0.0
         self._placed_at = 0.0
-        self._most = time_limit_s * _WORK_PER_S
+        self._most = effort.time_limit_s * _WORK_PER_S
         self._tried: set[int] = set()
 
     @property

@@ -6,7 +6,6 @@ when its physical limit says that it cannot win: so a larger budget is never slo
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -24,6 +23,7 @@ from gascompile.cost_models.formulas.gathers import (
 from gascompile.passes.bounds.certify import Proof
 from gascompile.passes.bounds.prove import quick_proof
 from gascompile.passes.graph.divide import Division, divide
+from gascompile.passes.model.effort import Effort
 from gascompile.passes.model.problem import Problem
 from gascompile.passes.plan.feasible import feasible
 from gascompile.passes.search.place import place
@@ -104,20 +104,14 @@ def same_form(workload: Workload, machine: Machine, other: Workload) -> Workload
     return divide(workload, machine, Division(tile_rows=rows, gathered=table, gather_tier=tier))
 
 
-def best_form(
-    tasks: Sequence[Problem],
-    solve: Solve,
-    *,
-    mip_gap: float,
-    left_s: Callable[[], float] = lambda: math.inf,
-) -> Solution:
+def best_form(tasks: Sequence[Problem], solve: Solve, effort: Effort) -> Solution:
     """Return the fastest solution of all forms; what is proven of it holds for all of them.
 
     Args:
         tasks: one per form, in the order in which they are tried; large ones with the lowest bound first.
         solve: plans one form.
-        mip_gap: a solution that is so close to what no form beats ends the search.
-        left_s: seconds until the best solution known, once there is one, is returned.
+        effort: until when the best solution known, once there is one, is returned, and how close to what no form
+            beats a solution ends the search.
 
     Raises:
         InfeasiblePlanError: no form keeps the budget; names the smallest that any of them needs.
@@ -126,7 +120,7 @@ def best_form(
     small = min(len(task.weights) for task in tasks) < MANY_WEIGHTS
     # Of one small form alone the bound is proven later, with the plan at hand.
     proofs = {
-        i: quick_proof(task, time_limit_s=0.0 if small and len(tasks) == 1 else left_s())
+        i: quick_proof(task, time_limit_s=0.0 if small and len(tasks) == 1 else effort.left_s())
         for i, task in enumerate(tasks)
     }
     refusals: list[InfeasiblePlanError] = []
@@ -135,14 +129,14 @@ def best_form(
         if best is not None:
             found_s = best.schedule.seconds
             bound_s = min(map(_bound_s, proofs.values()))
-            if _bound_s(proofs[i]) >= found_s or found_s - bound_s <= mip_gap * found_s:
+            if _bound_s(proofs[i]) >= found_s or found_s - bound_s <= effort.mip_gap * found_s:
                 continue
-            if left_s() <= 0:
+            if effort.left_s() <= 0:
                 proofs[i] = replace(proofs[i], timed_out=True)
                 continue
         try:
             if best is not None and small:
-                proofs[i] = _screen(tasks[i], proofs[i], left_s())
+                proofs[i] = _screen(tasks[i], proofs[i], effort.left_s())
                 if _bound_s(proofs[i]) >= best.schedule.seconds:
                     continue
             found = solve(tasks[i])

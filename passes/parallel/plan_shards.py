@@ -42,7 +42,7 @@ HOLDS_OVER = (
     "host or all, in a place each; by symmetry of {ranks} equal ranks and {layers} like layers solved for one of each: "
     "an average over ranks and layers of any such plan is a point of the program"
 )
-_GAP = 1e-3
+_GAP = 1e-3  # far below what a prediction is true to
 _TIE = 1e-3
 """Of the seconds of all lanes together, added to the time: among plans that are as fast, the one that moves least. The
 clock knows latencies and turns that the program does not; [Empirical] without it 405B took 56 % more by the clock."""

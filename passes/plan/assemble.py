@@ -8,6 +8,7 @@ from dataclasses import replace
 from gascompile.core.machine import Machine
 from gascompile.core.plan import Certificate, OpPlan, Plan, accounts
 from gascompile.cost_models.formulas.energy import plan_energy
+from gascompile.passes.bounds.certify import Proof, certify
 from gascompile.passes.plan.draft import Draft
 from gascompile.passes.verify.account import account
 
@@ -50,3 +51,19 @@ def assemble(
     peak_bytes, link_bytes = account(plan)
     plan = plan.with_accounts(peak_bytes=peak_bytes, link_bytes=link_bytes)
     return replace(plan, energy=plan_energy(plan))
+
+
+def keeps_budget(
+    draft: Draft, machine: Machine, limits_bytes: Mapping[str, int], *, reserved_bytes: int
+) -> bool:
+    """Return whether what a draft takes on all tiers is within their limits.
+
+    Raises:
+        PlanVerificationError: the draft breaks a rule of the heap.
+    """
+    none = Proof(limit_s=0.0, binding="compute", bound_s=0.0, timed_out=False)
+    certificate = certify(draft.seconds, none, solve_s=0.0, mip_gap=0.0)
+    plan = assemble(draft, machine, limits_bytes, certificate, fingerprint={})
+    left_bytes = dict(limits_bytes)
+    left_bytes[machine.compute_tier] = left_bytes.get(machine.compute_tier, 0) - reserved_bytes
+    return all(size <= left_bytes.get(tier, 0) for tier, size in plan.peak_bytes.items())

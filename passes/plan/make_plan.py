@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
@@ -20,11 +19,12 @@ from gascompile.passes.bounds.linear_program import solver_name
 from gascompile.passes.bounds.site_limit import has_sites
 from gascompile.passes.intervals.plan_intervals import plan_intervals
 from gascompile.passes.intervals.update_sites import SHARES, update_sites
+from gascompile.passes.model.effort import Effort
 from gascompile.passes.model.interval_problem import changed_bytes
 from gascompile.passes.model.intervals import IntervalPlan
-from gascompile.passes.plan.assemble import assemble
+from gascompile.passes.plan.assemble import assemble, keeps_budget
 from gascompile.passes.plan.draft import Draft, draft_intervals
-from gascompile.passes.plan.move_anything import Effort, OnHeap, felt_s, move_anything
+from gascompile.passes.plan.move_anything import OnHeap, felt_s, move_anything
 from gascompile.passes.search.strategies import NAMES
 from gascompile.passes.search.stream import stream
 from gascompile.passes.verify.walk import verify
@@ -79,7 +79,7 @@ def make_plan(
         UnsupportedOpError: an op has no time on the compute tier.
         ValueError: the strategy or a tensor's name is unknown.
     """
-    effort = Effort(begun_s=time.perf_counter(), time_limit_s=time_limit_s, mip_gap=mip_gap)
+    effort = Effort(time_limit_s=time_limit_s, mip_gap=mip_gap)
     reserved_bytes += machine.library_bytes(machine.compute_tier)
     require_known(strategy)
     # Planned in the time of links, in which ops do not slow them down.
@@ -92,9 +92,7 @@ def make_plan(
             quick,
             calm,
             budget,
-            left_s=effort.left_s,
-            time_limit_s=time_limit_s,
-            mip_gap=mip_gap,
+            effort=effort,
             notes=notes,
             strategy=strategy,
             reserved_bytes=reserved_bytes,
@@ -246,7 +244,6 @@ def _best_of_all(
 ) -> tuple[Draft, Proof]:
     """Return the faster of a plan that moves weights and one that moves everything, and its proof."""
     op_s_per_byte = disturbed.interference.op_s_per_byte
-    begun_s, time_limit_s, mip_gap = effort.begun_s, effort.time_limit_s, effort.mip_gap
     best: Draft | None = None
     all_s = 0.0
     refusals: list[InfeasiblePlanError] = []
@@ -258,19 +255,17 @@ def _best_of_all(
             refusals.append(error)
     limit_s, binding = least_time(workload, machine, limits_bytes)
     proof = Proof(limit_s=limit_s, binding=binding, bound_s=0.0, all_s=all_s, timed_out=False)
-    if best is not None and best.seconds - max(limit_s, all_s) <= mip_gap * best.seconds:
+    if best is not None and best.seconds - max(limit_s, all_s) <= effort.mip_gap * best.seconds:
         return best, proof
-    if best is not None and time.perf_counter() - begun_s >= time_limit_s:
+    if best is not None and effort.left_s() <= 0:
         return best, replace(proof, timed_out=True)
     try:
         found: IntervalPlan | None = plan_intervals(
             workload,
             machine,
             limits_bytes,
+            effort=effort,
             reserved_bytes=reserved_bytes,
-            time_limit_s=time_limit_s,
-            begun_s=begun_s,
-            mip_gap=mip_gap,
             op_s_per_byte=op_s_per_byte,
             bound_s=all_s,
         )
@@ -278,8 +273,7 @@ def _best_of_all(
         found = None
         refusals.append(error)
     if has_sites(workload.ops, machine):
-        left = (reserved_bytes, time_limit_s, mip_gap)
-        found = _with_updates(workload, machine, limits_bytes, found, *left)
+        found = _with_updates(workload, machine, limits_bytes, found, reserved_bytes, effort)
     if found is None:
         if best is None:
             raise min(refusals, key=lambda refusal: refusal.required_bytes) from None
@@ -301,8 +295,7 @@ def _with_updates(
     limits_bytes: Mapping[str, int],
     found: IntervalPlan | None,
     reserved_bytes: int,
-    time_limit_s: float,
-    mip_gap: float,
+    effort: Effort,
 ) -> IntervalPlan | None:
     """Return ``found``, or a faster plan with updates where their moments rest, which may fit where no other does."""
 
@@ -313,26 +306,18 @@ def _with_updates(
             rest,
             machine,
             left_bytes,
+            effort=Effort(time_limit_s=effort.time_limit_s / len(SHARES), mip_gap=effort.mip_gap),
             reserved_bytes=reserved_bytes,
-            time_limit_s=time_limit_s / len(SHARES),
-            mip_gap=mip_gap,
             staying=staying,
         )
 
     def fits(plan: IntervalPlan) -> bool:
-        none = Proof(limit_s=0.0, binding="compute", bound_s=0.0, timed_out=False)
-        certificate = certify(plan.seconds, none, solve_s=0.0, mip_gap=0.0)
         draft = draft_intervals(workload, plan)
         try:
-            made = assemble(draft, machine, limits_bytes, certificate, fingerprint={})
+            return keeps_budget(draft, machine, limits_bytes, reserved_bytes=reserved_bytes)
         except PlanVerificationError as error:
             _log.debug("updates elsewhere break a rule: %s", error)
             return False
-        reserved = {machine.compute_tier: reserved_bytes}
-        return all(
-            size <= limits_bytes.get(tier, 0) - reserved.get(tier, 0)
-            for tier, size in made.peak_bytes.items()
-        )
 
     return update_sites(workload, machine, limits_bytes, found, planned, fits) or found
 

@@ -19,6 +19,7 @@ from gascompile.cost_models.simulate.replay import link_bytes, runs
 from gascompile.passes.bounds.certify import Proof
 from gascompile.passes.bounds.prove_all import prove_all
 from gascompile.passes.intervals.plan_intervals import plan_intervals
+from gascompile.passes.model.effort import Effort
 from gascompile.passes.model.liveness import liveness
 from gascompile.passes.model.problem import problem
 from gascompile.passes.model.tiling import forms
@@ -42,21 +43,6 @@ class OnHeap:
     """Whether ops may read single rows by themselves."""
     gains: bool = True
     """Whether such a plan may take the place of one with an arena that fits."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Effort:
-    """What planning may take."""
-
-    begun_s: float
-    """On ``time.perf_counter``."""
-    time_limit_s: float
-    mip_gap: float
-    """Relative gap up to which a plan counts as optimal."""
-
-    def left_s(self) -> float:
-        """Return the seconds that are left."""
-        return self.time_limit_s - (time.perf_counter() - self.begun_s)
 
 
 Streamed = tuple[Draft, Proof]
@@ -162,8 +148,11 @@ def _moved(
         machine,
         limits_bytes,
         reserved_bytes=taken_bytes,
-        time_limit_s=max(effort.left_s(), effort.time_limit_s / 2),
-        mip_gap=effort.mip_gap,
+        effort=replace(
+            effort,
+            time_limit_s=max(effort.left_s(), effort.time_limit_s / 2),
+            begun_s=time.perf_counter(),
+        ),
         recompute=on_heap.recompute,
         op_s_per_byte=op_s_per_byte,
         staying=on_heap.staying,

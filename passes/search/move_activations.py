@@ -15,6 +15,7 @@ from gascompile.core.steps import Compute, Step
 from gascompile.core.tiles import base_name
 from gascompile.core.workload import OpSpec, TensorKind, Workload
 from gascompile.passes.intervals.plan_intervals import plan_intervals
+from gascompile.passes.model.effort import Effort
 from gascompile.passes.model.liveness import live_bytes
 from gascompile.passes.model.problem import Problem
 from gascompile.passes.plan.feasible import least_need
@@ -64,7 +65,9 @@ def move_activations(
     for share in sorted({0, spare_bytes // 2, spare_bytes}):
         peak_bytes = least_bytes + share
         try:
-            moves = _moves(task, reduced, peak_bytes, time_limit_s / 3, mip_gap)
+            moves = _moves(
+                task, reduced, peak_bytes, Effort(time_limit_s=time_limit_s / 3, mip_gap=mip_gap)
+            )
         except InfeasiblePlanError as error:
             # Where little can leave, as the slow tier is small, a larger share may still do.
             refusals.append(error)
@@ -85,17 +88,10 @@ def move_activations(
 
 
 def _moves(
-    task: Problem, reduced: Workload, peak_bytes: int, time_limit_s: float, mip_gap: float
+    task: Problem, reduced: Workload, peak_bytes: int, effort: Effort
 ) -> dict[int, list[Step]]:
     limits = {**task.limits_bytes, **task.room_bytes, task.machine.compute_tier: peak_bytes}
-    plan = plan_intervals(
-        reduced,
-        task.machine,
-        limits,
-        time_limit_s=time_limit_s,
-        mip_gap=mip_gap,
-        recompute=False,
-    )
+    plan = plan_intervals(reduced, task.machine, limits, effort=effort, recompute=False)
     return _by_op(plan.steps)
 
 

@@ -45,10 +45,10 @@ _WHOLE = 1000.0
 """All weights in the model's unit of bytes, and the longest possible iteration in its unit of time."""
 _TINY = 1 / 2000
 """Weights below this share of all bytes are not worth a binary."""
-_INTEGRAL = 1e-6
+_INTEGRAL = 1e-6  # as far as the solver's solutions are off whole numbers
 _TOLERANCE = 1e-6
 """The solver keeps rows and bounds up to this share."""
-_MOST_PIVOTS = 200_000
+_MOST_PIVOTS = 200_000  # of a relaxation
 _MOST_NODES = 200
 """Iterations of a relaxation and nodes of an integer search, after which it is stopped on any machine."""
 _MOST_USES = 40_000

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from itertools import pairwise
 
-from gascompile.passes.bounds.certify import physical_limit
+from gascompile.passes.bounds.certify import problem_limit
 from gascompile.passes.bounds.occupancy import occupancy
 from gascompile.passes.bounds.shadow_prices import Solution
 from gascompile.passes.model.problem import Placement, Problem
@@ -21,10 +21,10 @@ from gascompile.passes.search.schedule import Schedule
 from gascompile.passes.search.search import resident_bytes, search
 from gascompile.passes.search.strategies import MANY_WEIGHTS, Family, ResidentSet
 
-_NUM_RUNGS = 16
-_BUFFERS = 2
-_CANDIDATE_GAP = 0.03
-_NUM_FEWER = 8
+_NUM_RUNGS = 16  # arenas from the least to one of all weights
+_BUFFERS = 2  # ops ahead whose loads have room, where that fits; else none
+_CANDIDATE_GAP = 0.03  # solutions are candidates only: placements around them are searched
+_NUM_FEWER = 8  # residents that a placement is tried without
 _LARGE_GAP = 0.01
 """A schedule of a large model that is so close to a bound is not improved with the solver."""
 
@@ -77,7 +77,7 @@ def _refine_large(
     if best is not None:
         enough_s = best.seconds * (1 - _LARGE_GAP)
         limit_s = max(
-            _limit_s(problem, arena_bytes),
+            problem_limit(problem, arena_bytes)[0],
             occupancy(problem, arena_bytes, enough_s=enough_s, time_limit_s=left_s()),
         )
         if limit_s >= enough_s or left_s() == 0:
@@ -103,23 +103,12 @@ def _ladder(problem: Problem, least_arena_bytes: int) -> list[int]:
 
 def _cannot_win(problem: Problem, arena_bytes: int, best: Schedule, time_limit_s: float) -> bool:
     """Whether no schedule within the arena beats ``best``; the solver is asked last."""
-    if best.seconds <= _limit_s(problem, arena_bytes):
+    if best.seconds <= problem_limit(problem, arena_bytes)[0]:
         return True
     relaxation = place(
         problem, arena_bytes, time_limit_s=time_limit_s, mip_gap=_CANDIDATE_GAP, relaxed=True
     )
     return best.seconds <= relaxation.bound_s
-
-
-def _limit_s(problem: Problem, arena_bytes: int) -> float:
-    limit_s, _ = physical_limit(
-        problem.compute_s,
-        sum(weight.size_bytes for weight in problem.weights if weight.uses),
-        arena_bytes,
-        problem.machine,
-        problem.room_bytes,
-    )
-    return limit_s
 
 
 def _rung(

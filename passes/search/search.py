@@ -27,7 +27,7 @@ _LANE_SIZES = 4
 """Sizes to try of each link's own part of the staging region."""
 _PATIENCE = 24
 """Sets of residents of a large model that are tried in vain before the search ends."""
-_ROUNDING = 1e-9
+_ROUNDING = 1e-9  # share by which sums of seconds in another order differ
 _MOST_WORK = 400_000
 """Visits that are placed in one search; [empirical] 100,000 a second on one core of an EPYC beside other work, and
 3,000 are enough for most models."""
@@ -36,7 +36,7 @@ Candidate = Family | ResidentSet | Placement
 _Single = tuple[Family, int] | ResidentSet | Placement
 
 
-class Effort:
+class _Allowance:
     """What a search may still do: so much work, and no longer than the clock allows."""
 
     def __init__(self, time_limit_s: float, most_work: int = _MOST_WORK) -> None:
@@ -66,7 +66,7 @@ def search(
         time_limit_s: seconds after which a schedule, once there is one, is not improved further.
         most_work: visits that are placed, after which it is the same.
     """
-    effort = Effort(time_limit_s, most_work)
+    effort = _Allowance(time_limit_s, most_work)
     fitting = [
         _numbered(number, _fitting(problem, item, arena_bytes))
         for number, item in enumerate(candidates)
@@ -95,14 +95,14 @@ def best_staging(
     placement: Placement,
     arena_bytes: int,
     best: Schedule | None = None,
-    effort: Effort | None = None,
+    effort: _Allowance | None = None,
 ) -> Schedule | None:
     """Return the faster of ``best`` and the placement's schedules within ``arena_bytes``.
 
     Args:
         effort: of the search that this is part of; takes the work.
     """
-    effort = effort or Effort(math.inf)
+    effort = effort or _Allowance(math.inf)
     residents = resident_bytes(problem, _residents(placement))
     visits = visits_of(problem, placement)
     bound_s = _busy_s(problem, visits)

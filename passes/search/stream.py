@@ -19,15 +19,16 @@ from gascompile.core.machine import Machine
 from gascompile.core.plan import Plan
 from gascompile.core.workload import Workload
 from gascompile.cost_models.formulas.gathers import gather_room
-from gascompile.passes.bounds.certify import Proof, certify
+from gascompile.passes.bounds.certify import Proof
 from gascompile.passes.bounds.least_time import least_time
 from gascompile.passes.bounds.prove import prove
 from gascompile.passes.bounds.prove_all import prove_all
 from gascompile.passes.bounds.site_limit import has_sites
 from gascompile.passes.bounds.site_segments import site_segments
+from gascompile.passes.model.effort import Effort
 from gascompile.passes.model.problem import Problem, problem
 from gascompile.passes.model.tiling import Solution, best_form, forms, same_form
-from gascompile.passes.plan.assemble import assemble
+from gascompile.passes.plan.assemble import keeps_budget
 from gascompile.passes.plan.draft import Draft, draft_moved, draft_schedule, draft_sites
 from gascompile.passes.plan.feasible import feasible
 from gascompile.passes.search.move_activations import (
@@ -57,9 +58,7 @@ def stream(
     machine: Machine,
     budget: Budget,
     *,
-    left_s: Callable[[], float],
-    time_limit_s: float,
-    mip_gap: float,
+    effort: Effort,
     notes: list[str],
     strategy: str | None = None,
     reserved_bytes: int = 0,
@@ -68,8 +67,7 @@ def stream(
     """Return the draft of the plan, and what no plan can beat: none that only moves weights, and none at all.
 
     Args:
-        left_s: seconds that the solver may still take.
-        time_limit_s: those of the whole plan; what is searched for may depend on them, never on what is left.
+        effort: what planning may take.
         notes: gets a line when the plan was made without something that could make it better.
 
     The others are those of ``make_plan``.
@@ -81,9 +79,9 @@ def stream(
 
     def solve(task: Problem) -> Solution:
         found, relaxed_s = (
-            (pin(task, pinned), 0.0) if pinned else _choose(task, strategy, left_s, notes)
+            (pin(task, pinned), 0.0) if pinned else _choose(task, strategy, effort.left_s, notes)
         )
-        proof = _prove(task, found.seconds, left_s(), mip_gap, notes, relaxed_s)
+        proof = _prove(task, found.seconds, effort, notes, relaxed_s)
         return Solution(task=task, schedule=found, proof=proof)
 
     candidates = (
@@ -102,18 +100,18 @@ def stream(
         if first is not None and gain >= _CLEAR_GAIN:
             return first, _site_proof(first, tasks, workload)
     try:
-        chosen = best_form(tasks, solve, mip_gap=mip_gap, left_s=left_s)
+        chosen = best_form(tasks, solve, effort)
     except InfeasiblePlanError as refusal:
         if first is not None:
             return first, _site_proof(first, tasks, workload)
         if pinned is not None or strategy is not None:
             raise
-        return _with_moved_activations(tasks, solve, refusal, left_s, time_limit_s, mip_gap)
+        return _with_moved_activations(tasks, solve, refusal, effort)
     draft = draft_schedule(
         chosen.task, chosen.schedule, pinned_residents(pinned) if pinned else None
     )
     if not has_sites(workload.ops, machine):
-        return draft, _over_all(chosen.proof, tasks, draft, left_s, mip_gap, one_form=bool(pinned))
+        return draft, _over_all(chosen.proof, tasks, draft, effort, one_form=bool(pinned))
     if first is not None and first.seconds < draft.seconds:
         draft = first
     return draft, _site_proof(draft, tasks, workload)
@@ -131,8 +129,7 @@ def _over_all(
     proof: Proof,
     tasks: Sequence[Problem],
     draft: Draft,
-    left_s: Callable[[], float],
-    mip_gap: float,
+    effort: Effort,
     *,
     one_form: bool,
 ) -> Proof:
@@ -142,7 +139,7 @@ def _over_all(
         task = tasks[0]
         limit_s, binding = least_time(draft.workload, task.machine, task.limits_bytes)
         return replace(proof, limit_s=limit_s, binding=binding, bound_s=narrow_s)
-    floor = prove_all(tasks, draft.seconds, time_limit_s=left_s(), mip_gap=mip_gap)
+    floor = prove_all(tasks, draft.seconds, time_limit_s=effort.left_s(), mip_gap=effort.mip_gap)
     return replace(
         proof,
         limit_s=floor.limit_s,
@@ -156,24 +153,20 @@ def _with_moved_activations(
     tasks: Sequence[Problem],
     solve: Callable[[Problem], Solution],
     refusal: InfeasiblePlanError,
-    left_s: Callable[[], float],
-    time_limit_s: float,
-    mip_gap: float,
+    effort: Effort,
 ) -> tuple[Draft, Proof]:
     """Return the best plan in which activations move, too; raises the smaller of two refusals."""
     moved: list[MovedActivations] = []
     refusals = [refusal]
     for task in tasks:
         try:
-            seconds = max(0.1, time_limit_s / (2 * len(tasks)))
-            moved += move_activations(task, time_limit_s=seconds, mip_gap=mip_gap)
+            seconds = max(0.1, effort.time_limit_s / (2 * len(tasks)))
+            moved += move_activations(task, time_limit_s=seconds, mip_gap=effort.mip_gap)
         except InfeasiblePlanError as error:
             refusals.append(error)
     if not moved:
         raise min(refusals, key=lambda error: error.required_bytes)
-    chosen = best_form(
-        [candidate.task for candidate in moved], solve, mip_gap=mip_gap, left_s=left_s
-    )
+    chosen = best_form([candidate.task for candidate in moved], solve, effort)
     moves = next(candidate.moves for candidate in moved if candidate.task is chosen.task)
     draft = draft_moved(chosen.task, chosen.schedule, moves, buffer_bytes=BUFFERS_BYTES)
     task = chosen.task
@@ -207,16 +200,9 @@ def _sited(tasks: Sequence[Problem]) -> tuple[Draft | None, float]:
 
 def _keeps_budget(task: Problem, found: SitedSchedule) -> bool:
     """Whether what ops take at all sites, and what is copied between them, is within the budget."""
-    none = Proof(limit_s=0.0, binding="compute", bound_s=0.0, timed_out=False)
-    certificate = certify(found.seconds, none, solve_s=0.0, mip_gap=0.0)
-    plan = assemble(
-        draft_sites(found), task.machine, task.limits_bytes, certificate, fingerprint={}
+    return keeps_budget(
+        draft_sites(found), task.machine, task.limits_bytes, reserved_bytes=task.reserved_bytes
     )
-    limits = {
-        tier: size - (task.reserved_bytes if tier == task.machine.compute_tier else 0)
-        for tier, size in task.limits_bytes.items()
-    }
-    return all(size <= limits.get(tier, 0) for tier, size in plan.peak_bytes.items())
 
 
 def _choose(
@@ -244,18 +230,19 @@ def _choose(
 def _prove(
     task: Problem,
     predicted_s: float,
-    time_limit_s: float,
-    mip_gap: float,
+    effort: Effort,
     notes: list[str],
     relaxed_s: float,
 ) -> Proof:
     """Return the solver's bound, or the physical limit alone where the solver fails."""
+    prove_within = partial(
+        prove, task, time_limit_s=effort.left_s(), mip_gap=effort.mip_gap, relaxed_s=relaxed_s
+    )
     try:
-        limits = {"time_limit_s": time_limit_s, "mip_gap": mip_gap}
-        return prove(task, predicted_s, **limits, relaxed_s=relaxed_s)
+        return prove_within(predicted_s)
     except SolverError as error:
         notes.append(f"the lower bound is the physical limit alone: {error}")
-        return prove(task, 0.0, time_limit_s=time_limit_s, mip_gap=mip_gap)
+        return prove_within(0.0)
 
 
 def _as_peer(task: Problem, strategy: str) -> Schedule | None:

@@ -18,6 +18,7 @@ from gascompile.core.sizes import PAGE_BYTES
 from gascompile.core.steps import Compute, Prefetch, Release, Wait
 from gascompile.core.workload import TensorKind, Workload
 from gascompile.passes.intervals.plan_intervals import plan_intervals
+from gascompile.passes.model.effort import Effort
 from gascompile.passes.model.tiling import forms
 from gascompile.passes.plan.make_plan import make_plan
 from gascompile.passes.search.strategies import NAMES
@@ -157,7 +158,9 @@ def _moved(
 ) -> Iterator[Known]:
     """Yield the interval planner's plan of one form, and the optimum where it can be gone through."""
     try:
-        found = plan_intervals(form, machine, limits_bytes, time_limit_s=time_limit_s, mip_gap=0.0)
+        found = plan_intervals(
+            form, machine, limits_bytes, effort=Effort(time_limit_s=time_limit_s, mip_gap=0.0)
+        )
     except (InfeasiblePlanError, UnsupportedOpError):
         return
     yield Known(f"intervals of form {number}", found.seconds, only_streams=False)

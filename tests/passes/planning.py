@@ -302,3 +302,24 @@ class _Interpreter:
             if any(self.owner.get(page) != copy for page in self._pages(name, address)):
                 return f"op {op} reads wrong bytes of {name}"
         return ""
+
+
+def task(tensors: str, *ops: OpSpec, repeats: bool = True) -> Workload:
+    """Return a workload of tensors given as ``name:kind:bytes`` words."""
+    specs = []
+    for word in tensors.split():
+        name, kind, size = word.split(":")
+        specs.append(TensorSpec(name=name, kind=TensorKind(kind), size_bytes=int(size)))
+    return Workload(name="by hand", repeats=repeats, tensors=tuple(specs), ops=ops)
+
+
+def drive(rate_in: float = 1.0, rate_out: float = 1.0, latency_s: float = 0.0) -> Machine:
+    """Return RAM that computes and a drive; a rate of 0 leaves the link out."""
+    ends = (("nvme", "cpu", rate_in), ("cpu", "nvme", rate_out))
+    links = tuple(
+        Link(source_tier=a, target_tier=b, bandwidth_bytes_per_s=rate, latency_s=latency_s)
+        for a, b, rate in ends
+        if rate
+    )
+    places = (Place.named("cpu", 64), Place.named("nvme", 64))
+    return Machine(name="by hand", places=places, links=links)

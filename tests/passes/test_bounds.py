@@ -22,6 +22,7 @@ from gascompile.integrations.huggingface import register_pytrees
 from gascompile.passes.bounds.certify import EVERYTHING, WEIGHTS, Proof, certify
 from gascompile.passes.graph.annotate import annotate
 from gascompile.passes.intervals.plan_intervals import plan_intervals
+from gascompile.passes.model.effort import Effort
 from gascompile.passes.plan.make_plan import make_plan
 from tests.passes.bound_claims import draw_problem, outcome
 from tests.passes.planning import PAGE, UNIT, cpu_machine, weight
@@ -99,7 +100,9 @@ def test_a_weight_kept_around_the_end_alone_is_within_the_bound_of_everything() 
     task, machine = _around(), cpu_machine()
     budget = UNIT + 2 * PAGE
     streams = make_plan(task, machine, Budget(cpu=budget), fingerprint={}, mip_gap=0.0).certificate
-    free = plan_intervals(task, machine, {"cpu": budget}, time_limit_s=5.0, mip_gap=0.0).seconds
+    free = plan_intervals(
+        task, machine, {"cpu": budget}, effort=Effort(time_limit_s=5.0, mip_gap=0.0)
+    ).seconds
     assert streams.lower_bound_all_s <= free * (1 + 1e-9)
     assert streams.holds_over == WEIGHTS
     assert streams.lower_bound_s == pytest.approx(4.0, rel=0.01)

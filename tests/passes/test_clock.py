@@ -16,6 +16,7 @@ from gascompile.core.sizes import reserve_bytes
 from gascompile.core.workload import OpSpec, Workload
 from gascompile.passes.bounds.certify import physical_limit
 from gascompile.passes.bounds.prove import quick_proof
+from gascompile.passes.model.effort import Effort
 from gascompile.passes.model.problem import Problem, problem
 from gascompile.passes.model.tiling import Solution, best_form
 from gascompile.passes.plan.feasible import feasible
@@ -110,7 +111,7 @@ def test_forms_that_are_left_when_the_clock_ends_keep_their_bounds() -> None:
         solved.append(task)
         return Solution(task=task, schedule=found, proof=quick_proof(task))
 
-    found = best_form([slow, quick], solve, mip_gap=0.0, left_s=lambda: 0.0)
+    found = best_form([slow, quick], solve, Effort(time_limit_s=0.0, mip_gap=0.0))
     assert len(solved) == 1
     assert found.proof.timed_out
     assert found.proof.limit_s == min(quick_proof(task).limit_s for task in (slow, quick))
@@ -126,9 +127,9 @@ def test_a_form_that_does_not_fit_gives_way_even_after_the_clock() -> None:
         assert found is not None
         return Solution(task=task, schedule=found, proof=quick_proof(task))
 
-    assert best_form([small, fits], solve, mip_gap=0.0, left_s=lambda: 0.0).task is fits
+    assert best_form([small, fits], solve, Effort(time_limit_s=0.0, mip_gap=0.0)).task is fits
     with pytest.raises(InfeasiblePlanError):
-        best_form([small], solve, mip_gap=0.0, left_s=lambda: 0.0)
+        best_form([small], solve, Effort(time_limit_s=0.0, mip_gap=0.0))
 
 
 @pytest.mark.parametrize("num_weights", [30, 300])

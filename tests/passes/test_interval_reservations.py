@@ -23,6 +23,7 @@ from gascompile.passes.intervals.schedule import schedule
 from gascompile.passes.intervals.search import Found, Search
 from gascompile.passes.intervals.selection import Selection
 from gascompile.passes.intervals.strategies import STRATEGIES
+from gascompile.passes.model.effort import Effort
 from gascompile.passes.model.interval_layout import Layout, layout
 from gascompile.passes.model.interval_problem import interval_problem
 from tests.passes.random_workloads import Case, cases, op
@@ -213,7 +214,7 @@ def test_reserved_times_never_overlap(case: Case, waits_s: tuple[float, float]) 
 
 def test_no_routes_are_scheduled_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     task = replace(mirrored().task, limit_bytes=16)
-    search = Search(task, time_limit_s=20.0, mip_gap=0.0)
+    search = Search(task, Effort(time_limit_s=20.0, mip_gap=0.0))
     made: list[tuple[frozenset[tuple[int, int]], float]] = []
     consider = search.consider
 

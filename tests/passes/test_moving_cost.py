@@ -18,9 +18,9 @@ from gascompile.cost_models.simulate.replay import link_bytes
 from gascompile.passes.intervals.plan_intervals import plan_intervals
 from gascompile.passes.model.intervals import IntervalPlan
 from gascompile.passes.plan.make_plan import make_plan
+from tests.passes.planning import drive, task
 from tests.passes.random_workloads import Case, cases, op
 from tests.passes.step_interpreter import simulate
-from tests.passes.test_plan_intervals import drive, task
 from tests.scale import SCALE
 
 QUICK = drive(100.0, 100.0)

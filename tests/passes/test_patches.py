@@ -19,8 +19,8 @@ from gascompile.passes.model.interval_problem import interval_problem
 from gascompile.passes.plan.make_plan import make_plan
 from gascompile.passes.plan.move_anything import OnHeap
 from gascompile.passes.verify.walk import verify
+from tests.passes.planning import drive, task
 from tests.passes.random_workloads import Case, cases, op
-from tests.passes.test_plan_intervals import drive, task
 from tests.scale import SCALE
 
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from benchmarks.training_traces import reference_machine, trace
 from gascompile.core.errors import InfeasiblePlanError
-from gascompile.core.machine import Link, Machine, Place
+from gascompile.core.machine import Machine
 from gascompile.core.steps import Compute, Offload, Recompute, Release, Reload, Step, Wait
-from gascompile.core.workload import OpSpec, TensorKind, TensorSpec, Workload
+from gascompile.core.workload import OpSpec, Workload
 from gascompile.cost_models.simulate.events import steady_seconds
 from gascompile.cost_models.simulate.replay import replay
 from gascompile.passes.bounds import linear_program
@@ -27,41 +27,22 @@ from gascompile.passes.intervals.schedule import schedule
 from gascompile.passes.intervals.search import Search
 from gascompile.passes.intervals.selection import Selection
 from gascompile.passes.intervals.strategies import STRATEGIES
+from gascompile.passes.model.effort import Effort
 from gascompile.passes.model.interval_layout import layout
 from gascompile.passes.model.interval_problem import interval_problem
 from gascompile.passes.model.intervals import IntervalPlan
 from tests.passes.move_oracle import move_optimum
+from tests.passes.planning import drive, task
 from tests.passes.random_workloads import Case, cases, op
 from tests.passes.step_interpreter import simulate
 from tests.scale import SCALE
-
-
-def task(tensors: str, *ops: OpSpec, repeats: bool = True) -> Workload:
-    """Return a workload of tensors given as ``name:kind:bytes`` words."""
-    specs = [
-        TensorSpec(name=name, kind=TensorKind(kind), size_bytes=int(size))
-        for name, kind, size in (word.split(":") for word in tensors.split())
-    ]
-    return Workload(name="by hand", repeats=repeats, tensors=tuple(specs), ops=ops)
-
-
-def drive(rate_in: float = 1.0, rate_out: float = 1.0) -> Machine:
-    """Return RAM that computes and a drive; a rate of 0 leaves the link out."""
-    ends = (("nvme", "cpu", rate_in), ("cpu", "nvme", rate_out))
-    links = tuple(
-        Link(source_tier=a, target_tier=b, bandwidth_bytes_per_s=rate)
-        for a, b, rate in ends
-        if rate
-    )
-    places = (Place.named("cpu", 64), Place.named("nvme", 64))
-    return Machine(name="by hand", places=places, links=links)
 
 
 def planned(workload: Workload, budget: int, machine: Machine | None = None) -> IntervalPlan:
     """Return the plan within ``budget``, after executing it step by step within that budget."""
     machine = machine or drive()
     limits = {machine.compute_tier: budget}
-    found = plan_intervals(workload, machine, limits, time_limit_s=5, mip_gap=0.0)
+    found = plan_intervals(workload, machine, limits, effort=Effort(time_limit_s=5, mip_gap=0.0))
     done = simulate(workload, machine, found.steps, found.homes, limits_bytes=limits)
     assert done.seconds == pytest.approx(found.seconds, abs=1e-9)
     return found
@@ -225,7 +206,8 @@ def test_what_lasts_is_not_written_out_to_stay() -> None:
         op("meanwhile", 1, "x", "x"),
         op("read", 1, "k x", "y"),
     )
-    search = Search(interval_problem(workload, drive(), {"cpu": 64}), time_limit_s=1.0, mip_gap=0.0)
+    effort = Effort(time_limit_s=1.0, mip_gap=0.0)
+    search = Search(interval_problem(workload, drive(), {"cpu": 64}), effort)
     selection = Selection(search.base)
     inner = [j for j, i in enumerate(search.base.intervals) if (i.start, i.end) == (0, 2)]
     assert [search.task.names[search.base.intervals[j].tensor] for j in inner] == ["k"]
@@ -275,23 +257,28 @@ def test_a_load_crosses_the_end_of_the_iteration() -> None:
 
 def test_reserved_bytes_are_left_free() -> None:
     with pytest.raises(InfeasiblePlanError) as raised:
-        plan_intervals(CLEAN, drive(), {"cpu": 6}, reserved_bytes=3, time_limit_s=5)
+        plan_intervals(CLEAN, drive(), {"cpu": 6}, reserved_bytes=3, effort=Effort(time_limit_s=5))
     assert (raised.value.required_bytes, raised.value.limit_bytes) == (7, 6)
     assert (
-        plan_intervals(CLEAN, drive(), {"cpu": 7}, reserved_bytes=3, time_limit_s=5).seconds == 16
+        plan_intervals(
+            CLEAN, drive(), {"cpu": 7}, reserved_bytes=3, effort=Effort(time_limit_s=5)
+        ).seconds
+        == 16
     )
 
 
 def test_slow_tiers_fill_up() -> None:
     small = {"cpu": 4, "nvme": 7}
     with pytest.raises(InfeasiblePlanError):
-        plan_intervals(CLEAN, drive(), small, time_limit_s=5)
+        plan_intervals(CLEAN, drive(), small, effort=Effort(time_limit_s=5))
 
 
 def test_without_a_solver_the_heuristics_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear_program, "solver_name", lambda: "none")
     workload = trace("vit", 1280)
-    found = plan_intervals(workload, reference_machine(), {"gpu": int(1e10)}, time_limit_s=1)
+    found = plan_intervals(
+        workload, reference_machine(), {"gpu": int(1e10)}, effort=Effort(time_limit_s=1)
+    )
     assert found.bound_s == pytest.approx(sum(spec.time_s["gpu"] for spec in workload.ops))
     assert (found.solver, found.seconds > found.bound_s) == ("none", True)
 
@@ -304,7 +291,9 @@ def test_nothing_to_do() -> None:
 def attempt(case: Case) -> IntervalPlan | None:
     """Return the plan of a drawn case, executed and replayed; ``None`` where it is refused."""
     try:
-        found = plan_intervals(case.workload, case.machine, case.limits_bytes, time_limit_s=2)
+        found = plan_intervals(
+            case.workload, case.machine, case.limits_bytes, effort=Effort(time_limit_s=2)
+        )
     except InfeasiblePlanError:
         return None
     done = simulate(
@@ -374,7 +363,10 @@ def test_a_training_iteration_close_to_its_bound() -> None:
     """A convolutional net at a tenth of its memory: above nine tenths of what is possible."""
     workload = trace("resnet152", 256)
     found = plan_intervals(
-        workload, reference_machine(), {"gpu": int(8e9)}, time_limit_s=15, mip_gap=0.02
+        workload,
+        reference_machine(),
+        {"gpu": int(8e9)},
+        effort=Effort(time_limit_s=15, mip_gap=0.02),
     )
     assert found.bound_s >= sum(spec.time_s["gpu"] for spec in workload.ops) * (1 - 1e-6)
     assert found.seconds <= found.bound_s / 0.9
@@ -384,7 +376,10 @@ def test_the_clock_is_kept() -> None:
     workload = trace("vit", 1280)
     begun_s = time.process_time()  # of this process: neighbours are no concern of the planner
     found = plan_intervals(
-        workload, reference_machine(), {"gpu": int(10e9)}, time_limit_s=1.0, mip_gap=0.0
+        workload,
+        reference_machine(),
+        {"gpu": int(10e9)},
+        effort=Effort(time_limit_s=1.0, mip_gap=0.0),
     )
     assert found.timed_out
     assert time.process_time() - begun_s < 10.0

@@ -12,8 +12,8 @@ from gascompile.core.steps import Offload, Release
 from gascompile.core.workload import OpSpec, TensorKind, TensorSpec, Workload
 from gascompile.passes.intervals.plan_intervals import plan_intervals
 from gascompile.passes.model.intervals import IntervalPlan
+from tests.passes.planning import drive
 from tests.passes.step_interpreter import simulate
-from tests.passes.test_plan_intervals import drive
 
 LARGE, SMALL, COUNT = 2000, 1, 40
 NUM_SMALL = COUNT * SMALL
