@@ -18,12 +18,12 @@ from gascompile.core.sizes import align_up
 if TYPE_CHECKING:
     import torch
 
-_ATTENTION_KEY_BLOCK = 512
+_ATTENTION_KEY_BLOCK = 512  # keys of a block of ATen's FlashAttentionKernel
 _CHANNEL_BLOCK = 16
 """oneDNN's blocked layouts round channels up to this on AVX-512."""
 _PLAIN_CHANNELS = 4
 """Images of up to so many channels, as colours, are convolved as they lie in memory."""
-_CONVOLUTION_BYTES_PER_THREAD = 56 << 10
+_CONVOLUTION_BYTES_PER_THREAD = 56 << 10  # [Empirical] of oneDNN, as the allocator has counted
 _REDUCED = ("torch.bfloat16", "torch.float16")
 _SLOW_CONVOLUTIONS = ("Slow2d", "Slow3d", "SlowDilated2d", "SlowDilated3d")
 _SLOW_TRANSPOSED = ("SlowTranspose2d", "SlowTranspose3d")

@@ -21,7 +21,7 @@ WIDTH = 2048
 ROWS = (1, 2, 8, 32, 128, 512)
 FEW_ROWS = (1, 8, 128)
 
-_WEIGHTS_BYTES = 128 << 20
+_WEIGHTS_BYTES = 128 << 20  # more than caches hold
 _FILL = 0x3C
 """A byte whose repetition is a small number in every dtype."""
 _MAX_CALL_S = 0.1

@@ -30,7 +30,7 @@ _LARGE_BYTES = 1 << 20
 """Smaller weights stay in the caches beside everything else."""
 _MOST_BYTES = 256 << 20
 """Of made-up inputs that are no weights: an op with more keeps its formula."""
-_NUM_CALLS = 15
+_NUM_CALLS = 15  # at most
 _CALLS_LIMIT_S = 0.06
 """For the calls of one op."""
 _BY_ROWS = (

@@ -22,8 +22,8 @@ ELSEWHERE, CROSS, ARRIVE = 3, 4, 5
 """An op of another site; a copy between sites starts, and is waited for."""
 MEET, FOLLOW = 6, 7
 """Another site waits for a copy; the tier that computes waits for an op of another site."""
-_MAX_ITERATIONS = 12
-_TOLERANCE_S = 1e-12
+_MAX_ITERATIONS = 12  # until times repeat; if not, the (max, +) matrix tells
+_TOLERANCE_S = 1e-12  # rounding of sums of seconds
 
 Event = tuple[int, int, float]
 """``(COMPUTE, op, seconds) | (PREFETCH, copy, seconds on the link) | (WAIT, copy, 0.0)``, and of several sites

@@ -34,10 +34,10 @@ from gascompile.machines.resolve import made_folder, remember_machine
 from gascompile.passes.graph.annotate import annotate
 from gascompile.runtime.devices.probe import usable_gpu
 
-_NUM_STAGES = 7
-_NUM_GPU_STAGES = 2
+_NUM_STAGES = 7  # calls of ``stage`` on a host
+_NUM_GPU_STAGES = 2  # and those more with a GPU
 _PREFIX = ".gascompile-calibration-"
-_STALE_S = 3600.0
+_STALE_S = 3600.0  # a folder that old was left by a process that ended
 _RUNS_LIMIT_S = 2.0
 """For the repetitions of one run; on an idle machine they take half of it."""
 _STREAMED = "all_streamed"

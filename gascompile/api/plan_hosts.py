@@ -19,7 +19,7 @@ from gascompile.core.workload import Workload
 if TYPE_CHECKING:
     from torch import nn
 
-_PARAM_BYTES = 2
+_PARAM_BYTES = 2  # of bfloat16, where no weight says another width
 
 
 def plan_hosts(

@@ -22,7 +22,7 @@ from gascompile.core.program import Dim, InputSpec
 if TYPE_CHECKING:
     from gascompile.api.unit import Unit
 
-_LEAST = 2
+_LEAST = 2  # torch.export takes sizes 0 and 1 for other programs
 Bounds = tuple[int, int]
 """Least and most of a size."""
 

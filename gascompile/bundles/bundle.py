@@ -45,7 +45,7 @@ from gascompile.core.sources import FileStamp
 from gascompile.weights.memory_layout import with_strides
 
 _WEIGHTS_FOLDER = "weights"
-_HEADER_BYTES = 1 << 20
+_HEADER_BYTES = 1 << 20  # of safetensors' header beside 4 KiB per tensor: far more than any needs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

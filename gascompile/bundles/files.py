@@ -27,8 +27,8 @@ STEP: Final = "step.json"
 KERNELS: Final = re.compile(r"kernels-([0-9a-f]{40})\.(json|so)")
 HELD: Final = "held.safetensors"
 _DATA: Final = ("program.json", "plan.json", "weights.json")
-_MAX_CODE_BYTES = 256 << 20
-_MAX_FILES = 1000
+_MAX_CODE_BYTES = 256 << 20  # of a file of machine code, which is read whole
+_MAX_FILES = 1000  # of a bundle, each of which is opened to be compared
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -112,7 +112,7 @@ def flatten_call(
 Parts = Callable[[Any], tuple[list[Any], Hashable]]
 _flat: dict[type, Parts] = {}
 _specs: dict[Hashable, pytree.TreeSpec] = {}
-_MOST_SPECS = 256
+_MOST_SPECS = 256  # kinds of calls that are remembered; then all are forgotten
 
 
 def register_flat(kind: type, parts: Parts) -> None:

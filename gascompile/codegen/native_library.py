@@ -16,7 +16,7 @@ from gascompile.core.own_files import own_cache, read_own
 
 _log = logging.getLogger("gascompile")
 
-_DIGEST_BYTES = 20
+_DIGEST_BYTES = 20  # at the end of a library, of what comes before
 
 
 def kept_library(path: Path, build: Callable[[], bytes] | None) -> Path | None:

@@ -22,7 +22,7 @@ from pathlib import Path
 from gascompile.core.errors import StorageError, UnsafeCacheWarning
 
 _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
-_MAX_CODE_BYTES = 256 << 20
+_MAX_CODE_BYTES = 256 << 20  # of a file of machine code, which is read whole
 _replaced: dict[Path, Path] = {}
 _loaded: dict[str, ctypes.CDLL] = {}
 _turn = threading.Lock()

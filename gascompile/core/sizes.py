@@ -8,9 +8,9 @@ from __future__ import annotations
 import re
 import reprlib
 
-KIB = 1 << 10
-MIB = 1 << 20
-GIB = 1 << 30
+KIB = 1 << 10  # bytes
+MIB = 1 << 20  # bytes
+GIB = 1 << 30  # bytes
 
 MAX_SIZE_BYTES = 1 << 60
 """An exbibyte; sums of what is larger leave the range of int64."""

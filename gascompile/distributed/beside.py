@@ -16,7 +16,7 @@ from gascompile.runtime.collectives.exchange import Exchange
 _ROUNDS = 4
 """Exchanges with ops beside them, one after the other: as long as what holds processors to a share of their time looks
 at, some 20 ms."""
-_REPEATS = 2
+_REPEATS = 2  # the least of both counts: others may have disturbed one
 _OP_ROWS = 192
 """Of a product of matrices that stands for ops: 0.2 ms, and more than a core's own cache has room for."""
 

@@ -9,7 +9,7 @@ from gascompile.distributed.ranks import Ranks
 
 _MEETINGS = 8
 """[Empirical] The closest of eight meetings of two processes of a busy host tells their clocks to 0.2 ms."""
-_NANOSECOND = 1e-9
+_NANOSECOND = 1e-9  # seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,7 +23,7 @@ from gascompile.runtime.collectives.exchange import Exchange
 
 _SIZES_BYTES = (4 << 10, 256 << 10, 4 << 20)
 """[Empirical] From 4 MiB on seconds grow with bytes, within the scatter of a shared machine."""
-_REPEATS = 3
+_REPEATS = 3  # odd: the median of each size counts
 _LONG_S = 0.01
 """An exchange that all ranks together find shorter goes on beside ops long enough to be told from them."""
 _BUSY, _FASTER = 2.0, 1.25

@@ -19,7 +19,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from gascompile.core.errors import RankError
 
-_PAUSE_S = 0.01
+_PAUSE_S = 0.01  # between looks for ranks, which take seconds to start
 _LIMIT = timedelta(minutes=30)
 """Ranks that do not come; torch's own time for it."""
 

@@ -53,10 +53,10 @@ DEFAULT_GROUPS: Final[Mapping[str, int]] = MappingProxyType(
 """Groups that weights are packed in: halving them takes as many bits more as it makes values finer."""
 ROW_ALIGNMENT = 16
 """Bytes; the length of every row is a multiple of it."""
-INT4_LARGEST = 15
-LARGEST_CODE = 15
-GROUPS_PER_STEP = 16
-_HALF_BYTES = 2
+INT4_LARGEST = 15  # four bits
+LARGEST_CODE = 15  # of a scale: four bits
+GROUPS_PER_STEP = 16  # scales that share a step: 1 more bit per scale
+_HALF_BYTES = 2  # of float16 and bfloat16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

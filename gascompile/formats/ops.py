@@ -37,7 +37,7 @@ _BLOCK_WEIGHTS = 1 << 20
 _MANY_ROWS = 32
 """From so many rows of inputs on twice as many: the product takes longer than decoding, and threads that wait for
 each other after every block cost more than what the cache saves. [Empirical]"""
-_ROW_GROUP = 16
+_ROW_GROUP = 16  # rows that compiled kernels decode together
 
 
 class Kernels(Protocol):

@@ -35,7 +35,7 @@ _CODES = re.compile(
 )
 _FP8 = re.compile(r"fp8-(row|all|([1-9][0-9]{0,7})x([1-9][0-9]{0,7}))-(f16|bf16|f32)", re.ASCII)
 _ITEMS: Final = {"float32": 4, "int32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1}
-WORD_BITS: Final = 32
+WORD_BITS: Final = 32  # of int32, in which GPTQ and AWQ pack
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,7 +22,7 @@ _SHRINK = (1.0, 0.9, 0.8)
 """Shares of a group's range that are tried: cutting the farthest values off may make the others finer."""
 _SHRINK_SIGNED = (1.0, 0.96)
 """Scales are codes of four bits: a little less than needed is the next lower code, and others are hardly better."""
-_FIT_TURNS = 2
+_FIT_TURNS = 2  # of rounding and of fitting scales to it
 _LEAST_SCALE = 1e-7
 """Above float16's smallest subnormal: groups of one value keep a scale that can be divided by."""
 _ABOVE = 1 + 2.0**-8

@@ -42,8 +42,8 @@ from gascompile.runtime.run.session import Session
 
 _log = logging.getLogger("gascompile")
 
-DEFAULT_MAX_LENGTH = 1024
-DEFAULT_PREFILL_TOKENS = 128
+DEFAULT_MAX_LENGTH = 1024  # tokens: a cache takes memory for each
+DEFAULT_PREFILL_TOKENS = 128  # as many as ``plan`` makes up inputs of
 
 
 class Generator:

@@ -14,7 +14,7 @@ from gascompile.api.together import plan_together
 from gascompile.api.unit import Unit
 from gascompile.capture.calls import RangedCall
 
-_SHRINK = 4
+_SHRINK = 4  # each size is planned: of 128 tokens, 32 and 8 follow
 _SHORTEST = 3
 """Fewer tokens than this gain nothing over decode, and a dynamic dimension starts at two."""
 

@@ -23,7 +23,7 @@ from gascompile.integrations.device_map import Mapped
 _LAYER = re.compile(r"(?:^|\.)(?:layers|layer|h|blocks|block|blk)\.(\d+)\.")
 _WORDS = re.compile(r"(?:^|\.)(?:embed_tokens|wte|wpe|token_embd|word_embeddings|embeddings?)\.")
 _HOST = "cpu"
-_LONGEST_PATTERN = 1000
+_LONGEST_PATTERN = 1000  # letters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,7 @@ from gascompile.core.workload import TensorKind
 from gascompile.integrations.device_map import Mapped, read_device_map, tiers_of
 from gascompile.integrations.llama_cpp import LlamaCppPlacement, require_host
 
-_MOST_LAYERS = 10_000
+_MOST_LAYERS = 10_000  # more than any model has; stands for "all"
 _EXPERTS = r"(?:^|\.)(?:ffn_(?:up|down|gate|gate_up)_(?:ch)?exps|experts)\b"
 """As llama.cpp's own pattern for --cpu-moe, and models' own names; shared experts are others."""
 _NOT_HERE = "no plan of one forward pass has it"

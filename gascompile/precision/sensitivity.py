@@ -38,7 +38,7 @@ _SAMPLED_ROWS = 48
 """Rows, about, that a weight is rounded on to see how well its values fit a form."""
 _NUM_DIRECTIONS = 2
 """One is within some per cent already: a weight has many values, over which it averages."""
-_SEED = 0
+_SEED = 0  # any: equal models get equal forms
 _MOST_FLOPS = 2e13
 """Minutes on two cores; larger inputs are not measured on."""
 

@@ -42,7 +42,7 @@ _USE_COLORS = {
     WORKSPACE: _PURPLE,
 }
 _LANE_INCHES, _CURVE_INCHES, _FLAT_INCHES, _FRAME_INCHES = 0.45, 1.5, 0.4, 1.9
-_WIDTH_INCHES = 11.0
+_WIDTH_INCHES = 11.0  # of a page across
 _LETTERS_PER_WIDTH = 140
 """How many letters of a label fit side by side into the picture."""
 _SUFFIXES = (".png", ".svg")

@@ -28,7 +28,7 @@ _PICKLED_INDEX, _PICKLED_FILE = "pytorch_model.bin.index.json", "pytorch_model.b
 MAX_HEADER_BYTES = 100 << 20
 """The limit of the safetensors format itself."""
 
-_MAX_DIMENSIONS = 64
+_MAX_DIMENSIONS = 64  # ops of torch take no more
 _PICKLED = frozenset((".bin", ".pt", ".pth", ".ckpt"))
 
 _DTYPES = {

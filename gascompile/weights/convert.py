@@ -39,7 +39,7 @@ from gascompile.weights.rows import WeightRows
 from gascompile.weights.store import exclusive
 from gascompile.weights.store_check import Advance, Hash, is_whole, note_whole
 
-_BLOCK_VALUES = 1 << 21
+_BLOCK_VALUES = 1 << 21  # 8 MiB of float32 at once
 _ERRORS = "gascompile.core.errors"
 _PACKING = "gascompile.formats.layout"
 _CONTENT = "gascompile.content"

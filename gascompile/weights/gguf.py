@@ -27,10 +27,10 @@ _MAX_HEADER_BYTES = 100 << 20
 """Vocabularies of 250,000 words with their merges take some 20 MB."""
 _CHUNK_BYTES = 1 << 20
 """Of a header that are read at once; also the largest alignment that is believed."""
-_MAX_DIMENSIONS = 4
-_MAX_NAME_BYTES = 1 << 10
-_MAX_DEPTH = 4
-_MAX_TEXT_BYTES = 1 << 16
+_MAX_DIMENSIONS = 4  # GGML's own limit
+_MAX_NAME_BYTES = 1 << 10  # of a tensor; GGML's own limit is 64
+_MAX_DEPTH = 4  # of arrays in arrays, each a recursion
+_MAX_TEXT_BYTES = 1 << 16  # GGUF's own limit of a key
 _PLAIN: Final[Mapping[int, tuple[str, int]]] = {
     0: ("float32", 4), 1: ("float16", 2), 30: ("bfloat16", 2),
 }  # fmt: skip

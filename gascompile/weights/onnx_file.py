@@ -30,7 +30,7 @@ DTYPES: Final = {
 }  # fmt: skip
 """Of ONNX's types those whose values torch computes with, by torch's names, and bytes of a value."""
 _FLOATING: Final = frozenset(("FLOAT", "DOUBLE", "FLOAT16", "BFLOAT16"))
-_SMALL_FLOAT_BYTES: Final = 256
+_SMALL_FLOAT_BYTES: Final = 256  # the same of floats, from which no shape is computed
 _SMALL_BYTES: Final = 4096
 """Initializers below these are constants of the graph, which shapes and indices are computed from."""
 _TYPED_LIMIT_BYTES: Final = 1 << 20

@@ -29,7 +29,7 @@ from gascompile.weights.checkpoint import FILE_DTYPES, MAX_HEADER_BYTES
 
 _CONTAINERS: Final = ("state_dict", "model_state_dict", "model")
 """Under which training loops keep a model beside their optimizer and counters."""
-_LOCAL_HEADER_BYTES = 30
+_LOCAL_HEADER_BYTES = 30  # of a file in a zip archive, before its name
 _UNREADABLE = (
     OSError, RuntimeError, ValueError, LookupError, TypeError, AttributeError, AssertionError, EOFError,
     RecursionError, NotImplementedError, struct.error, zipfile.BadZipFile,

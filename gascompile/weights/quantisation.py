@@ -19,7 +19,7 @@ _ADVICE = (
     "use a GGUF file of the model (Q4_K, Q6_K, Q8_0 or Q4_0), a GPTQ, AWQ, compressed-tensors or fp8 folder as "
     "docs/weight-forms.md lists them, or its checkpoint before it was quantised, with weights='int4' or 'int8'"
 )
-_LARGEST_GROUP = 1 << 20
+_LARGEST_GROUP = 1 << 20  # columns; configurations say 32 to 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

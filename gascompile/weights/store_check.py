@@ -19,8 +19,8 @@ from gascompile.core.progress import task
 
 NOTES = ".checked.json"
 """Name of the file of notes in a store's folder."""
-_BLOCK_BYTES = 4 << 20
-_DIGEST_BYTES = 20
+_BLOCK_BYTES = 4 << 20  # read at once, to be hashed
+_DIGEST_BYTES = 20  # of the digest of a file
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 _log = logging.getLogger("gascompile")

@@ -22,7 +22,7 @@ from gascompile.core.sources import WeightSource
 
 NOTES: Final = ".equal.json"
 """Name of the file of notes in a store's folder."""
-_BLOCK_BYTES: Final = 4 << 20
+_BLOCK_BYTES: Final = 4 << 20  # read at once, to be compared
 _MOST_NOTES: Final = 256
 """Of the newest; each is of a weight of a checkpoint."""
 

@@ -20,7 +20,7 @@ from gascompile.core.errors import RankError, UnsupportedOpError
 PIECE = 1 << 14
 """Elements that are drawn at once and dropped: of other ranks' rows. [Empirical] Larger ones leave the cache and take
 no less time; a multiple of 16, in which torch draws normal numbers."""
-_GROUP = 16
+_GROUP = 16  # normal numbers that torch draws together; fewer it draws otherwise
 Draw = Callable[[torch.Tensor, Sequence[float]], object]
 LAWS: dict[str, Draw] = {
     "bernoulli": lambda values, numbers: values.bernoulli_(numbers[0]),

@@ -18,10 +18,10 @@ import torch
 from gascompile.core.errors import DeviceError
 
 _LIBRARY = "libcuda.so.1"
-_INVALID_CONTEXT = 201
+_INVALID_CONTEXT = 201  # the driver's CUDA_ERROR_INVALID_CONTEXT
 _MAX_DYNAMIC_SHARED_BYTES = 8
 """The attribute of a function that raises what a launch may ask for beyond ``_PLAIN_SHARED_BYTES``."""
-_PLAIN_SHARED_BYTES = 48 << 10
+_PLAIN_SHARED_BYTES = 48 << 10  # that every launch may ask for
 _CAUSE = "driver refused"
 
 _opened: CudaDriver | None = None

@@ -23,7 +23,7 @@ MAX_FEW_ROWS: Final = 4
 """Rows of inputs that are multiplied value by value."""
 _FEWEST_BLOCKS: Final = 4
 """Per thread: one that is held up leaves its blocks to the others."""
-_ROW_GROUP: Final = 16
+_ROW_GROUP: Final = 16  # rows that compiled kernels decode together
 _CODES: Final = {
     "bfloat16": 16,
     "int4": 4,

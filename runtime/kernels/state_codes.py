@@ -26,16 +26,16 @@ BLOCK = 256
 """Values that share a scale."""
 OCTAVE = 23
 """Bits of float32 below its exponent."""
-MAGNITUDE = 0x7FFFFFFF
+MAGNITUDE = 0x7FFFFFFF  # all bits of a float32 but its sign
 LARGEST_SCALE = 253
 """Of the scales that are not ``NOT_FINITE``: what values are multiplied by is still a normal number."""
-NOT_FINITE = 255
+NOT_FINITE = 255  # the code of a scale of infinities and NaN
 DITHERS = 1 << 16
 """After so many values the dither begins anew."""
-DITHER_BITS = 19
+DITHER_BITS = 19  # of one dither
 GOLDEN = 0x9E3779B1
 """2 ** 32 over the golden ratio: its multiples spread evenly, however many there are."""
-_ONE = 0x3F800000
+_ONE = 0x3F800000  # 1.0 as the bits of a float32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

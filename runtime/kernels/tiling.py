@@ -8,8 +8,8 @@ PADDED_ROWS = 16
 """Rows that the tensor cores take at least; fewer are padded with zeros."""
 TARGET_PROGRAMS = 264
 """Two per multiprocessor of an H100 or H200, which have 132. Chosen by counting, not yet by measuring."""
-_ONE_ROW_TILE = 4096
-_FEW_ROWS_COLUMNS = 128
+_ONE_ROW_TILE = 4096  # weights that a program multiplies in a step
+_FEW_ROWS_COLUMNS = 128  # that a program multiplies in a step, at most
 _FEWEST_COLUMNS = 32
 """Of an int4 tile the even half alone has to fill the 16 columns that the tensor cores take at least."""
 _FEWEST_STEPS = 4

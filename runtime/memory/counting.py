@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Self
 
-NO_LIMIT = (1 << 63) - 1
+NO_LIMIT = (1 << 63) - 1  # the largest signed number of 64 bits
 
 
 class _Figures(ctypes.Structure):

@@ -20,7 +20,7 @@ _steps: dict[int, Gate] = {}
 """What is being taken, by whom; each looks for wishes once it is in here."""
 _MADV_POPULATE_WRITE = 23
 """Linux 5.14: take all pages of a range now. Python has no name for it."""
-_PAUSE_S = 0.005
+_PAUSE_S = 0.005  # between pieces, in which other threads get to map memory
 _STEP_BYTES = 2 << 20
 """One huge page: other threads that map memory wait for at most that."""
 

@@ -18,7 +18,7 @@ from gascompile.core.strides import span_elements
 from gascompile.core.waiting import life
 from gascompile.runtime.memory.persistent import Persistent
 
-_NUM_HANDLES = 2
+_NUM_HANDLES = 2  # the look's own and the tensor's
 
 
 def unread_weight(source: WeightSource) -> torch.Tensor:

@@ -45,7 +45,7 @@ Code = tuple[types.CodeType, dict[str, Any]]
 _TENSORS = {"_parameters", "_buffers"}
 _MIRRORS = {"_flat_weights", "_flat_weight_refs"}
 """Lists that recurrent layers make of their parameters, anew in every trace."""
-_MANY_ENTRIES = 4096
+_MANY_ENTRIES = 4096  # a larger table is compared by what was read of it alone
 _INERT = (logging.Logger, logging.Handler, logging.Manager)
 """What they say is no part of what a model computes; the first capture of a process changes torch's own."""
 _BOUND = (types.BuiltinMethodType, types.MethodWrapperType)

@@ -22,7 +22,7 @@ from gascompile.core.errors import FormatError
 MAX_LEAVES = 1 << 16
 """Of one call or one result."""
 
-_MAX_CHARACTERS = 1 << 24
+_MAX_CHARACTERS = 1 << 24  # of a structure of arguments, which is parsed whole
 _TRANSFORMERS = re.compile(
     r"transformers\.(modeling_outputs|models\.([a-z0-9_]{1,80})\.modeling_\2)\.[A-Za-z0-9_]{1,120}"
 )

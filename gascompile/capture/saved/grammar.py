@@ -19,11 +19,11 @@ from gascompile.core.strides import span_elements
 from gascompile.core.tiles import base_name, parse_tile
 from gascompile.formats.layout import PACKED_FORMS, is_packed
 
-MAX_NODES: Final = 1 << 20
+MAX_NODES: Final = 1 << 20  # and inputs, and names: far beyond any graph that is traced
 MAX_ITEMS: Final = 1 << 16
 """Of one list among arguments."""
-MAX_NAME: Final = 512
-MAX_DIMENSIONS: Final = 64
+MAX_NAME: Final = 512  # letters
+MAX_DIMENSIONS: Final = 64  # ops of torch take no more
 MAX_SIZE: Final = 1 << 48
 """Of one dimension, and of the elements of one tensor."""
 

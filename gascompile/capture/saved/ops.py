@@ -40,7 +40,7 @@ FUNCTION_NAMES: Final = {function: name for name, function in FUNCTIONS.items()}
 _OWN: Final = {str(op): op for op in (wire_ops.LINEAR, wire_ops.DECODE)}
 OPS_OF_LIBRARIES: Final = frozenset({"transformers.grouped_mm_fallback.default"})
 """Those of transformers that its models are captured with; reading them imports the part that registers them."""
-_MAX_EXPONENT: Final = 64
+_MAX_EXPONENT: Final = 64  # a larger one makes numbers that take seconds and memory
 
 
 class Argument(NamedTuple):

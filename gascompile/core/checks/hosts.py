@@ -14,10 +14,10 @@ from gascompile.core.errors import FormatError, StorageError
 from gascompile.core.files import is_file
 from gascompile.core.hosts import Hosts, Interconnect
 
-MAX_RANKS = 1 << 17
-MAX_KINDS = 64
+MAX_RANKS = 1 << 17  # more than any cluster has; a file of nonsense ends here
+MAX_KINDS = 64  # of hosts, each with a machine of its own
 _RATES = (1.0, 1e15)
-_MAX_LATENCY_S = 60.0
+_MAX_LATENCY_S = 60.0  # of a message; networks take microseconds to milliseconds
 
 
 def named_hosts(hosts: Hosts | str | os.PathLike[str]) -> Hosts:

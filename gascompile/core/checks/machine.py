@@ -22,16 +22,16 @@ BACKENDS = {
     "emulated": (PlaceKind.GPU,),
 }
 """Which kind of place may compute, by the backend that executes."""
-_MAX_NAME = 64
+_MAX_NAME = 64  # letters, which stand in tables and messages
 ENGINES = ("reads", "kvikio")
 RECOSTED = "re-costed"
 """What the source of settings starts with that are not those the machine was measured with."""
-MAX_THREADS = 1024
-MAX_CHUNK_BYTES = 1 << 30
+MAX_THREADS = 1024  # that read files: each is started
+MAX_CHUNK_BYTES = 1 << 30  # of one read
 _RATE_RANGE = (1.0, 1e21)
-_MAX_FIXED_COST_S = 3600.0
-_MAX_WATTS = 1e6
-_MAX_JOULES_PER_BYTE = 1.0
+_MAX_FIXED_COST_S = 3600.0  # an hour; drives take micro- to milliseconds
+_MAX_WATTS = 1e6  # a megawatt; processors take hundreds of watts
+_MAX_JOULES_PER_BYTE = 1.0  # links take nanojoules
 
 
 def check_machine(machine: Machine, *, where: str = "$") -> None:

@@ -15,7 +15,7 @@ from gascompile.core.plan import LinkAccount, PlaceAccount, Plan
 from gascompile.core.sizes import MAX_SIZE_BYTES
 from gascompile.core.steps import Compute, Recompute
 
-_MAX_STEPS_PER_OP = 1000
+_MAX_STEPS_PER_OP = 1000  # moves and waits: plans have a few
 
 
 def check_plan_content(plan: Plan, *, where: str) -> None:

@@ -16,7 +16,7 @@ from gascompile.core.workload import PERSISTENT, OpSpec, TensorKind, TensorSpec,
 
 MAX_ITEMS = 250_000
 """Ops, and tensors, that a workload may have: several times those of the largest models known."""
-MAX_TIME_S = 1e9
+MAX_TIME_S = 1e9  # 30 years, for one op
 
 _WRITTEN_FIRST = frozenset(
     {TensorKind.ACTIVATION, TensorKind.GRADIENT, TensorKind.OUTPUT, TensorKind.WORKSPACE}

@@ -28,7 +28,7 @@ from gascompile.weights.store import is_spilled
 if TYPE_CHECKING:
     pass
 
-_BLOCK_BYTES: Final = 16 << 20
+_BLOCK_BYTES: Final = 16 << 20  # copied at once
 _ALIGNMENT_BYTES: Final = 4096
 """Of each weight in a file of copies: a page, so that runtimes can map it."""
 _ONNX_NAMES: Final = {name: onnx_name for onnx_name, (name, _) in DTYPES.items()}
