@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,9 +11,10 @@ import pytest
 from gascompile.api.calibrate import Shape, Trials, calibrate_machine, num_stages
 from gascompile.core import serial
 from gascompile.core.checks.machine import check_machine
-from gascompile.core.machine import IoSettings, Machine
+from gascompile.core.machine import Machine
 from gascompile.cost_models.measure.machine import THOROUGH
 from gascompile.machines.resolve import remembered_machine
+from tests.drives import read
 
 TRIALS = Trials(
     tiny=Shape(width=64, inner=64, num_blocks=1, outputs=64),
@@ -21,17 +22,6 @@ TRIALS = Trials(
     num_runs=3,
 )
 EFFORT = replace(THOROUGH, num_calls=1, matrix_limit_s=0.1, disk_limit_s=0.1, together_s=0.05)
-
-
-@dataclass(frozen=True)
-class Result:
-    time_s: float
-    path: str = "O_DIRECT"
-
-
-def read(path: str, *, offset: int, size_bytes: int, into: memoryview, io: IoSettings) -> Result:
-    """Stand in for the runtime's reader: a drive of 1 GB/s."""
-    return Result(size_bytes / 1e9)
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ from gascompile.core.machine import IoSettings
 from gascompile.cost_models.measure import cuda_timer
 from gascompile.cost_models.measure.cuda_timer import CudaTimer, StagedReader, rows_for
 from gascompile.cost_models.measure.gpu import measure_gpu
+from tests.drives import Result
 from tests.machines.fake_cuda import GIB, FakeCuda
 
 KIB = 1 << 10
@@ -102,12 +102,6 @@ def test_it_is_what_the_measurement_asks_for(monkeypatch: pytest.MonkeyPatch) ->
 def test_rows_grow_with_the_effort() -> None:
     assert set(rows_for("in short")) < set(rows_for("thoroughly"))
     assert list(rows_for("thoroughly")) == sorted(rows_for("thoroughly"))
-
-
-@dataclass(frozen=True)
-class Result:
-    time_s: float
-    path: str
 
 
 def test_staged_reads_take_turns_with_two_buffers(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,12 +18,7 @@ from gascompile.cost_models.measure import disk as measure_disk
 from gascompile.cost_models.measure.compute import ROWS, product_point, typical
 from gascompile.cost_models.measure.disk import best_setting, probe_file
 from gascompile.cost_models.measure.machine import THOROUGH, measure_machine
-
-
-@dataclass(frozen=True)
-class Result:
-    time_s: float
-    path: str = "O_DIRECT"
+from tests.drives import Result
 
 
 class Drive:

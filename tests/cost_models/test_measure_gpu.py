@@ -20,6 +20,7 @@ from gascompile.cost_models.measure.gpu import (
     measure_engine,
     measure_gpu,
 )
+from tests.drives import Result
 
 MIB = 1 << 20
 HOST = preset("cpu-nvme")
@@ -174,12 +175,6 @@ def test_the_faster_engine_reads() -> None:
     assert link.bandwidth_bytes_per_s == 12e9
     # Which one was chosen, by which path, and what the other reached.
     assert "kvikio by GPUDirect Storage 12.00 GB/s, reads by O_DIRECT 6.00 GB/s" in link.source
-
-
-@dataclass(frozen=True)
-class Result:
-    time_s: float
-    path: str
 
 
 def test_an_engine_is_measured_with_the_settings_that_suit_it(tmp_path: Path) -> None:

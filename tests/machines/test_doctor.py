@@ -3,28 +3,17 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
 import pytest
 
 from gascompile.core import serial
-from gascompile.core.machine import IoSettings
 from gascompile.cost_models.measure.host import MemoryLimit
 from gascompile.machines import doctor
 from gascompile.machines.doctor import Finding, Report, Status, examine
 from gascompile.machines.resolve import preset
-
-
-@dataclass(frozen=True)
-class Result:
-    time_s: float
-    path: str = "O_DIRECT"
-
-
-def read(path: str, *, offset: int, size_bytes: int, into: memoryview, io: IoSettings) -> Result:
-    return Result(size_bytes / 1e9)
+from tests.drives import read
 
 
 def by_name(report: Report) -> dict[str, Finding]:

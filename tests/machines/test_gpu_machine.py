@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,18 +22,13 @@ from gascompile.machines.resolve import preset
 from gascompile.runtime.devices.probe import GpuFacts
 from gascompile.runtime.transfer.kvikio_path import GPU_DIRECT, KVIKIO_COMPAT
 from tests.cost_models.test_measure_gpu import Scripted
+from tests.drives import Result
 from tests.machines.fake_cuda import FakeCuda
 from tests.runtime.fake_kvikio import Kvikio, uninstall
 from tests.runtime.test_probe import BROKEN, HEALTHY
 
 HOST = preset("cpu-nvme")
 EFFORT = replace(SHORT, file_bytes=64 << 20, disk_limit_s=0.1, num_calls=2)
-
-
-@dataclass(frozen=True)
-class Result:
-    time_s: float
-    path: str
 
 
 def engine(bytes_per_s: float, latency_s: float, taken: str, threads: int = 2) -> Reader:

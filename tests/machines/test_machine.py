@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +24,7 @@ from gascompile.machines.resolve import (
     resolve_machine,
     this_machine_name,
 )
-
-
-@dataclass(frozen=True)
-class Result:
-    time_s: float
-    path: str = "O_DIRECT"
-
-
-def read(path: str, *, offset: int, size_bytes: int, into: memoryview, io: IoSettings) -> Result:
-    """Stand in for the runtime's reader: a drive of 1 GB/s."""
-    return Result(size_bytes / 1e9)
+from tests.drives import Result, read
 
 
 def no_read(path: str, *, offset: int, size_bytes: int, into: memoryview, io: IoSettings) -> Result:

@@ -25,6 +25,7 @@ from gascompile.runtime.run.session import Session
 from tests.runtime.toys import (
     LINK,
     Toy,
+    assert_runs,
     aten,
     make_plan,
     make_program,
@@ -38,13 +39,6 @@ from tests.runtime.toys import (
 def random_residents(toy: Toy, seed: int) -> frozenset[str]:
     rng = random.Random(seed)
     return frozenset(name for name in toy.weights if rng.random() < seed % 4 / 4)
-
-
-def assert_runs(executor: Executor, toy: Toy, runs: int = 1) -> None:
-    for _ in range(runs):
-        x = torch.randn(4, 96)
-        for ours, eager in zip(executor.run(x), toy.eager(x), strict=True):
-            torch.testing.assert_close(ours, eager)
 
 
 @pytest.mark.parametrize("repeats", [True, False])

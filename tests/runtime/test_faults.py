@@ -17,7 +17,7 @@ from gascompile.core.machine import IoSettings
 from gascompile.passes.graph.insert import insert
 from gascompile.runtime.protocols import read_at
 from gascompile.runtime.run.executor import Executor
-from tests.runtime.toys import Toy, aten, make_plan, mlp
+from tests.runtime.toys import assert_runs, aten, make_plan, mlp
 
 
 class Faulty:
@@ -36,13 +36,6 @@ class Faulty:
         return read_at(descriptor, into, offset)
 
 
-def assert_runs(executor: Executor, toy: Toy, runs: int = 2) -> None:
-    for _ in range(runs):
-        x = torch.randn(4, 96)
-        for ours, eager in zip(executor.run(x), toy.eager(x), strict=True):
-            torch.testing.assert_close(ours, eager)
-
-
 @pytest.mark.parametrize("num_threads", [1, 3])
 @pytest.mark.parametrize("error", [OSError(errno.EIO, "Input/output error"), KeyboardInterrupt()])
 def test_fault_of_any_read(tmp_path: Path, num_threads: int, error: BaseException) -> None:
@@ -58,11 +51,11 @@ def test_fault_of_any_read(tmp_path: Path, num_threads: int, error: BaseExceptio
         for at in range(1, 40, 3):
             reader.left = at
             try:
-                assert_runs(executor, toy)
+                assert_runs(executor, toy, runs=2)
             except expected:
                 failed += 1
             reader.left = -1
-            assert_runs(executor, toy)
+            assert_runs(executor, toy, runs=2)
     assert failed
 
 
@@ -76,7 +69,7 @@ def test_fault_while_residents_load(tmp_path: Path) -> None:
             executor = toy.executor(session, plan)
             with pytest.raises(StorageError, match=r"op '.*' did not get 'layers\..*Input/output"):
                 executor.run(torch.randn(4, 96))
-            assert_runs(executor, toy)
+            assert_runs(executor, toy, runs=2)
             assert session.is_loaded
 
 
@@ -107,7 +100,7 @@ def test_fault_of_any_op(tmp_path: Path, error: BaseException) -> None:
                 executor.run(torch.randn(4, 96))
             assert any(f"'{name}'" in note for note in raised.value.__notes__)
             raised.value.__notes__.clear()
-            assert_runs(executor, toy)
+            assert_runs(executor, toy, runs=2)
 
 
 def test_interrupt_while_waiting(tmp_path: Path) -> None:
@@ -121,7 +114,7 @@ def test_interrupt_while_waiting(tmp_path: Path) -> None:
 
     with toy.session(plan, reader=slow) as session:
         executor = toy.executor(session, plan)
-        assert_runs(executor, toy)
+        assert_runs(executor, toy, runs=2)
         for i in range(8):
             delay[0] = 0.02
             timer = threading.Timer(0.005 + 0.007 * i, _thread.interrupt_main)
@@ -130,7 +123,7 @@ def test_interrupt_while_waiting(tmp_path: Path) -> None:
                 while True:
                     executor.run(torch.randn(4, 96))
             delay[0] = 0.0
-            assert_runs(executor, toy)
+            assert_runs(executor, toy, runs=2)
 
 
 def test_truncated_file_names_op_and_file(tmp_path: Path) -> None:

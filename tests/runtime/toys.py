@@ -368,3 +368,11 @@ def mlp(folder: Path, *, layers: int = 6, width: int = 96, repeats: bool = True)
     path = folder / "toy.safetensors"
     sources = save_weights(path, weights)
     return Toy(program, weights, sources, path, make_workload(program, repeats=repeats))
+
+
+def assert_runs(executor: Executor, toy: Toy, runs: int = 1) -> None:
+    """Run, and compare with eager."""
+    for _ in range(runs):
+        x = torch.randn(4, 96)
+        for ours, eager in zip(executor.run(x), toy.eager(x), strict=True):
+            torch.testing.assert_close(ours, eager)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
+from gascompile import TrainingStep
 from gascompile.core import serial
 from gascompile.core.budget import Budget
 from gascompile.core.config import CompileConfig
@@ -17,6 +19,7 @@ from gascompile.core.machine import Machine
 from gascompile.core.plan import Plan
 from gascompile.core.workload import Workload
 from gascompile.training.planning.step_plan import step_plan
+from tests.training.runs import adamw, compiled, new_model
 
 
 @pytest.fixture(autouse=True, scope="package")
@@ -91,3 +94,12 @@ def _planned_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("gascompile.training.planning.step_plan.step_plan", once)
         yield
+
+
+@pytest.fixture
+def step(tmp_path: Path) -> Iterator[TrainingStep]:
+    """Return a step whose states do not fit."""
+    model = new_model().train()
+    with compiled(model, adamw(model), tmp_path) as found:
+        torch.manual_seed(5)
+        yield found

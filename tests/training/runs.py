@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from gascompile import TrainingStep, compile_step
 from gascompile.core.machine import ComputeRate, Link, Machine, MemoryRate, Place
+from gascompile.training.capture.traced_loss import LossFunction
 
 BUDGET_BYTES = (4 << 20) + 650_000
 """Four MiB of transfer buffers, and less than the states of ``TinyGPT``."""
@@ -135,6 +136,35 @@ def plain_losses(count: int, *, seed: int = 5) -> list[float]:
         optimizer = adamw(model)
         torch.manual_seed(seed)
         return [plain_step(model, optimizer, batch) for batch in batches(count)]
+
+
+def losses(step: TrainingStep, begin: int, end: int) -> list[float]:
+    """Return the losses of a step on some of ``batches``."""
+    return [float(step(batch)) for batch in batches(end)[begin:]]
+
+
+class Own(torch.autograd.Function):
+    """Has a backward pass of its own, which nothing can be compared with."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        """Double."""
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        """Double."""
+        return gradient * 2
+
+
+def doubling(loss: LossFunction) -> LossFunction:
+    """Return the loss through ``Own``."""
+
+    def doubled(model: nn.Module, batch: Any) -> torch.Tensor:
+        found: torch.Tensor = Own.apply(loss(model, batch))  # type: ignore[no-untyped-call]  # torch's
+        return found
+
+    return doubled
 
 
 CRASH_RUNS = int(os.environ.get("GASCOMPILE_CRASH_RUNS", "4"))

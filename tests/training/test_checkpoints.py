@@ -22,18 +22,10 @@ from tests.training.runs import (
     adamw,
     batches,
     compiled,
+    losses,
     new_model,
     plain_losses,
 )
-
-
-@pytest.fixture
-def step(tmp_path: Path) -> Iterator[TrainingStep]:
-    """Return a step whose states do not fit."""
-    model = new_model().train()
-    with compiled(model, adamw(model), tmp_path) as found:
-        torch.manual_seed(5)
-        yield found
 
 
 @pytest.fixture
@@ -43,10 +35,6 @@ def roomy(tmp_path: Path) -> Iterator[TrainingStep]:
     with compiled(model, adamw(model), tmp_path, budget="64MiB") as found:
         torch.manual_seed(5)
         yield found
-
-
-def losses(step: TrainingStep, begin: int, end: int) -> list[float]:
-    return [float(step(batch)) for batch in batches(end)[begin:]]
 
 
 def checkpoints(folder: Path) -> list[str]:

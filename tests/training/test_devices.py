@@ -43,7 +43,7 @@ from gascompile.training.capture.joint import capture_joint
 from gascompile.training.timeline import record
 from tests.runtime.devices.fake_cuda import FakeApi
 from tests.training.devices import EMULATED, SMALL, on_device
-from tests.training.runs import adamw, batches, loss_fn, new_model, plain_losses, plain_step
+from tests.training.runs import adamw, batches, loss_fn, losses, new_model, plain_losses, plain_step
 from tests.training.trials import Trial
 
 
@@ -67,10 +67,6 @@ def late_accelerator(machine: Machine) -> Device:
 def late_cuda(machine: Machine) -> Device:
     """Return a stand-in for a GPU that copies nothing before somebody waits for it."""
     return CudaDevice(api=FakeApi())
-
-
-def losses(step: TrainingStep, begin: int, end: int) -> list[float]:
-    return [float(step(batch)) for batch in batches(end)[begin:]]
 
 
 def require_equal(one: Any, other: Any) -> None:

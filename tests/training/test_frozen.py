@@ -15,7 +15,7 @@ from torch import nn
 from gascompile import TrainingStep, compile_step
 from gascompile.core.errors import StorageError
 from tests.training.devices import on_device
-from tests.training.runs import BUDGET_BYTES, MACHINE, PLANNING_S, TinyGPT, batches, loss_fn
+from tests.training.runs import BUDGET_BYTES, MACHINE, PLANNING_S, TinyGPT, adamw, batches, loss_fn
 
 Spoil = Callable[[Path], object]
 
@@ -43,11 +43,6 @@ def path(tmp_path: Path) -> Path:
 def outline() -> TinyGPT:
     with torch.device("meta"):
         return partly_frozen(TinyGPT(blocks=2))
-
-
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return torch.optim.AdamW(trained, lr=3e-3, fused=True)
 
 
 def opened(

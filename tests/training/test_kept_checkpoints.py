@@ -7,27 +7,13 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 from gascompile import CheckpointError, StorageError, TrainingStep, UnsupportedOpError
-from tests.training.runs import adamw, batches, compiled, new_model, plain_losses
-
-
-@pytest.fixture
-def step(tmp_path: Path) -> Iterator[TrainingStep]:
-    """Return a step whose states do not fit."""
-    model = new_model().train()
-    with compiled(model, adamw(model), tmp_path) as found:
-        torch.manual_seed(5)
-        yield found
-
-
-def losses(step: TrainingStep, begin: int, end: int) -> list[float]:
-    return [float(step(batch)) for batch in batches(end)[begin:]]
+from tests.training.runs import adamw, batches, compiled, losses, new_model, plain_losses
 
 
 def steps_in(folder: Path) -> dict[str, int]:

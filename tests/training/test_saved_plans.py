@@ -31,7 +31,7 @@ from gascompile.core.plan import Plan
 from gascompile.core.sizes import parse_size
 from gascompile.training.saved_plans import is_step_op
 from tests.training.keeping_worker import MLP, batches, loss_fn, neither_captured_nor_planned
-from tests.training.runs import PLANNING_S
+from tests.training.runs import PLANNING_S, doubling
 from tests.training.trials import MACHINE, adamw
 
 BUDGET = "5MiB"
@@ -233,21 +233,8 @@ def test_damaged_folders_are_named(tmp_path: Path, saved: Path) -> None:
 
 
 def test_what_cannot_be_compared_cannot_be_saved(tmp_path: Path) -> None:
-    class Own(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-            return x * 2
-
-        @staticmethod
-        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-            return gradient * 2
-
-    def doubled(model: nn.Module, batch: Any) -> torch.Tensor:
-        found: torch.Tensor = Own.apply(loss_fn(model, batch))  # type: ignore[no-untyped-call]  # torch's
-        return found
-
     with (
-        opened(tmp_path / "cache", loss=doubled, example_batch=batches()[0]) as step,
+        opened(tmp_path / "cache", loss=doubling(loss_fn), example_batch=batches()[0]) as step,
         pytest.raises(PlanMismatchError, match="cannot be saved"),
     ):
         step.save_plan(tmp_path / "plans")

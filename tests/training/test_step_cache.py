@@ -34,7 +34,7 @@ from tests.training.keeping_worker import (
     neither_captured_nor_planned,
     trial,
 )
-from tests.training.runs import PLANNING_S
+from tests.training.runs import PLANNING_S, doubling
 from tests.training.step_edits import EDITS, StepEdit
 from tests.training.trials import MACHINE, Trial
 
@@ -212,20 +212,7 @@ def test_a_kept_capture_gives_the_plan_of_a_new_one(
 
 
 def test_what_is_not_kept_says_why(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    class Own(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-            return x * 2
-
-        @staticmethod
-        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-            return gradient * 2
-
-    def doubled(model: nn.Module, batch: Any) -> torch.Tensor:
-        found: torch.Tensor = Own.apply(loss_fn(model, batch))  # type: ignore[no-untyped-call]  # torch's
-        return found
-
-    Trial(MLP(), doubled, batches(1), tmp_path).planned()
+    Trial(MLP(), doubling(loss_fn), batches(1), tmp_path).planned()
     assert "Own has a backward pass of its own" in caplog.text
     assert not plan_cache.entries(tmp_path)
 

@@ -12,11 +12,7 @@ from torch import nn
 
 from gascompile import TrainingStep, compile_step
 from gascompile.core.errors import CheckpointError
-from tests.training.runs import MACHINE, PLANNING_S, adamw, batches, loss_fn, new_model
-
-
-def losses(step: TrainingStep, begin: int, end: int) -> list[float]:
-    return [float(step(batch)) for batch in batches(end)[begin:]]
+from tests.training.runs import MACHINE, PLANNING_S, adamw, batches, loss_fn, losses, new_model
 
 
 def test_a_run_resumes_between_the_batches_of_an_update(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from gascompile.runtime.memory.host_slots import HOST_BYTES
 from gascompile.runtime.protocols import Device
 from gascompile.training import units
 from tests.training.devices import EMULATED, on_device
-from tests.training.runs import adamw, batches, loss_fn, new_model, plain_losses
+from tests.training.runs import adamw, batches, loss_fn, losses, new_model, plain_losses
 from tests.training.test_devices import late_accelerator, late_cuda
 from tests.training.trials import Trial
 
@@ -53,10 +53,6 @@ def begun(folder: Path, **options: Any) -> tuple[TrainingStep, nn.Module]:
     step = on_device(model, adamw(model), folder, **options)
     torch.manual_seed(5)
     return step, model
-
-
-def losses(step: TrainingStep, begin: int, end: int) -> list[float]:
-    return [float(step(batch)) for batch in batches(end)[begin:]]
 
 
 def updated_there(plan: Plan) -> set[str]:
