@@ -24,7 +24,7 @@ from gascompile.core.machine import (
     Place,
     RatePoint,
 )
-from gascompile.core.sizes import KIB, MIB, format_size
+from gascompile.core.sizes import KIB, MIB, format_rate, format_size
 from gascompile.cost_models.measure.compute import DTYPES, product_point, typical
 from gascompile.cost_models.measure.disk import ProbeFile, Reader, best_setting, read_through
 
@@ -173,9 +173,7 @@ def _points(
     return tuple(points)
 
 
-def measure_engine(
-    name: str, file: ProbeFile, read: Reader, *, limit_s: float, num_reads: int = 1
-) -> EngineFigures:
+def measure_engine(name: str, file: ProbeFile, read: Reader, *, limit_s: float) -> EngineFigures:
     """Return what ``read``, which brings bytes of a file to the device, reaches with its best settings.
 
     Args:
@@ -183,11 +181,10 @@ def measure_engine(
         file: what is read.
         read: it may leave the host buffer that it is given alone.
         limit_s: for the search of settings, and for the pass over the file after it.
-        num_reads: how often each setting is tried.
     """
     file.read_paths.clear()
     latency_s = file.latency_s(read)
-    io, size_bytes, _ = best_setting(file, read, limit_s=limit_s, num_reads=num_reads)
+    io, size_bytes, _ = best_setting(file, read, limit_s=limit_s)
     rates = sorted(read_through(file, read, io, size_bytes, limit_s=limit_s), reverse=True)
     return EngineFigures(
         io=replace(io, engine=name),
@@ -299,7 +296,7 @@ def _links(
 
 
 def _both(gpu: GpuFigures) -> str:
-    return f"{_gb(gpu.both_bytes_per_s)} in both directions at once"
+    return f"{format_rate(gpu.both_bytes_per_s)} in both directions at once"
 
 
 def _link(
@@ -342,10 +339,6 @@ def _compared(engines: Sequence[EngineFigures], chosen: EngineFigures) -> str:
     """Return what each engine reached and by which path, the chosen one first."""
     order = sorted(engines, key=lambda figures: figures is not chosen)
     return ", ".join(
-        f"{figures.io.engine} by {figures.path or 'an unknown path'} {_gb(figures.bytes_per_s)}"
+        f"{figures.io.engine} by {figures.path or 'an unknown path'} {format_rate(figures.bytes_per_s)}"
         for figures in order
     )
-
-
-def _gb(bytes_per_s: float) -> str:
-    return f"{bytes_per_s / 1e9:.2f} GB/s"

@@ -28,7 +28,7 @@ from gascompile.core.machine import (
     Place,
     RatePoint,
 )
-from gascompile.core.sizes import MIB, format_size
+from gascompile.core.sizes import MIB, format_rate, format_size
 from gascompile.cost_models.measure.compute import (
     FEW_ROWS,
     ROWS,
@@ -275,7 +275,7 @@ def _machine(
                 source=(
                     f"{measured} one-row product with {format_size(compute.weights_bytes)} of float32 "
                     f"weights, {torch.get_num_threads()} threads; "
-                    f"{_gb(together.stream_bytes_per_s)} while the disk was read"
+                    f"{format_rate(together.stream_bytes_per_s)} while the disk was read"
                 ),
             ),
         ),
@@ -284,7 +284,7 @@ def _machine(
             chunk_bytes=disk.io.chunk_bytes,
             source=(
                 f"{measured} fastest of {len(disk.setting_rates)} settings, which reached "
-                f"{_gb(min(disk.setting_rates))} to {_gb(max(disk.setting_rates))}; fewer threads "
+                f"{format_rate(min(disk.setting_rates))} to {format_rate(max(disk.setting_rates))}; fewer threads "
                 f"preferred within 5 %"
             ),
         ),
@@ -321,8 +321,8 @@ def _pipes(measured: str, disk: _Disk, together: _Together) -> tuple[Pipe, ...]:
         return ()
     rate = max(both, disk.read_bytes_per_s, disk.rewrite_bytes_per_s)
     source = (
-        f"{measured} reads at {_gb(together.read_bytes_per_s)} beside writes at "
-        f"{_gb(together.write_bytes_per_s)}"
+        f"{measured} reads at {format_rate(together.read_bytes_per_s)} beside writes at "
+        f"{format_rate(together.write_bytes_per_s)}"
     )
     return (Pipe(name=DISK_PIPE, bandwidth_bytes_per_s=rate, source=source),)
 
@@ -341,8 +341,8 @@ def _links(
                 f"{measured} {format_size(disk.read_size_bytes)} reads with {disk.io.num_threads} "
                 f"threads x {format_size(disk.io.chunk_bytes)} chunks in a file of "
                 f"{format_size(disk.file_bytes)} by {disk.read_path} that had been read before "
-                f"({_gb(disk.first_bytes_per_s)} the first time); latency of 4 KiB; "
-                f"{_gb(together.disk_bytes_per_s)} beside a one-row product"
+                f"({format_rate(disk.first_bytes_per_s)} the first time); latency of 4 KiB; "
+                f"{format_rate(together.disk_bytes_per_s)} beside a one-row product"
             ),
         ),
         Link(
@@ -353,11 +353,7 @@ def _links(
             shared=shared,
             source=(
                 f"{measured} one thread writing 1 MiB pieces over old ones by {disk.write_path} "
-                f"({_gb(disk.write_bytes_per_s)} into a new file); latency of a read"
+                f"({format_rate(disk.write_bytes_per_s)} into a new file); latency of a read"
             ),
         ),
     )
-
-
-def _gb(bytes_per_s: float) -> str:
-    return f"{bytes_per_s / 1e9:.2f} GB/s"

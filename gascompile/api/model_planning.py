@@ -62,11 +62,7 @@ def plan_model(
         raise TypeError(
             f"a source is a torch.nn.Module, a Workload or a path, not {type(source).__name__}"
         )
-    opened = (
-        Source(model=source, checkpoint=None, inputs=None)
-        if isinstance(source, nn.Module)
-        else open_source(source, batch=shape[0], tokens=shape[1])
-    )
+    opened = _opened(source, shape)
     inputs = split_inputs(example_inputs) if example_inputs is not None else opened.inputs
     if inputs is None:
         raise CaptureError(
@@ -99,11 +95,7 @@ def annotated_source(
     Raises:
         CaptureError: there are no inputs to trace the model with, or it cannot be traced.
     """
-    opened = (
-        Source(model=source, checkpoint=None, inputs=None)
-        if isinstance(source, nn.Module)
-        else open_source(source, batch=shape[0], tokens=shape[1])
-    )
+    opened = _opened(source, shape)
     if opened.inputs is None:
         raise CaptureError(
             f"{source} brings no example inputs to trace it with; let the callable return (module, example_inputs)"
@@ -113,3 +105,9 @@ def annotated_source(
     program = job.capture(*normalize_call(opened.model, *opened.inputs)).program
     sites = other_sites(machine) if config.sites == "all" else ()
     return program, annotate(program, machine, sites=sites)
+
+
+def _opened(source: nn.Module | str | os.PathLike[str], shape: tuple[int, int]) -> Source:
+    if isinstance(source, nn.Module):
+        return Source(model=source, checkpoint=None, inputs=None)
+    return open_source(source, batch=shape[0], tokens=shape[1])

@@ -12,7 +12,7 @@ from gascompile.commands import options as opt
 from gascompile.commands.output import emit, fields, grid, note, reserved_stdout
 from gascompile.core import serial
 from gascompile.core.machine import ComputeRate, Machine
-from gascompile.core.sizes import format_size
+from gascompile.core.sizes import format_rate, format_size
 
 
 def calibrate(
@@ -55,18 +55,18 @@ def machine_parts(machine: Machine) -> list[RenderableType]:
     rows += [
         (
             link.name,
-            f"{_gb(link.bandwidth_bytes_per_s)}, {_us(link.latency_s)} ({link.source})",
+            f"{format_rate(link.bandwidth_bytes_per_s)}, {_us(link.latency_s)} ({link.source})",
         )
         for link in machine.links
     ]
     rows += [
-        (f"pipe {pipe.name}", f"{_gb(pipe.bandwidth_bytes_per_s)} ({pipe.source})")
+        (f"pipe {pipe.name}", f"{format_rate(pipe.bandwidth_bytes_per_s)} ({pipe.source})")
         for pipe in machine.pipes
     ]
     rows += [
         (
             f"{rate.device} memory",
-            f"{_gb(rate.bandwidth_bytes_per_s)}, {_us(rate.op_overhead_s)} per op ({rate.source})",
+            f"{format_rate(rate.bandwidth_bytes_per_s)}, {_us(rate.op_overhead_s)} per op ({rate.source})",
         )
         for rate in machine.memory
     ]
@@ -89,10 +89,6 @@ def _gflops(rate: ComputeRate) -> str:
     rates = [point.flops_per_s for point in rate.points] or [rate.flops_per_s]
     low, high = f"{min(rates) / 1e9:.0f}", f"{max(rates) / 1e9:.0f}"
     return high if low == high else f"{low} to {high}"
-
-
-def _gb(bytes_per_s: float) -> str:
-    return f"{bytes_per_s / 1e9:.2f} GB/s"
 
 
 _STYLES = {"ok": "green", "warn": "yellow", "missing": "red"}

@@ -86,6 +86,11 @@ def format_enough(size_bytes: int) -> str:
     return str(size_bytes)
 
 
+def format_rate(bytes_per_s: float) -> str:
+    """Return a bandwidth for people: ``format_rate(1.5e9) == '1.50 GB/s'``."""
+    return f"{bytes_per_s / 1e9:.2f} GB/s"
+
+
 def format_time(time_s: float) -> str:
     """Return a duration for people: seconds, milliseconds or microseconds."""
     for unit, scale in (("s", 1.0), ("ms", 1e-3)):

@@ -88,10 +88,10 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _package(name: str, remedy: str, *, absent: Status = Status.MISSING) -> Finding:
+def _package(name: str, remedy: str) -> Finding:
     version = _version(name)
     if version is None:
-        return Finding(name=name, status=absent, detail="not installed", remedy=remedy)
+        return Finding(name=name, status=Status.MISSING, detail="not installed", remedy=remedy)
     return Finding(name=name, status=Status.OK, detail=version)
 
 

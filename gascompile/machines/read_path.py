@@ -13,6 +13,7 @@ from dataclasses import replace
 from gascompile.core.checks.machine import RECOSTED
 from gascompile.core.errors import DeviceError
 from gascompile.core.machine import Link, Machine
+from gascompile.core.sizes import format_rate
 from gascompile.runtime.devices.probe import NO_GDS, NO_KVIKIO, GpuFacts, look, storage_faults
 from gascompile.runtime.transfer.kvikio_path import GPU_DIRECT, import_kvikio, path_taken
 
@@ -64,7 +65,7 @@ def _with_reads(machine: Machine, why: str, *, cause: str) -> Machine:
     else:
         slower = _slower(direct, read, copy)
         now = replace(machine, links=tuple(slower if x is direct else x for x in machine.links))
-        speed = f", {_gb(slower)} instead of {_gb(direct)}"
+        speed = f", {format_rate(slower.bandwidth_bytes_per_s)} instead of {format_rate(direct.bandwidth_bytes_per_s)}"
     note = f"{RECOSTED}: reads to the {tier} are aligned reads through pinned memory{speed}: {why}"
     _log.warning("%s", note)
     return replace(now, io=replace(machine.io, engine=_READS, path="", least_bytes=0, source=note))
@@ -78,7 +79,3 @@ def _slower(direct: Link, read: Link, copy: Link) -> Link:
         latency_s=max(direct.latency_s, read.latency_s + copy.latency_s),
         source=f"{RECOSTED}: the slower of {read.name} and {copy.name}",
     )
-
-
-def _gb(link: Link) -> str:
-    return f"{link.bandwidth_bytes_per_s / 1e9:.2f} GB/s"

@@ -17,6 +17,14 @@ _QUANTISED = (
 """Ends of names that such checkpoints have, and plain ones have not."""
 
 
+def aliases_of(canonical: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
+    """Return all names of each tensor by its first one, which ``canonical`` has by each."""
+    aliases: dict[str, tuple[str, ...]] = {}
+    for name, first in canonical.items():
+        aliases[first] = (*aliases.get(first, ()), name)
+    return aliases
+
+
 def match_weights(
     expected: Mapping[str, tuple[str, tuple[int, ...]]],
     checkpoint: Checkpoint,

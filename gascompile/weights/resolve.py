@@ -21,7 +21,7 @@ from gascompile.formats.layout import group_of, is_read_packed
 from gascompile.formats.ops import wire_matrix
 from gascompile.weights.checkpoint import Checkpoint, has_own_values
 from gascompile.weights.mapped import mapped_weights
-from gascompile.weights.matching import match_weights
+from gascompile.weights.matching import aliases_of, match_weights
 from gascompile.weights.memory_layout import as_span, with_strides
 from gascompile.weights.store import spill
 
@@ -213,9 +213,7 @@ def _from_checkpoint(
 ) -> dict[str, WeightSource]:
     if checkpoint is None:
         return {}
-    aliases: dict[str, tuple[str, ...]] = {}
-    for name, first in canonical.items():
-        aliases[first] = (*aliases.get(first, ()), name)
+    aliases = aliases_of(canonical)
     persistent = model.state_dict(keep_vars=True).keys() - has_own_values(model)
     in_file = {
         name for name, names in aliases.items() if any(n in checkpoint.sources for n in names)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from gascompile.core.machine import Link, Machine, Pipe
 from gascompile.core.plan import Certificate, SolverStatus
-from gascompile.passes.model.problem import Problem
+
+if TYPE_CHECKING:  # which comes with numpy; plans of other kinds are certified without
+    from gascompile.passes.model.problem import Problem
 
 WEIGHTS, EVERYTHING = "weights", "everything"
 """What a bound holds over: placements of weights in one arena with all else in its place, or any plan at all."""

@@ -81,6 +81,14 @@ class Model:
         slot = self.slot_of[run]
         return slot + 1 if self.slots[slot].long else slot
 
+    def write(self, column: int, tensor: int, route: int) -> None:
+        """Let ``column`` take the seconds of writing a tensor out."""
+        task = self.plan.task
+        link_out = task.routes[route].link_out
+        assert link_out is not None, "what is dirty takes routes with a way out"
+        store_s = task.store_s(tensor, route) / self.unit_s
+        self.transfers.setdefault(link_out, []).append((column, store_s))
+
     def row_range(self, start: int, end: int) -> tuple[int, int]:
         """Return the range of rows among the runs from ``start`` up to ``end``."""
         return bisect_left(self.rows, start), bisect_left(self.rows, end)
@@ -190,10 +198,7 @@ def _leave(model: Model, j: int, route: int, shared: list[int]) -> list[int]:
             terms = [(column, 1.0), *((other, -1.0) for other in shared)]
             program.add_row(-INFINITY, 0.0, terms)
         if not free:
-            link_out = task.routes[route].link_out
-            assert link_out is not None, "what is dirty takes routes with a way out"
-            store_s = task.store_s(interval.tensor, route) / model.unit_s
-            model.transfers.setdefault(link_out, []).append((column, store_s))
+            model.write(column, interval.tensor, route)
         if not (free or in_parts):
             written = interval.version[1]
             model.written.setdefault((route, model.after(written)), []).append((column, size))
@@ -216,10 +221,7 @@ def _leave_ends(model: Model, j: int, route: int) -> list[int]:
     if task.written[interval.tensor]:
         ready = (route, model.after(interval.version[1]))
         model.written.setdefault(ready, []).append((behind, size))
-        link_out = task.routes[route].link_out
-        assert link_out is not None, "what is dirty takes routes with a way out"
-        store_s = task.store_s(interval.tensor, route) / model.unit_s
-        model.transfers.setdefault(link_out, []).append((behind, store_s))
+        model.write(behind, interval.tensor, route)
     else:
         begun = (route, model.after(interval.start))
         model.begun.setdefault(begun, []).append((behind, size))

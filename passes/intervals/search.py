@@ -53,6 +53,7 @@ FEW_TENSORS = 64
 """Workloads of no more are searched with all their freedom."""
 PER_SCHEDULE = 50
 """Work of any schedule beside its runs and moves."""
+_MOSTLY = 0.5  # share of a relaxed solution from which on an interval leaves whole
 _PIVOT = 10
 """Work of an iteration of the solver; [empirical] 90 to 150 us in programs of 4,000 to 17,000 rows."""
 
@@ -270,9 +271,7 @@ def _without_idle(found: Found) -> Selection:
     return selection
 
 
-def selection_of(
-    plan: Layout, leave: Mapping[Key, tuple[float, ...]], *, threshold: float = 0.5
-) -> Selection:
+def selection_of(plan: Layout, leave: Mapping[Key, tuple[float, ...]]) -> Selection:
     """Return whole intervals from shares: what mostly leaves, more where memory is short, less where not."""
     found = Selection(plan)
     found.settle()
@@ -282,14 +281,14 @@ def selection_of(
     order = sorted(shares, key=lambda j: -sum(shares[j]))
     owed = [0.0] * len(plan.task.routes)
     for j in sorted(shares, key=lambda j: plan.intervals[j].start):
-        if sum(shares[j]) >= threshold:
+        if sum(shares[j]) >= _MOSTLY:
             found.add(j, _route(shares[j], plan.task.sizes[plan.intervals[j].tensor], owed))
     rest = sorted(
         (j for j in range(len(plan.intervals)) if j not in found.routes),
         key=lambda j: (-sum(shares.get(j, (0.0,))), -plan.idle_s[j]),
     )
     found.fill((j, None) for j in rest)
-    found.thin(j for j in reversed(order) if sum(shares[j]) < threshold)
+    found.thin(j for j in reversed(order) if sum(shares[j]) < _MOSTLY)
     return found
 
 

@@ -10,7 +10,7 @@ from gascompile.core.budget import Budget
 from gascompile.core.errors import InfeasiblePlanError, PlanVerificationError
 from gascompile.core.machine import Interference, Machine
 from gascompile.core.plan import Plan
-from gascompile.core.workload import PERSISTENT, OpSpec, TensorKind, Workload
+from gascompile.core.workload import PERSISTENT, OpSpec, Workload
 from gascompile.cost_models.formulas.interference import lost_share, with_moving
 from gascompile.cost_models.simulate.replay import link_bytes, lost_seconds, replay, runs
 from gascompile.passes.bounds.certify import Proof, certify
@@ -24,6 +24,7 @@ from gascompile.passes.model.interval_problem import changed_bytes
 from gascompile.passes.model.intervals import IntervalPlan
 from gascompile.passes.plan.assemble import assemble, keeps_budget
 from gascompile.passes.plan.draft import Draft, draft_intervals
+from gascompile.passes.plan.least_energy import writes_weights
 from gascompile.passes.plan.move_anything import OnHeap, felt_s, move_anything
 from gascompile.passes.search.strategies import NAMES
 from gascompile.passes.search.stream import stream
@@ -247,7 +248,7 @@ def _best_of_all(
     best: Draft | None = None
     all_s = 0.0
     refusals: list[InfeasiblePlanError] = []
-    if stream_weights is not None and not _writes_weights(workload):
+    if stream_weights is not None and not writes_weights(workload):
         try:
             best, streamed = stream_weights()
             all_s = streamed.all_s
@@ -320,8 +321,3 @@ def _with_updates(
             return False
 
     return update_sites(workload, machine, limits_bytes, found, planned, fits) or found
-
-
-def _writes_weights(workload: Workload) -> bool:
-    weights = {t.name for t in workload.tensors if t.kind == TensorKind.WEIGHT}
-    return any(not weights.isdisjoint(op.writes) for op in workload.ops)

@@ -7,8 +7,11 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -48,6 +51,10 @@ class Source:
     """Full dotted names, at any depth; not those that only annotations need."""
     functions: tuple[tuple[str, int], ...]
     """Names and lines of bodies."""
+    classes: tuple[str, ...]
+    """Public ones."""
+    unexplained: tuple[str, ...]
+    """Numbers at module level without a comment, or a docstring below them."""
 
 
 @cache
@@ -55,7 +62,8 @@ def source(path: Path) -> Source:
     """Parse a file, once for all rules."""
     names: list[str] = []
     functions: list[tuple[str, int]] = []
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    text = path.read_text(encoding="utf-8")
+    tree = ast.parse(text)
     for_types = {
         inner
         for node in ast.walk(tree)
@@ -72,7 +80,26 @@ def source(path: Path) -> Source:
             names += (f"{node.module}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.FunctionDef):
             functions.append((node.name, num_body_lines(node)))
-    return Source(tuple(names), tuple(functions))
+    classes = [n.name for n in tree.body if isinstance(n, ast.ClassDef) and n.name[0] != "_"]
+    return Source(tuple(names), tuple(functions), tuple(classes), tuple(unexplained(tree, text)))
+
+
+def unexplained(tree: ast.Module, text: str) -> Iterator[str]:
+    """Yield the names of numbers at module level of which nothing says why they are what they are."""
+    lines = ["", *text.splitlines()]
+    for node, after in pairwise([*tree.body, ast.Pass()]):
+        if not isinstance(node, (ast.Assign, ast.AnnAssign)) or node.value is None:
+            continue
+        parts = [n for n in ast.walk(node.value) if isinstance(n, (ast.expr, ast.Constant))]
+        kinds = (ast.Constant, ast.BinOp, ast.UnaryOp)
+        values = [n.value for n in parts if isinstance(n, ast.Constant)]
+        is_number = all(isinstance(n, kinds) for n in parts) and all(
+            type(value) in (int, float) for value in values
+        )
+        has_text = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+        is_commented = "#" in lines[node.lineno] or lines[node.lineno - 1].startswith("#")
+        if is_number and not has_text and not is_commented:
+            yield lines[node.lineno].split()[0]
 
 
 def imports(path: Path) -> tuple[str, ...]:
@@ -186,6 +213,22 @@ def test_functions_are_short() -> None:
         if num_lines > MAX_FUNCTION_LINES
     ]
     assert wrong == []
+
+
+def test_numbers_say_what_they_bound_or_measure() -> None:
+    wrong = [f"{module_name(path)}.{name}" for path in SOURCES for name in source(path).unexplained]
+    assert wrong == []
+
+
+SHARED = """
+XXX
+""".split()  # fmt: skip
+
+
+def test_names_of_classes_stand_once() -> None:
+    """Public classes share no name, but for those that did so when this was written: fewer of them, never more."""
+    counts = Counter(name for path in SOURCES for name in source(path).classes)
+    assert sorted(name for name, count in counts.items() if count > 1) == SHARED
 
 
 def run_python(code: str) -> str:

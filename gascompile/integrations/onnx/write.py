@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -75,7 +74,6 @@ def write_onnx(
     weights: Weights,
     file: Path,
     *,
-    names: Mapping[str, str] | None = None,
     overwrite: bool = False,
 ) -> Written:
     """Write a graph with the values of its initializers; a kill leaves what was there before, or all of it.
@@ -84,7 +82,6 @@ def write_onnx(
         model: initializers without values are weights.
         weights: where their values lie, by name.
         file: to be written.
-        names: of initializers, where a weight is called otherwise.
         overwrite: whether a file of that name may be replaced; its data stays.
 
     Raises:
@@ -93,9 +90,8 @@ def write_onnx(
         UnsupportedOpError: ONNX's checker refuses the graph.
     """
     require_unwritten(file, overwrite=overwrite)
-    named = names or {}
     lacking = [n for n, v in model.graph.initializers.items() if v.const_value is None]
-    sources = {name: _source(weights, named.get(name, name)) for name in lacking}
+    sources = {name: _source(weights, name) for name in lacking}
     before = _data_of(file) if overwrite else []
     data = _data_file(file)
     number = 1

@@ -117,12 +117,7 @@ class CheckpointFolder:
             try:
                 frozen = self._write(saving, states, changing, state)
                 linkable = (saving.final, states.generation, frozen)
-                if blocking:
-                    saving.finish(keep)
-                    self._linkable = linkable
-                else:
-                    self._behind = Behind(saving, keep, linkable)
-                    self._behind.begin()
+                self._end(saving, keep, linkable, blocking=blocking)
             except BaseException:
                 if self._behind is None:
                     saving.abandon()
@@ -130,6 +125,15 @@ class CheckpointFolder:
         except OSError as error:
             raise self._not_written(error) from error
         return saving.final
+
+    def _end(self, saving: Saving, keep: int, linkable: Linkable, *, blocking: bool) -> None:
+        """Make a checkpoint whole, now or behind steps."""
+        if blocking:
+            saving.finish(keep)
+            self._linkable = linkable
+        else:
+            self._behind = Behind(saving, keep, linkable)
+            self._behind.begin()
 
     def _not_written(self, error: OSError) -> StorageError:
         """Return why there is no new checkpoint."""

@@ -9,11 +9,9 @@ import contextlib
 import errno
 import os
 import uuid
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -21,7 +19,7 @@ from gascompile.core.errors import CheckpointError
 from gascompile.distributed.ranks import Ranks
 from gascompile.runtime.transfer.copying import write_all
 from gascompile.training.state.pieces import tensor_bytes
-from gascompile.training.state.rank_sharing import Sharing, place_of, sharing_of
+from gascompile.training.state.rank_sharing import Agree, Sharing, place_of, raised, sharing_of
 from gascompile.training.state.whole_checkpoints import (
     INCOMING,
     MANIFEST,
@@ -34,7 +32,6 @@ from gascompile.training.state.whole_checkpoints import (
 
 _CHUNK_BYTES = 4 << 20
 """Sent at once: what a rank takes of memory for a file that it sends or gets."""
-Agree = Callable[[str, Callable[[], Any]], list[Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,10 +198,10 @@ class _Transfer:
             for at in range(0, size_bytes, _CHUNK_BYTES):
                 part = torch.empty(min(_CHUNK_BYTES, size_bytes - at), dtype=torch.uint8)
                 if self._rank == source and error is None:
-                    error = _raised(partial(_read, file, part, at))
+                    error = raised(partial(_read, file, part, at))
                 self._ranks.send([part], source)
                 if receives and error is None:
-                    error = _raised(partial(write_all, file, tensor_bytes(part), at))
+                    error = raised(partial(write_all, file, tensor_bytes(part), at))
             if error is not None:
                 raise error
             if receives:
@@ -228,14 +225,6 @@ class _Transfer:
         if self._here.is_absent:
             os.rename(self._folder, self._here.folder)
             sync_folder(self._here.folder.parent)
-
-
-def _raised(work: Callable[[], object]) -> OSError | None:
-    try:
-        work()
-    except OSError as error:
-        return error
-    return None
 
 
 def _read(file: int, into: torch.Tensor, at: int) -> None:

@@ -33,7 +33,7 @@ from gascompile.weights.checkpoint import (
     has_own_values,
     open_checkpoint_of,
 )
-from gascompile.weights.matching import match_weights
+from gascompile.weights.matching import aliases_of, match_weights
 
 Reader = Callable[[memoryview, int], None]
 """Fills memory with a tensor's bytes from an offset on; both are whole elements."""
@@ -250,9 +250,7 @@ class FileValues:
         checkpoint: Checkpoint,
         store: Path | None,
     ) -> dict[str, WeightSource]:
-        aliases: dict[str, tuple[str, ...]] = {}
-        for name, first in canonical.items():
-            aliases[first] = (*aliases.get(first, ()), name)
+        aliases = aliases_of(canonical)
         needed = model.state_dict(keep_vars=True).keys() - has_own_values(model)
         listed = needed | checkpoint.sources.keys()
         expected = {

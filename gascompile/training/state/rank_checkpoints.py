@@ -35,6 +35,7 @@ from gascompile.training.state.checkpoints import (
 from gascompile.training.state.completing import Here, completed, look, verified
 from gascompile.training.state.pieces import Files, Stored, stored_in
 from gascompile.training.state.rank_sharing import (
+    Agree,
     Probe,
     Sharing,
     owners,
@@ -47,7 +48,6 @@ from gascompile.training.state.tensor_files import Entry, whole_part, write_tens
 from gascompile.training.state.train_state import States
 from gascompile.training.state.whole_checkpoints import (
     RANKS_FORMAT,
-    Behind,
     Listed,
     Saving,
     clear,
@@ -56,8 +56,6 @@ from gascompile.training.state.whole_checkpoints import (
 )
 
 Result = TypeVar("Result")
-Agree = Callable[[str, Callable[[], Any]], list[Any]]
-"""Does work for a topic on all ranks, and returns what it came to on each; all raise what one does."""
 
 
 class RankSaving(Saving):
@@ -155,12 +153,7 @@ class RankCheckpoints(CheckpointFolder):
             if replicas > 1:
                 replicate(saving.temporary, saving.files, sharing, self._ranks, agree)
             linkable = (saving.final, states.generation, frozenset(entries[1]))
-            if blocking:
-                saving.finish(keep)
-                self._linkable = linkable
-            else:
-                self._behind = Behind(saving, keep, linkable)
-                self._behind.begin()
+            self._end(saving, keep, linkable, blocking=blocking)
         except BaseException:
             if self._behind is None:
                 saving.abandon()

@@ -6,15 +6,19 @@ import contextlib
 import os
 import socket
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from gascompile.core.errors import StorageError
 from gascompile.distributed.ranks import Ranks
 from gascompile.runtime.memory.persistent import Persistent
 from gascompile.training.state.tensor_files import Entry, Part, own_parts, whole_part
 from gascompile.training.state.whole_checkpoints import PROBE
+
+Agree = Callable[[str, Callable[[], Any]], list[Any]]
+"""Does work for a topic on all ranks, and returns what it came to on each; all raise what one does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,3 +135,12 @@ def parts_of(
         elif owner[name] == rank:
             found.append(whole_part(name, entry))
     return found
+
+
+def raised(work: Callable[[], object]) -> OSError | None:
+    """Return what ``work`` raises: others wait for what comes after it."""
+    try:
+        work()
+    except OSError as error:
+        return error
+    return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,10 +16,9 @@ from gascompile.core.sizes import format_size
 from gascompile.distributed.ranks import Ranks
 from gascompile.runtime.transfer.copying import read_all, write_all
 from gascompile.training.state.pieces import tensor_bytes
-from gascompile.training.state.rank_sharing import Sharing
+from gascompile.training.state.rank_sharing import Agree, Sharing, raised
 
 _CHUNK_BYTES = 4 << 20  # of one message
-Agree = Callable[[str, Callable[[], Any]], list[Any]]
 Sizes = Sequence[Sequence[Any]]
 """Names and bytes of files."""
 
@@ -125,7 +124,7 @@ def _traded(
         now = [own[number] if number < len(own) else ("", 0, 0) for own in chunks]
         name, at, count = now[rank]
         sent = torch.empty(count, dtype=torch.uint8)
-        failed = _raised(partial(_read, files, name, at, sent)) or failed
+        failed = raised(partial(_read, files, name, at, sent)) or failed
         sizes = [now[source][2] if targets[source] == rank else 0 for source in every]
         to = [count if other == targets[rank] else 0 for other in every]
         parts = ranks.trade(sent, to, sizes).split(sizes)
@@ -133,17 +132,9 @@ def _traded(
             name, at, _ = now[source]
             if sizes[source]:
                 part = tensor_bytes(parts[source])
-                failed = _raised(partial(write_all, files[name], part, at)) or failed
+                failed = raised(partial(write_all, files[name], part, at)) or failed
     if failed is not None:
         raise failed
-
-
-def _raised(work: Callable[[], object]) -> OSError | None:
-    try:
-        work()
-    except OSError as error:
-        return error
-    return None
 
 
 def _read(files: Mapping[str, int], name: str, at: int, into: torch.Tensor) -> None:
