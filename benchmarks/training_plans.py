@@ -24,6 +24,7 @@ from gascompile.core.machine import Machine
 from gascompile.core.workload import OpSpec, TensorKind, TensorSpec, Workload
 from gascompile.passes.intervals.search import Search
 from gascompile.passes.intervals.strategies import STRATEGIES
+from gascompile.passes.model.effort import Effort
 from gascompile.passes.model.interval_problem import interval_problem
 
 LAYERED = {"layered-3x": 3.0, "layered-5x": 5.0, "layered-8x": 8.0}
@@ -113,7 +114,7 @@ def strategy_shares(workload: Workload, machine: Machine, budget: Budget) -> dic
     task = interval_problem(workload, machine, budget.limits_bytes(machine))
     shares: dict[str, float] = {}
     for strategy, choose in STRATEGIES.items():
-        search = Search(task, time_limit_s=60.0, mip_gap=0.0)
+        search = Search(task, Effort(time_limit_s=60.0, mip_gap=0.0))
         found = search.consider(strategy, choose(search.base))
         shares[strategy] = task.compute_s / found.seconds if found else 0.0
     return shares

@@ -366,7 +366,8 @@ def compile(  # noqa: A001 - the public name, as in torch.compile
     """
     from gascompile.api.piped import compiled
 
-    config = CompileConfig(
+    config = CompileConfig.of(
+        cache_dir,
         time_limit_s=time_limit_s,
         mip_gap=mip_gap,
         strategy=strategy,
@@ -377,7 +378,6 @@ def compile(  # noqa: A001 - the public name, as in torch.compile
         sites=sites,
         objective=objective,
         on_exceed=on_exceed,
-        **({"cache_dir": Path(cache_dir)} if cache_dir is not None else {}),
     )
     given = split_inputs(example_inputs) if example_inputs is not None else None
     source = {"checkpoint": checkpoint, "dynamic_shapes": dynamic_shapes}

@@ -17,7 +17,7 @@ from gascompile.bundles.files import Weights, relocate
 from gascompile.capture.fingerprint.fingerprint import versions
 from gascompile.codegen.fuse import load_kernels
 from gascompile.codegen.packed_kernels import use_wire_kernels
-from gascompile.core.config import CompileConfig, default_cache_dir
+from gascompile.core.config import CompileConfig
 from gascompile.core.errors import CheckpointError, FormatError, PlanMismatchError, StorageError
 from gascompile.core.progress import task
 from gascompile.core.sources import FileStamp
@@ -64,9 +64,8 @@ def load(
         PlanVerificationError: the plan breaks a budget or a dependency.
         StorageError: a weight file is missing or its content has changed.
     """
-    kept_in = default_cache_dir() if cache_dir is None else Path(cache_dir)
     path = Path(folder)
-    config = CompileConfig(graphs=graphs, cache_dir=kept_in, on_exceed=on_exceed)
+    config = CompileConfig.of(cache_dir, graphs=graphs, on_exceed=on_exceed)
     cache = config.cache_dir
     bundle = read_bundle(path, allow_code=allow_code)
     if bundle.step is not None:

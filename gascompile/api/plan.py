@@ -89,7 +89,7 @@ def plan(
             no sense; names the place.
     """
     _require_plannable(source, strategy)
-    config = _config(
+    config = CompileConfig.of(
         cache_dir,
         time_limit_s=time_limit_s,
         mip_gap=mip_gap,
@@ -200,7 +200,7 @@ def plan_with_program(
         raise ValueError("a workload is costs of ops without a program; give the model itself")
     from gascompile.api.model_planning import plan_model
 
-    config = _config(cache_dir, **options)
+    config = CompileConfig.of(cache_dir, **options)
     resolved, limits = _target(machine, budget, config)
     return plan_model(
         source,
@@ -216,12 +216,6 @@ def plan_with_program(
 def _require_plannable(source: Any, strategy: str | None) -> None:
     require_known(strategy)
     require_source(source)
-
-
-def _config(cache_dir: str | os.PathLike[str] | None, **options: Any) -> CompileConfig:
-    if cache_dir is not None:
-        options["cache_dir"] = Path(cache_dir)
-    return CompileConfig(**options)
 
 
 def _target(machine: Any, budget: Any, config: CompileConfig) -> tuple[Machine, Budget]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypedDict
+from typing import Any, TypedDict
 
 from gascompile.core.own_files import own_cache
 
@@ -61,6 +61,13 @@ class CompileConfig:
     on_exceed: str = field(default="error", metadata={"fingerprint": False})
     """``error`` stops a run before it takes more than the budget, ``warn`` says so afterwards."""
     cache_dir: Path = field(default_factory=default_cache_dir, metadata={"fingerprint": False})
+
+    @classmethod
+    def of(cls, cache_dir: str | os.PathLike[str] | None, **options: Any) -> CompileConfig:
+        """Return options as public functions take them: without a folder that of ``default_cache_dir``."""
+        return cls(
+            cache_dir=default_cache_dir() if cache_dir is None else Path(cache_dir), **options
+        )
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "cache_dir", own_cache(self.cache_dir.expanduser()))

@@ -148,15 +148,14 @@ def compile_step(
         optimizer = _ruled(optimizer, settings)
         require_followed(model, optimizer, settings.layout)
         together = _together(ranks, model, loss_fn, optimizer, rows, settings)
-        options: dict[str, Any] = {"cache_dir": Path(cache_dir)} if cache_dir is not None else {}
-        config = CompileConfig(
+        config = CompileConfig.of(
+            cache_dir,
             time_limit_s=time_limit_s,
             mip_gap=mip_gap,
             fuse=fuse if on_nan != "locate" else "off",
             fuse_runs=fuse_runs,
             graphs=graphs,
             sites=sites,
-            **options,
         )
         saved = SavedPlans(Path(plan)) if plan is not None else None
         with together.one_by_one() if together is not None else nullcontext():

@@ -220,9 +220,7 @@ def test_numbers_say_what_they_bound_or_measure() -> None:
     assert wrong == []
 
 
-SHARED = """
-XXX
-""".split()  # fmt: skip
+SHARED = ["XXX"]  # fmt: skip
 
 
 def test_names_of_classes_stand_once() -> None:

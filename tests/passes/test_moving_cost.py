@@ -16,6 +16,7 @@ from gascompile.core.steps import Offload, Recompute
 from gascompile.core.workload import Workload
 from gascompile.cost_models.simulate.replay import link_bytes
 from gascompile.passes.intervals.plan_intervals import plan_intervals
+from gascompile.passes.model.effort import Effort
 from gascompile.passes.model.intervals import IntervalPlan
 from gascompile.passes.plan.make_plan import make_plan
 from tests.passes.planning import drive, task
@@ -62,8 +63,7 @@ def test_of_two_tensors_that_may_leave_in_time_the_smaller_one_does() -> None:
         workload,
         QUICK,
         {"cpu": 10},
-        time_limit_s=5,
-        mip_gap=0.0,
+        effort=Effort(time_limit_s=5, mip_gap=0.0),
         recompute=False,
         op_s_per_byte=0.5,
     )
@@ -94,7 +94,9 @@ def test_where_all_moves_are_hidden_weights_come_anew_and_nothing_saved_goes_out
     places = tuple(replace(place, size_bytes=1000) for place in machine.places)
     machine = replace(machine, places=places)
     limits = {"cpu": budget}
-    found = plan_intervals(workload, machine, limits, time_limit_s=5, recompute=False)
+    found = plan_intervals(
+        workload, machine, limits, effort=Effort(time_limit_s=5), recompute=False
+    )
     simulate(workload, machine, found.steps, found.homes, limits_bytes=limits)
     ops_s = 16.0 * num_layers
     assert found.seconds <= ops_s * 1.001
@@ -133,7 +135,7 @@ def test_no_plan_beats_the_bound(case: Case, op_s_per_byte: float) -> None:
                 case.workload,
                 case.machine,
                 case.limits_bytes,
-                time_limit_s=1,
+                effort=Effort(time_limit_s=1),
                 op_s_per_byte=cost,
             )
             for cost in (0.0, op_s_per_byte)

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from gascompile.core.errors import InfeasiblePlanError
 from gascompile.passes.intervals import plan_intervals as plan_intervals_module
 from gascompile.passes.intervals.plan_intervals import plan_intervals
+from gascompile.passes.model.effort import Effort
 from tests.passes.move_oracle import Optimum, least_limit, move_optimum
 from tests.passes.random_workloads import Case, cases, draw_case, faster
 from tests.passes.step_interpreter import simulate
@@ -67,8 +68,7 @@ def outcome(case: Case) -> Outcome:
             case.workload,
             case.machine,
             case.limits_bytes,
-            time_limit_s=TIME_LIMIT_S,
-            mip_gap=MIP_GAP,
+            effort=Effort(time_limit_s=TIME_LIMIT_S, mip_gap=MIP_GAP),
         )
     except InfeasiblePlanError as error:
         return Outcome(required_bytes=error.required_bytes)

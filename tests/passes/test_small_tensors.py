@@ -11,6 +11,7 @@ from gascompile.core.machine import Machine
 from gascompile.core.steps import Offload, Release
 from gascompile.core.workload import OpSpec, TensorKind, TensorSpec, Workload
 from gascompile.passes.intervals.plan_intervals import plan_intervals
+from gascompile.passes.model.effort import Effort
 from gascompile.passes.model.intervals import IntervalPlan
 from tests.passes.planning import drive
 from tests.passes.step_interpreter import simulate
@@ -50,7 +51,7 @@ def check(found: IntervalPlan, workload: Workload, machine: Machine, limit_bytes
 
 
 def plan(machine: Machine, limit_bytes: int) -> IntervalPlan:
-    found = plan_intervals(updates(), machine, {"cpu": limit_bytes}, time_limit_s=1)
+    found = plan_intervals(updates(), machine, {"cpu": limit_bytes}, effort=Effort(time_limit_s=1))
     check(found, updates(), machine, limit_bytes)
     return found
 
@@ -88,8 +89,8 @@ def test_it_leaves_where_nothing_fits_otherwise() -> None:
     )
     workload = replace(workload, ops=ops, tensors=(*workload.tensors, weight))
     machine = with_latency(0.01)
-    found = plan_intervals(workload, machine, {"cpu": limit_bytes}, time_limit_s=1)
+    found = plan_intervals(workload, machine, {"cpu": limit_bytes}, effort=Effort(time_limit_s=1))
     check(found, workload, machine, limit_bytes)
     assert any(name.startswith("small") for name in leaving(found))
     with pytest.raises(InfeasiblePlanError):
-        plan_intervals(workload, machine, {"cpu": room + LARGE}, time_limit_s=1)
+        plan_intervals(workload, machine, {"cpu": room + LARGE}, effort=Effort(time_limit_s=1))

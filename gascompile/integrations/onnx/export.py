@@ -106,8 +106,7 @@ def export(
     shapes = _shapes_of_all(dynamic_shapes, args, kwargs)
     with task(f"Capturing {type(opened.model).__name__}"):
         captured = capture(opened.model, args, kwargs, dynamic_shapes=shapes)
-    options: dict[str, Any] = {"cache_dir": Path(cache_dir)} if cache_dir is not None else {}
-    store = CompileConfig(**options).cache_dir / STORE
+    store = CompileConfig.of(cache_dir).cache_dir / STORE
     resolved = resolved_weights(opened, captured, store)
     with task("Writing ONNX"):
         graph = onnx_graph(captured.program, resolved.held, opset=opset)
