@@ -30,7 +30,7 @@ from gascompile.api.calibrate import calibrate_machine
 from gascompile.core.machine import Machine
 from gascompile.core.serial import dumps, to_json
 from gascompile.core.sizes import format_size
-from gascompile.cost_models.measure.compute import Weights, matrix_rates
+from gascompile.cost_models.measure.compute import ColdWeights, matrix_rates
 from gascompile.machines.resolve import resolve_machine
 from gascompile.runtime.transfer.engine import read_blocks
 
@@ -99,7 +99,7 @@ class Probe:
     """How fast the processor is right now, by the same two measurements each time."""
 
     def __init__(self) -> None:
-        self._weights = Weights()
+        self._weights = ColdWeights()
 
     def now(self) -> dict[str, float]:
         """Return the rate of a one-row product's weights and of a product of 128 rows."""

@@ -20,7 +20,7 @@ from gascompile.bundles.reuse import CachedPlan
 from gascompile.codegen.build import compiler
 from gascompile.core.machine import Machine
 from gascompile.cost_models.measure import machine as measuring
-from gascompile.cost_models.measure.disk import Reader
+from gascompile.cost_models.measure.disk import ProbeReader
 from gascompile.machines import resolve
 from gascompile.runtime.transfer.engine import read_blocks
 from tests.compiler import remembering_compiler
@@ -79,7 +79,7 @@ def _measured_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     folder = _shared(tmp_path_factory) / "machine"
     folder.mkdir(exist_ok=True)
 
-    def once(*, cache_dir: str | os.PathLike[str], read: Reader) -> Machine:
+    def once(*, cache_dir: str | os.PathLike[str], read: ProbeReader) -> Machine:
         if read is not read_blocks or measuring.measure_machine is not of_parts:
             return measure(cache_dir=cache_dir, read=read)
         with (folder / "lock").open("w") as lock:

@@ -105,11 +105,11 @@ def kernel_workspace_bytes(
         common = inputs[0].dtype
         for value in inputs[1:]:
             common = torch.promote_types(common, value.dtype)
-    kernel = Kernel(func._schema.name, common, _selected_backend, func._schema.is_mutable)
+    kernel = HostKernel(func._schema.name, common, _selected_backend, func._schema.is_mutable)
     return workspace_bytes(kernel, args, inputs, outputs)
 
 
-class Kernel(NamedTuple):
+class HostKernel(NamedTuple):
     """What of a kernel its workspace depends on, beside its tensors."""
 
     name: str
@@ -130,7 +130,7 @@ def _selected_backend(args: Sequence[Any]) -> str:
 
 
 def workspace_bytes(
-    kernel: Kernel,
+    kernel: HostKernel,
     args: Sequence[Any],
     inputs: Sequence[torch.Tensor],
     outputs: Sequence[torch.Tensor],
@@ -205,7 +205,7 @@ def _nbytes(values: Sequence[torch.Tensor]) -> int:
 
 
 def _converted_bytes(
-    kernel: Kernel, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
+    kernel: HostKernel, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
 ) -> int:
     """Return the copies of operands that element-wise kernels make to compute in one dtype."""
     common = kernel.common
@@ -237,7 +237,7 @@ def _attention_backward_bytes(inputs: Sequence[torch.Tensor]) -> int:
 
 
 def _convolution_bytes(
-    kernel: Kernel,
+    kernel: HostKernel,
     args: Sequence[Any],
     inputs: Sequence[torch.Tensor],
     outputs: Sequence[torch.Tensor],
@@ -275,7 +275,7 @@ def _convolution_bytes(
 
 
 def _convolution_backward_bytes(
-    kernel: Kernel, args: Sequence[Any], outputs: Sequence[torch.Tensor]
+    kernel: HostKernel, args: Sequence[Any], outputs: Sequence[torch.Tensor]
 ) -> int:
     """Return the copies of one gradient at a time, and the weights' of every thread before they are summed."""
     gradient, image, weight = args[:3]

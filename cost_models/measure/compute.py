@@ -31,7 +31,7 @@ _NUM_CALLS = 200
 """Of one tiny op between two looks at the clock, which share what that takes itself."""
 
 
-class Weights:
+class ColdWeights:
     """Weights that no cache holds: views of one block of memory."""
 
     def __init__(self, size_bytes: int = _WEIGHTS_BYTES) -> None:
@@ -73,7 +73,7 @@ def typical(times_s: Sequence[float]) -> float:
 
 
 def matrix_rates(
-    weights: Weights, *, rows: Sequence[int], num_calls: int, limit_s: float
+    weights: ColdWeights, *, rows: Sequence[int], num_calls: int, limit_s: float
 ) -> Mapping[str, tuple[RatePoint, ...]]:
     """Return, per dtype name, the rate of products of each number of ``rows``.
 

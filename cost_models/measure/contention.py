@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 
 from gascompile.core.machine import InterferencePoint
-from gascompile.cost_models.measure.compute import Weights, product_point
+from gascompile.cost_models.measure.compute import ColdWeights, product_point
 
 _ROWS = (1, 128)
 """The one bound by memory, the other by arithmetic."""
@@ -22,7 +22,7 @@ _MOST_LOST = 0.9
 """Who loses more was interrupted by something else."""
 
 
-def contention_points(weights: Weights, *, limit_s: float) -> tuple[InterferencePoint, ...]:
+def contention_points(weights: ColdWeights, *, limit_s: float) -> tuple[InterferencePoint, ...]:
     """Return the share of its speed that a product loses beside another, by arithmetic intensity.
 
     Args:

@@ -14,7 +14,7 @@ import torch
 
 from gascompile.core.machine import IoSettings
 from gascompile.core.sizes import GIB, MIB
-from gascompile.cost_models.measure.disk import Reader, ReadResult
+from gascompile.cost_models.measure.disk import ProbeReader, ReadResult
 
 GPU_ROWS = (1, 4, 16, 64, 256, 1024, 4096)
 FEW_GPU_ROWS = (1, 16, 256, 4096)
@@ -136,7 +136,7 @@ class StagedReader:
     """Reads a file into one pinned buffer while another is on its way to the device, as the runtime does."""
 
     def __init__(
-        self, read: Reader, size_bytes: int, cuda: Any = torch.cuda, *, device: str = "cuda"
+        self, read: ProbeReader, size_bytes: int, cuda: Any = torch.cuda, *, device: str = "cuda"
     ) -> None:
         """Take two pinned buffers and one on the device of ``size_bytes`` each."""
         self._read = read

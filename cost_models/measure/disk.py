@@ -1,7 +1,7 @@
 """Times the slow tier with the reader that will run plans: a temporary file of noise, a few reads.
 
 The file is written past the page cache and deleted in every case; what a killed process left behind is
-removed by the next measurement. Reads go through the ``Reader`` that is passed in, so the settings found
+removed by the next measurement. Reads go through the ``ProbeReader`` that is passed in, so the settings found
 are those of the engine that uses them, into memory like the arena's. A plan in its steady state reads the
 same bytes again and again, which a host with a cache of its own may serve faster than bytes that it has
 not seen: the first and the later passes over the file are told apart.
@@ -55,7 +55,7 @@ class ReadResult(Protocol):
         """The I/O path really taken: ``O_DIRECT``, ``page cache`` or both."""
 
 
-class Reader(Protocol):
+class ProbeReader(Protocol):
     """The runtime engine's positional read into page-aligned memory, timed by itself."""
 
     def __call__(
@@ -78,7 +78,7 @@ class ProbeFile:
     """The I/O paths that reads of it took, in the reader's words."""
     _next: int = 0
 
-    def read_rate(self, read: Reader, io: IoSettings, size_bytes: int) -> float:
+    def read_rate(self, read: ProbeReader, io: IoSettings, size_bytes: int) -> float:
         """Return bytes/s of one read; successive reads go through the file, not over the same part."""
         if self._next + size_bytes > self.size_bytes:
             self._next = 0
@@ -112,12 +112,12 @@ class ProbeFile:
         """Let the next read start at the beginning."""
         self._next = 0
 
-    def reread_rate(self, read: Reader, io: IoSettings, size_bytes: int) -> float:
+    def reread_rate(self, read: ProbeReader, io: IoSettings, size_bytes: int) -> float:
         """Return bytes/s of reading the beginning of the file."""
         self.rewind()
         return self.read_rate(read, io, size_bytes)
 
-    def latency_s(self, read: Reader, num_reads: int = 16) -> float:
+    def latency_s(self, read: ProbeReader, num_reads: int = 16) -> float:
         """Return the median seconds of reading one page."""
         io = IoSettings(num_threads=1, chunk_bytes=PAGE_BYTES)
         step = self.size_bytes // (num_reads * PAGE_BYTES) * PAGE_BYTES
@@ -130,7 +130,7 @@ class ProbeFile:
 
 
 def best_setting(
-    file: ProbeFile, read: Reader, *, limit_s: float, num_reads: int = 1
+    file: ProbeFile, read: ProbeReader, *, limit_s: float, num_reads: int = 1
 ) -> tuple[IoSettings, int, Mapping[IoSettings, float]]:
     """Return the fastest setting, a read size that takes about a twentieth of a second, and all rates.
 
@@ -163,7 +163,7 @@ def best_setting(
 
 
 def read_through(
-    file: ProbeFile, read: Reader, io: IoSettings, size_bytes: int, *, limit_s: float
+    file: ProbeFile, read: ProbeReader, io: IoSettings, size_bytes: int, *, limit_s: float
 ) -> list[float]:
     """Return the bytes/s of each read while going through the file once, or until ``limit_s`` is over."""
     stop = time.perf_counter() + limit_s

@@ -26,7 +26,7 @@ from gascompile.core.machine import (
 )
 from gascompile.core.sizes import KIB, MIB, format_rate, format_size
 from gascompile.cost_models.measure.compute import DTYPES, product_point, typical
-from gascompile.cost_models.measure.disk import ProbeFile, Reader, best_setting, read_through
+from gascompile.cost_models.measure.disk import ProbeFile, ProbeReader, best_setting, read_through
 
 READS = "reads"
 _BUS, _IN, _DRIVE = "gpu-bus", "gpu-in", "nvme-read"
@@ -173,7 +173,9 @@ def _points(
     return tuple(points)
 
 
-def measure_engine(name: str, file: ProbeFile, read: Reader, *, limit_s: float) -> EngineFigures:
+def measure_engine(
+    name: str, file: ProbeFile, read: ProbeReader, *, limit_s: float
+) -> EngineFigures:
     """Return what ``read``, which brings bytes of a file to the device, reaches with its best settings.
 
     Args:

@@ -33,7 +33,7 @@ from gascompile.cost_models.measure.compute import (
     FEW_ROWS,
     ROWS,
     WIDTH,
-    Weights,
+    ColdWeights,
     matrix_rates,
     op_overhead_s,
 )
@@ -41,7 +41,7 @@ from gascompile.cost_models.measure.contention import contention_points
 from gascompile.cost_models.measure.disk import (
     UNIT_BYTES,
     ProbeFile,
-    Reader,
+    ProbeReader,
     best_setting,
     probe_file,
     read_through,
@@ -58,7 +58,7 @@ Stage = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Effort:
+class MeasuringEffort:
     """How long to measure."""
 
     name: str
@@ -74,7 +74,7 @@ class Effort:
     together_s: float
 
 
-SHORT = Effort(
+SHORT = MeasuringEffort(
     name="in short",
     weights_bytes=96 * MIB,
     rows=FEW_ROWS,
@@ -85,7 +85,7 @@ SHORT = Effort(
     disk_limit_s=0.4,
     together_s=0.2,
 )
-THOROUGH = Effort(
+THOROUGH = MeasuringEffort(
     name="thoroughly",
     weights_bytes=128 * MIB,
     rows=ROWS,
@@ -135,8 +135,8 @@ class _Together:
 def measure_machine(
     *,
     folder: str | os.PathLike[str],
-    read: Reader,
-    effort: Effort = SHORT,
+    read: ProbeReader,
+    effort: MeasuringEffort = SHORT,
     stage: Stage = lambda name: None,
 ) -> Machine:
     """Return this machine, measured: tiers ``cpu`` and ``nvme``, the links between them, CPU rates.
@@ -154,7 +154,7 @@ def measure_machine(
         StorageError: ``folder`` cannot be written to or has too little free space.
     """
     stage("processor")
-    weights = Weights(effort.weights_bytes)
+    weights = ColdWeights(effort.weights_bytes)
     compute = _Compute(
         points=matrix_rates(
             weights, rows=effort.rows, num_calls=effort.num_calls, limit_s=effort.matrix_limit_s
@@ -180,7 +180,9 @@ def _today() -> str:
     return date.today().isoformat()  # noqa: DTZ011 - the user's own calendar day
 
 
-def _measure_disk(file: ProbeFile, target: ProbeFile, read: Reader, effort: Effort) -> _Disk:
+def _measure_disk(
+    file: ProbeFile, target: ProbeFile, read: ProbeReader, effort: MeasuringEffort
+) -> _Disk:
     latency_s = file.latency_s(read)
     limit_s = effort.disk_limit_s
     # The search comes second: it reads the beginning of the file, which is then no longer new.
@@ -216,10 +218,10 @@ def _typical_rate(rates: Sequence[float]) -> float:
 def _measure_together(
     file: ProbeFile,
     target: ProbeFile,
-    read: Reader,
+    read: ProbeReader,
     disk: _Disk,
-    weights: Weights,
-    effort: Effort,
+    weights: ColdWeights,
+    effort: MeasuringEffort,
 ) -> _Together:
     """Read in one thread while another streams weights through the processor, then while another writes."""
     size_bytes = min(disk.read_size_bytes, _TOGETHER_BYTES, target.size_bytes)

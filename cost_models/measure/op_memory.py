@@ -15,7 +15,7 @@ _MOST_BYTES = 256 << 20
 """Of an op's inputs and results; one with more is not called."""
 
 
-class Count(Protocol):
+class MemoryCount(Protocol):
     """What ``Counter.counting`` yields."""
 
     @property
@@ -23,10 +23,10 @@ class Count(Protocol):
         """The most that was alive."""
 
 
-class Counter(Protocol):
+class MemoryCounter(Protocol):
     """What counts, as in ``runtime.counting``."""
 
-    def counting(self) -> AbstractContextManager[Count]:
+    def counting(self) -> AbstractContextManager[MemoryCount]:
         """Count what this thread takes."""
 
 
@@ -52,7 +52,7 @@ def op_kind(function: object, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     return " ".join(parts)
 
 
-def measured_workspace_bytes(call: OpCall, counter: Counter) -> int | None:
+def measured_workspace_bytes(call: OpCall, counter: MemoryCounter) -> int | None:
     """Return what a call takes beside its results; ``None`` where it cannot be made, or is too large to be.
 
     Made-up tensors take the place of the fake ones. Only ops of ATen are called: others may do more than compute.

@@ -17,7 +17,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from gascompile.core.program import Program
-from gascompile.cost_models.measure.compute import Weights
+from gascompile.cost_models.measure.compute import ColdWeights
 from gascompile.cost_models.measure.rehearse import (
     made_up,
     mean_undisturbed,
@@ -79,7 +79,7 @@ def measure_ops(
     found: dict[str, float] = {}
     start = time.perf_counter()
     with torch.no_grad(), torch.random.fork_rng(devices=()):
-        weights = Weights()
+        weights = ColdWeights()
         whole = rehearse(
             program,
             lambda node: signature(node, program),
@@ -108,7 +108,7 @@ def measure_ops(
 class _Call:
     """One op on made-up inputs."""
 
-    def __init__(self, node: fx.Node, weights: Weights) -> None:
+    def __init__(self, node: fx.Node, weights: ColdWeights) -> None:
         assert callable(node.target)
         self._function = node.target
         self._weights = weights
@@ -119,7 +119,7 @@ class _Call:
         self.scale = 1.0
 
     @classmethod
-    def of(cls, node: fx.Node, program: Program, weights: Weights) -> _Call | None:
+    def of(cls, node: fx.Node, program: Program, weights: ColdWeights) -> _Call | None:
         """Return the call; ``None`` where its inputs take too much memory."""
         call = cls(node, weights)
         for source in node.all_input_nodes:

@@ -12,7 +12,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from gascompile.core.program import Program
-from gascompile.cost_models.measure.compute import Weights
+from gascompile.cost_models.measure.compute import ColdWeights
 
 _MOST_BYTES = 256 << 20
 """Of inputs and of any one result: a program with more is not rehearsed."""
@@ -28,7 +28,7 @@ def rehearse(
     program: Program,
     signature: Signature,
     is_large: Callable[[fx.Node], bool],
-    weights: Weights,
+    weights: ColdWeights,
     *,
     limit_s: float,
 ) -> Mapping[str, float]:
@@ -88,7 +88,7 @@ class _Rehearsal:
         program: Program,
         signature: Signature,
         is_large: Callable[[fx.Node], bool],
-        weights: Weights,
+        weights: ColdWeights,
     ) -> None:
         self._weights = weights
         self._given: dict[fx.Node, torch.Tensor] = {}

@@ -65,7 +65,7 @@ class _Ranges:
 
 
 @dataclass(slots=True)
-class Arena:
+class ArenaAccount:
     """The copies in a plan's arena. Whoever passes ``on_change`` hears of bytes that are taken and given back."""
 
     plan: Plan

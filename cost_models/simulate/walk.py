@@ -28,7 +28,7 @@ from gascompile.core.machine import Link
 from gascompile.core.plan import Plan
 from gascompile.core.steps import Compute, Offload, Prefetch, Recompute, Release, Reload, Step, Wait
 from gascompile.core.workload import PERSISTENT, TensorKind
-from gascompile.cost_models.simulate.arena import Arena, refuse
+from gascompile.cost_models.simulate.arena import ArenaAccount, refuse
 from gascompile.cost_models.simulate.replay import up_front_transfers
 from gascompile.cost_models.simulate.touches import (
     copy_ends,
@@ -69,7 +69,7 @@ class Walk:
         self.before: list[int] = []
         """What the tier that computes holds outside of the arena before each step."""
         self._on_change = on_change
-        self._arena = Arena(plan, on_heap, self._tell_of_arena)
+        self._arena = ArenaAccount(plan, on_heap, self._tell_of_arena)
         self._kinds = {t.name: t.kind for t in plan.workload.tensors if t.name in on_heap}
         self._sizes = {t.name: t.size_bytes for t in plan.workload.tensors if t.name in on_heap}
         self._anchors: dict[str, str] = {}

@@ -25,8 +25,8 @@ from gascompile.api.compiled import CompiledModel
 from gascompile.core.machine import Interference, InterferencePoint, Machine
 from gascompile.core.plan import Plan
 from gascompile.cost_models.measure import correct
-from gascompile.cost_models.measure.disk import Reader
-from gascompile.cost_models.measure.machine import THOROUGH, Effort, Stage, measure_machine
+from gascompile.cost_models.measure.disk import ProbeReader
+from gascompile.cost_models.measure.machine import THOROUGH, MeasuringEffort, Stage, measure_machine
 from gascompile.cost_models.simulate.replay import replay_plan
 from gascompile.machines.busy import warned_if_busy
 from gascompile.machines.gpu import with_gpu
@@ -83,9 +83,9 @@ class Trials:
 def calibrate_machine(
     *,
     cache_dir: str | os.PathLike[str],
-    read: Reader,
+    read: ProbeReader,
     stage: Stage = lambda name: None,
-    effort: Effort = THOROUGH,
+    effort: MeasuringEffort = THOROUGH,
     trials: Trials | None = None,
 ) -> Machine:
     """Measure this machine, correct it by runs and remember it in place of what was remembered.

@@ -120,7 +120,7 @@ class PipedJob(Job):
         return Staged(ops=ops, num_forward=len(ops))
 
     def _legs(self, program: Program, found: Staged) -> Legs:
-        from gascompile.training.pipeline.agreement import Memory, agreed_problem, in_words
+        from gascompile.training.pipeline.agreement import StageMemory, agreed_problem, in_words
         from gascompile.training.pipeline.pipeline import stages_of
         from gascompile.training.pipeline.stage_problem import holders_of, op_seconds, stage_ops
 
@@ -132,7 +132,7 @@ class PipedJob(Job):
             stages = stages_of(forced(len(found.ops), size), len(found.ops))
         else:
             workload = self.annotated(program).workload
-            memory = Memory.of(self.machine, self.limit_bytes)
+            memory = StageMemory.of(self.machine, self.limit_bytes)
             ops = stage_ops(found, names, workload, 0)
             times_s = op_seconds(found, workload, memory.site)
             agreed = (self.stages.ranks, ops, times_s, memory)

@@ -23,7 +23,7 @@ from gascompile.capture.keyword_names import named_keywords
 from gascompile.capture.later.history import History
 from gascompile.capture.later.later_calls import Exported, Steady, steady_capture
 from gascompile.capture.later.rounds import Rounds
-from gascompile.capture.record.effects import Trace
+from gascompile.capture.record.effects import EffectTrace
 from gascompile.capture.record.record import Recorder
 from gascompile.capture.record.trial import Trial
 from gascompile.capture.to_program import Capture, to_program
@@ -86,7 +86,7 @@ def _captured(
     *,
     overlapping: bool,
 ) -> tuple[Capture, Steady]:
-    def exported(trial: Trial | None = None, rounds: Rounds | None = None) -> Trace[Exported]:
+    def exported(trial: Trial | None = None, rounds: Rounds | None = None) -> EffectTrace[Exported]:
         twin, canonical = fake_twin(model, device=device)
         inputs = trace_inputs(args, kwargs, device=device, overlapping=overlapping)
         recorder = Recorder(twin, versions=True, trial=trial)
@@ -108,7 +108,7 @@ def _captured(
                     )
         except Exception as error:  # torch.export raises whatever the model's own code raises
             raise _capture_error(model, error) from error
-        return Trace(
+        return EffectTrace(
             found=(found, canonical, *inputs), graph_module=found.graph_module, recorder=recorder
         )
 

@@ -64,10 +64,10 @@ def generate(
     )
     sources = {name: _loops(maker) for name, maker in makers.items()}
     symbols = {name: f"gas_{key}_{i}" for i, name in enumerate(sources)}
-    recorder = Recorder(len(inputs))
+    recorder = LaunchRecorder(len(inputs))
     names: dict[str, Callable[..., object]] = {"empty_strided_cpu": recorder.allocate}
     names |= {name: _launcher(recorder, symbol) for name, symbol in symbols.items()}
-    returned = recorder.run(call, names, [Memory(i, 0, of) for i, of in enumerate(read)])
+    returned = recorder.run(call, names, [KernelMemory(i, 0, of) for i, of in enumerate(read)])
     kernel = recorded_kernel(recorder, read, made, returned)
     renamed = (
         re.sub(r"\bkernel\(", f"{symbols[name]}(", text.replace(HEADER, ""), count=1)
@@ -192,7 +192,7 @@ def _loops(made: ast.Call) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class KernelMemory:
     """Stands for a tensor while the calls are noted: where it lies and what it looks like."""
 
     place: int
@@ -204,7 +204,7 @@ class Memory:
         return Pointer(place=self.place, offset_bytes=self.offset_bytes)
 
 
-class Recorder:
+class LaunchRecorder:
     """Notes what the generated function allocates and launches."""
 
     def __init__(self, num_inputs: int) -> None:
@@ -213,8 +213,8 @@ class Recorder:
         self.launches: list[Launch] = []
 
     def run(
-        self, call: ast.FunctionDef, names: Mapping[str, object], inputs: list[Memory]
-    ) -> list[Memory]:
+        self, call: ast.FunctionDef, names: Mapping[str, object], inputs: list[KernelMemory]
+    ) -> list[KernelMemory]:
         """Run the generated function on stand-ins; ``names`` are what it calls.
 
         Raises:
@@ -234,30 +234,30 @@ class Recorder:
             returned = list(function(inputs))
         except (NameError, AttributeError, TypeError, RuntimeError) as error:
             raise UnsupportedOpError(f"it calls more than its own loops: {error}") from error
-        if not all(isinstance(value, Memory) for value in returned):
+        if not all(isinstance(value, KernelMemory) for value in returned):
             raise UnsupportedOpError("it returns something else than tensors")
         return returned
 
     def allocate(
         self, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype
-    ) -> Memory:
+    ) -> KernelMemory:
         """Note a new buffer."""
         name = str(dtype).removeprefix("torch.")
         self.buffers.append(Layout(dtype=name, shape=tuple(shape), stride=tuple(stride)))
-        return Memory(self.num_inputs + len(self.buffers) - 1, 0, self.buffers[-1])
+        return KernelMemory(self.num_inputs + len(self.buffers) - 1, 0, self.buffers[-1])
 
     @staticmethod
     def _reinterpret(
-        base: Memory, shape: tuple[int, ...], stride: tuple[int, ...], offset: int
-    ) -> Memory:
+        base: KernelMemory, shape: tuple[int, ...], stride: tuple[int, ...], offset: int
+    ) -> KernelMemory:
         dtype: torch.dtype = getattr(torch, base.layout.dtype)
         seen = Layout(dtype=base.layout.dtype, shape=tuple(shape), stride=tuple(stride))
-        return Memory(base.place, base.offset_bytes + offset * dtype.itemsize, seen)
+        return KernelMemory(base.place, base.offset_bytes + offset * dtype.itemsize, seen)
 
 
-def _launcher(recorder: Recorder, symbol: str) -> Callable[..., None]:
-    def launch(*arguments: Memory) -> None:
-        if not all(isinstance(value, Memory) for value in arguments):
+def _launcher(recorder: LaunchRecorder, symbol: str) -> Callable[..., None]:
+    def launch(*arguments: KernelMemory) -> None:
+        if not all(isinstance(value, KernelMemory) for value in arguments):
             raise UnsupportedOpError("its kernel takes other arguments than tensors")
         pointers = tuple(value.pointer for value in arguments)
         recorder.launches.append(Launch(symbol=symbol, arguments=pointers))
@@ -266,10 +266,10 @@ def _launcher(recorder: Recorder, symbol: str) -> Callable[..., None]:
 
 
 def recorded_kernel(
-    recorder: Recorder,
+    recorder: LaunchRecorder,
     inputs: Sequence[Layout],
     outputs: Sequence[Layout],
-    returned: Sequence[Memory],
+    returned: Sequence[KernelMemory],
 ) -> Kernel:
     """Return what was noted, with the outputs as the first buffers.
 

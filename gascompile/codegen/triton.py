@@ -16,8 +16,8 @@ import torch
 from torch import fx
 
 from gascompile.codegen.cpp import (
-    Memory,
-    Recorder,
+    KernelMemory,
+    LaunchRecorder,
     inductor_module,
     known_layout,
     recorded_kernel,
@@ -102,7 +102,7 @@ def generate_triton(
         )
         makers, call = taken_apart(module, "triton")
         functions = {name: _function(maker.args[1]) for name, maker in makers.items()}
-    recorder = Recorder(len(inputs))
+    recorder = LaunchRecorder(len(inputs))
     writer = _Writer(key, recorder)
     names: dict[str, object] = {
         "torch": _Torch(),
@@ -110,7 +110,7 @@ def generate_triton(
         "empty_strided_cuda": recorder.allocate,
     }
     names |= {name: _Launcher(writer, function) for name, function in functions.items()}
-    returned = recorder.run(call, names, [Memory(i, 0, of) for i, of in enumerate(read)])
+    returned = recorder.run(call, names, [KernelMemory(i, 0, of) for i, of in enumerate(read)])
     kernel = recorded_kernel(recorder, read, made, returned)
     return GeneratedTriton(
         kernel=replace(kernel, aligned=_aligned_inputs(kernel, writer.sources)),
@@ -237,7 +237,7 @@ class _Writer:
     """Makes a source of each kernel with the sizes of its launches."""
 
     key: str
-    recorder: Recorder
+    recorder: LaunchRecorder
     sources: dict[str, TritonSource] = field(default_factory=dict)
     _symbols: dict[tuple[str, tuple[int, ...]], str] = field(default_factory=dict)
 
@@ -246,7 +246,7 @@ class _Writer:
             raise UnsupportedOpError(f"its kernel takes {len(function.arguments)} arguments")
         pointers, sizes = [], {}
         for name, value in zip(function.arguments, values, strict=True):
-            if isinstance(value, Memory) and function.types[name].startswith("*"):
+            if isinstance(value, KernelMemory) and function.types[name].startswith("*"):
                 pointers.append(value.pointer)
             elif isinstance(value, int):
                 sizes[name] = value

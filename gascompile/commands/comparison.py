@@ -16,7 +16,7 @@ from gascompile.core.sizes import format_size, format_time
 from gascompile.core.workload import Workload
 from gascompile.cost_models.formulas.energy import plan_energy
 from gascompile.integrations.device_map import Mapped
-from gascompile.integrations.placements import Placement, Taken, read_placement, taken_by
+from gascompile.integrations.placements import OtherPlacement, Taken, read_placement, taken_by
 
 
 def compared(
@@ -55,7 +55,7 @@ def compared(
     return _as_json(placement, theirs, made), _parts(placement, theirs, made)
 
 
-def _as_json(placement: Placement, theirs: Taken, made: Plan) -> dict[str, Any]:
+def _as_json(placement: OtherPlacement, theirs: Taken, made: Plan) -> dict[str, Any]:
     tier = made.machine.compute_tier
     return {
         "model": made.workload.name,
@@ -88,7 +88,7 @@ def _energy(plan: Plan) -> dict[str, Any]:
     return {} if energy is None else {"energy": to_json(energy)}
 
 
-def _parts(placement: Placement, theirs: Taken, made: Plan) -> list[RenderableType]:
+def _parts(placement: OtherPlacement, theirs: Taken, made: Plan) -> list[RenderableType]:
     tier, seconds = made.machine.compute_tier, theirs.plan.certificate.predicted_s
     took = format_time(seconds)
     if theirs.least_s < seconds:

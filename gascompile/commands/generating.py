@@ -152,7 +152,7 @@ def _generated(
     import torch
 
     from gascompile.api.compile import compile as compile_model
-    from gascompile.integrations.text import Watch
+    from gascompile.integrations.text import TextWatch
 
     ids, decode = prompt
     machine, budget = asked.target()
@@ -160,7 +160,9 @@ def _generated(
         compiled: Any = compile_model(asked.source, budget, machine=machine, **asked.config)
     with compiled:
         _require_tokens(compiled, ids)
-        watch = Watch(lambda: compiled.last_run, _printed if live else lambda text: None, decode)
+        watch = TextWatch(
+            lambda: compiled.last_run, _printed if live else lambda text: None, decode
+        )
         if seed is not None:
             torch.manual_seed(seed)
         single = {"streamer": watch} if mode["num_beams"] == 1 else {}

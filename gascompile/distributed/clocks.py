@@ -13,7 +13,7 @@ _NANOSECOND = 1e-9  # seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Clock:
+class RankClock:
     """This rank's clock, ``time.perf_counter``, beside rank 0's."""
 
     ahead_s: float
@@ -21,7 +21,7 @@ class Clock:
     """The true difference is no more than this away."""
 
 
-def clock_of(ranks: Ranks) -> Clock:
+def clock_of(ranks: Ranks) -> RankClock:
     """Return how far this rank's clock is ahead of rank 0's; all ranks call it.
 
     Nobody leaves a meeting before all have come: rank 0's coming lies before this rank's leaving, and this one's coming
@@ -42,5 +42,7 @@ def clock_of(ranks: Ranks) -> Clock:
         if number:
             least = max(least, before[own] - table[0][1])
     if own == 0:
-        return Clock(ahead_s=0.0, error_s=0.0)
-    return Clock(ahead_s=(least + most) / 2 * _NANOSECOND, error_s=(most - least) / 2 * _NANOSECOND)
+        return RankClock(ahead_s=0.0, error_s=0.0)
+    return RankClock(
+        ahead_s=(least + most) / 2 * _NANOSECOND, error_s=(most - least) / 2 * _NANOSECOND
+    )

@@ -39,7 +39,7 @@ WORD_BITS: Final = 32  # of int32, in which GPTQ and AWQ pack
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class PackingPart:
     """One of the tensors that a packed weight is made of."""
 
     name: str
@@ -91,7 +91,7 @@ class Packing:
         """Return the scales of one row."""
         return -(-columns // self.group) if self.group else 1
 
-    def parts(self, rows: int, columns: int) -> tuple[Part, ...]:
+    def parts(self, rows: int, columns: int) -> tuple[PackingPart, ...]:
         """Return the parts of a weight of ``rows x columns``, in the order in which they lie in memory."""
         groups, each = self.num_groups(columns), WORD_BITS // self.bits
         blocks = -(-rows // self.block_rows) if self.block_rows else 1
@@ -122,10 +122,10 @@ class Packing:
             ]
         if self.is_ordered:
             found.insert(1, ("groups", "int32", (columns,)))
-        parts: list[Part] = []
+        parts: list[PackingPart] = []
         offset = 0
         for name, dtype, shape in found:
-            parts.append(Part(name=name, dtype=dtype, shape=shape, offset=offset))
+            parts.append(PackingPart(name=name, dtype=dtype, shape=shape, offset=offset))
             offset = parts[-1].offset + parts[-1].size_bytes
         return tuple(parts)
 

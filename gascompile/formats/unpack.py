@@ -7,7 +7,7 @@ from typing import Final, Protocol
 
 import torch
 
-from gascompile.formats.packings import WORD_BITS, Packing, Part, packing_of, rows_of
+from gascompile.formats.packings import WORD_BITS, Packing, PackingPart, packing_of, rows_of
 
 _PLACES: Final = (0, 4, 1, 5, 2, 6, 3, 7)
 """Where in a word of ``awq`` each of its eight rows lies, in fours of bits."""
@@ -79,7 +79,7 @@ def unpack_into(
     _combine(out, scales, packing.group, groups, torch.Tensor.mul_)
 
 
-def _rows(weight: torch.Tensor, part: Part, begin: int, end: int) -> torch.Tensor:
+def _rows(weight: torch.Tensor, part: PackingPart, begin: int, end: int) -> torch.Tensor:
     """Return rows of a part; of one that is not aligned a copy."""
     dtype: torch.dtype = getattr(torch, part.dtype)
     row_bytes = part.size_bytes // part.shape[0]
@@ -90,7 +90,7 @@ def _rows(weight: torch.Tensor, part: Part, begin: int, end: int) -> torch.Tenso
 
 
 def _codes(
-    weight: torch.Tensor, part: Part, packing: Packing, begin: int, end: int
+    weight: torch.Tensor, part: PackingPart, packing: Packing, begin: int, end: int
 ) -> torch.Tensor:
     """Return the codes of some rows: words where they follow each other along the rows, else rows of bytes."""
     if packing.kind == "fp8":
@@ -141,7 +141,7 @@ def fp8_table(device: torch.device | str = "cpu") -> torch.Tensor:
 
 
 def _scales(
-    weight: torch.Tensor, part: Part, packing: Packing, begin: int, end: int
+    weight: torch.Tensor, part: PackingPart, packing: Packing, begin: int, end: int
 ) -> torch.Tensor:
     """Return the scales of some rows in float32, ``[rows, groups]``."""
     if packing.kind in ("gptq", "awq"):
@@ -158,7 +158,7 @@ def _scales(
 
 
 def _zeros(
-    weight: torch.Tensor, part: Part | None, packing: Packing, begin: int, end: int
+    weight: torch.Tensor, part: PackingPart | None, packing: Packing, begin: int, end: int
 ) -> torch.Tensor | int:
     """Return the zero points of some rows in float32, ``[rows, groups]``, or the one of all."""
     if packing.kind == "fp8":

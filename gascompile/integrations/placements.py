@@ -29,7 +29,7 @@ _PERSISTENT_ELEMENTS = 100_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Placement:
+class OtherPlacement:
     """Where another tool is told to put weights."""
 
     origin: str
@@ -57,7 +57,7 @@ class Taken:
     """What the place that computes needs beyond the budget; 0 where it fits."""
 
 
-def read_placement(text: str) -> Placement:
+def read_placement(text: str) -> OtherPlacement:
     """Return the placement in a JSON file, or of llama.cpp's flags, such as ``"-ngl 20 -ot exps=CPU"``.
 
     Raises:
@@ -76,13 +76,13 @@ def read_placement(text: str) -> Placement:
             "zero_optimization; llama.cpp's flags are given as they are: --compare='-ngl 20'"
         )
     device_map = read_device_map(text)
-    return Placement(
+    return OtherPlacement(
         origin="accelerate",
         tiers=lambda job: tiers_of(device_map, job.workload, job.machine, modules=job.modules),
     )
 
 
-def taken_by(placement: Placement, job: Mapped) -> Taken:
+def taken_by(placement: OtherPlacement, job: Mapped) -> Taken:
     """Plan what a placement takes, with as much memory where ops compute as it needs.
 
     Raises:
@@ -120,7 +120,7 @@ def _least_s(plan: Plan) -> float:
     return max(sum(op.time_s for op in plan.ops), *carried, 0.0)
 
 
-def _of_llama_cpp(text: str) -> Placement:
+def _of_llama_cpp(text: str) -> OtherPlacement:
     layers: int | None = None
     overrides: list[str | tuple[str, str]] = []
     others: dict[str, str] = {}
@@ -144,7 +144,7 @@ def _of_llama_cpp(text: str) -> Placement:
         one = isinstance(given, tuple)
         pairs += [given] if one else LlamaCppPlacement.of(0, [given]).overrides  # type: ignore[list-item]
     placement = LlamaCppPlacement(num_gpu_layers=layers, overrides=tuple(pairs))
-    return Placement(
+    return OtherPlacement(
         origin="llama.cpp",
         tiers=lambda job: placement.tiers(job.workload, job.machine),
         site="cpu",
@@ -196,7 +196,7 @@ _ZERO_REASONS = {
 }
 
 
-def _of_deepspeed(path: Path, data: Mapping[str, Any]) -> Placement:
+def _of_deepspeed(path: Path, data: Mapping[str, Any]) -> OtherPlacement:
     zero = data["zero_optimization"]
     if not isinstance(zero, dict):
         raise FormatError(f"{path}: zero_optimization is no object")
@@ -235,7 +235,9 @@ def _of_deepspeed(path: Path, data: Mapping[str, Any]) -> Placement:
         weights = (t for t in job.workload.tensors if t.kind == TensorKind.WEIGHT)
         return {w.name: place if place and w.size_bytes > kept_bytes else site for w in weights}
 
-    return Placement(origin="DeepSpeed", tiers=tiers, loads_ahead=bool(place), not_modelled=others)
+    return OtherPlacement(
+        origin="DeepSpeed", tiers=tiers, loads_ahead=bool(place), not_modelled=others
+    )
 
 
 def _is_on(path: Path, name: str, section: Any) -> bool:

@@ -62,7 +62,7 @@ def prompt_tokens(tokenizer: Any, text: str, *, chat: bool) -> torch.Tensor:
 
 
 @dataclass(slots=True)
-class Watch:
+class TextWatch:
     """A streamer of transformers that shows each token and keeps what its run measured."""
 
     last_run: Callable[[], Any]

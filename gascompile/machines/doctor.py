@@ -19,7 +19,7 @@ from gascompile.codegen.build import compiler, has_compiler
 from gascompile.core.errors import StorageError
 from gascompile.core.machine import IoSettings, Machine
 from gascompile.core.sizes import GIB, PAGE_BYTES, format_size
-from gascompile.cost_models.measure.disk import Reader
+from gascompile.cost_models.measure.disk import ProbeReader
 from gascompile.cost_models.measure.host import free_bytes, has_direct_io, memory_limit
 from gascompile.machines.doctor_gpu import gpu_findings
 from gascompile.machines.findings import Finding as Finding  # noqa: PLC0414 - re-exported
@@ -50,7 +50,7 @@ class Report:
 def examine(
     cache_dir: str | os.PathLike[str],
     *,
-    measure_with: Reader | None = None,
+    measure_with: ProbeReader | None = None,
     facts: GpuFacts | None = None,
     cuda: Any = torch.cuda,
 ) -> Report:
@@ -156,7 +156,7 @@ def _folder(name: str, folder: Path) -> list[Finding]:
     return [space, finding]
 
 
-def _bandwidths(cache_dir: Path, measure_with: Reader | None) -> list[Finding]:
+def _bandwidths(cache_dir: Path, measure_with: ProbeReader | None) -> list[Finding]:
     if measure_with is None:
         machine = remembered_machine(cache_dir)
     else:

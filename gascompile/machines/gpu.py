@@ -13,7 +13,7 @@ import torch
 from gascompile.core.errors import DeviceError
 from gascompile.core.machine import Machine
 from gascompile.core.sizes import MIB, format_size
-from gascompile.cost_models.measure.disk import BUFFER_BYTES, Reader, probe_file
+from gascompile.cost_models.measure.disk import BUFFER_BYTES, ProbeReader, probe_file
 from gascompile.cost_models.measure.gpu import (
     READS,
     EngineFigures,
@@ -22,7 +22,7 @@ from gascompile.cost_models.measure.gpu import (
     measure_engine,
     measure_gpu,
 )
-from gascompile.cost_models.measure.machine import Effort, Stage
+from gascompile.cost_models.measure.machine import MeasuringEffort, Stage
 from gascompile.runtime.devices.probe import (
     DEVICE_MEMORY,
     GpuFacts,
@@ -40,7 +40,11 @@ _STEP_BYTES = 256 * MIB
 
 
 def with_gpu(
-    host: Machine, folder: Path, read: Reader, effort: Effort, stage: Stage = lambda name: None
+    host: Machine,
+    folder: Path,
+    read: ProbeReader,
+    effort: MeasuringEffort,
+    stage: Stage = lambda name: None,
 ) -> Machine:
     """Return ``host`` with this machine's GPU, measured; ``host`` itself where there is none to use.
 
@@ -69,9 +73,9 @@ def with_gpu(
 def measured(
     host: Machine,
     folder: Path,
-    effort: Effort,
+    effort: MeasuringEffort,
     timer: GpuTimer,
-    readers: Mapping[str, Reader],
+    readers: Mapping[str, ProbeReader],
     *,
     facts: GpuFacts,
     stage: Stage = lambda name: None,
@@ -103,8 +107,8 @@ def measured(
 
 
 def gpu_readers(
-    read: Reader, facts: GpuFacts, *, cuda: Any = torch.cuda, device: str = "cuda"
-) -> dict[str, Reader]:
+    read: ProbeReader, facts: GpuFacts, *, cuda: Any = torch.cuda, device: str = "cuda"
+) -> dict[str, ProbeReader]:
     """Return what can bring bytes of a file to the GPU, as the runtime would, by the name of the engine.
 
     KvikIO reads to the device where GPUDirect Storage is active, else into pinned memory that is copied from
@@ -119,10 +123,10 @@ def gpu_readers(
     from gascompile.cost_models.measure.cuda_timer import StagedReader
     from gascompile.runtime.transfer.kvikio_path import TimedReader
 
-    def staged(reader: Reader) -> Reader:
+    def staged(reader: ProbeReader) -> ProbeReader:
         return StagedReader(reader, BUFFER_BYTES, cuda, device=device)
 
-    readers: dict[str, Reader] = {READS: staged(read)}
+    readers: dict[str, ProbeReader] = {READS: staged(read)}
     try:
         target = torch.empty(BUFFER_BYTES, dtype=torch.uint8, device=device)
         kvikio = TimedReader(target, facts)

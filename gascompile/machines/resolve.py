@@ -33,7 +33,7 @@ from gascompile.machines.stale_profile import SUFFIX, is_stale
 from gascompile.runtime.devices.probe import usable_gpu
 
 if TYPE_CHECKING:
-    from gascompile.cost_models.measure.disk import Reader
+    from gascompile.cost_models.measure.disk import ProbeReader
 
 _log = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ def resolve_machine(
     machine: Machine | str | os.PathLike[str] | None,
     *,
     cache_dir: str | os.PathLike[str],
-    read: Reader,
+    read: ProbeReader,
 ) -> Machine:
     """Return the machine to plan for.
 
@@ -103,7 +103,7 @@ def remember_machine(machine: Machine, cache_dir: Path) -> None:
     serial.write_atomic(remembered_path(cache_dir), serial.dumps(machine))
 
 
-def measure_briefly(*, cache_dir: str | os.PathLike[str], read: Reader) -> Machine:
+def measure_briefly(*, cache_dir: str | os.PathLike[str], read: ProbeReader) -> Machine:
     """Measure this machine in a few seconds and remember it; ``calibration`` does so thoroughly.
 
     Raises:
@@ -128,7 +128,7 @@ def profile_of(machine: Machine, cache_dir: Path) -> Path | None:
     return path if path.is_file() else None
 
 
-def _this_machine(cache_dir: Path, read: Reader) -> Machine:
+def _this_machine(cache_dir: Path, read: ProbeReader) -> Machine:
     made_folder(cache_dir)
     disproved = is_stale(remembered_path(cache_dir))
     remembered = None if disproved else remembered_machine(cache_dir)

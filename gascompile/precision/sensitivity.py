@@ -24,10 +24,10 @@ from gascompile.formats.quantize import pack, squared_error
 from gascompile.precision.sensitivity_walk import (
     EMBEDDING,
     LINEAR,
+    SensitivityWalk,
     Setting,
     UnmeasurableError,
     Values,
-    Walk,
     as_node,
     function,
     written,
@@ -72,7 +72,7 @@ def measure_sensitivities(setting: Setting, leaves: Sequence[Any]) -> dict[str, 
         return _Back(setting, leaves, rows).sensitivities()
 
 
-class _Back(Walk):
+class _Back(SensitivityWalk):
     def __init__(self, setting: Setting, leaves: Sequence[Any], rows: WeightRows) -> None:
         super().__init__(setting, leaves, rows)
         self._active = self._reached()

@@ -49,7 +49,7 @@ class Setting:
     """Most that values between ops may take."""
 
 
-class Walk:
+class SensitivityWalk:
     """The values of a program's ops on one set of inputs."""
 
     def __init__(self, setting: Setting, leaves: Sequence[Any], rows: WeightRows) -> None:

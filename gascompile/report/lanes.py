@@ -23,7 +23,7 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
-class Lane:
+class PictureLane:
     """A processor or a link, with what is worth saying of it."""
 
     name: str
@@ -36,7 +36,7 @@ def end_s(trace: Trace) -> float:
     return max([trace.seconds, *(span.ended_s for span in trace.ops)]) or 1e-9
 
 
-def lanes(plan: Plan, trace: Trace) -> tuple[Lane, ...]:
+def lanes(plan: Plan, trace: Trace) -> tuple[PictureLane, ...]:
     """Return a lane for each processor and each link, cut at the ends of the iteration."""
     sites = list(dict.fromkeys([plan.machine.compute_tier, *(span.site for span in trace.ops)]))
     waiting = _waiting(trace)
@@ -47,7 +47,9 @@ def lanes(plan: Plan, trace: Trace) -> tuple[Lane, ...]:
             for s in trace.ops
             if s.site == site
         ]
-        found.append(Lane(f"{site} computes", "", (*spans, *(waiting if site == sites[0] else ()))))
+        found.append(
+            PictureLane(f"{site} computes", "", (*spans, *(waiting if site == sites[0] else ())))
+        )
     last_s = end_s(trace)
     for link in dict.fromkeys(transfer.link for transfer in trace.transfers):
         spans = [
@@ -57,7 +59,7 @@ def lanes(plan: Plan, trace: Trace) -> tuple[Lane, ...]:
         ]
         busy = sum(span.ended_s - span.begun_s for span in spans) / last_s
         size = format_size(trace.link_bytes.get(link, 0))
-        found.append(Lane(link, f"{busy:.0%} busy, {size}", tuple(spans)))
+        found.append(PictureLane(link, f"{busy:.0%} busy, {size}", tuple(spans)))
     return tuple(found)
 
 

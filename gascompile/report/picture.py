@@ -17,7 +17,7 @@ from gascompile.cost_models.simulate.memory_curve import (
     WORKSPACE,
 )
 from gascompile.cost_models.simulate.trace import Trace
-from gascompile.report.lanes import OP, RECOMPUTED, WAITING, Lane, end_s, lanes
+from gascompile.report.lanes import OP, RECOMPUTED, WAITING, PictureLane, end_s, lanes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -148,7 +148,7 @@ def _time_scale(seconds: float) -> tuple[float, str]:
 # ---------------------------------------------------------------- devices and links
 
 
-def _draw_lanes(axes: Axes, drawn: Sequence[Lane], trace: Trace, scale: float) -> None:
+def _draw_lanes(axes: Axes, drawn: Sequence[PictureLane], trace: Trace, scale: float) -> None:
     kinds: dict[str, Any] = {}
     letter_s = end_s(trace) / _LETTERS_PER_WIDTH
     for number, lane in enumerate(drawn):

@@ -45,7 +45,7 @@ from torch.futures import Future
 
 from gascompile.core.errors import CheckpointError, StorageError, UnsupportedOpError
 from gascompile.training.state.checkpoints import RANDOM
-from gascompile.training.state.pieces import Files, Piece, Stored, named, stored_in
+from gascompile.training.state.pieces import Files, Stored, TensorPiece, named, stored_in
 from gascompile.training.state.run_state import STATE, read_state
 from gascompile.training.state.tensor_files import Entry, Part, write_tensors
 from gascompile.training.state.whole_checkpoints import (
@@ -368,7 +368,7 @@ def _name_in(stored: Stored, model: str, optimizer: str) -> str:
 
 
 def _metadata_of(stored: Stored) -> TensorStorageMetadata:
-    pieces: Iterable[Piece] = stored.pieces
+    pieces: Iterable[TensorPiece] = stored.pieces
     chunks = [
         ChunkStorageMetadata(offsets=torch.Size(p.offsets), sizes=torch.Size(p.sizes))
         for p in pieces

@@ -35,7 +35,7 @@ forced: Callable[[Mapping[str, int]], Stages] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trial:
+class DivisionTrial:
     """A division that was planned."""
 
     stages: Stages
@@ -46,7 +46,7 @@ class Trial:
     beside: bool = False
     """Gradients are summed beside ops."""
 
-    def is_faster(self, other: Trial, gap: float) -> bool:
+    def is_faster(self, other: DivisionTrial, gap: float) -> bool:
         """Return whether it beats another by more than ``gap``, to which both are known."""
         if self.time_s is None or other.time_s is None:
             return self.time_s is not None
@@ -54,11 +54,11 @@ class Trial:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Division:
+class RankDivision:
     """What was chosen, and what was tried beside it."""
 
-    chosen: Trial
-    whole: Trial
+    chosen: DivisionTrial
+    whole: DivisionTrial
     """With whole parameters on all ranks."""
     sizes: Mapping[str, int]
     """Elements of the parameters that can be divided."""
@@ -79,7 +79,7 @@ class Division:
         )
 
 
-def _in_words(trial: Trial) -> str:
+def _in_words(trial: DivisionTrial) -> str:
     return (
         "which a rank has no budget for"
         if trial.time_s is None
@@ -95,7 +95,7 @@ def divide(
     keep: Callable[[CachedPlan, PlannedStep], object],
     gap: float,
     gains: Callable[[PlannedStep], bool] = lambda _: False,
-) -> tuple[CachedPlan, PlannedStep, Division]:
+) -> tuple[CachedPlan, PlannedStep, RankDivision]:
     """Return this rank's step under the division that all ranks choose.
 
     Args:
@@ -117,7 +117,7 @@ def divide(
         if trial is not best and made is not None:
             keep(*made)
     num_tried = sum(not trial.beside for trial, _ in search.found) - 1
-    division = Division(chosen=best, whole=whole, sizes=sizes, num_tried=num_tried)
+    division = RankDivision(chosen=best, whole=whole, sizes=sizes, num_tried=num_tried)
     return place, step, division
 
 
@@ -126,11 +126,11 @@ class _Search:
         self, attempt: Attempt, compare: Compare, gains: Callable[[PlannedStep], bool], gap: float
     ) -> None:
         self._attempt, self._compare, self._gains, self._gap = attempt, compare, gains, gap
-        self.found: list[tuple[Trial, Made | None]] = []
+        self.found: list[tuple[DivisionTrial, Made | None]] = []
         """Divisions, and this rank's steps where its budget has room for them."""
         self._errors: list[InfeasiblePlanError] = []
 
-    def run(self, sizes: Mapping[str, int]) -> tuple[Trial, Trial]:
+    def run(self, sizes: Mapping[str, int]) -> tuple[DivisionTrial, DivisionTrial]:
         """Return what came of whole parameters, and the best that was found."""
         names = sorted(sizes, key=lambda name: (-sizes[name], name))
         whole = best = self._tried({} if forced is None else forced(sizes))
@@ -144,7 +144,7 @@ class _Search:
             best = self._better(best, dict.fromkeys(half, best.stages[names[0]]))
         return whole, best
 
-    def made(self, best: Trial) -> Made:
+    def made(self, best: DivisionTrial) -> Made:
         """Return this rank's step under a division.
 
         Raises:
@@ -160,11 +160,11 @@ class _Search:
             raise AssertionError("no rank has said that its budget is too small")
         return made
 
-    def _better(self, best: Trial, stages: Stages) -> Trial:
+    def _better(self, best: DivisionTrial, stages: Stages) -> DivisionTrial:
         trial = self._tried(stages)
         return trial if trial.is_faster(best, self._gap) else best
 
-    def _tried(self, stages: Stages) -> Trial:
+    def _tried(self, stages: Stages) -> DivisionTrial:
         """Plan a division on all ranks; once more beside ops, where that may gain a rank something."""
         trial, gains = self._planned(stages, beside=False)
         if trial.time_s is None or not gains:
@@ -172,7 +172,7 @@ class _Search:
         other, _ = self._planned(stages, beside=True)
         return other if other.is_faster(trial, self._gap) else trial
 
-    def _planned(self, stages: Stages, *, beside: bool) -> tuple[Trial, bool]:
+    def _planned(self, stages: Stages, *, beside: bool) -> tuple[DivisionTrial, bool]:
         made, own = None, [0, 0, 0]
         try:
             made = self._attempt(stages, beside)
@@ -186,7 +186,7 @@ class _Search:
         times, ops, gains = zip(*self._compare(_WHAT, facts, own), strict=True)
         time_s = max(times) * MICROSECOND if min(times) else None
         ops_s = max(ops) * MICROSECOND
-        trial = Trial(stages=stages, time_s=time_s, ops_s=ops_s, beside=beside)
+        trial = DivisionTrial(stages=stages, time_s=time_s, ops_s=ops_s, beside=beside)
         self.found.append((trial, made))
         return trial, any(gains)
 

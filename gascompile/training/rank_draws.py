@@ -19,7 +19,7 @@ from torch import fx
 from gascompile.core import serial
 from gascompile.distributed.ranks import Ranks
 from gascompile.distributed.rows import num_rows
-from gascompile.runtime.collectives.row_numbers import Place, placed
+from gascompile.runtime.collectives.row_numbers import RowPlace, placed
 from gascompile.training.planning import row_draws
 
 _log = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ _NOTHING = 0  # what a unit without draws tells the others
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Drawn:
+class DrawnByRows:
     """What the run at hand draws, as numbers that ranks compare."""
 
     numbers: tuple[int, int]
@@ -44,13 +44,13 @@ class RankDraws:
         self._ranks = ranks
         self._described: WeakKeyDictionary[fx.GraphModule, tuple[int, bool]] = WeakKeyDictionary()
         """Digests of what programs draw, and whether some of it is drawn by rows."""
-        self._place: Place | None = None
+        self._place: RowPlace | None = None
         self._state: torch.Tensor | None = None
         """Rank 0's, where this rank's is another."""
         self._is_own = False
         self._said = False
 
-    def of(self, graph_module: fx.GraphModule, batch: Any) -> Drawn:
+    def of(self, graph_module: fx.GraphModule, batch: Any) -> DrawnByRows:
         """Return what a run of a program on this rank's batch draws.
 
         Raises:
@@ -68,9 +68,9 @@ class RankDraws:
             self._described[graph_module] = (number if is_drawing else _NOTHING, by_rows)
         what, by_rows = self._described[graph_module]
         if what == _NOTHING:
-            return Drawn(numbers=(_NOTHING, _NOTHING), rows=1)
+            return DrawnByRows(numbers=(_NOTHING, _NOTHING), rows=1)
         state = torch.get_rng_state()
-        return Drawn(
+        return DrawnByRows(
             numbers=(what, _number(state.numpy().tobytes())), rows=num_rows(batch) if by_rows else 1
         )
 
@@ -92,7 +92,7 @@ class RankDraws:
             state = torch.get_rng_state()
             self._ranks.send([state])
             self._state = state if states[rank] != states[0] else None
-        self._place = Place(first=sum(rows[:rank]), total=sum(rows))
+        self._place = RowPlace(first=sum(rows[:rank]), total=sum(rows))
         self._is_own = len(set(whats)) > 1
         if self._is_own and not self._said:
             self._said = True

@@ -27,7 +27,7 @@ from gascompile.core.errors import (
 from gascompile.core.ranks import MICROSECOND
 from gascompile.core.reports import RunReport
 from gascompile.distributed.balance import Balance
-from gascompile.distributed.clocks import Clock, clock_of
+from gascompile.distributed.clocks import RankClock, clock_of
 from gascompile.distributed.finding import find_ranks
 from gascompile.distributed.ladder import Ladder
 from gascompile.distributed.ranks import Ranks
@@ -36,7 +36,7 @@ from gascompile.runtime.collectives.exchange import exchanging
 from gascompile.training.capture.rank_loss import RankLoss
 from gascompile.training.capture.synchronised_norm import require_synchronised
 from gascompile.training.capture.traced_loss import LossFunction
-from gascompile.training.division import Attempt, Division, Trial, divide
+from gascompile.training.division import Attempt, DivisionTrial, RankDivision, divide
 from gascompile.training.planning.rank_overlap import gains_beside_ops
 from gascompile.training.rank_draws import RankDraws
 from gascompile.training.rank_programs import sequence_of
@@ -46,7 +46,7 @@ from gascompile.training.state.rank_checkpoints import RankCheckpoints, own_byte
 from gascompile.training.state.replicas import ReplicaCost
 from gascompile.training.state.train_state import States
 from gascompile.training.step_cache import PlannedStep
-from gascompile.training.unit import Unit
+from gascompile.training.unit import StepUnit
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -70,7 +70,7 @@ class RankStep:
         self._balance: Balance | None = None
         self._last_rows: list[int] = []
         self.pipeline: Pipeline | None = None
-        self.division: Division | None = None
+        self.division: RankDivision | None = None
         """Which parameters are divided among the ranks, and why; known from the first plan on."""
         self._marks: WeakKeyDictionary[fx.GraphModule, list[object]] = WeakKeyDictionary()
         self._draws = RankDraws(ranks)
@@ -172,7 +172,9 @@ class RankStep:
             if is_first:
                 self.alike("the first rank of each host")
 
-    def meet(self, unit: Unit, batch: Any, hyper: Sequence[torch.Tensor], states: States) -> None:
+    def meet(
+        self, unit: StepUnit, batch: Any, hyper: Sequence[torch.Tensor], states: States
+    ) -> None:
         """Wait for all ranks before a run, compare what they are about to do, and weigh this rank's rows.
 
         Values that one rank alone has read in or written to since the last step would make ranks drift apart: how often
@@ -223,7 +225,7 @@ class RankStep:
             yield
         self._waited_s = self._ranks.exchange.time_s - before_s
 
-    def ran(self, unit: Unit, report: RunReport) -> None:
+    def ran(self, unit: StepUnit, report: RunReport) -> None:
         """Take note of a training step that has run."""
         self._runs.ran(report, self._waited_s, unit.plan.machine.compute_tier)
 
@@ -234,7 +236,7 @@ class RankStep:
 
     def divided(
         self, attempt: Attempt, sizes: Mapping[str, int], keep: Callable[..., object], gap: float
-    ) -> tuple[CachedPlan, PlannedStep, Trial]:
+    ) -> tuple[CachedPlan, PlannedStep, DivisionTrial]:
         """Return this rank's step under the division that all ranks choose, and that; see ``division.divide``."""
         gains = partial(gains_beside_ops, busy=self.ladder.busy, gap=gap)
         found = divide(attempt, sizes, self._ranks.compare, keep=keep, gap=gap, gains=gains)
@@ -278,7 +280,7 @@ class RankStep:
         """Tells networks apart whose plans and predictions do not hold for each other."""
         return serial.digest(self._ladder)
 
-    def clock(self) -> Clock:
+    def clock(self) -> RankClock:
         """Return how far this rank's clock is ahead of rank 0's; all ranks call it."""
         return clock_of(self._ranks)
 

@@ -29,7 +29,7 @@ from gascompile.machines.emulated import emulated_name
 from gascompile.machines.resolve import host_name, this_machine_name
 from gascompile.training.planning.step_workload import step_workload
 from gascompile.training.step_cache import PlannedStep, bundle_of
-from gascompile.training.unit import Unit
+from gascompile.training.unit import StepUnit
 
 _REQUIRED = {
     "graph": "code or values behind the model and the loss",
@@ -47,7 +47,7 @@ _BACKWARD = ("_backward", "_backward_data")
 _NORM = "aten._native_batch_norm_legit_functional."
 
 
-def save_plans(units: Iterable[Unit], folder: Path) -> None:
+def save_plans(units: Iterable[StepUnit], folder: Path) -> None:
     """Write the plans of units as ``folder``, in the place of such a folder.
 
     Raises:
@@ -82,7 +82,7 @@ def save_plans(units: Iterable[Unit], folder: Path) -> None:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _save(unit: Unit, folder: Path) -> None:
+def _save(unit: StepUnit, folder: Path) -> None:
     bundle, why = bundle_of(unit.program, unit.plan, unit.place.printed)
     known = unit.basis.known
     if known is None or why is not None:

@@ -34,7 +34,7 @@ from gascompile.training.state.open_tensors import values_of
 from gascompile.training.state.train_state import States
 from gascompile.training.step_job import StepJob
 from gascompile.training.step_values import StepValues
-from gascompile.training.unit import Unit
+from gascompile.training.unit import StepUnit
 from gascompile.training.unit_table import UnitTable
 from gascompile.training.units import UnitMaker, require_free
 
@@ -183,7 +183,7 @@ class TrainingStep(StepValues):
 
     def _unit(
         self, batch: Any, *, trains: bool, updates: bool = False, calls: bool = False
-    ) -> Unit:
+    ) -> StepUnit:
         admit(batch)
         require_no_gradient(batch)
         self._require_unchanged()
@@ -222,11 +222,11 @@ class TrainingStep(StepValues):
 
     def _run_within_budget(
         self, batch: Any, *, trains: bool, updates: bool = False, calls: bool = False
-    ) -> tuple[Unit, States, Sequence[torch.Tensor]]:
+    ) -> tuple[StepUnit, States, Sequence[torch.Tensor]]:
         """Run what is planned for a batch; plan again where an op takes more than the plan has for it."""
-        unit: Unit | None = None
+        unit: StepUnit | None = None
 
-        def run() -> tuple[Unit, States, Sequence[torch.Tensor]]:
+        def run() -> tuple[StepUnit, States, Sequence[torch.Tensor]]:
             nonlocal unit
             with ranks.planning() if ranks else nullcontext():
                 unit = self._unit(batch, trains=trains, updates=updates, calls=calls)
@@ -237,7 +237,7 @@ class TrainingStep(StepValues):
         with ranks.together() if ranks else nullcontext():
             return planned_again(run, lambda error: unit is not None and self._learns(unit, error))
 
-    def _learns(self, unit: Unit, error: BudgetExceededError) -> bool:
+    def _learns(self, unit: StepUnit, error: BudgetExceededError) -> bool:
         """Return whether a plan that knows what was found may be tried: nothing has changed yet."""
         if self._holdings.failure or not self._maker.learns(unit, error):
             return False
@@ -247,7 +247,7 @@ class TrainingStep(StepValues):
         return self.ranks is None
 
     def _run(
-        self, unit: Unit, batch: Any, ranks: RankStep | None
+        self, unit: StepUnit, batch: Any, ranks: RankStep | None
     ) -> tuple[States, Sequence[torch.Tensor]]:
         states = self._open_states()
         number, groups = states.num_steps + 1, range(unit.program.num_groups)

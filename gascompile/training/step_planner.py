@@ -50,11 +50,11 @@ from gascompile.training.step_cache import (
     rules_of,
 )
 from gascompile.training.step_job import StepJob
-from gascompile.training.unit import Unit
+from gascompile.training.unit import StepUnit
 
 if TYPE_CHECKING:
     from gascompile.training.capture.joint import Joint
-    from gascompile.training.pipeline.pipeline import Pipeline, Stage
+    from gascompile.training.pipeline.pipeline import Pipeline, PipelineStage
     from gascompile.training.rank_step import RankStep
 
 _log = logging.getLogger(__name__)
@@ -253,7 +253,7 @@ class StepPlanner(StagePlanner):
 
         return outdated(bundle, cache_dir=self._config.cache_dir)
 
-    def learns(self, unit: Unit, error: BudgetExceededError) -> bool:
+    def learns(self, unit: StepUnit, error: BudgetExceededError) -> bool:
         """Keep what a stopped run of ``unit`` has taught for the next plan; False where it taught nothing."""
         if self._saved is not None:
             return False
@@ -267,7 +267,7 @@ class StepPlanner(StagePlanner):
         return True
 
     def _plan(
-        self, program: StepProgram, prints: Mapping[str, str], stage: Stage | None = None
+        self, program: StepProgram, prints: Mapping[str, str], stage: PipelineStage | None = None
     ) -> Plan:
         # Here: a step that is found in the cache needs no solver.
         from gascompile.training.planning.step_plan import step_plan

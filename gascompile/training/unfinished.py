@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from gascompile.runtime.memory.persistent import Persistent
-from gascompile.training.unit import Unit
+from gascompile.training.unit import StepUnit
 
 _CHANGED = -1  # in place of a number: a step that has begun changed values
 
@@ -17,7 +17,7 @@ _CHANGED = -1  # in place of a number: a step that has begun changed values
 class Unfinished:
     """The step under way, by how often values had changed when it began."""
 
-    def __init__(self, units: Iterable[Unit]) -> None:
+    def __init__(self, units: Iterable[StepUnit]) -> None:
         """Know whose transfers there may be; ``units`` grows."""
         self._units = units
         self._begun: int | None = None

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Unit:
+class StepUnit:
     """The step, the evaluation or the call of the model, for one kind of batch."""
 
     program: StepProgram

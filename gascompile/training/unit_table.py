@@ -9,7 +9,7 @@ from typing import Any
 from gascompile.core.errors import CaptureError
 from gascompile.training.planning.kinds import leaf_kinds
 from gascompile.training.settings import Settings
-from gascompile.training.unit import Unit
+from gascompile.training.unit import StepUnit
 from gascompile.training.units import UnitMaker
 
 _MOST_VALUES = 12
@@ -24,15 +24,15 @@ class UnitTable:
     def __init__(self, maker: UnitMaker, settings: Settings) -> None:
         """Begin with none."""
         self._maker, self._settings = maker, settings
-        self._units: dict[_Key, list[Unit]] = {}
+        self._units: dict[_Key, list[StepUnit]] = {}
         """One for each set of values that the loss reads in Python."""
         self._gradients: dict[str, frozenset[str]] = {}
         """Parameters that have a gradient, by kind of batch."""
 
-    def __iter__(self) -> Iterator[Unit]:
+    def __iter__(self) -> Iterator[StepUnit]:
         return chain.from_iterable(tuple(self._units.values()))
 
-    def find(self, kind: str, *, updates: bool, pending: frozenset[str]) -> Unit | None:
+    def find(self, kind: str, *, updates: bool, pending: frozenset[str]) -> StepUnit | None:
         """Return the unit for batches of a kind and what the loss reads in Python today, if there is one.
 
         Args:
@@ -53,7 +53,7 @@ class UnitTable:
         updates: bool,
         pending: frozenset[str],
         calls: bool = False,
-    ) -> Unit:
+    ) -> StepUnit:
         """Return a new unit; no transfer may be under way.
 
         Raises:
@@ -96,14 +96,14 @@ class UnitTable:
                 "the batch as a tensor; it then changes without another plan"
             )
 
-    def drop(self, unit: Unit) -> None:
+    def drop(self, unit: StepUnit) -> None:
         """Forget a unit under which no transfer is under way, and give its files back."""
         for units in self._units.values():
             if any(u is unit for u in units):
                 units[:] = [u for u in units if u is not unit]
         unit.executor.close()
 
-    def clear(self) -> list[Unit]:
+    def clear(self) -> list[StepUnit]:
         """Forget all units and return them."""
         found = list(self)
         self._units.clear()

@@ -34,7 +34,7 @@ from gascompile.training.step_cache import with_kernels
 from gascompile.training.step_job import StepJob
 from gascompile.training.step_planner import StepPlanner
 from gascompile.training.step_session import on_device, open_session
-from gascompile.training.unit import Unit
+from gascompile.training.unit import StepUnit
 
 OPEN: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """Models whose values a step has."""
@@ -71,7 +71,7 @@ class UnitMaker(StepPlanner):
         self._moves: DeviceMoves | None = None
         """Of the device, from the first unit on; the host has none."""
 
-    def make(self, batch: Any, options: StepOptions) -> Unit:
+    def make(self, batch: Any, options: StepOptions) -> StepUnit:
         """Capture and plan what is run for batches like this one; take the values over at the first time.
 
         Raises:
@@ -102,7 +102,7 @@ class UnitMaker(StepPlanner):
             on_exceed=self._settings.on_exceed,
             on_host=[spec.name for spec in program.program.inputs[-program.num_groups :]],
         )
-        return Unit(
+        return StepUnit(
             program=program,
             plan=plan,
             graph_module=graph_module,

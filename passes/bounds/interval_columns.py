@@ -12,14 +12,14 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from gascompile.passes.bounds.linear_program import INFINITY, LinearProgram
-from gascompile.passes.model.interval_layout import Interval, Layout
+from gascompile.passes.model.interval_layout import Interval, RunLayout
 
 WHOLE = 1000.0
 """The largest amount of bytes, and all compute, in the program's own units."""
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class IntervalSlot:
     """A stretch of runs, or a single long one."""
 
     first: int
@@ -32,9 +32,9 @@ class Slot:
 class Model:
     """The program while it is built, and what its rows are made of."""
 
-    plan: Layout
+    plan: RunLayout
     program: LinearProgram
-    slots: list[Slot]
+    slots: list[IntervalSlot]
     slot_of: list[int]
     rows: list[int]
     """Runs whose memory is looked at."""
@@ -94,7 +94,7 @@ class Model:
         return bisect_left(self.rows, start), bisect_left(self.rows, end)
 
 
-def interval_columns(plan: Layout, remakable: Collection[int], num_slots: int) -> Model:
+def interval_columns(plan: RunLayout, remakable: Collection[int], num_slots: int) -> Model:
     """Return the program with its columns of choices, and no rows but those that bind them together."""
     slots = _slots(plan, num_slots)
     slot_of = [0] * plan.num_runs
@@ -114,18 +114,18 @@ def interval_columns(plan: Layout, remakable: Collection[int], num_slots: int) -
     return model
 
 
-def _slots(plan: Layout, num_slots: int) -> list[Slot]:
+def _slots(plan: RunLayout, num_slots: int) -> list[IntervalSlot]:
     """Give the longest runs slots of their own, and what lies between them one each."""
     order = np.argsort(-plan.seconds, kind="stable")[:num_slots]
-    slots: list[Slot] = []
+    slots: list[IntervalSlot] = []
     reached = 0
     for run in sorted(int(run) for run in order):
-        slots += [Slot(reached, run, long=False), Slot(run, run + 1, long=True)]
+        slots += [IntervalSlot(reached, run, long=False), IntervalSlot(run, run + 1, long=True)]
         reached = run + 1
-    return [*slots, Slot(reached, plan.num_runs, long=False)]
+    return [*slots, IntervalSlot(reached, plan.num_runs, long=False)]
 
 
-def _rows(plan: Layout, slots: list[Slot]) -> list[int]:
+def _rows(plan: RunLayout, slots: list[IntervalSlot]) -> list[int]:
     """Return the runs whose memory is looked at: all long ones, the fullest of each stretch."""
     rows: set[int] = set()
     for slot in slots:
@@ -171,7 +171,7 @@ def _add_choices(model: Model, remakable: Collection[int]) -> None:
                 program.add_row(-INFINITY, 1.0, [(column, 1.0) for column in same])
 
 
-def _length(plan: Layout, interval: Interval) -> int:
+def _length(plan: RunLayout, interval: Interval) -> int:
     return sum(end - start for start, end in plan.spans(interval))
 
 

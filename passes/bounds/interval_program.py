@@ -29,7 +29,7 @@ from gascompile.passes.bounds.certify import pipe_rate
 from gascompile.passes.bounds.interval_columns import Model, interval_columns
 from gascompile.passes.bounds.interval_recompute_columns import interval_reruns
 from gascompile.passes.bounds.linear_program import INFINITY
-from gascompile.passes.model.interval_layout import Layout
+from gascompile.passes.model.interval_layout import RunLayout
 
 _PREFERENCE = 1e-4
 """Share of the compute time that moving everything costs beside the time."""
@@ -54,7 +54,7 @@ class Relaxation:
 
 
 def interval_program(
-    plan: Layout,
+    plan: RunLayout,
     remakable: Mapping[int, int],
     *,
     away_bytes: int,
@@ -114,7 +114,7 @@ def _worth_s(model: Model, duals: tuple[float, ...]) -> Mapping[int, float]:
     return worth
 
 
-def _build(plan: Layout, remakable: Mapping[int, int], away_bytes: int, num_slots: int) -> Model:
+def _build(plan: RunLayout, remakable: Mapping[int, int], away_bytes: int, num_slots: int) -> Model:
     model = interval_columns(plan, remakable, num_slots)
     interval_reruns(model, remakable)
     for route in range(len(plan.task.routes)):

@@ -9,7 +9,7 @@ from enum import IntEnum
 import numpy as np
 import numpy.typing as npt
 
-from gascompile.passes.model.interval_layout import Layout
+from gascompile.passes.model.interval_layout import RunLayout
 
 
 class Kind(IntEnum):
@@ -61,10 +61,10 @@ IN_ORDER = Order()
 
 
 @dataclass(slots=True)
-class Schedule:
+class MoveList:
     """Moves in program order, and where the planner may do better."""
 
-    layout: Layout
+    layout: RunLayout
     choices: Choices
     boundaries: list[list[Move]]
     memory: npt.NDArray[np.int64]
@@ -96,7 +96,7 @@ class Schedule:
         )
 
 
-def choices(plan: Layout, routes: Mapping[int, int]) -> Choices:
+def choices(plan: RunLayout, routes: Mapping[int, int]) -> Choices:
     """Complete the routes of the intervals that leave: which of them have to be written out."""
     task = plan.task
     stored: set[int] = set()
@@ -125,7 +125,7 @@ def choices(plan: Layout, routes: Mapping[int, int]) -> Choices:
     return Choices(route, frozenset(stored))
 
 
-def base_memory(plan: Layout, chosen: Choices) -> npt.NDArray[np.int64]:
+def base_memory(plan: RunLayout, chosen: Choices) -> npt.NDArray[np.int64]:
     """Return the bytes at each run if all that leaves is away during its whole interval."""
     change = np.zeros(plan.num_runs + 1, dtype=np.int64)
     for number, route in enumerate(chosen.route):

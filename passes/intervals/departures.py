@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gascompile.passes.intervals.decisions import Choices, Order
-from gascompile.passes.model.interval_layout import Interval, Layout
+from gascompile.passes.model.interval_layout import Interval, RunLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,9 @@ class Departures:
     """Those whose copy out starts in the iteration before, behind the write."""
 
 
-def departures(plan: Layout, chosen: Choices, starts: Sequence[float], order: Order) -> Departures:
+def departures(
+    plan: RunLayout, chosen: Choices, starts: Sequence[float], order: Order
+) -> Departures:
     """Sort the intervals that leave by where their tensor can be written, leaves and is due.
 
     Args:
@@ -64,7 +66,7 @@ def departures(plan: Layout, chosen: Choices, starts: Sequence[float], order: Or
     return Departures(store_at, begin_at, due_at, frozenset(ahead))
 
 
-def _crosses(plan: Layout, interval: Interval, order: Order) -> bool:
+def _crosses(plan: RunLayout, interval: Interval, order: Order) -> bool:
     """Whether the copy out of what rests in its place starts in the iteration before."""
     task, tensor = plan.task, interval.tensor
     whole = task.changed_bytes[tensor] == task.sizes[tensor]

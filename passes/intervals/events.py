@@ -5,13 +5,13 @@ from __future__ import annotations
 from gascompile.core.steps import Compute, Offload, Recompute, Release, Reload, Step, Wait
 from gascompile.cost_models.simulate.clock import Pipes
 from gascompile.cost_models.simulate.events import COMPUTE, PREFETCH, WAIT, Event, EventProgram
-from gascompile.passes.intervals.decisions import ISSUED, Kind, Schedule
+from gascompile.passes.intervals.decisions import ISSUED, Kind, MoveList
 
 _DROP = int(Kind.DROP)
 _OUTWARD = (int(Kind.STORE), int(Kind.RELEASE), int(Kind.SETTLE))
 
 
-def event_program(found: Schedule) -> tuple[EventProgram, list[int]]:
+def event_program(found: MoveList) -> tuple[EventProgram, list[int]]:
     """Return the events of one iteration, and the interval of each wait in its order."""
     plan, task = found.layout, found.layout.task
     events: list[Event] = []
@@ -57,7 +57,7 @@ def event_program(found: Schedule) -> tuple[EventProgram, list[int]]:
     return program, waits
 
 
-def interval_steps(found: Schedule) -> tuple[Step, ...]:
+def interval_steps(found: MoveList) -> tuple[Step, ...]:
     """Return the plan steps of a schedule; every tensor lives on the heap."""
     plan, task = found.layout, found.layout.task
     steps: list[Step] = []
@@ -75,7 +75,7 @@ def interval_steps(found: Schedule) -> tuple[Step, ...]:
     return tuple(steps)
 
 
-def _rests_on(found: Schedule, tensor: int) -> int | None:
+def _rests_on(found: MoveList, tensor: int) -> int | None:
     """Return the route by which a tensor is away around the end: a copy of it stays there, however old."""
     return next(
         (
@@ -87,7 +87,7 @@ def _rests_on(found: Schedule, tensor: int) -> int | None:
     )
 
 
-def _steps_of(found: Schedule, kind: int, number: int, op: int) -> tuple[Step, ...]:
+def _steps_of(found: MoveList, kind: int, number: int, op: int) -> tuple[Step, ...]:
     task = found.layout.task
     tensor = found.layout.intervals[number].tensor
     name, size = task.names[tensor], task.sizes[tensor]

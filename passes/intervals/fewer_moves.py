@@ -13,7 +13,7 @@ from gascompile.passes.intervals.recompute import Remake
 from gascompile.passes.intervals.search import FEW_TENSORS, Found, Search
 from gascompile.passes.intervals.seeds import RECOMPUTE_RATIOS, cheap
 from gascompile.passes.intervals.selection import Selection
-from gascompile.passes.model.interval_layout import Layout, layout
+from gascompile.passes.model.interval_layout import RunLayout, layout
 
 _SLOWER = 2e-3
 """Share of the seconds that a plan with fewer moves may take longer: a fifth of the default gap."""
@@ -59,7 +59,7 @@ def fewer_moves(search: Search, remakes: Mapping[int, Remake]) -> Found:
     return lean
 
 
-def fewest_moves(plan: Layout, penalty: float) -> Selection:
+def fewest_moves(plan: RunLayout, penalty: float) -> Selection:
     """At each run that does not fit, send away what is used last from there on, as Belady would.
 
     Args:
@@ -88,13 +88,13 @@ def fewest_moves(plan: Layout, penalty: float) -> Selection:
     return found
 
 
-def _next_use(plan: Layout, j: int, run: int) -> int:
+def _next_use(plan: RunLayout, j: int, run: int) -> int:
     """Return the run that needs an interval's tensor next, counted on into the next iteration."""
     interval = plan.intervals[j]
     return interval.end + (plan.num_runs if interval.wraps and run > interval.start else 0)
 
 
-def _is_dirty(plan: Layout, j: int) -> bool:
+def _is_dirty(plan: RunLayout, j: int) -> bool:
     """Return whether a tensor has to be written out before it leaves."""
     tensor = plan.intervals[j].tensor
     return not plan.task.persistent[tensor] or plan.task.written[tensor]

@@ -13,7 +13,7 @@ from gascompile.passes.intervals.decisions import IN_ORDER, Order
 from gascompile.passes.intervals.rerun_moves import rerun_moves
 from gascompile.passes.intervals.search import FEW_TENSORS, PER_SCHEDULE, Found, Search
 from gascompile.passes.intervals.selection import Selection
-from gascompile.passes.model.interval_layout import Layout
+from gascompile.passes.model.interval_layout import RunLayout
 
 _REMADE = 0.3
 """How often a change takes up or gives up a recomputation, where it may."""
@@ -74,7 +74,7 @@ def _reordered(order: Order, chance: random.Random) -> Order:
     )
 
 
-def _moved_to(plan: Layout, old: Selection, chance: random.Random) -> Selection:
+def _moved_to(plan: RunLayout, old: Selection, chance: random.Random) -> Selection:
     """Return the same for another layout: more leaves where memory is short, less where it is not."""
     selection, keyed = Selection(plan), old.keyed()
     selection.settle()

@@ -46,7 +46,7 @@ from gascompile.passes.intervals.seeds import (
 from gascompile.passes.intervals.selection import Selection
 from gascompile.passes.intervals.strategies import all_moved, furthest_use
 from gascompile.passes.model.effort import Effort
-from gascompile.passes.model.interval_layout import Layout, layout
+from gascompile.passes.model.interval_layout import RunLayout, layout
 from gascompile.passes.model.interval_problem import IntervalProblem, interval_problem
 from gascompile.passes.model.intervals import IntervalPlan
 
@@ -343,7 +343,7 @@ def _rounded(search: Search, remakes: Mapping[int, Remake], guide: Relaxation) -
 
 
 def _relaxed(
-    search: Search, plan: Layout, remakable: Mapping[int, int], num_slots: int
+    search: Search, plan: RunLayout, remakable: Mapping[int, int], num_slots: int
 ) -> Relaxation:
     away = sum(plan.task.sizes[i.tensor] for i in plan.intervals if i.unused)
     found = interval_program(

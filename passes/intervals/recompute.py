@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from gascompile.passes.model.interval_layout import NEVER, Layout
+from gascompile.passes.model.interval_layout import NEVER, RunLayout
 from gascompile.passes.model.interval_problem import IntervalProblem
 
 _LONGEST = 12
@@ -22,7 +22,7 @@ class Remake:
     """What runs again."""
 
 
-def interval_recompute(plan: Layout) -> Mapping[int, Remake]:
+def interval_recompute(plan: RunLayout) -> Mapping[int, Remake]:
     """Return per interval of a layout without recomputations how it can be bridged by one."""
     task = plan.task
     last_use = {
@@ -45,7 +45,7 @@ def interval_recompute(plan: Layout) -> Mapping[int, Remake]:
     return found
 
 
-def rerunnable(plan: Layout) -> Mapping[int, int]:
+def rerunnable(plan: RunLayout) -> Mapping[int, int]:
     """Return per interval the op that makes its tensor anew, wherever any plan whatsoever may run it again.
 
     More than ``interval_recompute`` would do counts here: inputs that are overwritten meanwhile may be made

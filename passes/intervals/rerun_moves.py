@@ -11,7 +11,7 @@ import random
 from gascompile.passes.intervals.recompute import may_run_again
 from gascompile.passes.intervals.selection import Selection
 from gascompile.passes.intervals.strategies import all_moved
-from gascompile.passes.model.interval_layout import Layout, Run, layout_of
+from gascompile.passes.model.interval_layout import Run, RunLayout, layout_of
 
 _FEWER, _ELSEWHERE = 0.3, 0.5
 """Up to which draw a change takes a rerun back, or puts it before another op; beyond that it adds one."""
@@ -21,7 +21,7 @@ _INPUTS = 0.5
 """How often a dead input of a rerun is made anew beside it."""
 
 
-def rerun_moves(plan: Layout, chance: random.Random) -> Layout | None:
+def rerun_moves(plan: RunLayout, chance: random.Random) -> RunLayout | None:
     """Return ``plan`` with one rerun changed, ``None`` where the draw allows nothing."""
     again = [run for run in plan.runs if run.again]
     draw = chance.random()
@@ -37,7 +37,7 @@ def rerun_moves(plan: Layout, chance: random.Random) -> Layout | None:
     return _with_one_more(plan, chance)
 
 
-def least_excess(base: Layout, chance: random.Random, attempts: int) -> Selection:
+def least_excess(base: RunLayout, chance: random.Random, attempts: int) -> Selection:
     """Return what leaves, beside which reruns, where everything that may leave does: as near the limit as found.
 
     Args:
@@ -57,7 +57,7 @@ def least_excess(base: Layout, chance: random.Random, attempts: int) -> Selectio
     return best
 
 
-def _with_one_more(plan: Layout, chance: random.Random) -> Layout | None:
+def _with_one_more(plan: RunLayout, chance: random.Random) -> RunLayout | None:
     task = plan.task
     passing = [i for i in plan.intervals if not task.persistent[i.tensor] and i.version[1] >= 0]
     if not passing:
@@ -84,7 +84,7 @@ def _with_one_more(plan: Layout, chance: random.Random) -> Layout | None:
     return layout_of(task, runs) if added else None
 
 
-def _last_op(plan: Layout, tensor: int) -> int:
+def _last_op(plan: RunLayout, tensor: int) -> int:
     return plan.runs[plan.last_access[tensor]].op
 
 

@@ -16,19 +16,25 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from gascompile.passes.intervals.decisions import IN_ORDER, Choices, Order, Schedule, base_memory
+from gascompile.passes.intervals.decisions import (
+    IN_ORDER,
+    Choices,
+    MoveList,
+    Order,
+    base_memory,
+)
 from gascompile.passes.intervals.schedule import Scheduler
-from gascompile.passes.model.interval_layout import Layout
+from gascompile.passes.model.interval_layout import RunLayout
 
 
 def interval_reservations(
-    plan: Layout,
+    plan: RunLayout,
     chosen: Choices,
-    before: Schedule | None = None,
+    before: MoveList | None = None,
     *,
     lead_s: float,
     order: Order = IN_ORDER,
-) -> Schedule | None:
+) -> MoveList | None:
     """Return the schedule of ``chosen``; ``None`` if its intervals leave too much behind.
 
     Args:
@@ -43,7 +49,7 @@ def interval_reservations(
 
 
 def latest_starts(
-    plan: Layout, chosen: Choices, run_starts: Sequence[float]
+    plan: RunLayout, chosen: Choices, run_starts: Sequence[float]
 ) -> Mapping[int, float]:
     """Return when each copy back has to start, those that are due after it on its link included.
 
@@ -74,10 +80,10 @@ class _Reserving(Scheduler):
 
     def __init__(
         self,
-        plan: Layout,
+        plan: RunLayout,
         chosen: Choices,
         memory: npt.NDArray[np.int64],
-        before: Schedule | None,
+        before: MoveList | None,
         lead_s: float,
         order: Order,
     ) -> None:
@@ -95,9 +101,9 @@ class _Reserving(Scheduler):
         """Values of which another interval uses the copy that the first one made."""
         self.reserved = latest_starts(plan, chosen, self.starts)
 
-    def _send(self, number: int, run: int) -> None:
+    def _store(self, number: int, boundary: int) -> None:
         """Let the copy out wait for its link."""
-        del run
+        del boundary
         route = self.chosen.route[number]
         assert route is not None, "only what leaves is written out"
         self.ready[route].append(number)
@@ -151,7 +157,7 @@ class _Reserving(Scheduler):
 
     def _issue_first(self, route: int, boundary: int) -> None:
         number = self.ready[route].pop(0)
-        self._store(number, boundary)
+        super()._store(number, boundary)
         self.issued.add(number)
         if number in self.begun and number not in self.ahead:
             expected_s = self.arrival[number] - self.now + self.starts[boundary]
@@ -177,7 +183,7 @@ class _Reserving(Scheduler):
             if interval.version not in self.copied:
                 self.idle.add(number)
                 return
-            self._store(number, boundary)
+            super()._store(number, boundary)
             self.issued.add(number)
         super()._arrive(number, boundary)
 

@@ -21,18 +21,21 @@ from gascompile.passes.intervals.decisions import (
     Choices,
     Kind,
     Move,
+    MoveList,
     Order,
-    Schedule,
     base_memory,
 )
 from gascompile.passes.intervals.departures import departures
-from gascompile.passes.model.interval_layout import Layout
+from gascompile.passes.model.interval_layout import RunLayout
 from gascompile.passes.model.interval_problem import IntervalProblem
 
 
 def schedule(
-    plan: Layout, chosen: Choices, before: Schedule | None = None, order: Order = IN_ORDER
-) -> Schedule | None:
+    plan: RunLayout,
+    chosen: Choices,
+    before: MoveList | None = None,
+    order: Order = IN_ORDER,
+) -> MoveList | None:
     """Return the schedule of ``chosen``; ``None`` if its intervals leave too much behind.
 
     Args:
@@ -50,10 +53,10 @@ class Scheduler:
 
     def __init__(
         self,
-        plan: Layout,
+        plan: RunLayout,
         chosen: Choices,
         memory: npt.NDArray[np.int64],
-        before: Schedule | None,
+        before: MoveList | None,
         order: Order,
     ) -> None:
         self.plan = plan
@@ -89,7 +92,7 @@ class Scheduler:
         self.ahead = leave.ahead
         self.arrival |= {j: self.carried.get(j, 0.0) for j in self.ahead}
 
-    def run(self) -> Schedule | None:
+    def run(self) -> MoveList | None:
         self._project_lags()
         self._open()
         for run in range(self.count):
@@ -106,7 +109,7 @@ class Scheduler:
             for j, at in self.released.items()
             if j not in self.idle
         }
-        return Schedule(
+        return MoveList(
             layout=self.plan,
             choices=self.chosen,
             boundaries=self.boundaries,
@@ -168,7 +171,7 @@ class Scheduler:
         if self.order.loads_first:
             self._load_first(run)
         for number in self.store_at[run]:
-            self._send(number, run)
+            self._store(number, run)
         self._issue(run)
         for number in self.begin_at[run]:
             self._begin(number, run)
@@ -194,10 +197,6 @@ class Scheduler:
             self._issue(run)
             self._load(run)
         return True
-
-    def _send(self, number: int, run: int) -> None:
-        """Write a tensor out before ``run``."""
-        self._store(number, run)
 
     def _issue(self, boundary: int) -> None:
         """Issue what waits for its link; here nothing does."""
@@ -340,8 +339,7 @@ class Scheduler:
             for j in self.due_at[boundary]
             if j not in self.loaded and (j in self.released or self.plan.intervals[j].wraps)
         )
-        memory = int(self.memory[boundary]) - int(self.plan.made[boundary])
-        return self.limit - memory + sum(due)
+        return self.limit - self._after(boundary) + sum(due)
 
     def _size(self, number: int) -> int:
         return self.task.sizes[self.plan.intervals[number].tensor]

@@ -15,13 +15,13 @@ from dataclasses import dataclass
 
 from gascompile.cost_models.simulate.events import steady_iteration
 from gascompile.passes.bounds.interval_program import Relaxation
-from gascompile.passes.intervals.decisions import IN_ORDER, Kind, Order, Schedule, choices
+from gascompile.passes.intervals.decisions import IN_ORDER, Kind, MoveList, Order, choices
 from gascompile.passes.intervals.events import event_program
 from gascompile.passes.intervals.reservations import interval_reservations
 from gascompile.passes.intervals.schedule import schedule
 from gascompile.passes.intervals.selection import Selection
 from gascompile.passes.model.effort import Effort
-from gascompile.passes.model.interval_layout import Key, Layout, layout
+from gascompile.passes.model.interval_layout import Key, RunLayout, layout
 from gascompile.passes.model.interval_problem import IntervalProblem
 
 _ROUNDS = 3
@@ -64,7 +64,7 @@ class Found:
 
     strategy: str
     seconds: float
-    schedule: Schedule
+    schedule: MoveList
     selection: Selection
     stalls: tuple[tuple[int, float], ...]
     """``(interval, seconds)`` that its waits blocked."""
@@ -180,7 +180,7 @@ class Search:
             rounds: how often the schedule is made, each time with what the one before it showed.
         """
         best: Found | None = None
-        before: Schedule | None = None
+        before: MoveList | None = None
         for _ in range(rounds):
             found = self._once(strategy, selection, before, lead_s, order)
             if found is None:
@@ -221,7 +221,7 @@ class Search:
         self,
         strategy: str,
         selection: Selection,
-        before: Schedule | None,
+        before: MoveList | None,
         lead_s: float | None,
         order: Order,
     ) -> Found | None:
@@ -271,7 +271,7 @@ def _without_idle(found: Found) -> Selection:
     return selection
 
 
-def selection_of(plan: Layout, leave: Mapping[Key, tuple[float, ...]]) -> Selection:
+def selection_of(plan: RunLayout, leave: Mapping[Key, tuple[float, ...]]) -> Selection:
     """Return whole intervals from shares: what mostly leaves, more where memory is short, less where not."""
     found = Selection(plan)
     found.settle()

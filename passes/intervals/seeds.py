@@ -13,7 +13,7 @@ from dataclasses import replace
 from gascompile.passes.intervals.recompute import Remake
 from gascompile.passes.intervals.selection import Selection
 from gascompile.passes.intervals.strategies import STRATEGIES, largest_area
-from gascompile.passes.model.interval_layout import Layout, layout
+from gascompile.passes.model.interval_layout import RunLayout, layout
 
 Start = tuple[str, Selection]
 """A candidate's name and what leaves."""
@@ -30,7 +30,7 @@ _ATTEMPTS = 40
 """Selections that are tried before a budget is refused."""
 
 
-def starts(base: Layout, remakes: Mapping[int, Remake]) -> Iterator[Start]:
+def starts(base: RunLayout, remakes: Mapping[int, Remake]) -> Iterator[Start]:
     """Yield the heuristics, and two of them with what is cheap to recompute recomputed."""
     for name, strategy in STRATEGIES.items():
         selection = strategy(base)
@@ -49,7 +49,7 @@ def starts(base: Layout, remakes: Mapping[int, Remake]) -> Iterator[Start]:
             yield f"{name}_recompute", strategy(plan)
 
 
-def roomy(base: Layout) -> Iterator[Start]:
+def roomy(base: RunLayout) -> Iterator[Start]:
     """Yield heuristics that leave room beside what is in use, so that the next large tensor comes back meanwhile."""
     task = base.task
     able = [i.tensor for i in base.intervals if not (i.unused or i.tensor in task.fixed)]
@@ -63,7 +63,7 @@ def roomy(base: Layout) -> Iterator[Start]:
                 yield name, found.within(base)
 
 
-def _largest_first(plan: Layout) -> Selection:
+def _largest_first(plan: RunLayout) -> Selection:
     """Send away the largest over the fastest link, of those of a size that lie long evenly spread ones first."""
     found = Selection(plan)
     found.settle()
@@ -105,7 +105,9 @@ def _exchanged(found: Selection) -> Selection:
     return other if other.fits and moved < sizes[last] else found
 
 
-def cheap(base: Layout, remakes: Mapping[int, Remake], ratio: float) -> frozenset[tuple[int, int]]:
+def cheap(
+    base: RunLayout, remakes: Mapping[int, Remake], ratio: float
+) -> frozenset[tuple[int, int]]:
     """Return what takes at most ``ratio`` of the time of the fastest way out and back."""
     task = base.task
     groups: dict[int, list[int]] = {}
@@ -124,7 +126,7 @@ def cheap(base: Layout, remakes: Mapping[int, Remake], ratio: float) -> frozense
     return frozenset(dropped)
 
 
-def way_s(base: Layout, j: int) -> float:
+def way_s(base: RunLayout, j: int) -> float:
     """Return the seconds of the fastest way out and back."""
     task, tensor = base.task, base.intervals[j].tensor
     return min(
@@ -137,7 +139,7 @@ def way_s(base: Layout, j: int) -> float:
     )
 
 
-def last_resorts(base: Layout, remakes: Mapping[int, Remake]) -> Iterator[Start]:
+def last_resorts(base: RunLayout, remakes: Mapping[int, Remake]) -> Iterator[Start]:
     """Yield selections for tight memory: all heuristics with everything recomputed, odd orders."""
     everything = frozenset(pair for remake in remakes.values() for pair in remake.dropped)
     chance = random.Random(0)

@@ -7,13 +7,13 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-from gascompile.passes.model.interval_layout import Key, Layout
+from gascompile.passes.model.interval_layout import Key, RunLayout
 
 
 class Selection:
     """Which intervals of a layout leave, and by which route."""
 
-    def __init__(self, plan: Layout) -> None:
+    def __init__(self, plan: RunLayout) -> None:
         self.plan = plan
         self.task = plan.task
         self.routes: dict[int, int] = {}
@@ -36,7 +36,7 @@ class Selection:
         other._of_tensor = {tensor: found.copy() for tensor, found in self._of_tensor.items()}
         return other
 
-    def within(self, plan: Layout) -> Selection:
+    def within(self, plan: RunLayout) -> Selection:
         """Return a copy for a layout of the same runs with another limit."""
         other = self.copy()
         other.plan, other.task = plan, plan.task

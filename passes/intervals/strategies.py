@@ -11,20 +11,20 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from gascompile.passes.intervals.selection import Selection
-from gascompile.passes.model.interval_layout import Layout
+from gascompile.passes.model.interval_layout import RunLayout
 
 _STRETCHES = 400
 """Into how many parts an iteration is cut to see when a link has time."""
 
 
-def keep_everything(plan: Layout) -> Selection:
+def keep_everything(plan: RunLayout) -> Selection:
     """Let nothing leave but what has to: the shortest part of memory above the limit."""
     found = _settled(plan)
     found.fill((j, None) for j in _by_length(plan))
     return found
 
 
-def all_moved(plan: Layout) -> Selection:
+def all_moved(plan: RunLayout) -> Selection:
     """Send everything away between its uses, as ZeRO-Inference does with weights."""
     found = _settled(plan)
     for j in range(len(plan.intervals)):
@@ -32,7 +32,7 @@ def all_moved(plan: Layout) -> Selection:
     return found
 
 
-def first_fit(plan: Layout) -> Selection:
+def first_fit(plan: RunLayout) -> Selection:
     """Keep tensors in the order of their first use until memory is full, as accelerate does."""
     found = all_moved(plan)
     intervals_of: dict[int, list[int]] = {}
@@ -44,7 +44,7 @@ def first_fit(plan: Layout) -> Selection:
     return found
 
 
-def furthest_use(plan: Layout) -> Selection:
+def furthest_use(plan: RunLayout) -> Selection:
     """At each run that does not fit, send away what is used last from there on, as Belady would."""
     found = _settled(plan)
     begun: list[list[tuple[int, int]]] = [[] for _ in range(plan.num_runs + 1)]
@@ -66,7 +66,7 @@ def furthest_use(plan: Layout) -> Selection:
     return found
 
 
-def per_layer(plan: Layout) -> Selection:
+def per_layer(plan: RunLayout) -> Selection:
     """Send away the same share of every stretch of the iteration, the least that fits, as FlexGen does."""
     sizes = [plan.task.sizes[interval.tensor] for interval in plan.intervals]
     for step in range(21):
@@ -81,7 +81,7 @@ def per_layer(plan: Layout) -> Selection:
     return all_moved(plan)
 
 
-def largest_area(plan: Layout) -> Selection:
+def largest_area(plan: RunLayout) -> Selection:
     """Send away what removes most memory above the limit per time on its link, as G10 does.
 
     A copy goes to the slowest tier if its way there and back fits into the interval; to the faster
@@ -119,7 +119,7 @@ def largest_area(plan: Layout) -> Selection:
 class _Channels:
     """Time that is left on each link, in stretches of the iteration."""
 
-    def __init__(self, plan: Layout) -> None:
+    def __init__(self, plan: RunLayout) -> None:
         self.plan = plan
         self.width_s = max(float(plan.clock[-1]), 1e-12) / _STRETCHES
         self.left_s = {
@@ -166,18 +166,18 @@ class _Channels:
         return taken if needed_s <= 1e-12 else None
 
 
-def _settled(plan: Layout) -> Selection:
+def _settled(plan: RunLayout) -> Selection:
     found = Selection(plan)
     found.settle()
     return found
 
 
-def _by_length(plan: Layout) -> Iterator[int]:
+def _by_length(plan: RunLayout) -> Iterator[int]:
     """Yield intervals, those that lie unused longest for their bytes first."""
     yield from sorted(range(len(plan.intervals)), key=lambda j: -plan.idle_s[j])
 
 
-STRATEGIES: dict[str, Callable[[Layout], Selection]] = {
+STRATEGIES: dict[str, Callable[[RunLayout], Selection]] = {
     "keep_everything": keep_everything,
     "all_moved": all_moved,
     "first_fit": first_fit,

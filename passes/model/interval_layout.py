@@ -66,7 +66,7 @@ class Interval:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class RunLayout:
     """Runs in program order and their intervals."""
 
     task: IntervalProblem
@@ -98,7 +98,9 @@ class Layout:
         return ((interval.start + 1, self.num_runs), (0, interval.end))
 
 
-def layout(task: IntervalProblem, recomputed: AbstractSet[tuple[int, int]] = frozenset()) -> Layout:
+def layout(
+    task: IntervalProblem, recomputed: AbstractSet[tuple[int, int]] = frozenset()
+) -> RunLayout:
     """Lay out the runs of ``task``.
 
     Args:
@@ -110,7 +112,7 @@ def layout(task: IntervalProblem, recomputed: AbstractSet[tuple[int, int]] = fro
     return layout_of(task, [*runs, Run(num_ops, num_ops)])
 
 
-def layout_of(task: IntervalProblem, runs: Sequence[Run]) -> Layout:
+def layout_of(task: IntervalProblem, runs: Sequence[Run]) -> RunLayout:
     """Lay out ``runs``: each op once in its place, others before some of them, and the end of the list.
 
     A tensor that a rerun makes anew is gone from its access before that one on.
@@ -152,7 +154,7 @@ def layout_of(task: IntervalProblem, runs: Sequence[Run]) -> Layout:
     for tensor, start, _ in gone:
         dropped.setdefault(start, []).append(tensor)
     clock = np.concatenate([[0.0], np.cumsum(seconds)])
-    return Layout(
+    return RunLayout(
         task=task,
         runs=tuple(runs),
         seconds=seconds,

@@ -42,7 +42,7 @@ _LEAST_GATHER_BYTES = MIB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Solution:
+class FormSolution:
     """The best schedule of one form, and what is proven about the form."""
 
     task: Problem
@@ -50,7 +50,7 @@ class Solution:
     proof: Proof
 
 
-Solve = Callable[[Problem], Solution]
+Solve = Callable[[Problem], FormSolution]
 
 
 def forms(workload: Workload, machine: Machine) -> list[Workload]:
@@ -104,7 +104,7 @@ def same_form(workload: Workload, machine: Machine, other: Workload) -> Workload
     return divide(workload, machine, Division(tile_rows=rows, gathered=table, gather_tier=tier))
 
 
-def best_form(tasks: Sequence[Problem], solve: Solve, effort: Effort) -> Solution:
+def best_form(tasks: Sequence[Problem], solve: Solve, effort: Effort) -> FormSolution:
     """Return the fastest solution of all forms; what is proven of it holds for all of them.
 
     Args:
@@ -116,7 +116,7 @@ def best_form(tasks: Sequence[Problem], solve: Solve, effort: Effort) -> Solutio
     Raises:
         InfeasiblePlanError: no form keeps the budget; names the smallest that any of them needs.
     """
-    best: Solution | None = None
+    best: FormSolution | None = None
     small = min(len(task.weights) for task in tasks) < MANY_WEIGHTS
     # Of one small form alone the bound is proven later, with the plan at hand.
     proofs = {

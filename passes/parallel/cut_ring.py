@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from gascompile.core.errors import InfeasiblePlanError
 from gascompile.passes.bounds.linear_program import Ending, LinearProgram, Outcome
 from gascompile.passes.parallel.ring_clock import Ring, Share, fill, ring_seconds
-from gascompile.passes.parallel.ring_problem import Device, RingProblem
+from gascompile.passes.parallel.ring_problem import RingDevice, RingProblem
 
 ROUNDS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20)
 """[Empirical] Of home rings of 30B to 72B the best had 1 to 8 rounds; past 20 hops cost more than slots save."""
@@ -39,7 +39,7 @@ _MAX_NODES = 20_000
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class RingCut:
     """A ring, its seconds by the clock, and what no cut beats."""
 
     ring: Ring
@@ -47,7 +47,7 @@ class Cut:
     bound_s: float
 
 
-def cut_ring(problem: RingProblem) -> Cut:
+def cut_ring(problem: RingProblem) -> RingCut:
     """Return the best cut that is found, over rings of several ranks and of one.
 
     Raises:
@@ -60,13 +60,13 @@ def cut_ring(problem: RingProblem) -> Cut:
         raise _too_small(problem)
     best = min(found, key=lambda cut: cut.seconds)
     bound_s = min(cut.bound_s for cut in found)
-    return Cut(best.ring, best.seconds, min(bound_s, best.seconds))
+    return RingCut(best.ring, best.seconds, min(bound_s, best.seconds))
 
 
-def cuts_of_one(problem: RingProblem) -> dict[int, Cut]:
+def cuts_of_one(problem: RingProblem) -> dict[int, RingCut]:
     """Return the cut on each rank alone that can; of ranks that are the same, on the first."""
-    cuts: dict[int, Cut] = {}
-    seen: set[Device] = set()
+    cuts: dict[int, RingCut] = {}
+    seen: set[RingDevice] = set()
     for i, device in enumerate(problem.devices):
         alike = replace(device, rank="", host="")
         if alike in seen:
@@ -77,11 +77,11 @@ def cuts_of_one(problem: RingProblem) -> dict[int, Cut]:
             shares = [Share()] * len(problem.devices)
             shares[i] = cut.ring.shares[0]
             ring = Ring(tuple(shares), cut.ring.rounds, (i, cut.ring.head[1]))
-            cuts[i] = Cut(ring, cut.seconds, cut.bound_s)
+            cuts[i] = RingCut(ring, cut.seconds, cut.bound_s)
     return cuts
 
 
-def _cut_of_several(problem: RingProblem) -> list[Cut]:
+def _cut_of_several(problem: RingProblem) -> list[RingCut]:
     """Return the best cut in which every rank of the ring that is used costs a hop; none where there is none."""
     bound_s = math.inf
     best: tuple[float, Ring] | None = None
@@ -96,7 +96,7 @@ def _cut_of_several(problem: RingProblem) -> list[Cut]:
     if best is None:
         return []
     seconds, ring = _improved(problem, *best)
-    return [Cut(ring, seconds, min(bound_s, seconds))]
+    return [RingCut(ring, seconds, min(bound_s, seconds))]
 
 
 def _candidates(problem: RingProblem, head: tuple[int, bool]) -> Iterator[Ring]:

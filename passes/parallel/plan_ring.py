@@ -11,7 +11,7 @@ from gascompile.core.hosts import Hosts
 from gascompile.core.hosts_plan import HostsPlan, Load, Stage, Window
 from gascompile.core.workload import Workload
 from gascompile.passes.parallel.chain import chain
-from gascompile.passes.parallel.cut_ring import Cut, cut_ring, cuts_of_one
+from gascompile.passes.parallel.cut_ring import RingCut, cut_ring, cuts_of_one
 from gascompile.passes.parallel.halda import halda
 from gascompile.passes.parallel.ring_clock import Ring, drives_s, ring_seconds, windows
 from gascompile.passes.parallel.ring_problem import RingProblem, ring_problem
@@ -53,7 +53,7 @@ def plan_ring(workload: Workload, hosts: Hosts, *, strategy: str = "cut") -> Hos
                 tier="all ranks",
                 op="prima.cpp's rule",
             )
-        cut = Cut(ring, ring_seconds(problem, ring), cut.bound_s)
+        cut = RingCut(ring, ring_seconds(problem, ring), cut.bound_s)
     alone = cuts_of_one(problem)
     return _as_plan(workload, hosts, problem, cut, alone, strategy)
 
@@ -62,8 +62,8 @@ def _as_plan(
     workload: Workload,
     hosts: Hosts,
     problem: RingProblem,
-    cut: Cut,
-    alone: dict[int, Cut],
+    cut: RingCut,
+    alone: dict[int, RingCut],
     strategy: str,
 ) -> HostsPlan:
     ring = cut.ring
@@ -160,7 +160,7 @@ def _stages(problem: RingProblem, ring: Ring) -> tuple[Stage, ...]:
 
 def _notes(
     problem: RingProblem,
-    cut: Cut,
+    cut: RingCut,
     single_s: float | None,
     fastest: int | None,
     stages: Sequence[Stage],

@@ -24,7 +24,7 @@ _DTYPES = ("bfloat16", "float16", "float32")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Device:
+class RingDevice:
     """One rank, in seconds per layer and in bytes."""
 
     rank: str
@@ -50,7 +50,7 @@ class RingProblem:
     """A chain on ranks in the order of the ring."""
 
     chain: Chain
-    devices: tuple[Device, ...]
+    devices: tuple[RingDevice, ...]
     hops_s: tuple[tuple[float, ...], ...]
     """From rank to rank, for what layers hand on."""
     parts: int = 8
@@ -143,7 +143,7 @@ def _hop_s(chain: Chain, hosts: Hosts, sender: Rank, receiver: Rank) -> float:
     return hosts.network.transfer_s(size)
 
 
-def _device(chain: Chain, rank: Rank) -> Device:
+def _device(chain: Chain, rank: Rank) -> RingDevice:
     machine, ranks = rank.kind.machine, rank.kind.ranks
     places = machine.places
     gpu = next((place for place in places if place.kind is PlaceKind.GPU), None)
@@ -160,7 +160,7 @@ def _device(chain: Chain, rank: Rank) -> Device:
         place.name: place.size_bytes - machine.library_bytes(place.name) - layer.workspace_bytes
         for place in places
     }
-    return Device(
+    return RingDevice(
         rank=rank.name,
         host=rank.host,
         gpu_bytes=max(0, free[gpu.name]) if gpu else 0,

@@ -20,7 +20,7 @@ from gascompile.passes.model.problem import Problem
 
 
 @dataclass(slots=True)
-class Moves:
+class SiteMoves:
     """Steps between sites, by where they stand."""
 
     after: dict[int, list[Step]] = field(default_factory=dict)
@@ -42,12 +42,12 @@ class Moves:
 
 
 @dataclass(frozen=True, slots=True)
-class Route:
+class SiteRoute:
     """Where ops run, and the copies that this takes."""
 
     op_sites: tuple[str, ...]
     op_times_s: tuple[float, ...]
-    moves: Moves
+    moves: SiteMoves
     there: Mapping[str, tuple[int, int]]
     """Per tensor that is at the other site the first and the last op while it is."""
 
@@ -98,7 +98,7 @@ def _can_run(
     )
 
 
-def own_times(task: Problem, route: Route) -> list[float]:
+def own_times(task: Problem, route: SiteRoute) -> list[float]:
     """Return by how much each op moves the clock of the tier that computes on, weights at hand.
 
     An op elsewhere takes none of its time but where what follows waits for it; the last takes what is left.
@@ -130,7 +130,7 @@ def own_times(task: Problem, route: Route) -> list[float]:
     return found
 
 
-def visiting_bytes(task: Problem, tier: str, route: Route) -> int:
+def visiting_bytes(task: Problem, tier: str, route: SiteRoute) -> int:
     """Return a bound on what activations and workspace take on ``tier`` at a time."""
     sizes = {
         tensor.name: tensor.size_bytes
@@ -149,7 +149,7 @@ def visiting_bytes(task: Problem, tier: str, route: Route) -> int:
     return int(max((a + b for a, b in zip(held, workspace, strict=False)), default=0))
 
 
-def find_route(task: Problem, tier: str, sent: frozenset[str]) -> Route:
+def find_route(task: Problem, tier: str, sent: frozenset[str]) -> SiteRoute:
     """Decide where each op runs when the weights ``sent`` rest on ``tier``, and what is copied."""
     own = task.machine.compute_tier
     sizes = {tensor.name: tensor.size_bytes for tensor in task.workload.tensors}
@@ -160,7 +160,7 @@ def find_route(task: Problem, tier: str, sent: frozenset[str]) -> Route:
     made: dict[str, int] = {}
     there: dict[str, tuple[int, int]] = {}
     op_sites: list[str] = []
-    moves = Moves()
+    moves = SiteMoves()
 
     def bring(i: int, name: str, site: str) -> None:
         link, kind = (out, Offload) if site == tier else (back, Reload)
@@ -197,7 +197,7 @@ def find_route(task: Problem, tier: str, sent: frozenset[str]) -> Route:
         bring(end, name, own)
     alone_s = [op.time_s[site] for op, site in zip(task.workload.ops, op_sites, strict=True)]
     times_s = tuple(contended(task.workload.ops, alone_s, op_sites, task.machine))
-    return Route(tuple(op_sites), times_s, moves, there)
+    return SiteRoute(tuple(op_sites), times_s, moves, there)
 
 
 def merge_steps(

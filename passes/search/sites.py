@@ -33,7 +33,7 @@ from gascompile.passes.search.site_choices import (
 )
 from gascompile.passes.search.site_order import reordered, site_order
 from gascompile.passes.search.site_routes import (
-    Route,
+    SiteRoute,
     find_route,
     own_times,
     visiting_bytes,
@@ -247,7 +247,7 @@ def _in_time(
 
 
 def _sited(
-    reduced: Problem, route: Route, staged: Schedule | None, best_s: float
+    reduced: Problem, route: SiteRoute, staged: Schedule | None, best_s: float
 ) -> SitedSchedule | None:
     """Return the schedule of the weights that are not sent with the ops that are, if it beats ``best_s``."""
     if staged is None:
@@ -261,7 +261,7 @@ def _sited(
     )
 
 
-def _seconds(task: Problem, route: Route, steps: Sequence[Step]) -> float:
+def _seconds(task: Problem, route: SiteRoute, steps: Sequence[Step]) -> float:
     where = op_sites(task.workload.ops, route.op_sites, task.machine)
     return steady_seconds(
         compile_events(steps, route.op_times_s, task.machine, repeats=task.repeats, sites=where)
@@ -272,7 +272,7 @@ def _reduced(
     task: Problem,
     tier: str,
     sent: frozenset[int],
-    route: Route,
+    route: SiteRoute,
 ) -> Problem | None:
     """Return the problem of moving the other weights while the sent ones rest."""
     room = dict(task.room_bytes)

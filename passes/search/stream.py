@@ -27,7 +27,7 @@ from gascompile.passes.bounds.site_limit import has_sites
 from gascompile.passes.bounds.site_segments import site_segments
 from gascompile.passes.model.effort import Effort
 from gascompile.passes.model.problem import Problem, problem
-from gascompile.passes.model.tiling import Solution, best_form, forms, same_form
+from gascompile.passes.model.tiling import FormSolution, best_form, forms, same_form
 from gascompile.passes.plan.assemble import keeps_budget
 from gascompile.passes.plan.draft import Draft, draft_moved, draft_schedule, draft_sites
 from gascompile.passes.plan.feasible import feasible
@@ -77,12 +77,12 @@ def stream(
         SolverError: ``ilp`` alone was asked for, and the solver ended in a state not understood.
     """
 
-    def solve(task: Problem) -> Solution:
+    def solve(task: Problem) -> FormSolution:
         found, relaxed_s = (
             (pin(task, pinned), 0.0) if pinned else _choose(task, strategy, effort.left_s, notes)
         )
         proof = _prove(task, found.seconds, effort, notes, relaxed_s)
-        return Solution(task=task, schedule=found, proof=proof)
+        return FormSolution(task=task, schedule=found, proof=proof)
 
     candidates = (
         [same_form(workload, machine, pinned.workload)] if pinned else forms(workload, machine)
@@ -151,7 +151,7 @@ def _over_all(
 
 def _with_moved_activations(
     tasks: Sequence[Problem],
-    solve: Callable[[Problem], Solution],
+    solve: Callable[[Problem], FormSolution],
     refusal: InfeasiblePlanError,
     effort: Effort,
 ) -> tuple[Draft, Proof]:

@@ -40,7 +40,7 @@ _PLAIN = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class RowPlace:
     """Where a rank's rows are in the global batch."""
 
     first: int
@@ -59,11 +59,11 @@ class Geometry:
     """Elements of a row each time."""
 
 
-_places: list[Place] = []
+_places: list[RowPlace] = []
 
 
 @contextlib.contextmanager
-def placed(place: Place) -> Iterator[None]:
+def placed(place: RowPlace) -> Iterator[None]:
     """Let ops that run within draw for the rows at ``place``."""
     _places.append(place)
     try:
@@ -72,12 +72,14 @@ def placed(place: Place) -> Iterator[None]:
         _places.remove(place)
 
 
-def place_now(rows: int, ranks: int) -> Place:
+def place_now(rows: int, ranks: int) -> RowPlace:
     """Return where this rank's rows are; outside of a step, as while ops are timed, as if it were the first one."""
-    return _places[-1] if _places else Place(first=0, total=rows * ranks)
+    return _places[-1] if _places else RowPlace(first=0, total=rows * ranks)
 
 
-def fill(flat: torch.Tensor, law: str, numbers: Sequence[float], lies: Geometry, at: Place) -> None:
+def fill(
+    flat: torch.Tensor, law: str, numbers: Sequence[float], lies: Geometry, at: RowPlace
+) -> None:
     """Draw this rank's part of what one process draws for all rows.
 
     Args:
@@ -117,7 +119,7 @@ def _pass_over(like: torch.Tensor, law: str, numbers: Sequence[float], count: in
 
 
 def _fill_by_groups(
-    flat: torch.Tensor, draw: Draw, numbers: Sequence[float], lies: Geometry, at: Place
+    flat: torch.Tensor, draw: Draw, numbers: Sequence[float], lies: Geometry, at: RowPlace
 ) -> None:
     """Draw all, in pieces of whole groups, and keep what is this rank's.
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gascompile.runtime.devices.graph_rules import ARRIVAL, RELEASE, VALUES
-from gascompile.runtime.run.schedule import Schedule, Step
+from gascompile.runtime.run.schedule import RunSchedule, RunStep
 
 Value = Any
 
@@ -20,7 +20,7 @@ Value = Any
 class Group:
     """Steps that follow each other and can be one graph."""
 
-    steps: list[Step] = field(default_factory=list)
+    steps: list[RunStep] = field(default_factory=list)
     entries: list[int] = field(default_factory=list)
     """Slots that it reads and that a step between groups has written since any group read them."""
     exits: list[int] = field(default_factory=list)
@@ -48,16 +48,16 @@ class Group:
         return f"'{names[0]}' to '{names[-1]}'" if names else "copies of outputs"
 
 
-def divide(schedule: Schedule, refused: Mapping[int, str]) -> list[Group | Step]:
+def divide(schedule: RunSchedule, refused: Mapping[int, str]) -> list[Group | RunStep]:
     """Return the steps of ``schedule`` after its first run, with those that a graph can hold in groups.
 
     Args:
         schedule: what runs op by op.
         refused: by their index, why steps that look as if a graph could hold them cannot be in one.
     """
-    parts: list[Group | Step] = []
+    parts: list[Group | RunStep] = []
     group: Group | None = None
-    put_off: list[Step] = []
+    put_off: list[RunStep] = []
     made_in: dict[int, Group] = {}
     outside: set[int] = set()
     unsteady: set[int] = set()
@@ -93,7 +93,7 @@ def divide(schedule: Schedule, refused: Mapping[int, str]) -> list[Group | Step]
     return [*parts, *put_off]
 
 
-def more_bytes(parts: Sequence[Group | Step], sizes: Mapping[int, int]) -> int:
+def more_bytes(parts: Sequence[Group | RunStep], sizes: Mapping[int, int]) -> int:
     """Return about the most that graphs of ``parts`` take beside what their steps take op by op.
 
     What steps between groups make is copied, what they and the caller read stays, and what a group is the last to read
@@ -113,7 +113,7 @@ def more_bytes(parts: Sequence[Group | Step], sizes: Mapping[int, int]) -> int:
     return 2 * copied_bytes + kept_bytes + max(longer, default=0)
 
 
-def pool_bytes(parts: Sequence[Group | Step], sizes: Mapping[int, int]) -> int:
+def pool_bytes(parts: Sequence[Group | RunStep], sizes: Mapping[int, int]) -> int:
     """Return the most that graphs of ``parts`` take for what their steps make, by ``sizes`` of results by slot."""
     alive: dict[int, int] = {}
     peak_bytes = 0
@@ -134,7 +134,7 @@ def _leave(slots: Sequence[int], made_in: Mapping[int, Group]) -> None:
             group.exits.append(slot)
 
 
-def interpret(steps: Sequence[Step], values: list[Value]) -> None:
+def interpret(steps: Sequence[RunStep], values: list[Value]) -> None:
     """Run steps one by one; an error says in which op it arose."""
     name = ""
     try:

@@ -35,7 +35,7 @@ from gascompile.runtime.devices.graph_groups import (
 from gascompile.runtime.devices.graph_replay import Entries, Replay
 from gascompile.runtime.devices.graph_rules import tensors_in, value_reason
 from gascompile.runtime.protocols import Graphs
-from gascompile.runtime.run.schedule import Schedule, Step
+from gascompile.runtime.run.schedule import RunSchedule, RunStep
 from gascompile.runtime.run.session import Session
 
 _log = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ class _Captured:
     """What the runs of one signature replay."""
 
     signature: Signature
-    schedule: Schedule
+    schedule: RunSchedule
     num_graphs: int
     num_ops: int
 
@@ -66,7 +66,7 @@ class GraphRuns:
     """
 
     def __init__(
-        self, session: Session, plan: Plan, schedule: Schedule, on_host: Collection[str] = ()
+        self, session: Session, plan: Plan, schedule: RunSchedule, on_host: Collection[str] = ()
     ) -> None:
         """Capture nothing yet; inputs ``on_host`` stay where they are."""
         self._session = session
@@ -83,7 +83,7 @@ class GraphRuns:
         self._graphs: Graphs | None = None
         self._entries: Entries | None = None
         self._replays: dict[int, Replay] = {}
-        self._parts: list[Group | Step] = []
+        self._parts: list[Group | RunStep] = []
         self._captured: _Captured | None = None
         self._addresses: list[tuple[torch.Tensor, int]] = []
         """Where a store has what graphs read: others that share it may move that."""
@@ -119,7 +119,7 @@ class GraphRuns:
         """Peak of the activations of a run with graphs, as the run before the capture counted them; else 0."""
         return self._live_bytes if self._mode in (_CAPTURE, _REPLAY) else 0
 
-    def begin(self, inputs: Sequence[Value]) -> Schedule:
+    def begin(self, inputs: Sequence[Value]) -> RunSchedule:
         """Return the steps that the run of ``inputs`` takes."""
         signature, self._mode = _signature(inputs), _OP_BY_OP
         if any(tensor.data_ptr() != address for tensor, address in self._addresses):
@@ -178,7 +178,7 @@ class GraphRuns:
 
     # ------------------------------------------------------------ the run before the capture
 
-    def _survey(self) -> Schedule:
+    def _survey(self) -> RunSchedule:
         self._refused.clear()
         steps = [
             step._replace(function=partial(self._observe, i, step.function))
@@ -217,7 +217,7 @@ class GraphRuns:
 
     # ------------------------------------------------------------ the run of the capture
 
-    def _begin_capture(self) -> Schedule:
+    def _begin_capture(self) -> RunSchedule:
         self._parts = divide(self._plain, self._refused)
         graphs = self._device.graphs()
         if graphs is None or not any(isinstance(p, Group) and p.launches for p in self._parts):
@@ -233,11 +233,11 @@ class GraphRuns:
         graphs.begin()
         return self._with_groups(self._capture)
 
-    def _with_groups(self, function: Any) -> Schedule:
+    def _with_groups(self, function: Any) -> RunSchedule:
         """Return the schedule in which each group is one call of ``function`` on its number and all slots."""
         unused = len(self._plain.slots)
         steps = [
-            Step(partial(function, i), _all_slots, unused, None, part.frees, part.steps[0].op)
+            RunStep(partial(function, i), _all_slots, unused, None, part.frees, part.steps[0].op)
             if isinstance(part, Group)
             else part
             for i, part in enumerate(self._parts)

@@ -15,7 +15,7 @@ import torch
 
 from gascompile.core.own_files import load_own
 from gascompile.core.sizes import PAGE_BYTES
-from gascompile.runtime.transfer.page_ring import Lane
+from gascompile.runtime.transfer.page_ring import RingLane
 
 _MOST_UNITS = 1 << 18
 """Of a budget: finer ones would be cut into more mappings than a kernel likes to have."""
@@ -92,13 +92,13 @@ class Pages:
         found: int = self._library.gascompile_pages_capacity(address)
         return found
 
-    def lane(self) -> Lane:
+    def lane(self) -> RingLane:
         """Return a new thread that moves blocks to files, or back.
 
         Raises:
             StorageError: the system has no thread left.
         """
-        return Lane(self._library)
+        return RingLane(self._library)
 
     def trim(self) -> None:
         """Give what is free to the kernel, and what is freed until blocks are served again."""

@@ -34,7 +34,7 @@ from gascompile.runtime.memory.source_slots import Pieces, SourceSlots
 from gascompile.runtime.memory.unnamed_file import open_unnamed, take_space
 from gascompile.runtime.protocols import Event, Reader, Ticket, read_at
 from gascompile.runtime.transfer.copying import Writer, copy_range, read_all, write_all
-from gascompile.runtime.transfer.page_ring import Lane, LaneMoves
+from gascompile.runtime.transfer.page_ring import LaneMoves, RingLane
 from gascompile.runtime.transfer.under_way import UnderWay, moving_failed
 
 _NOTHING: Pieces = ((-1, 0, 0),)
@@ -95,7 +95,7 @@ class Spill:
         self._closed = False
         self._queues: list[queue.SimpleQueue[_Move | None]] = []
         self._threads: list[OwnThread] = []
-        self._lanes: list[Lane] = []
+        self._lanes: list[RingLane] = []
         try:
             self._start(buffers)
         except BaseException:

@@ -22,7 +22,7 @@ from gascompile.runtime.transfer.read_plan import Landing, Piece
 
 
 @dataclass(slots=True)
-class Slot:
+class StagingSlot:
     """Room for one chunk."""
 
     memory: memoryview
@@ -40,14 +40,14 @@ class Staging:
         self._arena = arena
         slot_bytes = align_up(io.chunk_bytes)
         self.memory = device.pinned(io.staging_bytes)
-        self._slots: queue.SimpleQueue[Slot] = queue.SimpleQueue()
+        self._slots: queue.SimpleQueue[StagingSlot] = queue.SimpleQueue()
         for start in range(0, io.staging_bytes, slot_bytes):
             stop = start + slot_bytes
             part = self.memory.memory[start:stop]
-            self._slots.put(Slot(part, self.memory.bytes(start, stop)))
+            self._slots.put(StagingSlot(part, self.memory.bytes(start, stop)))
 
     @contextmanager
-    def slot(self) -> Iterator[Slot]:
+    def slot(self) -> Iterator[StagingSlot]:
         """Return a free slot; blocks until there is one and its last copy is over."""
         slot = self._slots.get()
         try:
@@ -58,12 +58,14 @@ class Staging:
         finally:
             self._slots.put(slot)
 
-    def delivery(self, landing: Landing, address: int, link: str, after: Event | None) -> Staged:
+    def delivery(
+        self, landing: Landing, address: int, link: str, after: Event | None
+    ) -> StagedReads:
         """Return a delivery to the reservation at ``address`` of the device's arena."""
         target = self._arena.bytes(address, address + landing.shift_bytes + landing.size_bytes)
-        return Staged(self, landing, target, self._device.stream(link), after)
+        return StagedReads(self, landing, target, self._device.stream(link), after)
 
-    def filled(self, slot: Slot, piece: Piece, name: str) -> None:
+    def filled(self, slot: StagingSlot, piece: Piece, name: str) -> None:
         """Note that the calling thread has read a chunk into a slot."""
         if self._device.races is not None:
             part = slot.bytes[: piece.needed_bytes]
@@ -71,7 +73,7 @@ class Staging:
             self._device.races.access(host_thread(), part, writes=True, name=name, what=what)
 
 
-class Staged:
+class StagedReads:
     """A ``Delivery`` by copies out of slots, in whichever order the chunks are read."""
 
     def __init__(

@@ -18,7 +18,7 @@ from gascompile.core.errors import BudgetExceededError
 from gascompile.core.plan import Plan
 from gascompile.core.workload import TensorKind
 from gascompile.runtime.memory.counting import NO_LIMIT, Count, Counter
-from gascompile.runtime.run.schedule import Schedule
+from gascompile.runtime.run.schedule import RunSchedule
 from gascompile.runtime.run.session import Session
 from gascompile.runtime.stores import Store
 
@@ -43,7 +43,7 @@ class CountedRuns:
         self._said = False
         """Whether a run beyond the budget has been reported."""
 
-    def prepared(self, schedule: Schedule) -> Schedule:
+    def prepared(self, schedule: RunSchedule) -> RunSchedule:
         """Return the steps without meters, which nobody needs; each is looked at where no run is stopped."""
         steps = tuple(step._replace(meter=None) for step in schedule.steps)
         if not self._stops:

@@ -27,9 +27,9 @@ from gascompile.runtime.run.counted_runs import CountedRuns
 from gascompile.runtime.run.fit import require_fit
 from gascompile.runtime.run.lane import Lane
 from gascompile.runtime.run.meter import LiveBytes, process_peak_bytes
-from gascompile.runtime.run.profiled import Ranges
+from gascompile.runtime.run.profiled import ProfiledRanges
 from gascompile.runtime.run.recording import Recording
-from gascompile.runtime.run.schedule import Schedule, without_arrivals
+from gascompile.runtime.run.schedule import RunSchedule, without_arrivals
 from gascompile.runtime.run.session import Session
 from gascompile.runtime.run.steps import compile_steps
 from gascompile.runtime.run.straight import WrittenOut
@@ -104,7 +104,7 @@ class Executor:
         is_wanted = is_wanted and session.device.graphs() is not None
         self._graphs = GraphRuns(session, plan, self._schedule, on_host) if is_wanted else None
         self._counted: CountedRuns | None = None
-        self._ranges = Ranges(plan)
+        self._ranges = ProfiledRanges(plan)
         self._energy = energy_counters(session.device.torch_device)
         if counter is not None and session.device.torch_device.type == "cpu":
             is_random = any(draws(node.target) for node in graph_module.graph.nodes)
@@ -179,7 +179,7 @@ class Executor:
         self,
         inputs: tuple[Any, ...],
         warm: bool,
-        of: tuple[Schedule, Recording] | None = None,
+        of: tuple[RunSchedule, Recording] | None = None,
     ) -> tuple[Any, ...]:
         grad, set_grad = torch.is_grad_enabled(), torch._C._set_grad_enabled
         autocast, set_autocast = torch.is_autocast_enabled("cpu"), torch.set_autocast_enabled
@@ -202,7 +202,7 @@ class Executor:
             set_grad(grad)
 
     def _run_alone(
-        self, inputs: tuple[Any, ...], warm: bool, of: tuple[Schedule, Recording] | None
+        self, inputs: tuple[Any, ...], warm: bool, of: tuple[RunSchedule, Recording] | None
     ) -> tuple[Any, ...]:
         if of is not None or self._graphs is None:
             make_room(self._session, self._plan)
@@ -220,7 +220,7 @@ class Executor:
 
     def _run(
         self,
-        schedule: Schedule,
+        schedule: RunSchedule,
         inputs: tuple[Any, ...],
         *,
         warm: bool,
@@ -263,7 +263,9 @@ class Executor:
         self.mover.end()
         return outputs
 
-    def _compute(self, schedule: Schedule, inputs: tuple[Any, ...]) -> tuple[tuple[Any, ...], int]:
+    def _compute(
+        self, schedule: RunSchedule, inputs: tuple[Any, ...]
+    ) -> tuple[tuple[Any, ...], int]:
         """Return the outputs, and the bytes that were alive at most as far as meters know."""
         values, graphs = list(schedule.slots), self._graphs
         inputs_bytes = self._place(values, inputs)
@@ -301,7 +303,7 @@ class Executor:
                 taken_bytes += there.nbytes if there is not value else 0
         return taken_bytes
 
-    def _interpret(self, schedule: Schedule, values: list[Any], live: LiveBytes) -> None:
+    def _interpret(self, schedule: RunSchedule, values: list[Any], live: LiveBytes) -> None:
         straight = self._written_out.of(schedule)
         op = 0
         record = live.record

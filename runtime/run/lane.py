@@ -17,7 +17,7 @@ from gascompile.runtime.run.meter import LiveBytes
 from gascompile.runtime.transfer.crossings import AbortedError, Crossings
 
 if TYPE_CHECKING:
-    from gascompile.runtime.run.schedule import Schedule
+    from gascompile.runtime.run.schedule import RunSchedule
 
 
 class Lane:
@@ -25,7 +25,7 @@ class Lane:
 
     def __init__(
         self,
-        schedule: Schedule,
+        schedule: RunSchedule,
         values: list[Any],
         inputs: tuple[Any, ...],
         crossings: Crossings,

@@ -18,7 +18,7 @@ from gascompile.runtime.transfer.heap_moves import HeapMoves
 
 
 @dataclass(slots=True)
-class Parts:
+class RunParts:
     """They know nothing of the session, so that one that is dropped is shut down, too."""
 
     kept: DeviceStates

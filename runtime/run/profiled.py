@@ -16,21 +16,21 @@ from torch.profiler import record_function
 from gascompile.core.plan import Plan
 from gascompile.core.steps import Compute, Recompute
 from gascompile.runtime.devices.graph_rules import ARRIVAL
-from gascompile.runtime.run.schedule import Schedule, Step
+from gascompile.runtime.run.schedule import RunSchedule, RunStep
 
 PREFIX = "gascompile"
 """Of all names, so that a trace can be searched for them."""
 
 
-class Ranges:
+class ProfiledRanges:
     """Schedules of one plan with ranges, made once each while there is a profiler."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
-        self._latest: tuple[Schedule, Schedule] | None = None
+        self._latest: tuple[RunSchedule, RunSchedule] | None = None
         """As it is given, and with ranges."""
 
-    def of(self, schedule: Schedule) -> Schedule:
+    def of(self, schedule: RunSchedule) -> RunSchedule:
         """Return ``schedule`` with a range around each call where this thread is profiled; else as it is."""
         if not torch._C._autograd._profiler_enabled():
             return schedule
@@ -43,7 +43,7 @@ class Ranges:
         self._latest = None
 
 
-def with_ranges(schedule: Schedule, plan: Plan) -> Schedule:
+def with_ranges(schedule: RunSchedule, plan: Plan) -> RunSchedule:
     """Return ``schedule`` with a range around each call that ``range_name`` has a name for; pure."""
     steps, elsewhere = (
         tuple(_with_range(step, range_name(step, plan)) for step in steps)
@@ -52,7 +52,7 @@ def with_ranges(schedule: Schedule, plan: Plan) -> Schedule:
     return replace(schedule, steps=steps, elsewhere=elsewhere)
 
 
-def range_name(step: Step, plan: Plan) -> str | None:
+def range_name(step: RunStep, plan: Plan) -> str | None:
     """Return what a call is named in a trace, in the words of plan files: ``gascompile run OP``, ``load TENSOR``.
 
     ``None`` for what takes no time of its own: views, and outputs on their way out.
@@ -71,7 +71,7 @@ def range_name(step: Step, plan: Plan) -> str | None:
     return f"{PREFIX} run {op}{more}{' again' if isinstance(of, Recompute) else ''}"
 
 
-def _with_range(step: Step, name: str | None) -> Step:
+def _with_range(step: RunStep, name: str | None) -> RunStep:
     return step if name is None else step._replace(function=partial(_ranged, name, step.function))
 
 

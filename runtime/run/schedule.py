@@ -17,7 +17,7 @@ Value = Any
 Gather = Callable[[list[Value]], tuple[Value, ...]]
 
 
-class Step(NamedTuple):
+class RunStep(NamedTuple):
     """One call. A tuple, as the loop unpacks it once per op."""
 
     function: Callable[..., Value]
@@ -35,16 +35,16 @@ class Step(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Schedule:
+class RunSchedule:
     """All that a run needs."""
 
-    steps: tuple[Step, ...]
+    steps: tuple[RunStep, ...]
     slots: tuple[Value, ...]
     """Slots before a run: constants and residents in place, the rest empty."""
     inputs: tuple[tuple[str, int], ...]
     """Name and slot of each user input."""
     outputs: tuple[int, ...]
-    elsewhere: tuple[Step, ...] = ()
+    elsewhere: tuple[RunStep, ...] = ()
     """What runs beside ``steps``, on the processor of ``site``; the two share no slot that either writes."""
     site: str = ""
     host_inputs: tuple[tuple[int, int], ...] = ()
@@ -53,7 +53,7 @@ class Schedule:
     """Name and slot of what lasts and rests on the host, where ops change it."""
 
 
-def without_arrivals(schedule: Schedule) -> Schedule:
+def without_arrivals(schedule: RunSchedule) -> RunSchedule:
     """Return a schedule for runs that find all resident weights in place."""
     steps = tuple(step for step in schedule.steps if step.trait.host is not ARRIVAL)
     return replace(schedule, steps=steps)

@@ -37,7 +37,7 @@ from gascompile.runtime.protocols import (
     Ticket,
     read_at,
 )
-from gascompile.runtime.run.parts import Parts
+from gascompile.runtime.run.parts import RunParts
 from gascompile.runtime.stores import Store
 from gascompile.runtime.transfer.files import SourceFiles
 from gascompile.runtime.transfer.heap_moves import HeapMoves, OpenSpill
@@ -135,7 +135,7 @@ class Session:
         self.spill_folder, self.open_spill = spill_folder, open_spill
         self.store, self.memory, self._reserved_bytes = store, memory, reserved_bytes
         # Bound to the parts, not to the session: a session that is dropped is shut down too.
-        self._parts = Parts(
+        self._parts = RunParts(
             self.kept, self.engine, self._files, self.device, [self.arena], self._pinned
         )
         self.heaps, self.lanes = self._parts.heaps, self._parts.lanes

@@ -18,7 +18,7 @@ from gascompile.core.plan import Plan
 from gascompile.core.program import SITE, STEP
 from gascompile.runtime.devices.graph_rules import MOVE, Trait
 from gascompile.runtime.run.meter import Meter, make_meters, make_site_meters
-from gascompile.runtime.run.schedule import Step, Value, gather_of, last_users, nothing
+from gascompile.runtime.run.schedule import RunStep, Value, gather_of, last_users, nothing
 from gascompile.runtime.run.session import Session
 from gascompile.runtime.transfer.mover import PlanMover
 
@@ -35,7 +35,7 @@ class SiteSteps:
         self._sites = plan_sites(plan)
         self._site = self._own
         """Of the step at hand."""
-        self._lanes: dict[str, list[Step]] = {self._own: []}
+        self._lanes: dict[str, list[RunStep]] = {self._own: []}
         self._steps = self._lanes[self._own]
         self._sent: dict[str, tuple[fx.Node, str, str]] = {}
         """Tensor -> the node of its copy, from where to where."""
@@ -131,7 +131,7 @@ class SiteSteps:
     ) -> None:
         """Add what the site at hand does for a copy; it says which one it is."""
         planned, gather = node.meta.get(STEP, -1), gather_of(arguments, self._index)
-        step = Step(
+        step = RunStep(
             partial(function, self._site), gather, slot, self._meter(planned), frees, self._next_op
         )
         self._steps.append(step._replace(trait=Trait((), MOVE), planned=planned))
@@ -155,7 +155,7 @@ class SiteSteps:
     def _first(self, call: Callable[[], Value], op: int, planned: int) -> None:
         """Add what is done beside an op, as a part of its step of the plan."""
         slot, trait = self._slot(None), Trait((), MOVE)
-        self._steps.append(Step(call, nothing, slot, None, (), op, trait, planned))
+        self._steps.append(RunStep(call, nothing, slot, None, (), op, trait, planned))
 
     def _meter(self, planned: int) -> Meter | None:
         if self._sites is None:

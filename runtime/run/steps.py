@@ -31,8 +31,8 @@ from gascompile.runtime.run.meter import fused_meter, op_of
 from gascompile.runtime.run.moving import moving, steady
 from gascompile.runtime.run.schedule import (
     Gather,
-    Schedule,
-    Step,
+    RunSchedule,
+    RunStep,
     Value,
     gather_of,
     has_node,
@@ -50,7 +50,7 @@ def compile_steps(
     session: Session,
     mover: PlanMover,
     fused: Sequence[FusedSegment] = (),
-) -> Schedule:
+) -> RunSchedule:
     """Return the schedule of an inserted graph, with a step for each of its ``fused`` segments.
 
     Raises:
@@ -81,7 +81,7 @@ class _Builder(SiteSteps):
         self._fused = {f.segment.ops[0]: f for f in fused}
         self._in_segment: set[fx.Node] = set()
 
-    def build(self) -> Schedule:
+    def build(self) -> RunSchedule:
         nodes = list(self._module.graph.nodes)
         mover = nodes[0]
         if mover.op != "placeholder" or any(u.target not in moves.MOVES for u in mover.users):
@@ -115,7 +115,7 @@ class _Builder(SiteSteps):
             (lane for lane in self._lanes.items() if lane[0] != self._own), ("", [])
         )
         host_inputs, host_lasting = self._on_host()
-        return Schedule(
+        return RunSchedule(
             steps=tuple(self._lanes[self._own]),
             slots=tuple(self._slots),
             inputs=tuple(inputs),
@@ -152,7 +152,7 @@ class _Builder(SiteSteps):
     def _detach(self, slot: int) -> None:
         """Copy an output that lies in the arena at once: its visit may end before the run does."""
         call, trait = self._mover.out_of_arena, Trait((slot,), "")
-        self._steps.append(Step(call, only(slot), slot, None, (), self._next_op, trait))
+        self._steps.append(RunStep(call, only(slot), slot, None, (), self._next_op, trait))
 
     def _move(
         self, node: fx.Node, function: Callable[..., Value], arguments: Value, why: str = MOVE
@@ -160,7 +160,7 @@ class _Builder(SiteSteps):
         call = partial(function, *arguments)
         slot = self._slot(node)
         frees, trait, planned = self._freed(node, slot), Trait((), why), node.meta.get(STEP, -1)
-        self._steps.append(Step(call, nothing, slot, None, frees, self._next_op, trait, planned))
+        self._steps.append(RunStep(call, nothing, slot, None, frees, self._next_op, trait, planned))
 
     def _move_value(self, node: fx.Node, name: str, arguments: Value) -> None:
         """Move the memory of a value: the last argument, the others are fixed."""
@@ -170,7 +170,7 @@ class _Builder(SiteSteps):
         planned = node.meta.get(STEP, -1)
         if node.target is moves.reload:
             self._follow(str(node.args[1]), planned)
-        self._steps.append(Step(call, gather, slot, None, frees, self._next_op, trait, planned))
+        self._steps.append(RunStep(call, gather, slot, None, frees, self._next_op, trait, planned))
 
     def _compute(self, node: fx.Node) -> None:
         self._await_residents(node)
@@ -192,7 +192,7 @@ class _Builder(SiteSteps):
         slot = self._slot(node)
         trait = steady((node,), trait_of(node, self._reads(node), num_ops), self._moving)
         frees = self._freed(node, slot)
-        self._steps.append(Step(function, gather, slot, meter, frees, op, trait, planned))
+        self._steps.append(RunStep(function, gather, slot, meter, frees, op, trait, planned))
         changed = self._sites.changed.get(op, ()) if num_ops and self._sites is not None else ()
         if changed and not is_here:
             self._change(changed, op, planned)
@@ -254,12 +254,12 @@ class _Builder(SiteSteps):
         reads = tuple(self._slot_of[named[name]] for name in segment.inputs)
         trait = Trait(reads, "", name=segment.ops[-1], num_ops=len(ops))
         trait = steady(ops, trait, self._moving)
-        self._steps.append(Step(function, gather, made, meter, (), first, trait, planned))
+        self._steps.append(RunStep(function, gather, made, meter, (), first, trait, planned))
         freed, host = {made} if len(outputs) > 1 else set(), trait.host
         for i, node in enumerate(outputs if len(outputs) > 1 else ()):
             part, slot = operator.itemgetter(i), self._slot(node)
             trait = Trait((made,), host, launches=False)
-            self._steps.append(Step(part, only(made), slot, None, (), first, trait))
+            self._steps.append(RunStep(part, only(made), slot, None, (), first, trait))
         for name in segment.views_after:
             self._view(named[name], first)
         for node in ops:
@@ -271,7 +271,7 @@ class _Builder(SiteSteps):
         function, gather = self._prepare(node, op)
         slot, trait = self._slot(node), trait_of(node, self._reads(node))
         trait = steady((node,), trait, self._moving)
-        self._steps.append(Step(function, gather, slot, None, (), op, trait))
+        self._steps.append(RunStep(function, gather, slot, None, (), op, trait))
         if node in self._returned:
             self._detach(slot)
 
@@ -287,7 +287,7 @@ class _Builder(SiteSteps):
             if self._site != self._own:
                 call = partial(self._session.host.wait_for, name)
             slot, trait = self._slot(None), Trait((), ARRIVAL)
-            self._steps.append(Step(call, nothing, slot, None, (), self._next_op, trait))
+            self._steps.append(RunStep(call, nothing, slot, None, (), self._next_op, trait))
 
     def _freed(self, node: fx.Node, slot: int) -> tuple[int, ...]:
         """Return the slots that nobody reads after ``node``; a result that nobody reads is one."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from types import CodeType, TracebackType
 from typing import Any
 
-from gascompile.runtime.run.schedule import Schedule, Step, Value
+from gascompile.runtime.run.schedule import RunSchedule, RunStep, Value
 
 _RUNS_BEFORE = 2
 """A schedule that runs more often is written out as a function, which takes 12 us per step to make."""
@@ -27,7 +27,7 @@ class Straight:
     """A schedule that is written out. Called with the slots, it fills those of the outputs."""
 
     run: Callable[[list[Value]], None]
-    steps: tuple[Step, ...]
+    steps: tuple[RunStep, ...]
     code: CodeType
 
     def where(self, error: BaseException, values: list[Value]) -> int:
@@ -47,15 +47,15 @@ class WrittenOut:
 
     def __init__(self) -> None:
         """Know none yet."""
-        self._latest: Schedule | None = None
+        self._latest: RunSchedule | None = None
         self._num_runs = 0
         self._found: Straight | None = None
 
-    def of(self, schedule: Schedule) -> Straight | None:
+    def of(self, schedule: RunSchedule) -> Straight | None:
         """Return what to run in the place of the steps of a schedule, if that is there."""
         return self._found if schedule is self._latest else None
 
-    def ran(self, schedule: Schedule, time_s: float) -> None:
+    def ran(self, schedule: RunSchedule, time_s: float) -> None:
         """Take note of a run; a schedule without meters that runs often, each step in little time, is written out."""
         if schedule is not self._latest:
             self._latest, self._num_runs, self._found = schedule, 0, None
@@ -70,7 +70,7 @@ class WrittenOut:
         self._latest = self._found = None
 
 
-def written_out(schedule: Schedule) -> Straight:
+def written_out(schedule: RunSchedule) -> Straight:
     """Return the function of a schedule none of whose steps has a meter."""
     made = {step.result for step in schedule.steps}
     begin = [slot for _, slot in schedule.inputs]

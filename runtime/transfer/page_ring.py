@@ -199,7 +199,7 @@ class LaneMoves:
             move.wait()
 
 
-class Lane:
+class RingLane:
     """One thread of the library. For one submitting thread; close it when no move is needed any more."""
 
     def __init__(self, library: ctypes.CDLL) -> None:

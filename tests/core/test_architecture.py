@@ -29,6 +29,7 @@ EVERYTHING = SOURCES + sorted(
 MAX_LINES = 400
 LONGER = {
     "benchmarks/training_traces.py": 410,
+    "passes/intervals/schedule.py": 414,  # one walk, of which another overrides steps
 }
 MAX_FUNCTION_LINES = 50
 SOLVERS = {"pulp", "highspy"}
@@ -220,13 +221,9 @@ def test_numbers_say_what_they_bound_or_measure() -> None:
     assert wrong == []
 
 
-SHARED = ["XXX"]  # fmt: skip
-
-
-def test_names_of_classes_stand_once() -> None:
-    """Public classes share no name, but for those that did so when this was written: fewer of them, never more."""
+def test_names_of_public_classes_stand_once() -> None:
     counts = Counter(name for path in SOURCES for name in source(path).classes)
-    assert sorted(name for name, count in counts.items() if count > 1) == SHARED
+    assert [name for name, count in counts.items() if count > 1] == []
 
 
 def run_python(code: str) -> str:

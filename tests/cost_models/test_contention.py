@@ -15,7 +15,7 @@ from gascompile.core.errors import FormatError
 from gascompile.core.machine import Contention, InterferencePoint, Machine
 from gascompile.core.workload import OpSpec
 from gascompile.cost_models.formulas.contention import contended
-from gascompile.cost_models.measure.compute import Weights
+from gascompile.cost_models.measure.compute import ColdWeights
 from gascompile.cost_models.measure.contention import contention_points
 from gascompile.cost_models.simulate.replay import replay_plan
 from gascompile.cost_models.simulate.trace import trace
@@ -96,7 +96,7 @@ def test_a_machine_file_keeps_what_is_lost_and_refuses_what_cannot_be(tmp_path: 
 
 def test_what_is_measured_are_shares_by_intensity() -> None:
     threads = torch.get_num_threads()
-    points = contention_points(Weights(32 << 20), limit_s=0.01)
+    points = contention_points(ColdWeights(32 << 20), limit_s=0.01)
     assert torch.get_num_threads() == threads
     assert [point.flops_per_byte for point in points] == sorted({p.flops_per_byte for p in points})
     assert all(0 <= point.lost_share < 1 for point in points)

@@ -55,7 +55,7 @@ class Job:
         gains = int(not self.is_beside and self.saved_s[1] > 0)
         return [list(numbers), [round(time_s * 1e6), 1_000_000, gains]]
 
-    def divide(self) -> division.Division:
+    def divide(self) -> division.RankDivision:
         keep = lambda place, _: self.kept.append(place)  # noqa: E731
         made: Any = division.divide(
             self.attempt,
@@ -67,7 +67,7 @@ class Job:
         )
         place, _, found = made
         assert place == found.chosen.stages
-        return cast(division.Division, found)
+        return cast(division.RankDivision, found)
 
 
 def at(whole: float | None, kept: float | None, again: float | None, half: float | None) -> Times:

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from gascompile.core.errors import RankError, UnsupportedOpError
 from gascompile.runtime.collectives import row_numbers
-from gascompile.runtime.collectives.row_numbers import LAWS, Geometry, Place, fill, placed
+from gascompile.runtime.collectives.row_numbers import LAWS, Geometry, RowPlace, fill, placed
 from gascompile.training.capture.joint import capture_joint
 from gascompile.training.capture.rank_loss import RankLoss
 from gascompile.training.planning import row_draws
@@ -46,7 +46,7 @@ def test_parts_are_those_of_the_whole(
         own = torch.empty(outer, count, inner, dtype=dtype)
         torch.manual_seed(5)
         lies = Geometry(outer=outer, rows=count, inner=inner)
-        fill(own.view(-1), law, NUMBERS[law], lies, Place(first=first, total=sum(rows)))
+        fill(own.view(-1), law, NUMBERS[law], lies, RowPlace(first=first, total=sum(rows)))
         assert torch.equal(own, whole[:, first : first + count])
         assert torch.equal(torch.get_rng_state(), after)
 
@@ -58,7 +58,7 @@ def test_rows_beyond_the_batch_are_refused() -> None:
             "uniform",
             [0, 1],
             Geometry(outer=1, rows=2, inner=1),
-            Place(first=3, total=4),
+            RowPlace(first=3, total=4),
         )
 
 
@@ -174,7 +174,7 @@ def part_of_the_loss(
     values.update({name: joint.tensors[bound].detach() for name, bound in joint.bound.items()})
     graph = joint.graph_module.graph
     env: dict[fx.Node, Any] = {}
-    with placed(Place(first=first, total=total)), torch.no_grad():
+    with placed(RowPlace(first=first, total=total)), torch.no_grad():
         for node in graph.nodes:
             if node.op == "placeholder":
                 env[node] = values[node.name]

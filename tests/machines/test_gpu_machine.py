@@ -13,7 +13,7 @@ import torch
 from gascompile.core.checks.machine import check_machine
 from gascompile.core.errors import DeviceError, FormatError
 from gascompile.core.machine import IoSettings, Machine
-from gascompile.cost_models.measure.disk import Reader
+from gascompile.cost_models.measure.disk import ProbeReader
 from gascompile.cost_models.measure.gpu import EngineFigures, least_bytes
 from gascompile.cost_models.measure.machine import SHORT
 from gascompile.machines import gpu as gpu_machine
@@ -31,7 +31,7 @@ HOST = preset("cpu-nvme")
 EFFORT = replace(SHORT, file_bytes=64 << 20, disk_limit_s=0.1, num_calls=2)
 
 
-def engine(bytes_per_s: float, latency_s: float, taken: str, threads: int = 2) -> Reader:
+def engine(bytes_per_s: float, latency_s: float, taken: str, threads: int = 2) -> ProbeReader:
     """Return a reader by a formula; more threads than ``threads`` do not help."""
 
     def read(
@@ -44,7 +44,7 @@ def engine(bytes_per_s: float, latency_s: float, taken: str, threads: int = 2) -
     return read
 
 
-def made(folder: Path, readers: Mapping[str, Reader], facts: GpuFacts = HEALTHY) -> Machine:
+def made(folder: Path, readers: Mapping[str, ProbeReader], facts: GpuFacts = HEALTHY) -> Machine:
     found = measured(HOST, folder, EFFORT, Scripted(), readers, facts=facts)
     check_machine(found)
     return found

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from gascompile.passes.parallel.chain import Block, Chain
 from gascompile.passes.parallel.ring_clock import Ring, Share
-from gascompile.passes.parallel.ring_problem import Device, RingProblem
+from gascompile.passes.parallel.ring_problem import RingDevice, RingProblem
 
 SIZE = 10_000_000_000
 
@@ -22,10 +22,10 @@ def device(
     ram_s: float = 4.0,
     load_s: float = 8.0,
     head_s: float = 1.0,
-) -> Device:
+) -> RingDevice:
     """Return a device with room for ``gpu`` and ``ram`` layers of ten gigabytes."""
     inf = float("inf")
-    return Device(
+    return RingDevice(
         rank=name,
         host=name,
         gpu_bytes=gpu * SIZE,
@@ -40,7 +40,7 @@ def device(
 
 
 def problem(
-    devices: list[Device], layers: int, *, hop_s: float = 0.5, parts: int = 1
+    devices: list[RingDevice], layers: int, *, hop_s: float = 0.5, parts: int = 1
 ) -> RingProblem:
     """Return a ring whose head takes no room."""
     count = len(devices)

@@ -18,7 +18,7 @@ from gascompile.passes.bounds.certify import physical_limit
 from gascompile.passes.bounds.prove import quick_proof
 from gascompile.passes.model.effort import Effort
 from gascompile.passes.model.problem import Problem, problem
-from gascompile.passes.model.tiling import Solution, best_form
+from gascompile.passes.model.tiling import FormSolution, best_form
 from gascompile.passes.plan.feasible import feasible
 from gascompile.passes.plan.make_plan import make_plan
 from gascompile.passes.search import place, search
@@ -105,11 +105,11 @@ def test_forms_that_are_left_when_the_clock_ends_keep_their_bounds() -> None:
     )
     solved: list[Problem] = []
 
-    def solve(task: Problem) -> Solution:
+    def solve(task: Problem) -> FormSolution:
         found = search.search(task, strategies(task), task.arena_limit_bytes)
         assert found is not None
         solved.append(task)
-        return Solution(task=task, schedule=found, proof=quick_proof(task))
+        return FormSolution(task=task, schedule=found, proof=quick_proof(task))
 
     found = best_form([slow, quick], solve, Effort(time_limit_s=0.0, mip_gap=0.0))
     assert len(solved) == 1
@@ -121,11 +121,11 @@ def test_a_form_that_does_not_fit_gives_way_even_after_the_clock() -> None:
     small = problem(workload(["ab"]), cpu_machine(), Budget(cpu=SLOT))
     fits = problem(workload(["a", "b", "a", "b", "a"]), cpu_machine(), Budget(cpu=SLOT))
 
-    def solve(task: Problem) -> Solution:
+    def solve(task: Problem) -> FormSolution:
         feasible(task)
         found = search.search(task, strategies(task), task.arena_limit_bytes)
         assert found is not None
-        return Solution(task=task, schedule=found, proof=quick_proof(task))
+        return FormSolution(task=task, schedule=found, proof=quick_proof(task))
 
     assert best_form([small, fits], solve, Effort(time_limit_s=0.0, mip_gap=0.0)).task is fits
     with pytest.raises(InfeasiblePlanError):

@@ -24,7 +24,7 @@ from gascompile.passes.intervals.search import Found, Search
 from gascompile.passes.intervals.selection import Selection
 from gascompile.passes.intervals.strategies import STRATEGIES
 from gascompile.passes.model.effort import Effort
-from gascompile.passes.model.interval_layout import Layout, layout
+from gascompile.passes.model.interval_layout import RunLayout, layout
 from gascompile.passes.model.interval_problem import interval_problem
 from tests.passes.random_workloads import Case, cases, op
 from tests.passes.step_interpreter import simulate
@@ -51,7 +51,7 @@ def pool_and_drive(drive_rate: float) -> Machine:
     )
 
 
-def mirrored(drive_rate: float = 1.0) -> Layout:
+def mirrored(drive_rate: float = 1.0) -> RunLayout:
     """Return three activations that are made in a row, of four bytes each, and used in reverse."""
     kinds = {"a": 4, "b": 4, "c": 4, "big": 8}
     workload = Workload(
@@ -76,7 +76,7 @@ def mirrored(drive_rate: float = 1.0) -> Layout:
     return layout(interval_problem(workload, pool_and_drive(drive_rate), {"cpu": 12}))
 
 
-def leaving(plan: Layout, routes: dict[str, int]) -> Selection:
+def leaving(plan: RunLayout, routes: dict[str, int]) -> Selection:
     """Return the selection in which the named tensors leave, each by its route."""
     found = Selection(plan)
     for j, interval in enumerate(plan.intervals):
@@ -150,7 +150,7 @@ def test_routes_share_the_load(out_s: float, in_s: float, routes: tuple[int, ...
     assert tuple(balanced.routes[j] for j in range(3)) == routes
 
 
-def selections(plan: Layout, name: str, waits_s: tuple[float, float]) -> tuple[Selection, ...]:
+def selections(plan: RunLayout, name: str, waits_s: tuple[float, float]) -> tuple[Selection, ...]:
     chosen = STRATEGIES[name](plan)
     out_s, in_s = waits_s
     return chosen, interval_balance(chosen, out_s=out_s, in_s=in_s)

@@ -12,7 +12,7 @@ from torch import fx
 from gascompile.core import moves
 from gascompile.runtime.devices import graph_rules
 from gascompile.runtime.devices.graph_groups import Group, divide
-from gascompile.runtime.run.schedule import Schedule, Step
+from gascompile.runtime.run.schedule import RunSchedule, RunStep
 
 aten = torch.ops.aten
 
@@ -60,9 +60,9 @@ def test_tensors_elsewhere_are_not_captured() -> None:
 
 
 def test_what_depends_on_values_stays_outside_with_all_that_reads_it() -> None:
-    def step(result: int, reads: tuple[int, ...], host: str = "") -> Step:
+    def step(result: int, reads: tuple[int, ...], host: str = "") -> RunStep:
         trait = graph_rules.Trait(reads, host, launches=True, name=f"op{result}", num_ops=1)
-        return Step(_nothing, _nothing, result, None, (), result, trait)
+        return RunStep(_nothing, _nothing, result, None, (), result, trait)
 
     values, move, release = graph_rules.VALUES, graph_rules.MOVE, graph_rules.RELEASE
     steps = (
@@ -76,14 +76,14 @@ def test_what_depends_on_values_stays_outside_with_all_that_reads_it() -> None:
         step(8, (6, 7, 3)),
         step(9, (6, 7)),
     )
-    schedule = Schedule(steps=steps, slots=(None,) * 10, inputs=(("x", 0),), outputs=(6, 9))
+    schedule = RunSchedule(steps=steps, slots=(None,) * 10, inputs=(("x", 0),), outputs=(6, 9))
     parts = divide(schedule, {})
     shown = [[s.result for s in p.steps] if isinstance(p, Group) else p.result for p in parts]
     assert shown == [[1], 2, 3, [4, 6], 5, 7, 8, [9]]
     groups = [part for part in parts if isinstance(part, Group)]
     assert [group.entries for group in groups] == [[], [], [7]]
     assert [sorted(group.exits) for group in groups] == [[1], [6], [9]]
-    assert [p.result for p in divide(schedule, {0: values}) if isinstance(p, Step)] == [
+    assert [p.result for p in divide(schedule, {0: values}) if isinstance(p, RunStep)] == [
         1, 2, 3, 4, 5, 6, 7, 8, 9,
     ]  # fmt: skip
 

@@ -18,7 +18,7 @@ from gascompile.passes.graph.insert import insert
 from gascompile.runtime.devices import graph_rules
 from gascompile.runtime.devices.cuda import CudaDevice
 from gascompile.runtime.run.executor import Executor
-from gascompile.runtime.run.schedule import Step
+from gascompile.runtime.run.schedule import RunStep
 from gascompile.runtime.run.session import Session
 from tests.runtime.devices.fake_cuda import FakeApi, FakeRuntime, fake_cuda
 from tests.runtime.devices.fake_graphs import FakeGraph
@@ -311,7 +311,7 @@ def test_an_op_that_waits_unseen_is_named(tmp_path: Path, caplog: pytest.LogCapt
     assert not cuda.captured
 
 
-def _replace_step(executor: Executor, at: int, step: Step) -> None:
+def _replace_step(executor: Executor, at: int, step: RunStep) -> None:
     steps = list(executor._schedule.steps)
     steps[at] = step
     executor._schedule = dataclasses.replace(executor._schedule, steps=tuple(steps))

@@ -21,7 +21,7 @@ from gascompile.core.waiting import own_threads
 from gascompile.runtime.memory.pages import Pages
 from gascompile.runtime.memory.spill import Spill
 from gascompile.runtime.memory.spill_slots import spill_slots
-from gascompile.runtime.transfer.page_ring import Lane
+from gascompile.runtime.transfer.page_ring import RingLane
 
 SIZES = st.sampled_from(
     [
@@ -251,7 +251,7 @@ def test_an_interrupted_close_is_finished_by_the_next(
     for _ in range(8):
         spill.write("t", block(pages, 1 << 22).untyped_storage())
     with monkeypatch.context() as patch:
-        patch.setattr(Lane, "drain", lambda self: signal.raise_signal(signal.SIGINT))
+        patch.setattr(RingLane, "drain", lambda self: signal.raise_signal(signal.SIGINT))
         with pytest.raises(KeyboardInterrupt):
             spill.close()
     with pytest.raises(StorageError, match="closed"):
@@ -299,7 +299,7 @@ def test_without_a_thread_nothing_is_left_behind(
     files, threads = len(os.listdir("/proc/self/fd")), own_threads()
     lanes = iter([pages.lane()])
 
-    def lane(self: Pages) -> Lane:
+    def lane(self: Pages) -> RingLane:
         for found in lanes:
             return found
         raise StorageError("no thread for transfers can be had")

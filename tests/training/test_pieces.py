@@ -16,8 +16,8 @@ from gascompile import CheckpointError
 from gascompile.training.state.pieces import (
     PIECES,
     Files,
-    Piece,
     Stored,
+    TensorPiece,
     boxes,
     named,
     run_of,
@@ -37,7 +37,7 @@ def test_boxes_are_the_elements_of_a_range_in_their_order(
     every = torch.arange(count).reshape(shape)
     seen: list[int] = []
     for offsets, sizes in boxes(shape, begin, end):
-        piece = Piece(offsets=offsets, sizes=sizes, file=Path(), at=0)
+        piece = TensorPiece(offsets=offsets, sizes=sizes, file=Path(), at=0)
         seen += every[piece.slices].reshape(-1).tolist()
         assert run_of(shape, piece) == seen[-math.prod(sizes)]
     assert seen == list(range(begin, end))
@@ -66,7 +66,12 @@ def test_files_give_any_range_back(
     files = []
     for number, (begin, end) in enumerate([(0, cut), (cut, rows * columns)]):
         found = [
-            ("a", every[Piece(offsets=o, sizes=s, file=Path(), at=0).slices], o, (rows, columns))
+            (
+                "a",
+                every[TensorPiece(offsets=o, sizes=s, file=Path(), at=0).slices],
+                o,
+                (rows, columns),
+            )
             for o, s in boxes((rows, columns), begin, end)
         ]
         files += write(tmp_path / f"{number}.safetensors", *found) if found else []

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from gascompile import compile_step
 from gascompile.core.errors import CaptureError, InfeasiblePlanError
-from gascompile.training.state.aliasing import Layout, Storages
+from gascompile.training.state.aliasing import Storages, ViewLayout
 from tests.training.runs import PLANNING_S
 from tests.training.trials import MACHINE, Optimizers, adamw
 
@@ -297,7 +297,7 @@ def test_traced_views_are_the_same_elements(part: Callable[[torch.Tensor], torch
     for whole in (torch.arange(36.0).view(6, 6), torch.arange(36.0).view(6, 6).t()):
         flat = torch.arange(36.0)
         view = part(flat.view(6, 6))
-        found = Layout.of(view).traced_within(whole)
+        found = ViewLayout.of(view).traced_within(whole)
         assert found.untyped_storage()._cdata == whole.untyped_storage()._cdata
         assert torch.equal(found, view)
 

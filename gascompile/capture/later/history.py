@@ -18,7 +18,7 @@ Call = tuple[tuple[Any, ...], Mapping[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
-class Outline:
+class CallOutline:
     """The layout of a tensor."""
 
     shape: tuple[int, ...]
@@ -44,7 +44,7 @@ class OutlinedCall:
         leaves, spec = pytree.tree_flatten(call)
         return OutlinedCall(
             tuple(
-                Outline(tuple(leaf.shape), strides_of(leaf), leaf.dtype)
+                CallOutline(tuple(leaf.shape), strides_of(leaf), leaf.dtype)
                 if isinstance(leaf, torch.Tensor)
                 else leaf
                 for leaf in leaves
@@ -54,7 +54,7 @@ class OutlinedCall:
 
     def made(self) -> Call:
         """Return the call with tensors that are made here, in the order of the arguments."""
-        leaves = [leaf.made() if isinstance(leaf, Outline) else leaf for leaf in self.leaves]
+        leaves = [leaf.made() if isinstance(leaf, CallOutline) else leaf for leaf in self.leaves]
         call: Call = pytree.tree_unflatten(leaves, self.spec)
         return call
 

@@ -17,7 +17,7 @@ from torch.export import ExportedProgram
 from gascompile.capture.later.history import OutlinedCall, Past
 from gascompile.capture.later.rounds import Rounds
 from gascompile.capture.later.same_calls import later_difference
-from gascompile.capture.record.effects import Trace, prove
+from gascompile.capture.record.effects import EffectTrace, prove
 from gascompile.capture.record.record import CaptureRecord
 from gascompile.capture.record.trial import Trial
 from gascompile.capture.to_program import drop_no_ops, inline_wrappers
@@ -30,7 +30,9 @@ Exported = tuple[ExportedProgram, Mapping[str, str], tuple[Any, ...], Mapping[st
 class Exports(Protocol):
     """Makes a trace of one model and one call."""
 
-    def __call__(self, trial: Trial | None = None, rounds: Rounds | None = None) -> Trace[Exported]:
+    def __call__(
+        self, trial: Trial | None = None, rounds: Rounds | None = None
+    ) -> EffectTrace[Exported]:
         """Trace one call, or two rounds of calls."""
 
 
@@ -39,7 +41,7 @@ class Steady:
     """What is proven of a capture."""
 
     record: CaptureRecord
-    trace: Trace[Exported] | None = None
+    trace: EffectTrace[Exported] | None = None
     """The one to take in the place of the first."""
     inert: frozenset[str] = frozenset()
     """What calls change, and does not matter for this one and those before."""
@@ -48,7 +50,7 @@ class Steady:
 
 
 def steady_capture(
-    trace: Trace[Exported], exports: Exports, others: Sequence[Past], model: nn.Module
+    trace: EffectTrace[Exported], exports: Exports, others: Sequence[Past], model: nn.Module
 ) -> Steady:
     """Return what of ``trace`` holds for all calls that follow.
 
@@ -90,7 +92,7 @@ def steady_capture(
 
 
 def _unsettled(
-    single: Trace[Exported], exports: Exports, earlier: Sequence[OutlinedCall], who: str
+    single: EffectTrace[Exported], exports: Exports, earlier: Sequence[OutlinedCall], who: str
 ) -> str | frozenset[str]:
     """Return why later calls may differ from ``single``, or from their firsts; else what they change all the same."""
     rounds = Rounds(earlier)

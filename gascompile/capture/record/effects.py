@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trace(Generic[T]):
+class EffectTrace(Generic[T]):
     """One capture."""
 
     found: T
@@ -37,10 +37,10 @@ class Trace(Generic[T]):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Proof(Generic[T]):
+class EffectProof(Generic[T]):
     """What trials have shown."""
 
-    trace: Trace[T] | None = None
+    trace: EffectTrace[T] | None = None
     """The capture to take; ``None`` where its effects may matter."""
     why: str = ""
     """Why they may, in words."""
@@ -48,11 +48,11 @@ class Proof(Generic[T]):
 
 def prove(
     record: CaptureRecord,
-    capture: Callable[[Trial], Trace[T]],
+    capture: Callable[[Trial], EffectTrace[T]],
     *,
     before: Sequence[Recorder],
     who: str,
-) -> Proof[T]:
+) -> EffectProof[T]:
     """Return a capture that leaves everything as it was, if what ``record`` says it changes cannot matter.
 
     Args:
@@ -65,7 +65,7 @@ def prove(
         CaptureError: the program cannot be captured any more.
     """
     if not record.is_open:
-        return Proof()
+        return EffectProof()
     spaces = list({id(space): space for _, space in record.running.code.values()}.values())
     for _ in range(_MOST_ATTEMPTS):
         real = Trial(record.suspects, spaces, is_opaque=False)
@@ -76,25 +76,27 @@ def prove(
         if why is None and trial.leaked():
             why = "it keeps their values where they cannot be followed"
         if why is not None:
-            return Proof(why=why)
+            return EffectProof(why=why)
         if trial.path == real.path:
             break
     else:
-        return Proof(why="it takes another course where their values are not known")
+        return EffectProof(why="it takes another course where their values are not known")
     for recorder in reversed(before):
         recorder.undo(record.suspects)
     if record.why is None:
-        return Proof(trace=trace)
+        return EffectProof(trace=trace)
     _log.warning(
         "%s: the code that is captured does more than compute (%s); this does not matter for results, and does not "
         "happen in planned runs, which run no Python code",
         who,
         record.why,
     )
-    return Proof(trace=trace)
+    return EffectProof(trace=trace)
 
 
-def _difference(trial: Trial, capture: Callable[[Trial], Trace[T]], digest: str) -> str | None:
+def _difference(
+    trial: Trial, capture: Callable[[Trial], EffectTrace[T]], digest: str
+) -> str | None:
     """Return what an opaque capture looks at."""
     try:
         trace = capture(trial)

@@ -29,7 +29,7 @@ from gascompile.capture.record.given import changed_entries, entries_of
 from gascompile.capture.record.recorder import Ask, Running
 from gascompile.capture.record.snapshot import Draws, Snapshot, undo
 from gascompile.capture.record.tensor_slots import Slots, changed_slots, tensor_slots
-from gascompile.capture.record.watched import Change, Reads, Watches
+from gascompile.capture.record.watched import Reads, WatchedChange, Watches
 from gascompile.capture.record.watches import Code, watch
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ class Recorder:
         """What a single call returned that is followed."""
         self.changes_containers = False
         """Whether a single call changed a list or dict that it was given."""
-        self._changed: dict[str, Change] = {}
+        self._changed: dict[str, WatchedChange] = {}
         self._follows = False
         self._model = model
 
@@ -249,7 +249,7 @@ class Recorder:
         """Let these values be what they were before the capture."""
         undo(self._before, names)
 
-    def _changes(self, reads: Reads) -> list[Change]:
+    def _changes(self, reads: Reads) -> list[WatchedChange]:
         """Return what the capture changed, but for what its trial is about."""
         known = self._trial.suspects if self._trial else ()
         return [

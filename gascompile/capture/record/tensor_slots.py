@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from gascompile.capture.record.watched import Change
+from gascompile.capture.record.watched import WatchedChange
 
 Slots = Mapping[tuple[str, str], tuple[bool, torch.Tensor | None]]
 """Module and name -> whether it is a parameter, and what it is."""
@@ -26,7 +26,7 @@ def tensor_slots(model: nn.Module) -> Slots:
     }
 
 
-def changed_slots(before: Slots, now: Slots) -> list[Change]:
+def changed_slots(before: Slots, now: Slots) -> list[WatchedChange]:
     """Return those that are there no more, are new, or are set for the first time; and parameters that are others."""
     found = []
     for slot in dict.fromkeys((*before, *now)):
@@ -37,5 +37,5 @@ def changed_slots(before: Slots, now: Slots) -> list[Change]:
             continue
         name = ".".join(slot)
         text = f"the tensor {name} is another one now"
-        found.append(Change(name, slot[1], text))
+        found.append(WatchedChange(name, slot[1], text))
     return found

@@ -63,7 +63,7 @@ class Reads:
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class WatchedChange:
     """A value that is another one now."""
 
     name: str
@@ -101,7 +101,7 @@ class Variable:
         return os.environ._data.get(self._key)  # type: ignore[attr-defined]
 
 
-class Stored:
+class StoredItems:
     """What a dictionary holds, where asking it for an item makes a new one each time."""
 
     def __init__(self, of: dict[Any, Any]) -> None:
@@ -215,7 +215,7 @@ class Watches:
             self._num_attributes = sum(map(len, map(_space, self._spaces)))
         return found[0].text if found else None
 
-    def changes(self, reads: Reads | None = None) -> list[Change]:
+    def changes(self, reads: Reads | None = None) -> list[WatchedChange]:
         """Return all values that differ; equal ones are taken over under their new identity."""
         found = []
         for get, columns in ((_item, self._items), (attribute_of, self._attributes)):
@@ -227,36 +227,38 @@ class Watches:
                     columns[2][i] = now
                 elif reads is None or not alike(value, now):
                     text = f"{name} was {shown(value)} and is {shown(now)} now"
-                    found.append(Change(name, key, text))
+                    found.append(WatchedChange(name, key, text))
         for owner, length, name in zip(*self._sizes, strict=True):
             leaf = _leaf(name)
             if len(owner) != length and (reads is None or reads.reach(name, leaf)):
                 text = f"{name} had {length} entries and has {len(owner)} now"
-                found.append(Change(name, leaf, text))
+                found.append(WatchedChange(name, leaf, text))
         for tensor, version, name in zip(*self._tensors, strict=True):
             if tensor._version != version:
-                found.append(Change(name, None, f"the tensor {name} was written to"))
+                found.append(WatchedChange(name, None, f"the tensor {name} was written to"))
         for held, elements, name in self._sets:
             if (
                 _elements(held) != elements
                 and len(held) == len(elements)
                 and (reads is None or reads.reach(name, _leaf(name)))
             ):
-                found.append(Change(name, _leaf(name), f"the set {name} has other elements now"))
+                found.append(
+                    WatchedChange(name, _leaf(name), f"the set {name} has other elements now")
+                )
         written = [n for held, content, n in self._arrays if _raw(held) != content]
         if reads is not None:
             written += [n for held, known, n in self._large if _digest(_raw(held)) != known]
             added = [row for row in self.absent if row[1] in row[0]]
             found += self._given(reads, added)
-        return found + [Change(n, None, f"the array {n} was written to") for n in written]
+        return found + [WatchedChange(n, None, f"the array {n} was written to") for n in written]
 
-    def _given(self, reads: Reads, others: Sequence[Place] = ()) -> list[Change]:
+    def _given(self, reads: Reads, others: Sequence[Place] = ()) -> list[WatchedChange]:
         """Return what objects got that count, and what of ``others`` does."""
         added = [*others]
         for space, keys, name in self._spaces:
             added += [(space, key, f"{name}.{key}") for key in space.keys() - keys]
         return [
-            Change(name, key, f"{name} was not there and is {shown(space[key])} now")
+            WatchedChange(name, key, f"{name} was not there and is {shown(space[key])} now")
             for space, key, name in added
             if reads.reach(name, key)
         ]
@@ -264,7 +266,7 @@ class Watches:
     def places(self) -> list[tuple[Any, Any, Any, str]]:
         """Return owners, keys, values and names, as they were."""
         items = zip(*self._items, strict=True)
-        plain = [(o._of if isinstance(o, Stored) else o, k, v, n) for o, k, v, n in items]
+        plain = [(o._of if isinstance(o, StoredItems) else o, k, v, n) for o, k, v, n in items]
         return plain + list(zip(*self._attributes, strict=True))
 
     def sized(self) -> list[tuple[Any, int, str]]:

@@ -35,7 +35,7 @@ from gascompile.capture.record.watched import (
     HOOKS,
     Current,
     Reads,
-    Stored,
+    StoredItems,
     Watches,
     attribute_of,
 )
@@ -202,7 +202,7 @@ class _Walk:
         if self._reads.names is None and len(owner) > _MANY_ENTRIES:
             return  # a data set, most likely; what reads it is known only after the capture
         if isinstance(owner, dict) and type(owner).__getitem__ not in _PLAIN_LOOKUPS:
-            owner = Stored(owner)
+            owner = StoredItems(owner)
         for key in keys:
             self.item(owner, key, f"{name}[{key!r:.40}]")
 

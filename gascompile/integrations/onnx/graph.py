@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gascompile.core.errors import UnsupportedOpError
-from gascompile.integrations.onnx.steps import Declared, Step
+from gascompile.integrations.onnx.steps import Declared, OnnxStep
 from gascompile.integrations.onnx.table import MAX_OPSET, MIN_OPSET, OPS, options_of
 from gascompile.integrations.onnx.whole_ops import with_whole_ops
 from gascompile.weights.onnx_file import DTYPES, OnnxFile, read_onnx
@@ -37,7 +37,7 @@ class OnnxGraph:
     """What a model computes, in order, and of what."""
 
     file: OnnxFile
-    steps: tuple[Step, ...]
+    steps: tuple[OnnxStep, ...]
     known: Mapping[str, Any]
     """Constants that may be sizes, as numbers."""
     held: Mapping[str, Constant]
@@ -162,7 +162,7 @@ def _input(value: onnx_ir.Value) -> Declared:
     return declared
 
 
-def _step(node: onnx_ir.Node, place: int, constants: Mapping[str, Any], opset: int) -> Step:
+def _step(node: onnx_ir.Node, place: int, constants: Mapping[str, Any], opset: int) -> OnnxStep:
     name = ascii(node.name or (node.outputs[0].name if node.outputs else ""))[1:-1][:200]
     where = f"the ONNX node '{name}' ({node.op_type})"
     if node.domain not in ("", "ai.onnx") or node.op_type not in OPS:
@@ -195,7 +195,7 @@ def _step(node: onnx_ir.Node, place: int, constants: Mapping[str, Any], opset: i
             inputs.append((_number(constant),))
         else:
             inputs.append(given)  # type: ignore[arg-type]
-    return Step(
+    return OnnxStep(
         op=node.op_type,
         name=name,
         inputs=tuple(inputs),

@@ -10,7 +10,7 @@ from torch import nn
 from torch.fx import traceback
 
 from gascompile.integrations.onnx.graph import made_up_sizes
-from gascompile.integrations.onnx.steps import Declared, Step, check_value, run_step
+from gascompile.integrations.onnx.steps import Declared, OnnxStep, check_value, run_step
 from gascompile.integrations.onnx.values import Numbers, tensor
 
 NODES = "gascompile.onnx"
@@ -25,7 +25,7 @@ class OnnxModel(nn.Module):
 
     def __init__(
         self,
-        steps: tuple[Step, ...],
+        steps: tuple[OnnxStep, ...],
         known: Mapping[str, Any],
         inputs: Mapping[str, Declared],
         outputs: tuple[str, ...],

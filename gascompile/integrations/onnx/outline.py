@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from gascompile.core.errors import UnsupportedOpError
 from gascompile.core.strides import contiguous_strides, span_elements
-from gascompile.cost_models.formulas.kernel_workspace import Kernel, workspace_bytes
+from gascompile.cost_models.formulas.kernel_workspace import HostKernel, workspace_bytes
 from gascompile.passes.graph.facts import SCALAR_BYTES, LeafOp, OpFacts
 
 Result = TypeVar("Result")
@@ -320,7 +320,7 @@ class Log:
             )
         )
         common = promoted(inputs) if pointwise and inputs else None
-        kernel = Kernel(f"aten::{name}", common, lambda _: "Mkldnn")
+        kernel = HostKernel(f"aten::{name}", common, lambda _: "Mkldnn")
         both: tuple[Any, Any] = (inputs, outputs)  # of whom it asks what tensors of torch have, too
         taken_bytes = workspace_bytes(kernel, args, *both)
         self._kernel_bytes = max(self._kernel_bytes, taken_bytes)

@@ -23,7 +23,7 @@ _REFUSALS = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step:
+class OnnxStep:
     """A node: op, name, inputs (a name, ``(number,)`` or ``None``), names of results with types, attributes.
 
     ``nodes`` are the places in the graph of those that it stands for.
@@ -37,7 +37,7 @@ class Step:
     nodes: tuple[int, ...] = ()
 
 
-def run_step(step: Step, values: dict[str, Any]) -> None:
+def run_step(step: OnnxStep, values: dict[str, Any]) -> None:
     """Compute a step from the values so far, and add its results to them.
 
     Raises:

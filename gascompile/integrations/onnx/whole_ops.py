@@ -11,19 +11,21 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from gascompile.formats.dtypes import FLOATING
-from gascompile.integrations.onnx.steps import Step
+from gascompile.integrations.onnx.steps import OnnxStep
 from gascompile.integrations.onnx.table import LINEAR, SILU
 
 Held = Mapping[str, tuple[str, tuple[int, ...]]]
 """Torch's dtype and the shape of each initializer, by its name."""
 
 
-def with_whole_ops(steps: Sequence[Step], held: Held, outputs: Collection[str]) -> tuple[Step, ...]:
+def with_whole_ops(
+    steps: Sequence[OnnxStep], held: Held, outputs: Collection[str]
+) -> tuple[OnnxStep, ...]:
     """Return the steps of a graph, in order, with fewer of them, which compute the same."""
     uses = Counter(name for step in steps for name in step.inputs if isinstance(name, str))
     uses.update(outputs)
-    made: dict[str, Step] = {}
-    found: dict[int, Step] = {}
+    made: dict[str, OnnxStep] = {}
+    found: dict[int, OnnxStep] = {}
     for step in steps:
         merged = _linear(step, made, held) or _with_bias(step, made, held, uses)
         merged = merged or _silu(step, made, uses)
@@ -40,13 +42,15 @@ def with_whole_ops(steps: Sequence[Step], held: Held, outputs: Collection[str]) 
     )  # fmt: skip
 
 
-def _maker(name: object, made: Mapping[str, Step], op: str) -> Step | None:
+def _maker(name: object, made: Mapping[str, OnnxStep], op: str) -> OnnxStep | None:
     """Return the step of an op that makes a value."""
     step = made.get(name) if isinstance(name, str) else None
     return step if step is not None and step.op == op else None
 
 
-def _linear(step: Step, made: Mapping[str, Step], held: Held) -> tuple[Step, None] | None:
+def _linear(
+    step: OnnxStep, made: Mapping[str, OnnxStep], held: Held
+) -> tuple[OnnxStep, None] | None:
     """Return the linear layer that a product with a transposed weight is."""
     if step.op != "MatMul":
         return None
@@ -63,8 +67,8 @@ def _linear(step: Step, made: Mapping[str, Step], held: Held) -> tuple[Step, Non
 
 
 def _with_bias(
-    step: Step, made: Mapping[str, Step], held: Held, uses: Mapping[str, int]
-) -> tuple[Step, Step] | None:
+    step: OnnxStep, made: Mapping[str, OnnxStep], held: Held, uses: Mapping[str, int]
+) -> tuple[OnnxStep, OnnxStep] | None:
     """Return the linear layer with what is added to it, and the one without that."""
     if step.op != "Add":
         return None
@@ -86,8 +90,8 @@ def _with_bias(
 
 
 def _silu(
-    step: Step, made: Mapping[str, Step], uses: Mapping[str, int]
-) -> tuple[Step, Step] | None:
+    step: OnnxStep, made: Mapping[str, OnnxStep], uses: Mapping[str, int]
+) -> tuple[OnnxStep, OnnxStep] | None:
     """Return the SiLU that a value times its sigmoid is, and the sigmoid."""
     if step.op != "Mul":
         return None

@@ -29,7 +29,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils import _pytree as pytree
 
-from gascompile.capture.record.effects import Proof, Trace, prove
+from gascompile.capture.record.effects import EffectProof, EffectTrace, prove
 from gascompile.capture.record.record import CaptureRecord, Recorded, Recorder
 from gascompile.capture.record.trial import Trial
 from gascompile.core.errors import CaptureError, UnsupportedOpError
@@ -41,7 +41,7 @@ from gascompile.training.capture.exact_dropout import exact_dropout
 from gascompile.training.capture.joint_outputs import joint_outputs
 from gascompile.training.capture.own_kernels import own_kernels, uncompiled
 from gascompile.training.capture.trace_substitutes import StandIns
-from gascompile.training.capture.traced_call import TracedCall, without_copies
+from gascompile.training.capture.traced_call import TracedModel, without_copies
 from gascompile.training.capture.traced_loss import MODEL, OUTSIDE, LossFunction, TracedLoss
 from gascompile.training.state.aliasing import Storages, View, named_tensors, places
 
@@ -127,14 +127,15 @@ def capture_joint(
     leaves, spec = pytree.tree_flatten(batch)
     stand_ins = StandIns(model, storages)
 
-    def traced(trial: Trial | None = None) -> Trace[_Traced]:
+    def traced(trial: Trial | None = None) -> EffectTrace[_Traced]:
         recorder = Recorder(model, loss_fn, trial=trial)
         caches = torch.is_autocast_cache_enabled()
-        kind = TracedCall if calls else TracedLoss
+        kind = TracedModel if calls else TracedLoss
         wrapped = kind(model, loss_fn, spec, stand_ins, recorder, trains=trains, caches=caches)
         with recorder.around(), numbered_norms(model) as norms:
             graph_module = _captured(wrapped, leaves)
-        return Trace(found=_Traced(wrapped, norms), graph_module=graph_module, recorder=recorder)
+        found = _Traced(wrapped, norms)
+        return EffectTrace(found=found, graph_module=graph_module, recorder=recorder)
 
     num_known, asks, recorders = -1, False, list[Recorder]()
     while len(stand_ins.outside) > num_known or asks:
@@ -158,19 +159,18 @@ def capture_joint(
 
 def _without_effects(
     record: CaptureRecord,
-    traced: Callable[[Trial], Trace[_Traced]],
+    traced: Callable[[Trial], EffectTrace[_Traced]],
     recorders: Sequence[Recorder],
     model: str,
-) -> Trace[_Traced]:
+) -> EffectTrace[_Traced]:
     """Return a trace whose effects do not matter.
 
     Raises:
         CaptureError: they may, or there is another reason for which a step might take another course.
     """
-    is_open = record.elsewhere is None
-    proof = (
-        prove(record, traced, before=recorders, who=f"the loss of {model}") if is_open else Proof()
-    )
+    proof = EffectProof[_Traced]()
+    if record.elsewhere is None:
+        proof = prove(record, traced, before=recorders, who=f"the loss of {model}")
     if proof.trace is not None:
         return proof.trace
     matters = f", and this counts: {proof.why}" if proof.why else ""
@@ -283,7 +283,7 @@ def _read(
     found, gradients, mutations = joint_outputs(graph.output_node(), canonical)
     outputs: tuple[Any, ...] = tuple(found)
     out_spec = pytree.tree_structure((0,))
-    if isinstance(wrapped, TracedCall):
+    if isinstance(wrapped, TracedModel):
         names = {**bound, **{name: name for name in (*inputs.values(), *outside)}}
         found = without_copies(graph, found, names)
         outputs, out_spec = wrapped.outputs(found), wrapped.out_spec

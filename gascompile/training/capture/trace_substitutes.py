@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from gascompile.core.errors import CaptureError, UnsupportedOpError
 from gascompile.training.capture.cached_casts import CachedCasts
 from gascompile.training.capture.constant_values import ConstantValues
-from gascompile.training.state.aliasing import Layout, Storages, named_tensors, places
+from gascompile.training.state.aliasing import Storages, ViewLayout, named_tensors, places
 from gascompile.training.state.open_tensors import OpenTensor
 
 
@@ -100,7 +100,7 @@ class StandIns:
         owner = self._owners.get(storage)
         if owner is not None:
             base = traced[owner] if real.requires_grad else traced[owner].detach()
-            found = Layout.of(real).traced_within(base)
+            found = ViewLayout.of(real).traced_within(base)
         else:
             if real.device.type != "cpu":
                 raise UnsupportedOpError(

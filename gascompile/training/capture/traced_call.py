@@ -24,7 +24,7 @@ def call_of(model: nn.Module, call: tuple[tuple[Any, ...], dict[str, Any]]) -> A
     return model(*args, **kwargs)
 
 
-class TracedCall(TracedLoss):
+class TracedModel(TracedLoss):
     """A call over the flat leaves of its arguments, without gradients."""
 
     out_spec: pytree.TreeSpec

@@ -16,7 +16,7 @@ from gascompile.runtime.kernels.state_codes import SIGNED, UNSIGNED
 from gascompile.training.optimizers import class_updates, coded_updates, update_ops
 from gascompile.training.optimizers.known_classes import RULES, rule_of
 from gascompile.training.optimizers.rule_trials import require_followed
-from gascompile.training.optimizers.slots import PART, TOTAL, Slot, Stage, Tile
+from gascompile.training.optimizers.slots import PART, TOTAL, Slot, Stage, StateTile
 from gascompile.training.state.open_optimizer import listed
 
 StateForm = Literal["fp32", "8bit"]
@@ -184,7 +184,7 @@ class Rules:
             is_frozen=not parameter.requires_grad,
             tiles=tuple(
                 tuple(
-                    Tile(
+                    StateTile(
                         parameter=name,
                         key=key,
                         begin=begin if lies is None else lies[0],
@@ -277,7 +277,7 @@ class Rules:
         steps = [counts[name] + 1 for name in self.rows[group]]
         return torch.tensor([*options, *steps, number], dtype=torch.float64)
 
-    def tiles(self, *, accumulates: bool) -> list[Tile]:
+    def tiles(self, *, accumulates: bool) -> list[StateTile]:
         """Return all that is kept of all parameters."""
         found = []
         for slot in self.slots.values():

@@ -19,7 +19,7 @@ Stage = Literal["kept", "again", "elsewhere"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tile:
+class StateTile:
     """Elements ``begin`` to ``end`` of a moment of a parameter."""
 
     parameter: str
@@ -81,7 +81,7 @@ class Slot:
     """Place among the group's slots: where the hyperparameters have its number of updates."""
     is_frozen: bool
     """Requires no gradient today."""
-    tiles: tuple[tuple[Tile, ...], ...]
+    tiles: tuple[tuple[StateTile, ...], ...]
     """Per range of the parameter, one tile of each moment."""
     ranges: tuple[tuple[int, int], ...]
     """First element and the one after the last, in the parameter's order of memory."""
@@ -101,17 +101,19 @@ class Slot:
         return bool(self.bounds) or self.owner is not None
 
     @property
-    def parts(self) -> tuple[Tile, ...]:
+    def parts(self) -> tuple[StateTile, ...]:
         """Return what a divided parameter is on this rank, a tile per range; nothing of a whole one."""
         if self.stage is None or self.owner is not None:
             return ()
         return tuple(
-            Tile(parameter=self.name, key=PART, begin=begin, end=end) for begin, end in self.ranges
+            StateTile(parameter=self.name, key=PART, begin=begin, end=end)
+            for begin, end in self.ranges
         )
 
     @property
-    def totals(self) -> tuple[Tile, ...]:
+    def totals(self) -> tuple[StateTile, ...]:
         """Return what gradients of several batches are added to, a tile per range."""
         return tuple(
-            Tile(parameter=self.name, key=TOTAL, begin=begin, end=end) for begin, end in self.ranges
+            StateTile(parameter=self.name, key=TOTAL, begin=begin, end=end)
+            for begin, end in self.ranges
         )

@@ -19,7 +19,7 @@ from gascompile.passes.parallel.cut_stages import (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Memory:
+class StageMemory:
     """What a rank has for its stage."""
 
     site: str
@@ -31,11 +31,11 @@ class Memory:
     """Of each of them."""
 
     @staticmethod
-    def of(machine: Machine, limit_bytes: int) -> Memory:
+    def of(machine: Machine, limit_bytes: int) -> StageMemory:
         """Return what a machine has for a stage, of a budget of ``limit_bytes``."""
         site = machine.compute_tier
         links = [of for of in machine.links if site in (of.source_tier, of.target_tier)]
-        return Memory(
+        return StageMemory(
             site=site,
             budget_bytes=max(limit_bytes, 1),
             stream_bytes_per_s=min((of.bandwidth_bytes_per_s for of in links), default=1.0),
@@ -44,7 +44,12 @@ class Memory:
 
 
 def agreed_problem(
-    ranks: Ranks, ops: StageOps, times_s: Sequence[float], memory: Memory, *, has_backward: bool
+    ranks: Ranks,
+    ops: StageOps,
+    times_s: Sequence[float],
+    memory: StageMemory,
+    *,
+    has_backward: bool,
 ) -> CutProblem:
     """Return the problem with what each rank takes and has, the same on all ranks.
 

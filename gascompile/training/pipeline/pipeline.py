@@ -25,7 +25,7 @@ from gascompile.passes.parallel.legs import outstanding_bytes, placeholders
 from gascompile.passes.parallel.stage_clock import waits
 from gascompile.passes.parallel.stage_graph import Cut
 from gascompile.training.capture.joint import Joint
-from gascompile.training.pipeline.agreement import Memory, agreed_problem, in_words
+from gascompile.training.pipeline.agreement import StageMemory, agreed_problem, in_words
 from gascompile.training.pipeline.provable import (
     Counter,
     ignored_counter,
@@ -55,7 +55,7 @@ Costs = Callable[[Joint], Workload]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stage:
+class PipelineStage:
     """What this rank runs."""
 
     joint: Joint
@@ -85,7 +85,7 @@ class Pipeline:
         """How the step was divided."""
         self.note = self.whole = ""
         """Why a batch is one micro-batch, where it cannot be several."""
-        self.staged: WeakKeyDictionary[fx.GraphModule, Stage] = WeakKeyDictionary()
+        self.staged: WeakKeyDictionary[fx.GraphModule, PipelineStage] = WeakKeyDictionary()
         """Of each program what it was made from."""
 
     def __str__(self) -> str:
@@ -98,12 +98,12 @@ class Pipeline:
         capture: Callable[[Any], Joint],
         batch: Any,
         costs: Costs,
-        memory: Memory,
+        memory: StageMemory,
         *,
         trains: bool,
         every: Callable[[Joint], Sequence[str]],
         num_states: int,
-    ) -> Stage:
+    ) -> PipelineStage:
         """Return what this rank runs for a kind of batch.
 
         Args:
@@ -151,7 +151,7 @@ class Pipeline:
         batch: Any,
         every: Sequence[str],
         trains: bool,
-    ) -> Stage:
+    ) -> PipelineStage:
         legs = found.legs(stages, self.size, holders_of(found.forward, stages))
         if self.who is None:
             self.who = placed(legs, joint, every)
@@ -167,7 +167,7 @@ class Pipeline:
         flying = outstanding_bytes(legs, schedule, self.rank)
         replicas = self.mesh.num_replicas
         own = stage_joint(joint, cut, self.who, self.rank, num_replicas=replicas)
-        return Stage(
+        return PipelineStage(
             joint=own,
             layout=self.who.layout(self.rank, self.mesh.replica),
             reserved_bytes=flying + late_bytes(own),
@@ -177,7 +177,7 @@ class Pipeline:
             cut=cut,
         )
 
-    def with_waits(self, workload: Workload, stage: Stage, site: str) -> Workload:
+    def with_waits(self, workload: Workload, stage: PipelineStage, site: str) -> Workload:
         """Return a stage's workload in which it waits for others as long as these are predicted to take.
 
         Args:
@@ -235,7 +235,7 @@ class Pipeline:
         joint: Joint,
         found: Staged,
         costs: Costs,
-        memory: Memory,
+        memory: StageMemory,
         counts: Sequence[int],
         num_states: int,
     ) -> tuple[list[int], int]:

@@ -22,7 +22,7 @@ from gascompile.training.pipeline.pipeline import Pipeline
 from gascompile.training.rank_step import RankStep
 from gascompile.training.settings import Settings
 from gascompile.training.state.train_state import States
-from gascompile.training.unit import Unit
+from gascompile.training.unit import StepUnit
 
 
 class PipelineStep(RankStep):
@@ -41,7 +41,9 @@ class PipelineStep(RankStep):
         """
         raise ValueError("the ranks are stages of a pipeline: all of them take the same batch")
 
-    def meet(self, unit: Unit, batch: Any, hyper: Sequence[torch.Tensor], states: States) -> None:
+    def meet(
+        self, unit: StepUnit, batch: Any, hyper: Sequence[torch.Tensor], states: States
+    ) -> None:
         """Wait for all ranks before a run, and compare what they are about to do, the batch included.
 
         Raises:
@@ -95,7 +97,7 @@ class PipelineStep(RankStep):
         with exchanging(self._ranks.exchange), self._ranks.in_a_step():
             yield
 
-    def ran(self, unit: Unit, report: RunReport) -> None:
+    def ran(self, unit: StepUnit, report: RunReport) -> None:
         """Learn nothing: rows are not divided."""
 
 

@@ -30,8 +30,8 @@ from gascompile.training.step_cache import PlannedStep, bundle_of, rules_of, upd
 
 if TYPE_CHECKING:
     from gascompile.training.capture.joint import Joint
-    from gascompile.training.pipeline.agreement import Memory
-    from gascompile.training.pipeline.pipeline import Pipeline, Stage
+    from gascompile.training.pipeline.agreement import StageMemory
+    from gascompile.training.pipeline.pipeline import Pipeline, PipelineStage
     from gascompile.training.rank_step import RankStep
 
 
@@ -54,7 +54,7 @@ class StagePlanner:
         raise NotImplementedError
 
     def _plan(
-        self, program: StepProgram, prints: Mapping[str, str], stage: Stage | None = None
+        self, program: StepProgram, prints: Mapping[str, str], stage: PipelineStage | None = None
     ) -> Plan:
         raise NotImplementedError
 
@@ -71,7 +71,7 @@ class StagePlanner:
         def capture(part: Any) -> Joint:
             return capture_joint(model, self._loss_fn, part, storages, trains=trains)
 
-        def captured() -> tuple[StepProgram, Rules, Stage]:
+        def captured() -> tuple[StepProgram, Rules, PipelineStage]:
             stage = pipeline.stage(capture, batch, self._op_costs, self._memory(), trains=trains,
                                    every=self._updatable, num_states=self._num_states())  # fmt: skip
             self._settings = replace(self._settings, placed=stage.layout)
@@ -120,11 +120,11 @@ class StagePlanner:
         """Return the vectors of a parameter's size beside it: its gradient, and moments."""
         return 1 + (1 if isinstance(self.optimizer, torch.optim.SGD) else 2)
 
-    def _memory(self) -> Memory:
-        from gascompile.training.pipeline.agreement import Memory
+    def _memory(self) -> StageMemory:
+        from gascompile.training.pipeline.agreement import StageMemory
 
         limit_bytes = self._budget.limits_bytes(self._machine)[self._machine.compute_tier]
-        return Memory.of(self._machine, limit_bytes - self._reserved_bytes)
+        return StageMemory.of(self._machine, limit_bytes - self._reserved_bytes)
 
     def _op_costs(self, joint: Joint) -> Workload:
         """Return what the ops of a captured step take here."""

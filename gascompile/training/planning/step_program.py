@@ -20,7 +20,7 @@ from gascompile.core.ranks import RankLayout
 from gascompile.passes.graph.bound_aliases import bound_aliases
 from gascompile.training.optimizers import update_ops
 from gascompile.training.optimizers.optimizers import Rules
-from gascompile.training.optimizers.slots import Slot, Tile
+from gascompile.training.optimizers.slots import Slot, StateTile
 from gascompile.training.planning import rank_nodes
 from gascompile.training.planning.program_specs import bound_spec, input_spec, remove_unused
 
@@ -61,7 +61,7 @@ class StepProgram:
     """A program whose outputs are the loss and, where computed, the norm of all gradients; of a call all it returns."""
 
     program: Program
-    tiles: Mapping[str, Tile]
+    tiles: Mapping[str, StateTile]
     """Moments and totals by their name in the program."""
     outside: tuple[torch.Tensor, ...]
     """Inputs after the batch's leaves."""
@@ -121,7 +121,7 @@ class _Builder:
         self._mutations = dict(joint.mutations)
         self._ends: dict[str, fx.Node] = {}
         self._check: fx.Node | None = None
-        self._tiles: dict[str, Tile] = {}
+        self._tiles: dict[str, StateTile] = {}
         self._tile_nodes: dict[str, fx.Node] = {}
         self._parts: dict[str, list[fx.Node]] = {}  # of gradients, what this rank updates
         self._hyper: list[fx.Node] = []

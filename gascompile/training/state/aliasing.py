@@ -19,7 +19,7 @@ from gascompile.training.state.open_tensors import behind
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class ViewLayout:
     """Which elements of a storage a tensor has."""
 
     size: tuple[int, ...]
@@ -27,7 +27,7 @@ class Layout:
     offset: int
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> Layout:
+    def of(cls, tensor: torch.Tensor) -> ViewLayout:
         """Return that of a tensor."""
         return cls(tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()))
 
@@ -61,7 +61,7 @@ class View:
 
     tensor: torch.Tensor
     owner: str
-    layout: Layout
+    layout: ViewLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class _Place:
     tensor: torch.Tensor
     storage: torch.UntypedStorage
     size_bytes: int
-    layout: Layout
+    layout: ViewLayout
     is_view: bool
 
 
@@ -105,7 +105,7 @@ class Storages:
         if owner is not None:
             for name, tensor in group.items():
                 if name != owner:
-                    self.views[name] = View(tensor, owner, Layout.of(tensor))
+                    self.views[name] = View(tensor, owner, ViewLayout.of(tensor))
             if storage.resizable():
                 return
         (first, *_) = group
@@ -113,7 +113,7 @@ class Storages:
         size_bytes = storage.nbytes()
         for name, tensor in group.items():
             is_view = name in self.views
-            self._places.append(_Place(tensor, storage, size_bytes, Layout.of(tensor), is_view))
+            self._places.append(_Place(tensor, storage, size_bytes, ViewLayout.of(tensor), is_view))
             if not is_view:
                 tensor.data = tensor.detach().clone(memory_format=torch.contiguous_format)
         for name, view in self.views.items():
@@ -234,9 +234,9 @@ def _by_stride(tensor: torch.Tensor) -> list[int]:
 def _require_apart(group: Mapping[str, torch.Tensor]) -> None:
     taken = torch.zeros(next(iter(group.values())).untyped_storage().nbytes(), dtype=torch.bool)
     for name, tensor in group.items():
-        layout, width = Layout.of(tensor), tensor.itemsize
+        layout, width = ViewLayout.of(tensor), tensor.itemsize
         stride = (*(width * step for step in layout.stride), 1)
-        in_bytes = Layout((*layout.size, width), stride, width * layout.offset)
+        in_bytes = ViewLayout((*layout.size, width), stride, width * layout.offset)
         mine = _once(in_bytes.within(taken), in_bytes)
         if bool(mine.any()):
             raise CaptureError(
@@ -246,7 +246,7 @@ def _require_apart(group: Mapping[str, torch.Tensor]) -> None:
         mine.fill_(True)
 
 
-def _once(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
+def _once(tensor: torch.Tensor, layout: ViewLayout) -> torch.Tensor:
     """Return each element once where a tensor was expanded."""
     for dim, (size, step) in enumerate(zip(layout.size, layout.stride, strict=True)):
         if size > 1 and not step:

@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from gascompile.training.optimizers.slots import PART, TOTAL, Tile
+from gascompile.training.optimizers.slots import PART, TOTAL, StateTile
 from gascompile.training.state.tensor_files import Entry, Own, joined, made_of, of_tensor
 from gascompile.training.state.train_state import States
 
@@ -79,7 +79,7 @@ def random_numbers() -> Entry:
     )
 
 
-def _own(tiles: Sequence[Tile]) -> tuple[Own, ...]:
+def _own(tiles: Sequence[StateTile]) -> tuple[Own, ...]:
     return tuple(Own(name=tile.name, begin=tile.begin, end=tile.end) for tile in tiles)
 
 

@@ -21,7 +21,7 @@ from gascompile.training.state.checkpoints import CheckpointFolder
 from gascompile.training.state.giving_back import give_back
 from gascompile.training.state.train_state import States
 from gascompile.training.unfinished import Unfinished
-from gascompile.training.unit import Unit
+from gascompile.training.unit import StepUnit
 from gascompile.training.unit_table import UnitTable
 from gascompile.training.units import OPEN, UnitMaker
 
@@ -71,7 +71,7 @@ class Holdings:
         """Return the values, from the first plan until the end."""
         return self._maker.states
 
-    def settle(self, unit: Unit) -> None:
+    def settle(self, unit: StepUnit) -> None:
         """Let no transfer of a unit be under way.
 
         Raises:
@@ -83,7 +83,7 @@ class Holdings:
             self.failure = str(error)
             raise
 
-    def change(self, unit: Unit, function: Callable[[], Result]) -> Result:
+    def change(self, unit: StepUnit, function: Callable[[], Result]) -> Result:
         """Let ``function`` change values after a run of ``unit``; where it fails, they are half changed."""
         self.settle(unit)
         self.unfinished.changes()

@@ -13,7 +13,7 @@ from torch import nn
 from gascompile.core.errors import RankError
 from gascompile.runtime.memory.persistent import Persistent
 from gascompile.training.optimizers.optimizers import Rules
-from gascompile.training.optimizers.slots import PART, Tile
+from gascompile.training.optimizers.slots import PART, StateTile
 from gascompile.training.state.aliasing import Storages, in_order_of, named_tensors
 from gascompile.training.state.open_tensors import behind
 from gascompile.training.state.packed_values import PackedValue
@@ -26,7 +26,7 @@ class NamedValues:
     """What of a run is asked for and set by name."""
 
     persistent: Persistent
-    tiles: dict[tuple[str, str], list[Tile]]
+    tiles: dict[tuple[str, str], list[StateTile]]
     """In order, by parameter and key."""
 
     def __init__(

@@ -32,7 +32,7 @@ Numbers = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class TensorPiece:
     """A box of a tensor, in its order of rows, in a file."""
 
     offsets: Numbers
@@ -61,7 +61,7 @@ class Stored:
     name: str
     dtype: str
     shape: Numbers
-    pieces: tuple[Piece, ...]
+    pieces: tuple[TensorPiece, ...]
 
     @property
     def num_stored(self) -> int:
@@ -77,7 +77,7 @@ class Stored:
         return sum(max(min(end, e) - max(begin, b), 0) for b, e in spans) == max(end - begin, 0)
 
     @property
-    def runs(self) -> list[tuple[int, Piece]] | None:
+    def runs(self) -> list[tuple[int, TensorPiece]] | None:
         """Return the pieces with their first elements in order of rows, if each is a run of such elements."""
         begins = [run_of(self.shape, piece) for piece in self.pieces]
         if any(begin is None for begin in begins):
@@ -105,7 +105,7 @@ def boxes(shape: Sequence[int], begin: int, end: int) -> list[tuple[Numbers, Num
     return [box for part in parts for box in boxes(shape, *part)]
 
 
-def run_of(shape: Sequence[int], piece: Piece) -> int | None:
+def run_of(shape: Sequence[int], piece: TensorPiece) -> int | None:
     """Return the first element of a box whose elements follow each other in the tensor; ``None`` of another."""
     begin, is_whole = 0, True
     for size, length in zip(reversed(shape), reversed(piece.sizes), strict=True):
@@ -130,7 +130,7 @@ def stored_in(files: Iterable[Path], *, whole: bool = True) -> dict[str, Stored]
         CheckpointError: a file cannot be read, or what files have of a tensor is not all of it, each element once.
     """
     kinds: dict[str, tuple[str, Numbers]] = {}
-    pieces: dict[str, dict[tuple[Numbers, Numbers], Piece]] = {}
+    pieces: dict[str, dict[tuple[Numbers, Numbers], TensorPiece]] = {}
     for file in files:
         sources, _ = read_safetensors_header(file)
         table = _table(file)
@@ -142,7 +142,7 @@ def stored_in(files: Iterable[Path], *, whole: bool = True) -> dict[str, Stored]
             if kinds.setdefault(name, kind) != kind or len(source.shape) != len(shape):
                 raise CheckpointError(f"{file} has '{key}' of another tensor '{name}' than others")
             at = source.extents[0].offset if source.extents else 0
-            piece = Piece(offsets=offsets, sizes=tuple(source.shape), file=file, at=at)
+            piece = TensorPiece(offsets=offsets, sizes=tuple(source.shape), file=file, at=at)
             pieces.setdefault(name, {}).setdefault((piece.offsets, piece.sizes), piece)
     found = {
         name: Stored(name=name, dtype=dtype, shape=shape, pieces=tuple(pieces[name].values()))
@@ -227,7 +227,7 @@ class Files:
         while self._open:
             os.close(self._open.popitem()[1])
 
-    def read(self, piece: Piece, skipped_bytes: int, into: torch.Tensor) -> None:
+    def read(self, piece: TensorPiece, skipped_bytes: int, into: torch.Tensor) -> None:
         """Fill a dense tensor with what follows the first ``skipped_bytes`` of a piece.
 
         Raises:

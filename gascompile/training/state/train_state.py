@@ -17,7 +17,7 @@ from gascompile.core.errors import CheckpointError, OpenStepError
 from gascompile.runtime.memory.persistent import Persistent
 from gascompile.runtime.memory.source_slots import SourceSlots
 from gascompile.training.optimizers.optimizers import Rules
-from gascompile.training.optimizers.slots import TOTAL, Slot, Tile
+from gascompile.training.optimizers.slots import TOTAL, Slot, StateTile
 from gascompile.training.state.aliasing import Storages
 from gascompile.training.state.covers import Covers
 from gascompile.training.state.file_values import FileValues
@@ -52,7 +52,7 @@ class States(NamedValues):
         tensors: Mapping[str, torch.Tensor],
         *,
         storages: Storages,
-        tiles: Iterable[Tile],
+        tiles: Iterable[StateTile],
         keep: Keep,
         values: FileValues | None = None,
         changing: Collection[str] = (),
