@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,13 +11,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
-from torch.nn import functional
 
 import gascompile
 from gascompile.core.errors import CheckpointError
 from gascompile.core.sizes import PAGE_BYTES, align_up
 from gascompile.integrations.adapter_names import with_base_names
 from gascompile.weights.checkpoint import has_own_values, open_checkpoint
+from tests.training.adapted import MASK, by_peft, filled, next_tokens, token_batches
 from tests.training.runs import MACHINE, PLANNING_S, adamw
 
 Wrap = Callable[[nn.Module], nn.Module]
@@ -59,31 +58,6 @@ def by_hand(model: nn.Module) -> nn.Module:
     return filled(model)
 
 
-def by_peft(model: nn.Module) -> nn.Module:
-    """Let peft do the same; what it puts on the meta device gets values afterwards."""
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0)
-    with warnings.catch_warnings():
-        # Of transformers, about its own attribute that peft asks for.
-        warnings.simplefilter("ignore", FutureWarning)
-        found: nn.Module = peft.get_peft_model(model, config)
-    for name, part in found.named_modules():
-        if name.endswith((".lora_A", ".lora_B")):
-            if any(p.is_meta for p in part.parameters()):
-                part.to_empty(device="cpu")
-            part.float()
-    return filled(found)
-
-
-def filled(model: nn.Module) -> nn.Module:
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora" in name:
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) / 10)
-    return model.train()
-
-
 def base(folder: Path, dtype: torch.dtype) -> tuple[Callable[[], nn.Module], nn.Module]:
     """Save a small llama; return what builds it on the meta device, and itself."""
     transformers = pytest.importorskip("transformers")
@@ -108,13 +82,7 @@ def base(folder: Path, dtype: torch.dtype) -> tuple[Callable[[], nn.Module], nn.
     return outline, loaded
 
 
-TOKENS = [torch.randint(0, 256, (2, 8), generator=torch.Generator().manual_seed(n)) for n in (1, 2)]
-MASK = torch.ones(1, 1, 8, 8, dtype=torch.bool).tril()
-
-
-def next_tokens(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
-    logits = model(input_ids=ids, attention_mask=MASK, use_cache=False).logits
-    return functional.cross_entropy(logits[:, :-1].float().flatten(0, 1), ids[:, 1:].flatten())
+TOKENS = token_batches(256)
 
 
 @pytest.mark.parametrize(("dtype", "wrap"), [(torch.float32, by_hand), (torch.bfloat16, by_peft)])

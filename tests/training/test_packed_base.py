@@ -6,7 +6,6 @@ import copy
 import dataclasses
 import hashlib
 import os
-import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -16,7 +15,6 @@ import pytest
 import torch
 import transformers
 from torch import nn
-from torch.nn import functional
 
 import gascompile
 from gascompile.core.errors import UnsupportedOpError
@@ -34,6 +32,7 @@ from tests.quantised_files import (
     gptq,
     quantised_folder,
 )
+from tests.training.adapted import by_peft, next_tokens, token_batches
 from tests.training.runs import MACHINE, PLANNING_S, adamw
 
 BUDGET_BYTES = (4 << 20) + 700_000
@@ -42,8 +41,7 @@ RATES = tuple(
     dataclasses.replace(MACHINE.rates[0], dtype=dtype) for dtype in ("bfloat16", "float16")
 )
 HOST = dataclasses.replace(MACHINE, name="by hand, in three dtypes", rates=(*MACHINE.rates, *RATES))
-TOKENS = [torch.randint(0, 96, (2, 8), generator=torch.Generator().manual_seed(n)) for n in (1, 2)]
-MASK = torch.ones(1, 1, 8, 8, dtype=torch.bool).tril()
+TOKENS = token_batches(96)
 CASES: Mapping[str, tuple[torch.dtype, Callable[[int, int], Layer], Mapping[str, Any]]] = {
     "gptq": (torch.float32, partial(gptq, ordered=True), {**GPTQ, "desc_act": True}),
     "awq": (torch.float32, awq, AWQ),
@@ -73,37 +71,10 @@ def made(dtype: torch.dtype) -> Any:
     return model.to(dtype)
 
 
-def adapted(model: nn.Module) -> nn.Module:
-    """Put adapters in float32 around queries and values, with the same values wherever the base is."""
-    import peft
-
-    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0)
-    with warnings.catch_warnings():
-        # Of transformers, about its own attribute that peft asks for.
-        warnings.simplefilter("ignore", FutureWarning)
-        found: nn.Module = peft.get_peft_model(model, config)
-    for name, part in found.named_modules():
-        if name.endswith((".lora_A", ".lora_B")):
-            if any(p.is_meta for p in part.parameters()):
-                part.to_empty(device="cpu")
-            part.float()
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for name, parameter in found.named_parameters():
-            if "lora" in name:
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) / 10)
-    return found.train()
-
-
 def outline(folder: Folder) -> nn.Module:
     with torch.device("meta"):
         found: nn.Module = transformers.LlamaForCausalLM(folder.model.config)
     return found.to(folder.model.dtype)
-
-
-def next_tokens(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
-    logits = model(input_ids=ids, attention_mask=MASK, use_cache=False).logits
-    return functional.cross_entropy(logits[:, :-1].float().flatten(0, 1), ids[:, 1:].flatten())
 
 
 def eager_losses(model: nn.Module, steps: int) -> list[float]:
@@ -146,7 +117,7 @@ def test_losses_are_those_over_the_values(case: str, tmp_path: Path, cache: Path
     dtype, make, config = CASES[case]
     folder = quantised_folder(made(dtype), tmp_path / "base", make, config)
     before = digests(folder.path)
-    model = adapted(outline(folder))
+    model = by_peft(outline(folder))
     with opened(folder, model, cache) as step:
         losses = [step(TOKENS[number % 2]).item() for number in range(4)]
         assert step.last_run.peak_bytes["cpu"] <= BUDGET_BYTES
@@ -156,7 +127,7 @@ def test_losses_are_those_over_the_values(case: str, tmp_path: Path, cache: Path
         file = next(place[0] for name, place in places.items() if "lora" in name)
         slots_bytes = os.fstat(file).st_size
         step.settle()
-    eager = adapted(folder.model)
+    eager = by_peft(folder.model)
     assert losses == eager_losses(eager, 4)
     # Adapters with their moments, and tables: nothing of the base.
     trained_bytes = sum(p.nbytes for p in eager.parameters() if p.requires_grad)
@@ -177,13 +148,13 @@ def test_values_are_read_saved_and_kept(packed: Folder, tmp_path: Path, cache: P
     """While a step is open, and in what it saves, a packed weight has its values; nothing gives it others."""
     name = "base_model.model.model.layers.1.mlp.up_proj.weight"
     wanted = packed.model.model.layers[1].mlp.up_proj.weight.detach()
-    model = adapted(outline(packed))
+    model = by_peft(outline(packed))
     with opened(packed, model, cache) as step:
         first = [step(tokens).item() for tokens in TOKENS]
         assert torch.equal(model.get_parameter(name).detach().clone(), wanted)
         state = step.state_dict()
         assert torch.equal(state["model"][name], wanted)
-        eager = adapted(copy.deepcopy(packed.model))
+        eager = by_peft(copy.deepcopy(packed.model))
         eager_losses(eager, 2)
         assert step.eval(TOKENS[1]).item() == next_tokens(eager, TOKENS[1]).item()
         step.save(tmp_path / "saved")
@@ -196,7 +167,7 @@ def test_values_are_read_saved_and_kept(packed: Folder, tmp_path: Path, cache: P
         with pytest.raises(UnsupportedOpError, match="cannot get other values"):
             step.load_state_dict(state)
     assert torch.equal(model.get_parameter(name), wanted)
-    again = adapted(outline(packed))
+    again = by_peft(outline(packed))
     with opened(packed, again, cache) as step:
         assert [step(tokens).item() for tokens in TOKENS] == first
 
@@ -209,17 +180,17 @@ def test_a_plan_of_other_bytes_is_none_for_these(
         made(torch.float32), tmp_path / "other", partial(gptq, version=2), {**GPTQ, "checkpoint_format": "gptq_v2"}
     )  # fmt: skip
     for folder in (packed, other):
-        model = adapted(outline(folder))
+        model = by_peft(outline(folder))
         with opened(folder, model, cache) as step:
             found = step(TOKENS[0]).item()
-        assert found == eager_losses(adapted(folder.model), 1)[0]
+        assert found == eager_losses(by_peft(folder.model), 1)[0]
 
 
 def test_what_is_packed_cannot_be_trained(packed: Folder, cache: Path) -> None:
     model = outline(packed)
     with pytest.raises(UnsupportedOpError, match=r"cannot be trained: freeze the base"):
         opened(packed, model, cache)
-    frozen = adapted(outline(packed))
+    frozen = by_peft(outline(packed))
     every = torch.optim.AdamW(frozen.parameters(), lr=1e-3, fused=True)
     with opened(packed, frozen, cache, 8 << 20, every) as step:
         frozen.get_parameter("base_model.model.model.layers.0.mlp.up_proj.weight").requires_grad_()
@@ -247,10 +218,10 @@ def test_a_base_in_blocks(kind: str, tmp_path: Path, cache: Path) -> None:
     write_gguf(whole, file, lambda name: "q4_0" if ".ffn_" in name else "q8_0", architecture=kind)
     with torch.device("meta"):
         empty = transformers.AutoModelForCausalLM.from_config(config)
-    model = adapted(empty)
+    model = by_peft(empty)
     loaded = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path, gguf_file=file.name, dtype=torch.float32
     )
     with opened(Folder(path=file, model=whole), model, cache, 8 << 20) as step:
         losses = [step(tokens).item() for tokens in TOKENS]
-    assert losses == eager_losses(adapted(loaded), 2)
+    assert losses == eager_losses(by_peft(loaded), 2)
