@@ -30,7 +30,6 @@ from gascompile.bundles.files import (
     BundleFiles,
     StepFacts,
     Weights,
-    digest_of,
     read_bundle_files,
     relocate,
 )
@@ -87,7 +86,7 @@ def write_bundle(
         "format": FORMAT,
         "positional": list(bundle.positional),
         "versions": dict(bundle.versions),
-        "files": {name: digest_of(raw) for name, raw in contents.items()},
+        "files": {name: serial.raw_digest(raw) for name, raw in contents.items()},
     }
     contents["manifest.json"] = json.dumps(manifest, indent=1).encode()
     temporary = ""

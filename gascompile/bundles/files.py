@@ -5,7 +5,6 @@ Listing a cache, checking or replaying a plan stops here: no graph is built of w
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 from collections.abc import Mapping
@@ -137,16 +136,11 @@ def _texts(manifest: Mapping[str, Any], field: str, folder: Path) -> dict[str, s
 
 def _read(folder: Path, name: str, listed: Mapping[str, str], max_bytes: int) -> bytes:
     raw = read_regular(folder / name, max_bytes=max_bytes)
-    if digest_of(raw) != listed.get(name):
+    if serial.raw_digest(raw) != listed.get(name):
         raise FormatError(
             f"{folder / name} is damaged: its checksum differs; save the bundle again"
         )
     return raw
-
-
-def digest_of(raw: bytes) -> str:
-    """Return the checksum of a file of a bundle."""
-    return hashlib.blake2b(raw, digest_size=20).hexdigest()
 
 
 def relocate(weights: Weights, places: Mapping[str, str]) -> Weights:

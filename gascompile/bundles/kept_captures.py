@@ -22,7 +22,6 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import fx
 
-from gascompile.bundles.files import digest_of
 from gascompile.capture.record.dependencies import Dependencies
 from gascompile.capture.saved.program_io import program_from_json, program_to_json
 from gascompile.capture.saved.values_io import set_values, values_to_json
@@ -87,9 +86,9 @@ def write_capture(
     if not trace or sum(tensor.nbytes for tensor in held.values()) > _MOST_HELD_BYTES:
         return
     constants = save_tensors({name: t.detach().contiguous().clone() for name, t in held.items()})
-    rest = {"facts": facts, "known": serial.to_json(known), "held": digest_of(constants)}
+    rest = {"facts": facts, "known": serial.to_json(known), "held": serial.raw_digest(constants)}
     text = json.dumps({"format": _FORMAT, **trace, **rest}, separators=(",", ":")).encode()
-    contents = {_TRACE: b"\n".join([digest_of(text).encode(), text]), _HELD: constants}
+    contents = {_TRACE: b"\n".join([serial.raw_digest(text).encode(), text]), _HELD: constants}
     temporary = ""
     try:
         own_cache(folder.parent)
@@ -124,13 +123,13 @@ def read_capture(folder: Path) -> KeptCapture | None:
 
 def _read(folder: Path) -> KeptCapture:
     digest, _, text = read_regular(folder / _TRACE, max_bytes=MAX_JSON_BYTES).partition(b"\n")
-    if digest_of(text) != digest.decode(errors="replace"):
+    if serial.raw_digest(text) != digest.decode(errors="replace"):
         raise FormatError("its checksum differs")
     data = serial.parse_json(text, where=_TRACE)
     if not isinstance(data, dict) or data.get("format") != _FORMAT:
         raise FormatError(f"it is not of the format {_FORMAT!r}")
     raw = read_regular(folder / _HELD, max_bytes=2 * _MOST_HELD_BYTES)
-    if digest_of(raw) != data["held"]:
+    if serial.raw_digest(raw) != data["held"]:
         raise FormatError("the checksum of its constants differs")
     program = program_from_json(data["program"], where=_TRACE, allow_code=True)  # written here
     set_values(_valued(program), data["values"])

@@ -114,7 +114,12 @@ def dumps(value: object) -> str:
 def digest(value: object) -> str:
     """Return a BLAKE2b digest of every field of ``value``."""
     text = json.dumps(to_json(value), sort_keys=True, separators=(",", ":"))
-    return hashlib.blake2b(text.encode(), digest_size=20).hexdigest()
+    return raw_digest(text.encode())
+
+
+def raw_digest(raw: bytes | memoryview) -> str:
+    """Return the BLAKE2b digest of bytes."""
+    return hashlib.blake2b(raw, digest_size=20).hexdigest()
 
 
 def read_json(path: str | os.PathLike[str], *, strict: bool = True) -> Any:

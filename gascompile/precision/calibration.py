@@ -6,7 +6,6 @@ that all of them take the same converted weights.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 from collections.abc import Mapping, Sequence
@@ -89,7 +88,7 @@ def _key(matrices: Sequence[str], weights: Weights) -> str:
         for name in sorted(matrices)
     ]
     text = json.dumps([_FORMAT, LAYOUT, list(FORMS), parts])
-    return hashlib.blake2b(text.encode(), digest_size=20).hexdigest()
+    return serial.raw_digest(text.encode())
 
 
 def _sensitivities(data: Any) -> dict[str, Sensitivity]:

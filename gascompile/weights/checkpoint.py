@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import struct
 from collections.abc import Mapping
@@ -10,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gascompile.core import serial
 from gascompile.core.errors import CheckpointError, FormatError, StorageError
 from gascompile.core.files import is_file, is_folder, open_regular
 from gascompile.core.model_libraries import model_libraries
@@ -246,7 +246,7 @@ def read_safetensors_header(file: Path) -> tuple[dict[str, WeightSource], FileSt
         path=str(file.resolve()),
         size_bytes=stat.st_size,
         mtime_ns=stat.st_mtime_ns,
-        digest=hashlib.blake2b(raw, digest_size=20).hexdigest(),
+        digest=serial.raw_digest(raw),
     )
     return sources, stamp
 

@@ -7,12 +7,9 @@ the error of each is measured on the way and stands in the file's metadata, with
 
 from __future__ import annotations
 
-import errno
-import hashlib
 import json
 import math
 import os
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,9 +18,10 @@ from typing import BinaryIO
 import torch
 
 from gascompile.bundles.bundle import require_unchanged
+from gascompile.core import serial
 from gascompile.core.errors import CheckpointError, FormatError, StorageError
 from gascompile.core.progress import task
-from gascompile.core.sizes import PAGE_BYTES, align_up, format_size
+from gascompile.core.sizes import PAGE_BYTES, align_up
 from gascompile.core.sources import FileStamp, WeightSource
 from gascompile.formats.layout import DEFAULT_GROUPS, FORMS, LAYOUT
 from gascompile.formats.ops import wire_matrix
@@ -36,7 +34,7 @@ from gascompile.weights.checkpoint import (
     open_checkpoint,
 )
 from gascompile.weights.rows import WeightRows
-from gascompile.weights.store import exclusive
+from gascompile.weights.store import exclusive, writing
 from gascompile.weights.store_check import Advance, Hash, is_whole, note_whole
 
 _BLOCK_VALUES = 1 << 21  # 8 MiB of float32 at once
@@ -140,7 +138,7 @@ def _key(items: Mapping[str, Item], stamps: Sequence[FileStamp]) -> str:
         for name, item in sorted(items.items())
     ]
     raw = json.dumps([LAYOUT, _CONTENT, parts]).encode()
-    return hashlib.blake2b(raw, digest_size=20).hexdigest()
+    return serial.raw_digest(raw)
 
 
 def _holds(path: Path, advance: Advance) -> bool:
@@ -160,18 +158,11 @@ def _write(items: Mapping[str, Item], stamps: Sequence[FileStamp], target: Path)
     # Packed rows keep their alignment to 16 bytes, and larger elements theirs.
     order = sorted(items, key=lambda n: (items[n].wire not in FORMS, -_itemsize(items[n]), n))
     needed_bytes = sum(item.size_bytes for item in items.values()) + (1 << 20)
-    free_bytes = shutil.disk_usage(target.parent).free
-    if free_bytes < needed_bytes:
-        raise StorageError(
-            f"the converted weights need {format_size(needed_bytes)} in {target.parent}, "
-            f"{format_size(free_bytes)} are free; free space or pass cache_dir= on another drive"
-        )
     for left in target.parent.glob(f".{target.name}.*"):
         left.unlink(missing_ok=True)  # by a process that was killed: the lock is held here
-    temporary = target.with_name(f".{target.name}.{os.getpid()}")
     errors = dict.fromkeys(order, _NO_ERROR)
     total_bytes = sum(item.source.size_bytes for item in items.values())
-    try:
+    with writing(target, needed_bytes, "the converted weights") as temporary:
         with temporary.open("wb") as out, task("Converting weights", total_bytes) as advance:
             out.write(_header(items, order, errors, _NO_CONTENT))
             content = _Hashed(out)
@@ -186,15 +177,6 @@ def _write(items: Mapping[str, Item], stamps: Sequence[FileStamp], target: Path)
         for stamp in stamps:
             if stamp.path in used:
                 require_unchanged(stamp)
-        temporary.replace(target)
-    except OSError as error:
-        full = error.errno == errno.ENOSPC
-        reason = "the disk is full" if full else (error.strerror or str(error))
-        raise StorageError(
-            f"cannot write {target}: {reason}; free space or pass cache_dir= on another drive"
-        ) from error
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _itemsize(item: Item) -> int:

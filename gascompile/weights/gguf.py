@@ -6,7 +6,6 @@ before it was read, and what is not known is refused. All numbers are little-end
 
 from __future__ import annotations
 
-import hashlib
 import os
 import struct
 from collections.abc import Mapping
@@ -14,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, Final
 
+from gascompile.core import serial
 from gascompile.core.errors import CheckpointError, StorageError
 from gascompile.core.files import open_regular
 from gascompile.core.sizes import align_up
@@ -129,7 +129,7 @@ def read_gguf_header(file: Path) -> GgufHeader:
         path=str(file.resolve()),
         size_bytes=stat.st_size,
         mtime_ns=stat.st_mtime_ns,
-        digest=hashlib.blake2b(cursor.raw[: cursor.position], digest_size=20).hexdigest(),
+        digest=serial.raw_digest(cursor.raw[: cursor.position]),
     )
     return GgufHeader(sources=sources, metadata=metadata, stamp=stamp)
 

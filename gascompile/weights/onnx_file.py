@@ -7,7 +7,6 @@ may come from anywhere: what it says of places and sizes is checked before anyth
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import mmap
 import os
@@ -16,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, Final
 
+from gascompile.core import serial
 from gascompile.core.errors import CheckpointError, StorageError
 from gascompile.core.files import is_file, open_regular
 from gascompile.core.sources import Extent, FileStamp, WeightSource
@@ -134,7 +134,7 @@ def _proto(file: Path) -> tuple[Any, os.stat_result, str]:
         raise CheckpointError(str(error)) from error
     except (DecodeError, onnx.checker.ValidationError, ValueError, RuntimeError) as error:
         raise _damaged(file, error) from error
-    return proto, stat, hashlib.blake2b(raw, digest_size=20).hexdigest()
+    return proto, stat, serial.raw_digest(raw)
 
 
 def _damaged(file: Path, error: Exception) -> CheckpointError:

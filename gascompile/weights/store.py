@@ -82,21 +82,32 @@ def spill(tensors: Mapping[str, torch.Tensor], store: Path) -> Checkpoint:
 
 def _write(tensors: Mapping[str, torch.Tensor], target: Path) -> None:
     needed_bytes = sum(t.numel() * t.element_size() for t in tensors.values()) + (1 << 20)
+    with writing(target, needed_bytes, "the weights") as temporary:
+        save_file(_unshared(tensors), temporary)
+        with temporary.open("rb+") as stream:
+            os.fsync(stream.fileno())
+
+
+@contextlib.contextmanager
+def writing(target: Path, needed_bytes: int, what: str) -> Iterator[Path]:
+    """Let a file be written, which takes the place of ``target`` once it is whole.
+
+    Raises:
+        StorageError: there is no room for it, or it cannot be written.
+    """
     free_bytes = shutil.disk_usage(target.parent).free
     if free_bytes < needed_bytes:
         raise StorageError(
-            f"the weights need {format_size(needed_bytes)} in {target.parent}, {format_size(free_bytes)} are free; "
+            f"{what} need {format_size(needed_bytes)} in {target.parent}, {format_size(free_bytes)} are free; "
             "free space or pass cache_dir= on another drive"
         )
     temporary = target.with_name(f".{target.name}.{os.getpid()}")
     try:
-        save_file(_unshared(tensors), temporary)
-        with temporary.open("rb+") as stream:
-            os.fsync(stream.fileno())
+        yield temporary
         temporary.replace(target)
     except (OSError, SafetensorError) as error:
         full = getattr(error, "errno", None) == errno.ENOSPC or "No space" in str(error)
-        reason = "the disk is full" if full else str(error)
+        reason = "the disk is full" if full else getattr(error, "strerror", None) or str(error)
         raise StorageError(
             f"cannot write {target}: {reason}; free space or pass cache_dir= on another drive"
         ) from error

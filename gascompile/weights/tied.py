@@ -8,7 +8,6 @@ large table is read once, not at each start.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 from collections.abc import Iterator, Sequence
@@ -104,7 +103,7 @@ def _identity(one: WeightSource, other: WeightSource) -> str:
             identity = (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
             said.append([*identity, extent.offset, extent.size_bytes])
         said.append([])
-    return hashlib.blake2b(json.dumps(said).encode(), digest_size=20).hexdigest()
+    return serial.raw_digest(json.dumps(said).encode())
 
 
 def _noted(store: Path) -> list[str]:

@@ -9,7 +9,6 @@ a run that would then need more memory than the plan reserves is cut shorter.
 
 from __future__ import annotations
 
-import hashlib
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from gascompile.core import moves
+from gascompile.core import moves, serial
 from gascompile.core.kernels import ALIGNMENT_BYTES, Layout, Segment
 from gascompile.core.plan import Plan
 from gascompile.core.program import op_name
@@ -316,7 +315,7 @@ def _key(run: Sequence[fx.Node], parts: _Parts) -> str:
         arguments = _text((node.args, dict(sorted(node.kwargs.items()))), names)
         lines.append(f"{names[node]} = {node.target} {arguments}")
     lines += [f"return {names[node]} {layout(node)}" for node in parts.outputs]
-    return hashlib.blake2b("\n".join(lines).encode(), digest_size=20).hexdigest()
+    return serial.raw_digest("\n".join(lines).encode())
 
 
 def _text(argument: object, names: Mapping[fx.Node, str]) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from gascompile.bundles.files import digest_of
+from gascompile.core.serial import raw_digest
 
 CANARIES = ("antigravity", "this", "turtledemo.clock", "idlelib.run", "lib2to3.main")
 """Modules of the standard library that nothing here imports."""
@@ -240,7 +240,7 @@ def sign(folder: Path) -> None:
     manifest = json.loads(path.read_text())
     for name in manifest["files"]:
         if (folder / name).is_file():
-            manifest["files"][name] = digest_of((folder / name).read_bytes())
+            manifest["files"][name] = raw_digest((folder / name).read_bytes())
     path.write_text(json.dumps(manifest))
 
 

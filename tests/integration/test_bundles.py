@@ -55,9 +55,9 @@ def edit_plan(bundle: Path, change: Callable[[dict[str, Any]], None]) -> None:
     change(plan)
     serial.write_atomic(bundle / "plan.json", json.dumps(plan))
     manifest = json.loads((bundle / "manifest.json").read_text())
-    from gascompile.bundles.files import digest_of
+    from gascompile.core.serial import raw_digest
 
-    manifest["files"]["plan.json"] = digest_of((bundle / "plan.json").read_bytes())
+    manifest["files"]["plan.json"] = raw_digest((bundle / "plan.json").read_bytes())
     (bundle / "manifest.json").write_text(json.dumps(manifest))
 
 
@@ -107,9 +107,9 @@ def test_bundle_calls_nothing_but_ops(bundle: Path) -> None:
         program["nodes"][-1]["target"] = target
         serial.write_atomic(bundle / "program.json", json.dumps(program))
         manifest = json.loads((bundle / "manifest.json").read_text())
-        from gascompile.bundles.files import digest_of
+        from gascompile.core.serial import raw_digest
 
-        manifest["files"]["program.json"] = digest_of((bundle / "program.json").read_bytes())
+        manifest["files"]["program.json"] = raw_digest((bundle / "program.json").read_bytes())
         (bundle / "manifest.json").write_text(json.dumps(manifest))
         with pytest.raises(
             gascompile.FormatError, match=r"none of those that data may call|not registered"

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch.utils import _pytree as pytree
 
 import gascompile
-from gascompile.bundles.files import digest_of
+from gascompile.core.serial import raw_digest
 from tests import zoo
 from tests.integration.fused_models import ALWAYS, Gated, assert_close
 from tests.zoo import eager
@@ -161,7 +161,7 @@ def test_damaged_kernels_are_refused(bundle: Path, suffix: str) -> None:
     with pytest.raises(gascompile.FormatError, match="checksum differs"):
         gascompile.load(bundle, allow_code=True)
     manifest = json.loads((bundle / "manifest.json").read_text())
-    manifest["files"][file.name] = digest_of(bytes(raw))
+    manifest["files"][file.name] = raw_digest(bytes(raw))
     (bundle / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(gascompile.FormatError, match=r"kernels .* are damaged"):
         gascompile.load(bundle, allow_code=True)

@@ -17,7 +17,6 @@ from torch import nn
 from typer.testing import CliRunner
 
 from gascompile import TrainingStep, compile_step
-from gascompile.bundles.files import digest_of
 from gascompile.cli import app
 from gascompile.core import serial
 from gascompile.core.errors import (
@@ -28,6 +27,7 @@ from gascompile.core.errors import (
     StorageError,
 )
 from gascompile.core.plan import Plan
+from gascompile.core.serial import raw_digest
 from gascompile.core.sizes import parse_size
 from gascompile.training.saved_plans import is_step_op
 from tests.training.keeping_worker import MLP, batches, loss_fn, neither_captured_nor_planned
@@ -165,7 +165,7 @@ def edited(folder: Path, name: str, change: Callable[[Any], Any]) -> None:
     data = change(json.loads((folder / name).read_text()))
     (folder / name).write_text(json.dumps(data))
     manifest = json.loads((folder / "manifest.json").read_text())
-    manifest["files"][name] = digest_of((folder / name).read_bytes())
+    manifest["files"][name] = raw_digest((folder / name).read_bytes())
     (folder / "manifest.json").write_text(json.dumps(manifest))
 
 
