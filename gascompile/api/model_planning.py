@@ -89,8 +89,8 @@ def annotated_source(
     config: CompileConfig,
     *,
     shape: tuple[int, int],
-) -> tuple[Program, Annotation]:
-    """Capture what ``open_source`` opens, or a module, and cost its ops without planning.
+) -> tuple[nn.Module, Program, Annotation]:
+    """Capture what ``open_source`` opens, or a module, and cost its ops without planning; return all three.
 
     Raises:
         CaptureError: there are no inputs to trace the model with, or it cannot be traced.
@@ -104,7 +104,7 @@ def annotated_source(
     job = Job(model=opened.model, machine=machine, budget=Budget(), config=config)
     program = job.capture(*normalize_call(opened.model, *opened.inputs)).program
     sites = other_sites(machine) if config.sites == "all" else ()
-    return program, annotate(program, machine, sites=sites)
+    return opened.model, program, annotate(program, machine, sites=sites)
 
 
 def _opened(source: nn.Module | str | os.PathLike[str], shape: tuple[int, int]) -> Source:

@@ -104,7 +104,7 @@ def _workload(
     from gascompile.api.model_planning import annotated_source
 
     config = CompileConfig(cache_dir=cache_dir)
-    program, found = annotated_source(source, machine, config, shape=shape)
+    _, program, found = annotated_source(source, machine, config, shape=shape)
     weights = [spec for name, spec in program.bound.items() if name not in program.states]
     numbers = sum(math.prod(spec.shape) for spec in weights)
     return found.workload, round(sum(spec.size_bytes for spec in weights) / max(1, numbers))

@@ -74,6 +74,6 @@ def _annotated(
         return _Annotated(workload=workload, kinds=kinds, unknown_ops=())
     from gascompile.api.model_planning import annotated_source
 
-    program, found = annotated_source(source, machine, config, shape=shape)
+    _, program, found = annotated_source(source, machine, config, shape=shape)
     kinds = [str(node.target) for node in program.op_nodes()]
     return _Annotated(workload=found.workload, kinds=kinds, unknown_ops=found.unknown_ops)

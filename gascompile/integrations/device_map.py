@@ -15,8 +15,8 @@ from gascompile.api.plan import machine_of
 from gascompile.core import serial
 from gascompile.core.budget import Budget
 from gascompile.core.checks.workload_files import is_workload_file, load_workload
-from gascompile.core.config import default_cache_dir
-from gascompile.core.errors import CaptureError, DeviceMapError, FormatError
+from gascompile.core.config import CompileConfig, default_cache_dir
+from gascompile.core.errors import DeviceMapError, FormatError
 from gascompile.core.machine import Machine
 from gascompile.core.plan import Plan
 from gascompile.core.workload import TensorKind, Workload
@@ -209,23 +209,8 @@ def _workload_of(
         return source, frozenset()
     if is_workload_file(source):
         return load_workload(source, machine), frozenset()
-    from gascompile.api.compile import Job
-    from gascompile.api.sources import open_source
-    from gascompile.capture.calls import normalize_call
-    from gascompile.core.config import CompileConfig
-    from gascompile.integrations.huggingface import register_pytrees
-    from gascompile.passes.graph.annotate import annotate
-    from gascompile.passes.graph.leaving import other_sites
+    from gascompile.api.model_planning import annotated_source
 
-    opened = open_source(source, batch=shape[0], tokens=shape[1])
-    if opened.inputs is None:
-        raise CaptureError(
-            f"{source} brings no example inputs to trace it with; let the callable return (module, example_inputs)"
-        )
-    register_pytrees()
-    config = CompileConfig(cache_dir=cache_dir)
-    job = Job(model=opened.model, machine=machine, budget=Budget(), config=config)
-    captured = job.capture(*normalize_call(opened.model, *opened.inputs))
-    modules = frozenset(name for name, _ in opened.model.named_modules())
-    others = other_sites(machine) if sites else ()
-    return annotate(captured.program, machine, sites=others).workload, modules
+    config = CompileConfig(cache_dir=cache_dir, sites="all" if sites else "one")
+    model, _, found = annotated_source(source, machine, config, shape=shape)
+    return found.workload, frozenset(name for name, _ in model.named_modules())

@@ -117,7 +117,7 @@ def both(
     """Return the workload of a capture with torch, and that of outlines."""
     shape = (batch, tokens)
     captured = annotated_source(str(file), machine, CompileConfig(cache_dir=cache), shape=shape)
-    return captured[1].workload, workload_of_file(file, machine, batch=batch, tokens=tokens)
+    return captured[2].workload, workload_of_file(file, machine, batch=batch, tokens=tokens)
 
 
 def assert_same(captured: Workload, outlined: Workload) -> None:
