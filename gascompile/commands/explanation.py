@@ -59,30 +59,32 @@ def explain_verb(
     Example: [bold]gascompile explain plan.json model.layers.7.mlp.up_proj.weight[/bold]
     Over ranks: [bold]gascompile explain gpt.workload.json parameters --hosts dgx-h100 --train[/bold]
     """
-    if hosts is not None or ranks is not None or train:
+    asked = opt.Asked(
+        source=source,
+        limits=opt.Limits(budget, cpu, nvme, place or ()),
+        machine=machine,
+        shape=(batch, tokens),
+        strategy=strategy,
+        hosts=hosts,
+        ranks=ranks,
+        train=train,
+        time_limit_s=time_limit,
+        cache_dir=opt.cache_dir_of(cache_dir),
+    )
+    if asked.is_over_ranks:
         from gascompile.commands.over_ranks import explain_over
 
         if any(x is not None for x in (budget, cpu, nvme, place, strategy)):
             raise typer.BadParameter(
                 "what is sharded over ranks takes --hosts or --ranks, --machine, --train, --batch and --tokens alone"
             )
-        over = (hosts, ranks, machine, train)
-        explain_over(source, name, over, (batch, tokens), cache_dir, json=json)
+        explain_over(asked, name, json=json)
         return
     from gascompile.commands.summary import energy_rows
     from gascompile.cost_models.formulas.energy import plan_energy
     from gascompile.passes.explain.explain import TensorExplanation, explain
 
     with reserved_stdout(json):
-        asked = opt.Asked(
-            source=source,
-            limits=opt.Limits(budget, cpu, nvme, place or ()),
-            machine=machine,
-            shape=(batch, tokens),
-            strategy=strategy,
-            time_limit_s=time_limit,
-            cache_dir=opt.cache_dir_of(cache_dir),
-        )
         options = "--budget, --cpu, --nvme, --place, --machine and --strategy"
         made, _ = plan_to_look_at(asked, options)
         with opt.usage_errors():

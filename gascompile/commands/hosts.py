@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import typer
 from rich.console import RenderableType
@@ -19,48 +18,36 @@ _MOST_ROWS = 40
 """Of a table for people; --json has all."""
 
 
-def plan_over(
-    source: str,
-    *,
-    hosts: str | None,
-    ranks: int | None,
-    machine: str | None,
-    shape: tuple[int, int],
-    strategy: str | None,
-    train: bool,
-    cache_dir: Path,
-) -> HostsPlan:
-    """Plan a source over the hosts of a file or preset, or over ``ranks`` equal ranks on one machine."""
+def plan_over(asked: opt.Asked) -> HostsPlan:
+    """Plan a source over the hosts of a file or preset, or over equal ranks on one machine."""
     from gascompile.api.plan_hosts import plan_hosts
 
-    resolved = hosts_of(hosts, ranks, machine, cache_dir, source)
+    resolved, (batch, tokens) = hosts_of(asked), asked.shape
     with opt.usage_errors():
         return plan_hosts(
-            source,
+            asked.source,
             resolved,
-            strategy=strategy,
-            train=train,
-            batch=shape[0],
-            tokens=shape[1],
-            cache_dir=cache_dir,
+            strategy=asked.strategy,
+            train=asked.train,
+            batch=batch,
+            tokens=tokens,
+            cache_dir=asked.cache_dir,
         )
 
 
-def hosts_of(
-    hosts: str | None, ranks: int | None, machine: str | None, cache_dir: Path, source: str
-) -> Hosts:
+def hosts_of(asked: opt.Asked) -> Hosts:
     """Return the hosts that the command line names for a source; wrong usage where it names two."""
     from gascompile.core.checks.hosts import named_hosts
     from gascompile.core.hosts import equal_ranks
 
-    if hosts is not None and (ranks is not None or machine is not None):
+    if asked.hosts is not None and (asked.ranks is not None or asked.machine is not None):
         raise typer.BadParameter(
             "--hosts names machines and ranks itself; leave out --ranks and --machine"
         )
-    if hosts is not None:
-        return named_hosts(hosts)
-    assert ranks is not None, "one of them is given"
-    return equal_ranks(opt.machine_of(machine, cache_dir, source), ranks)
+    if asked.hosts is not None:
+        return named_hosts(asked.hosts)
+    assert asked.ranks is not None, "one of them is given"
+    return equal_ranks(opt.machine_of(asked.machine, asked.cache_dir, asked.source), asked.ranks)
 
 
 def as_json(made: HostsPlan) -> serial.JsonValue:

@@ -218,6 +218,15 @@ class Asked:
     weights: str | None = None
     sites: str = "one"
     objective: str = "time"
+    hosts: str | None = None
+    """Over whose ranks, or over how many equal ``ranks``; ``train`` means a step in place of a request."""
+    ranks: int | None = None
+    train: bool = False
+
+    @property
+    def is_over_ranks(self) -> bool:
+        """Whether a plan over ranks is meant."""
+        return self.hosts is not None or self.ranks is not None or self.train
 
     @property
     def config(self) -> dict[str, Any]:

@@ -22,34 +22,27 @@ if TYPE_CHECKING:  # torch comes with it, which help and wrong usage need not wa
     from gascompile.passes.explain.shards import OtherShards
 
 
-def whatif_over(
-    source: str,
-    ranks: str,
-    how: tuple[str | None, bool],
-    shape: tuple[int, int],
-    cache_dir: Path | None,
-    *,
-    json: bool,
-) -> None:
-    """Say what a model takes over other numbers of ranks; ``how`` are --machine and --train."""
+def whatif_over(asked: opt.Asked, ranks: str, *, json: bool) -> None:
+    """Say what a model takes over other numbers of ``ranks``."""
     from gascompile.api.other_ranks import other_ranks
 
-    (machine, train), folder = how, opt.cache_dir_of(cache_dir)
+    source, train, (batch, tokens) = asked.source, asked.train, asked.shape
     try:
         counts = [int(part) for part in ranks.split(",")]
     except ValueError as error:
         raise typer.BadParameter(f"--ranks is {ranks!r}; give numbers, as in 1,2,4,8") from error
     with reserved_stdout(json), opt.usage_errors():
         planned, own = _source_of(source)
-        resolved = own if own and machine is None else opt.machine_of(machine, folder, source)
+        if own is None or asked.machine is not None:
+            own = opt.machine_of(asked.machine, asked.cache_dir, source)
         found = other_ranks(
             planned,
-            resolved,
+            own,
             counts,
             train=train,
-            batch=shape[0],
-            tokens=shape[1],
-            cache_dir=folder,
+            batch=batch,
+            tokens=tokens,
+            cache_dir=asked.cache_dir,
         )
     unit = "rows of a rank" if train else "tokens of a request"
     columns = [
@@ -57,11 +50,11 @@ def whatif_over(
         ("between ranks", True), ("planned peak", False), ("what binds", False),
     ]  # fmt: skip
     data = {
-        "machine": resolved.name,
+        "machine": own.name,
         "train": train,
         "variants": [serial.to_json(variant) for variant in found],
     }
-    title = f"{source} over ranks on {resolved.name}: {unit} a second"
+    title = f"{source} over ranks on {own.name}: {unit} a second"
     emit(json, data, grid(title, columns, [_cells(variant) for variant in found]))
 
 
@@ -87,30 +80,21 @@ def _cells(found: RanksVariant) -> tuple[str, ...]:
     )
 
 
-def explain_over(
-    source: str,
-    subject: str,
-    over: tuple[str | None, int | None, str | None, bool],
-    shape: tuple[int, int],
-    cache_dir: Path | None,
-    *,
-    json: bool,
-) -> None:
-    """Say why a step over ranks is sharded as it is; ``over`` are --hosts, --ranks, --machine and --train."""
+def explain_over(asked: opt.Asked, subject: str, *, json: bool) -> None:
+    """Say why a step over ranks is sharded as it is."""
     from gascompile.api.plan_hosts import chain_of
     from gascompile.passes.explain.shards import explain_shards
     from gascompile.passes.parallel.shard_options import Training
 
-    hosts, ranks, machine, train = over
-    if not train or (hosts is None and ranks is None):
+    if not asked.train or (asked.hosts is None and asked.ranks is None):
         raise typer.BadParameter(
             "what is sharded over ranks is explained of training steps: --train with --hosts or --ranks"
         )
-    folder = opt.cache_dir_of(cache_dir)
     with reserved_stdout(json), opt.usage_errors():
-        resolved = hosts_of(hosts, ranks, machine, folder, source)
-        planned, _ = _source_of(source)
-        workload, width = chain_of(planned, resolved.hosts[0].machine, shape, folder)
+        resolved = hosts_of(asked)
+        planned, _ = _source_of(asked.source)
+        machine = resolved.hosts[0].machine
+        workload, width = chain_of(planned, machine, asked.shape, asked.cache_dir)
         found = explain_shards(subject, workload, resolved, Training.adam(width or 2))
     data = {
         "subject": subject,

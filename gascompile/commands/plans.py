@@ -135,18 +135,6 @@ def plan(
     Example: [bold]gascompile plan Qwen3-8B/ --budget 8GiB --machine rtx4090-gen4 -o plan.json[/bold]
     Over ranks: [bold]gascompile plan llama-70b.workload.json --hosts home-4[/bold]
     """
-    if hosts is not None or ranks is not None or train:
-        others = (budget, cpu, nvme, place, device_map, ngl, ot, weights, compare, onnx)
-        if any(option is not None for option in others) or (sites, objective) != ("one", "time"):
-            raise typer.BadParameter(
-                "plans over ranks take --hosts or --ranks, --machine, --strategy, --train, --batch and --tokens alone; "
-                "what places may hold stands in the hosts file"
-            )
-        over = (hosts, ranks, machine, train)
-        _plan_over(source, over, (batch, tokens), strategy, cache_dir, output, json=json)
-        return
-    given = _given_placement(device_map, ngl, ot or [])
-    _require_alone(given, compare=compare, strategy=strategy, weights=weights, onnx=onnx)
     asked = opt.Asked(
         source=source,
         limits=opt.Limits(budget, cpu, nvme, place or ()),
@@ -158,7 +146,21 @@ def plan(
         weights=weights,
         sites=sites,
         objective=objective,
+        hosts=hosts,
+        ranks=ranks,
+        train=train,
     )
+    if asked.is_over_ranks:
+        others = (budget, cpu, nvme, place, device_map, ngl, ot, weights, compare, onnx)
+        if any(option is not None for option in others) or (sites, objective) != ("one", "time"):
+            raise typer.BadParameter(
+                "plans over ranks take --hosts or --ranks, --machine, --strategy, --train, --batch and --tokens alone; "
+                "what places may hold stands in the hosts file"
+            )
+        _plan_over(asked, output, json=json)
+        return
+    given = _given_placement(device_map, ngl, ot or [])
+    _require_alone(given, compare=compare, strategy=strategy, weights=weights, onnx=onnx)
     with reserved_stdout(json):
         if onnx is not None:
             made, data, beside = plan_with_onnx(asked, onnx, overwrite=overwrite)
@@ -212,33 +214,13 @@ def _beside(
     return compared(compare, of, made, budget, shape=asked.shape, cache_dir=asked.cache_dir)
 
 
-def _plan_over(
-    source: str,
-    over: tuple[str | None, int | None, str | None, bool],
-    shape: tuple[int, int],
-    strategy: str | None,
-    cache_dir: Path | None,
-    output: Path | None,
-    *,
-    json: bool,
-) -> None:
-    """Plan over ranks; ``over`` are --hosts, --ranks, --machine and --train."""
+def _plan_over(asked: opt.Asked, output: Path | None, *, json: bool) -> None:
     from gascompile.commands.hosts import as_json, hosts_parts, plan_over
 
-    hosts, ranks, machine, train = over
-    if hosts is None and ranks is None:
+    if asked.hosts is None and asked.ranks is None:
         raise typer.BadParameter("--train is beside --hosts or --ranks")
     with reserved_stdout(json):
-        made = plan_over(
-            source,
-            hosts=hosts,
-            ranks=ranks,
-            machine=machine,
-            shape=shape,
-            strategy=strategy,
-            train=train,
-            cache_dir=opt.cache_dir_of(cache_dir),
-        )
+        made = plan_over(asked)
         if output is not None:
             made.save(output)
     written = [note(f"The plan is in {output}.")] if output is not None else []

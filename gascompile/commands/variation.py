@@ -66,6 +66,15 @@ def whatif_verb(
     Example: [bold]gascompile whatif plan.json --gib 4 --gbps 2[/bold]
     Over ranks: [bold]gascompile whatif gpt.workload.json --ranks 1,2,4,8 --train --machine h100-gen5[/bold]
     """
+    asked = opt.Asked(
+        source=source,
+        limits=opt.Limits(budget, cpu, nvme, place or ()),
+        machine=machine,
+        shape=(batch, tokens),
+        train=train,
+        time_limit_s=time_limit,
+        cache_dir=opt.cache_dir_of(cache_dir),
+    )
     if ranks is not None or train:
         from gascompile.commands.over_ranks import whatif_over
 
@@ -73,20 +82,12 @@ def whatif_verb(
             raise typer.BadParameter(
                 "other numbers of ranks take --ranks, --train, --machine, --batch and --tokens alone"
             )
-        whatif_over(source, ranks, (machine, train), (batch, tokens), cache_dir, json=json)
+        whatif_over(asked, ranks, json=json)
         return
     from gascompile.core.progress import task
     from gascompile.passes.explain.whatif import whatif
 
     with reserved_stdout(json):
-        asked = opt.Asked(
-            source=source,
-            limits=opt.Limits(budget, cpu, nvme, place or ()),
-            machine=machine,
-            shape=(batch, tokens),
-            time_limit_s=time_limit,
-            cache_dir=opt.cache_dir_of(cache_dir),
-        )
         made, finished = plan_to_look_at(asked)
         with task("Planning variants"):
             found = whatif(
