@@ -190,6 +190,8 @@ class PipedJob(Job):
 class PipedRunner(RunnerInStep):
     """Runs calls of a model on its stages, with the same inputs on all ranks."""
 
+    _ranks: Ranks
+
     def __init__(self, stages: Stages, **given: Any) -> None:
         """Open the first plan, on all ranks; ``given`` is as ``Runner`` takes it."""
         self._ranks = stages.ranks

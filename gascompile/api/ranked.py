@@ -124,6 +124,8 @@ class RunnerInStep(Runner):
 class RankedRunner(RunnerInStep):
     """Runs calls of a model on the ranks of a host, each with rows of its own."""
 
+    _ranks: LocalRanks
+
     def __init__(self, ranks: LocalRanks, **given: Any) -> None:
         """Open the first plan, on all ranks; ``given`` is as ``Runner`` takes it."""
         self._ranks = ranks
