@@ -117,7 +117,7 @@ def digest(value: object) -> str:
     return raw_digest(text.encode())
 
 
-def raw_digest(raw: bytes | memoryview) -> str:
+def raw_digest(raw: bytes | bytearray | memoryview) -> str:
     """Return the BLAKE2b digest of bytes."""
     return hashlib.blake2b(raw, digest_size=20).hexdigest()
 

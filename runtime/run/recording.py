@@ -85,7 +85,7 @@ class Recording:
                 if moment.ticket.event is not None:
                     moment.ticket.event.wait()
 
-    def schedule(self, of: prepared.Schedule, plan: Plan, mover: PlanMover) -> prepared.Schedule:
+    def schedule(self, of: prepared.RunSchedule, plan: Plan, mover: PlanMover) -> prepared.Schedule:
         """Return the calls of a schedule with those that belong to steps of the plan wrapped."""
         timed = (
             call._replace(function=partial(self._timed, call, plan.steps, mover))
@@ -102,7 +102,7 @@ class Recording:
         return replace(of, steps=tuple(timed), elsewhere=tuple(there))
 
     def _timed_there(
-        self, call: prepared.Step, steps: Sequence[Step], mover: PlanMover, *values: Any
+        self, call: prepared.RunStep, steps: Sequence[Step], mover: PlanMover, *values: Any
     ) -> Any:
         """Make a call of another site, whose memory is not that of the picture."""
         known = self._elsewhere.get(call.planned)
@@ -119,7 +119,7 @@ class Recording:
         return result
 
     def _timed(
-        self, call: prepared.Step, steps: Sequence[Step], mover: PlanMover, *values: Any
+        self, call: prepared.RunStep, steps: Sequence[Step], mover: PlanMover, *values: Any
     ) -> Any:
         live, step = mover.live, steps[call.planned]
         ticket = mover.tickets.get(step.tensor) if isinstance(step, Wait) else None
