@@ -11,15 +11,12 @@ from torch import nn
 
 from gascompile.bundles.reuse import CachedPlan
 from gascompile.core import serial
-from gascompile.core.budget import Budget
-from gascompile.core.config import CompileConfig
 from gascompile.core.machine import Machine
 from gascompile.core.plan import Plan
 from gascompile.core.progress import task
 from gascompile.core.workload import Workload
 from gascompile.runtime.memory.pages import Pages
 from gascompile.training.capture.shapes import with_shapes
-from gascompile.training.capture.traced_loss import LossFunction
 from gascompile.training.optimizers.optimizers import Rules
 from gascompile.training.planning.step_costs import costed_workload
 from gascompile.training.planning.step_program import StepOptions, StepProgram, step_program
@@ -27,6 +24,7 @@ from gascompile.training.settings import Settings
 from gascompile.training.state.aliasing import Storages
 from gascompile.training.state.train_state import States
 from gascompile.training.step_cache import PlannedStep, bundle_of, rules_of, updates_of
+from gascompile.training.step_job import StepJob
 
 if TYPE_CHECKING:
     from gascompile.training.capture.joint import Joint
@@ -38,12 +36,10 @@ if TYPE_CHECKING:
 class StagePlanner:
     """What plans the steps of a stage; ``StepPlanner`` has the rest."""
 
+    _job: StepJob
     _model: nn.Module
-    _loss_fn: LossFunction
     optimizer: torch.optim.Optimizer
-    _budget: Budget
     _machine: Machine
-    _config: CompileConfig
     _settings: Settings
     _reserved_bytes: int
     pages: Pages | None
@@ -69,7 +65,7 @@ class StagePlanner:
         model, trains = self._model, options.trains
 
         def capture(part: Any) -> Joint:
-            return capture_joint(model, self._loss_fn, part, storages, trains=trains)
+            return capture_joint(model, self._job.loss_fn, part, storages, trains=trains)
 
         def captured() -> tuple[StepProgram, Rules, PipelineStage]:
             stage = pipeline.stage(capture, batch, self._op_costs, self._memory(), trains=trains,
@@ -123,8 +119,7 @@ class StagePlanner:
     def _memory(self) -> StageMemory:
         from gascompile.training.pipeline.agreement import StageMemory
 
-        limit_bytes = self._budget.limits_bytes(self._machine)[self._machine.compute_tier]
-        return StageMemory.of(self._machine, limit_bytes - self._reserved_bytes)
+        return StageMemory.of(self._machine, self._job.limit_bytes - self._reserved_bytes)
 
     def _op_costs(self, joint: Joint) -> Workload:
         """Return what the ops of a captured step take here."""
@@ -134,7 +129,7 @@ class StagePlanner:
         return costed_workload(
             program,
             self._machine,
-            self._budget,
-            cache_dir=self._config.cache_dir,
+            self._job.budget,
+            cache_dir=self._job.config.cache_dir,
             pages=self.pages,
         )
