@@ -16,6 +16,7 @@ from torch.nn import functional
 
 import gascompile
 from gascompile.integrations.generation import Generator
+from tests.greedy import eager_tokens
 
 MACHINE = "emulated"
 
@@ -166,18 +167,6 @@ def lm() -> Any:
     return model.eval()
 
 
-def answer(model: Any, prompt: torch.Tensor, num_new: int) -> list[int]:
-    rows = prompt[None]
-    output = model.generate(
-        rows,
-        attention_mask=torch.ones_like(rows),
-        do_sample=False,
-        max_new_tokens=num_new,
-        pad_token_id=0,
-    )
-    return [int(token) for token in output[0, len(prompt) :]]
-
-
 def generators(lm: Any, cache: Path) -> Iterator[tuple[Generator, int]]:
     options: dict[str, Any] = {
         "max_length": 40,
@@ -194,7 +183,7 @@ def generators(lm: Any, cache: Path) -> Iterator[tuple[Generator, int]]:
 
 def test_a_cache_on_the_device_answers_as_eager_does(lm: Any, cache: Path) -> None:
     prompt = torch.arange(7, 19)
-    expected = answer(lm, prompt, 12)
+    expected = eager_tokens(lm, prompt, 12)
     assert len(set(expected)) > 3, "the answer is too dull to tell a mistake"
     plans = []
     for generator, budget in generators(lm, cache):
@@ -208,9 +197,9 @@ def test_a_cache_on_the_device_answers_as_eager_does(lm: Any, cache: Path) -> No
         generator.close()
         longer = torch.cat([prompt, torch.tensor(expected)])
         generator.last_runs.clear()
-        assert list(generator.stream(longer, 3)) == answer(lm, longer, 3)
+        assert list(generator.stream(longer, 3)) == eager_tokens(lm, longer, 3)
         assert set(generator.last_runs) == {"decode"}
         generator.reset()
-        assert list(generator.stream(prompt.flip(0), 4)) == answer(lm, prompt.flip(0), 4)
+        assert list(generator.stream(prompt.flip(0), 4)) == eager_tokens(lm, prompt.flip(0), 4)
         plans.append(set(generator.plans))
     assert plans[-1] == {"decode", "prefill"}

@@ -21,6 +21,7 @@ from gascompile.core.errors import (
 )
 from gascompile.core.machine import ComputeRate, Link, Machine, MemoryRate, Place
 from gascompile.integrations.generation import Generator
+from tests.greedy import eager_tokens
 
 _SIZES: dict[str, Any] = {
     "vocab_size": 101,
@@ -95,18 +96,6 @@ def _lively(model: Any) -> Any:
     return model.eval()
 
 
-def _eager(model: Any, prompt: torch.Tensor, num_new: int) -> list[int]:
-    rows = prompt[None]
-    output = model.generate(
-        rows,
-        attention_mask=torch.ones_like(rows),
-        do_sample=False,
-        max_new_tokens=num_new,
-        pad_token_id=0,
-    )
-    return [int(token) for token in output[0, len(prompt) :]]
-
-
 def _weights_bytes(model: nn.Module) -> int:
     return sum(p.numel() * p.element_size() for p in model.parameters())
 
@@ -164,7 +153,7 @@ def test_tokens_equal_eager_at_every_budget(
 ) -> None:
     model = _lively(make())
     model.save_pretrained(tmp_path)
-    expected = _eager(model, PROMPT, NUM_NEW)
+    expected = eager_tokens(model, PROMPT, NUM_NEW)
     assert len(set(expected)) > 3, "the answer is too dull to tell a mistake"
     smallest = _smallest_budget(tmp_path, cache, prefill_tokens=1)
     largest = smallest + _weights_bytes(model) + (2 << 20)
@@ -189,10 +178,10 @@ def test_prefill_shrinks_until_it_fits(llama: tuple[Path, Any], smallest: int, c
     with _open(llama[0], smallest, cache, prefill_tokens=4) as generator:
         assert generator.prefill_tokens == 1
         assert list(generator.plans) == ["decode"]
-        assert list(generator.stream(PROMPT, 3)) == _eager(llama[1], PROMPT, 3)
+        assert list(generator.stream(PROMPT, 3)) == eager_tokens(llama[1], PROMPT, 3)
     with _open(llama[0], smallest + 30_000, cache, prefill_tokens=32) as generator:
         assert 1 < generator.prefill_tokens < 32
-        assert list(generator.stream(PROMPT, 3)) == _eager(llama[1], PROMPT, 3)
+        assert list(generator.stream(PROMPT, 3)) == eager_tokens(llama[1], PROMPT, 3)
 
 
 def test_both_plans_share_arena_and_resident_weights(
@@ -249,7 +238,7 @@ def test_all_that_is_kept_lies_in_the_cache_folder_and_no_kernels_are_made(
 ) -> None:
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "elsewhere"))
     with _open(llama[1], 400_000, tmp_path / "here") as generator:
-        assert list(generator.stream(PROMPT, 2)) == _eager(llama[1], PROMPT, 2)
+        assert list(generator.stream(PROMPT, 2)) == eager_tokens(llama[1], PROMPT, 2)
         assert generator._open is not None
         assert generator._open[0].spill_folder == tmp_path / "here" / "spill"
     assert not (tmp_path / "elsewhere").exists()
@@ -259,7 +248,7 @@ def test_all_that_is_kept_lies_in_the_cache_folder_and_no_kernels_are_made(
 def test_a_longer_prompt_is_read_from_where_it_differs(
     generator: Generator, llama: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = _eager(llama[1], PROMPT, NUM_NEW)
+    expected = eager_tokens(llama[1], PROMPT, NUM_NEW)
     read: list[tuple[int, int]] = []
     run = generator._run
 
@@ -275,7 +264,7 @@ def test_a_longer_prompt_is_read_from_where_it_differs(
     assert read[0] == (15, 1)
     read.clear()
     other = torch.cat([PROMPT[:3], torch.tensor([50, 51])])
-    assert list(generator.stream(other, 3)) == _eager(llama[1], other, 3)
+    assert list(generator.stream(other, 3)) == eager_tokens(llama[1], other, 3)
     assert read[0] == (3, 2)
 
 
@@ -284,8 +273,8 @@ def test_streams_taken_in_turns_do_not_disturb_each_other(
 ) -> None:
     other = PROMPT.flip(0)
     pairs = list(zip(generator.stream(PROMPT, 5), generator.stream(other, 5), strict=True))
-    assert [a for a, _ in pairs] == _eager(llama[1], PROMPT, 5)
-    assert [b for _, b in pairs] == _eager(llama[1], other, 5)
+    assert [a for a, _ in pairs] == eager_tokens(llama[1], PROMPT, 5)
+    assert [b for _, b in pairs] == eager_tokens(llama[1], other, 5)
 
 
 def test_reset_and_close_leave_it_usable(generator: Generator) -> None:
@@ -309,7 +298,7 @@ def test_an_end_token_is_yielded_and_ends(generator: Generator) -> None:
 def test_a_failed_read_is_forgotten(
     generator: Generator, llama: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = _eager(llama[1], PROMPT, 4)
+    expected = eager_tokens(llama[1], PROMPT, 4)
     stream = generator.stream(PROMPT, 4)
     found = [next(stream), next(stream)]
 
@@ -326,14 +315,14 @@ def test_a_failed_read_is_forgotten(
 
 def test_a_model_in_memory_is_spilled(llama: tuple[Path, Any], cache: Path) -> None:
     with _open(llama[1], 400_000, cache) as generator:
-        assert list(generator.stream(PROMPT, 4)) == _eager(llama[1], PROMPT, 4)
+        assert list(generator.stream(PROMPT, 4)) == eager_tokens(llama[1], PROMPT, 4)
 
 
 def test_constants_of_the_two_programs_are_kept_apart(tmp_path: Path, cache: Path) -> None:
     model = _lively(_falcon())
     model.save_pretrained(tmp_path)
     with _open(tmp_path, "1GiB", cache) as generator:
-        assert list(generator.stream(PROMPT, 4)) == _eager(model, PROMPT, 4)
+        assert list(generator.stream(PROMPT, 4)) == eager_tokens(model, PROMPT, 4)
         names = {
             name: {n for n in plan.tensors if "lifted_tensor" in n}
             for name, plan in generator.plans.items()
@@ -396,4 +385,4 @@ def test_tokens_under_autocast_are_refused(generator: Generator, llama: tuple[Pa
         pytest.raises(PlanMismatchError, match="autocast on cpu"),
     ):
         next(generator.stream(PROMPT, NUM_NEW))
-    assert list(generator.stream(PROMPT, NUM_NEW)) == _eager(llama[1], PROMPT, NUM_NEW)
+    assert list(generator.stream(PROMPT, NUM_NEW)) == eager_tokens(llama[1], PROMPT, NUM_NEW)

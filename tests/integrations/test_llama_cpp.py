@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -33,19 +34,26 @@ def language_model(num_layers: int, *, gpu_s: float = 1.0, cpu_s: float = 3.0) -
     for i in range(num_layers):
         names += [f"model.layers.{i}.{leaf}.weight" for leaf in ("self_attn.q_proj", "mlp.up_proj")]
     names.append("lm_head.weight")
-    kinds = [TensorKind.INPUT, *[TensorKind.ACTIVATION] * (len(names) - 1), TensorKind.OUTPUT]
-    tensors = [TensorSpec(name=n, size_bytes=SIZE, kind=TensorKind.WEIGHT) for n in names]
+    return of_weights("lm", names, gpu_s=gpu_s, cpu_s=cpu_s)
+
+
+def of_weights(
+    name: str, weights: Sequence[str], *, gpu_s: float = 1.0, cpu_s: float = 3.0
+) -> Workload:
+    """Return one op after the other, each of which reads a weight of its own."""
+    kinds = [TensorKind.INPUT, *[TensorKind.ACTIVATION] * (len(weights) - 1), TensorKind.OUTPUT]
+    tensors = [TensorSpec(name=n, size_bytes=SIZE, kind=TensorKind.WEIGHT) for n in weights]
     tensors += [TensorSpec(name=f"x{i}", size_bytes=4, kind=kind) for i, kind in enumerate(kinds)]
     ops = tuple(
         OpSpec(
             name=f"op{i}",
             time_s={"gpu": gpu_s, "cpu": cpu_s},
-            reads=(f"x{i}", name),
+            reads=(f"x{i}", weight),
             writes=(f"x{i + 1}",),
         )
-        for i, name in enumerate(names)
+        for i, weight in enumerate(weights)
     )
-    return Workload(name="lm", repeats=True, tensors=tuple(tensors), ops=ops)
+    return Workload(name=name, repeats=True, tensors=tuple(tensors), ops=ops)
 
 
 def on_gpu(plan: Plan) -> set[str]:

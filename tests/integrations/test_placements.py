@@ -16,9 +16,10 @@ from gascompile.core.budget import Budget
 from gascompile.core.errors import DeviceMapError, FormatError
 from gascompile.core.machine import Machine
 from gascompile.core.sizes import reserve_bytes
-from gascompile.core.workload import OpSpec, TensorKind, TensorSpec, Workload
+from gascompile.core.workload import Workload
 from gascompile.integrations.device_map import Mapped
 from gascompile.integrations.placements import read_placement, taken_by
+from tests.integrations.test_llama_cpp import of_weights
 from tests.passes.test_sites import SIZE, machine
 
 ROOM = reserve_bytes(SIZE)
@@ -30,19 +31,7 @@ def mixture(num_layers: int = 3) -> Workload:
     """Return per layer an op of attention, one of fused experts and one of a shared expert, of one second each."""
     leaves = ("self_attn.q_proj.weight", "mlp.experts.up_proj", "mlp.shared_experts.up_proj.weight")
     names = [f"model.layers.{i}.{leaf}" for i in range(num_layers) for leaf in leaves]
-    kinds = [TensorKind.INPUT, *[TensorKind.ACTIVATION] * (len(names) - 1), TensorKind.OUTPUT]
-    tensors = [TensorSpec(name=n, size_bytes=SIZE, kind=TensorKind.WEIGHT) for n in names]
-    tensors += [TensorSpec(name=f"x{i}", size_bytes=4, kind=kind) for i, kind in enumerate(kinds)]
-    ops = tuple(
-        OpSpec(
-            name=f"op{i}",
-            time_s={"gpu": 1.0, "cpu": 3.0},
-            reads=(f"x{i}", name),
-            writes=(f"x{i + 1}",),
-        )
-        for i, name in enumerate(names)
-    )
-    return Workload(name="moe", repeats=True, tensors=tuple(tensors), ops=ops)
+    return of_weights("moe", names)
 
 
 def job(budget: int | None = None, *, on: Machine | None = None) -> Mapped:
