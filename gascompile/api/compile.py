@@ -247,7 +247,10 @@ class Job:
 
     def annotated(self, program: Program, sites: Sequence[str] = ()) -> Annotation:
         """Return the costs of a captured program; see ``annotate_memory``."""
-        return annotate_memory(program, self.machine, self.config.cache_dir, sites=sites)
+        parts = bool(sites) and self.config.has_parts
+        return annotate_memory(
+            program, self.machine, self.config.cache_dir, sites=sites, parts=parts
+        )
 
     def place(self, program: Program, prints: Mapping[str, str]) -> Plan:
         """Annotate and plan a captured program."""
@@ -258,7 +261,7 @@ class Job:
 
         with task("Planning"):
             config = self.config
-            sites = other_sites(self.machine) if config.sites == "all" else ()
+            sites = other_sites(self.machine) if config.has_sites else ()
             annotation = self.annotated(program, sites)
             workload = retimed(program, annotation.workload, self.machine, config.cache_dir)
             warnings = unknown_ops(annotation, self.machine, config.cache_dir)

@@ -130,6 +130,10 @@ def compile_step(
         RankError: a rank has failed; a RankMismatchError where models or optimizers differ.
         StorageError: a file cannot be written.
     """
+    if sites == "parts":
+        raise ValueError(
+            "sites='parts' divides layers of compiled models alone: a step has sites='all', for updates on the host"
+        )
     ranks = ranks_for(mesh, unplanned_optimizer=unplanned_optimizer, sites=sites, plan=plan)
     with ranks.together() if ranks is not None else nullcontext():
         settings = Settings(

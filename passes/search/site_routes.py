@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gascompile.core.steps import Compute, Offload, Reload, Step, Wait
-from gascompile.core.tiles import parse_tile
+from gascompile.core.tiles import is_tile
 from gascompile.core.workload import OpSpec, TensorKind
 from gascompile.cost_models.formulas.contention import contended
 from gascompile.cost_models.simulate.events import running_sums
@@ -91,7 +91,7 @@ def _can_run(
     return (
         tier in op.time_s
         and not op.gathers
-        and parse_tile(op.name) is None
+        and not is_tile(op.name, op.writes)
         and changed.isdisjoint(touched)
         and all(kinds[name] != TensorKind.STATE for name in touched)
         and all(kinds[name] != TensorKind.INPUT for name in op.writes)
