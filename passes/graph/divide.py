@@ -57,7 +57,7 @@ def divide(workload: Workload, machine: Machine, division: Division) -> Workload
         if in_parts := [name for name in op.cuts if name in parts]:
             made += _made(op, parts[in_parts[0]], sizes)
             ops += _op_parts(op, parts, overhead_s)
-            ops.append(_join(op, ops[-len(parts[in_parts[0]]) :], sizes, machine))
+            ops.append(_join(op, ops[: -len(parts[in_parts[0]]) - 1 : -1], sizes, machine))
         else:
             ops += [op] if weight is None else _op_tiles(op, weight, tiles[weight], overhead_s)
     tiles.update(parts)
@@ -177,8 +177,9 @@ def _op_tiles(
 def _op_parts(
     op: OpSpec, parts: Mapping[str, list[Tile]], overhead_s: Mapping[str, float]
 ) -> Iterator[OpSpec]:
+    """Yield the parts of an op, the last rows first: another processor has those, and begins while this one does."""
     weight, rows = next(iter(op.cuts.items()))
-    for part in parts[weight]:
+    for part in reversed(parts[weight]):
         made = _op_rows(op, part, op.cuts, rows, overhead_s)
         yield replace(made, writes=(f"%{made.name}",))
 
@@ -214,7 +215,7 @@ def _op_rows(
 def _join(
     op: OpSpec, parts: Sequence[OpSpec], sizes: Mapping[str, int], machine: Machine
 ) -> OpSpec:
-    """Return what makes the whole result of its parts: it reads and writes each byte once."""
+    """Return what makes the whole result of its parts, in the order of rows: it reads and writes each byte once."""
     size_bytes = sizes[f"%{op.name}"]
     moved = {"flops": 0, "read_bytes": size_bytes, "write_bytes": size_bytes}
     return OpSpec(

@@ -88,21 +88,22 @@ def _join_parts(
     """
     x, weight, bias = (*node.args, None)[:3] if len(node.args) > 1 else (None, None, None)
     value = node.meta.get("val")
-    ends = [0, *(part.end for part in parts)]
+    in_order = sorted(parts, key=lambda part: part.begin)
+    ends = [0, *(part.end for part in in_order)]
     known = [row for row in (weight, bias) if row is not None]
     if (
         node.target is not torch.ops.aten.linear.default
         or node.kwargs
         or x in known
         or any(not isinstance(row, fx.Node) or row not in bound for row in known)
-        or [part.begin for part in parts] != ends[:-1]
+        or [part.begin for part in in_order] != ends[:-1]
         or any(part.begin >= part.end for part in parts)
         or _features(weight, value) not in (None, ends[-1])
     ):
         raise PlanMismatchError(
             f"the plan has op '{node.name}' in parts that are not those of a linear layer's rows; plan again"
         )
-    made = []
+    made: dict[Tile, fx.Node] = {}
     for part in parts:
         rows = [
             _tile_placeholder(graph, row, part, bound) for row in known if isinstance(row, fx.Node)
@@ -111,9 +112,9 @@ def _join_parts(
             found = _call(graph, node, torch.ops.aten.linear.default, (x, *rows), part)
         if isinstance(value, torch.Tensor):
             found.meta["val"] = value.new_empty((*value.shape[:-1], part.end - part.begin))
-        made.append(found)
+        made[part] = found
     node.target = torch.ops.aten.cat.default
-    node.args = (made, -1)
+    node.args = ([made[part] for part in in_order], -1)
 
 
 def _features(weight: object, value: object) -> int | None:

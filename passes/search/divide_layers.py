@@ -2,16 +2,18 @@
 
 A layer whose weight does not fit the tier that computes is streamed, or sent as a whole to the processor that has it,
 while the other one waits. In between lies a share of its output features: that part is computed where its rows rest
-and never cross the link, beside the other part, and the two are joined where the whole is needed. Layers of one shape
-have one share. Shares are first weighed by a formula, each for another price of the link's time, then changed while
-that shortens what is certain; schedules are made of the best few.
+and never cross the link, beside the other part, and the two are joined where the whole is needed. Shares are the same
+for all layers at first, or weighed by a formula, each for another price of the link's time; schedules are made of them
+in the order of what is certain, and the best one's shares are changed as long as that makes it faster. Layers of one
+shape have one share or two, or, of few layers, each its own.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from gascompile.core.tiles import Tile
 from gascompile.core.workload import OpSpec, TensorKind, Workload
@@ -27,20 +29,25 @@ _GROUPS = ((1024, 64), (0, 16))
 """From so many rows on parts have a multiple of so many, as matrix kernels like it."""
 _PRICES = (0.0, 0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875, 0.95)
 """Of a second of the link, in seconds of an iteration, of which the ops have the rest."""
-_STRIDES = (1, -1, 4, -4)
-"""Steps that a share is changed by."""
+_MOST_SHARES = 12
+"""Layers of one shape have up to two shares each, or all layers their own, as long as there are no more."""
+_STRIDES = (1, 4, 8)
+"""Steps that a share is changed by, and another one by some the other way."""
 _TRIED_OPS = 200_000
-"""Ops of divided workloads that are gone through to change shares."""
-_SCHEDULED = 3
-"""Choices of shares that schedules are made of."""
+"""Ops of divided workloads that are gone through to tell what is certain. [Empirical] Some two seconds on one core."""
+_SCHEDULED_OPS = 20_000
+"""Ops of those that schedules are made of. [Empirical] A schedule takes ten times as long as what is certain."""
+_MOST_SCHEDULES = 150
+_FEW_WEIGHTS = 40
+"""Of a divided workload: with so few, its schedules are sought as thoroughly as those of a whole one."""
 
 Shares = tuple[int, ...]
-"""Steps of each kind of layer that the other processor has, 0 to ``_STEPS``."""
+"""Steps of each group of layers that the other processor has, 0 to ``_STEPS``."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """Layers of one shape."""
+    """Layers of one shape, which have one share."""
 
     ops: tuple[OpSpec, ...]
     rows: int
@@ -74,9 +81,8 @@ def divide_layers(
         kinds = _kinds(task, tier)
         if not kinds:
             continue
-        trials = _Trials(task, tier, kinds, again)
-        limit_s = best.seconds if best else best_s
-        best = trials.scheduled(limit_s, fits) or best
+        trials = _Trials(task, tier, kinds, again, fits)
+        best = trials.scheduled(best.seconds if best else best_s) or best
     return best
 
 
@@ -112,6 +118,19 @@ def _kinds(task: Problem, tier: str) -> list[_Kind]:
     ]
 
 
+def _groups(kinds: Sequence[_Kind]) -> list[_Kind]:
+    """Return the layers that have one share each: all apart, every other one of a shape, or all of a shape."""
+    for parts in (max(len(kind.ops) for kind in kinds), 2):
+        groups = [
+            replace(kind, ops=kind.ops[k::parts])
+            for kind in kinds
+            for k in range(min(parts, len(kind.ops)))
+        ]
+        if len(groups) <= _MOST_SHARES:
+            return groups
+    return list(kinds)
+
+
 def _cut(rows: int, share: int) -> int | None:
     """Return the first row of the other processor's part; ``None`` where a part would be empty."""
     group = next(group for least, group in _GROUPS if rows >= least)
@@ -128,34 +147,68 @@ class _Trials:
         tier: str,
         kinds: Sequence[_Kind],
         again: Callable[[Workload], Problem],
+        fits: Callable[[SitedSchedule], bool],
     ) -> None:
         """Have tried none."""
-        self._task, self._tier, self._kinds, self._again = task, tier, kinds, again
-        self._left = _TRIED_OPS
-        self._known: dict[Shares, float] = {}
+        self._task, self._tier, self._again, self._fits = task, tier, again, fits
+        self._kinds = _groups(kinds)
+        self._certain: dict[Shares, float] = {}
+        self._certain_left = _TRIED_OPS
+        self._made: dict[Shares, SitedSchedule | None] = {}
+        self._ops_left = _SCHEDULED_OPS
 
-    def scheduled(
-        self, best_s: float, fits: Callable[[SitedSchedule], bool]
-    ) -> SitedSchedule | None:
-        """Return the fastest schedule of the most hopeful shares, if it beats ``best_s``."""
-        for shares in self._weighed():
-            self._certain_s(shares)
-        for shares in self._ranked()[:2]:
-            self._improve(shares)
-        best: SitedSchedule | None = None
+    def scheduled(self, best_s: float) -> SitedSchedule | None:
+        """Return the fastest schedule found, if it beats ``best_s``."""
+        known = {shares: self._certain_s(shares) for shares in self._first()}
         chosen: Shares | None = None
-        for shares in self._ranked()[:_SCHEDULED]:
-            limit_s = best.seconds if best else best_s
-            if self._known[shares] >= limit_s:
-                break
+        limit_s = best_s
+        for shares in sorted(known, key=lambda shares: (known[shares], shares)):
+            if (found_s := self._seconds(shares, limit_s)) < limit_s:
+                chosen, limit_s = shares, found_s
+        if chosen is None:
+            return None
+        chosen = self._improved(chosen, limit_s)
+        best = self._made[chosen]
+        assert best is not None, "it has been chosen"
+        divided, sent = self.divided(chosen)
+        return searched(divided, self._tier, sent, best.seconds, self._fits) or best
+
+    def _seconds(self, shares: Shares, best_s: float) -> float:
+        """Return the seconds of a schedule with ``shares``; infinity where none beats ``best_s``."""
+        if self._certain_s(shares) >= best_s:
+            return math.inf
+        if shares not in self._made:
             divided, sent = self.divided(shares)
-            _, found = best_with(divided, self._tier, sent, limit_s, fits)
-            if found is not None:
-                best, chosen = found, shares
-        if chosen is not None and best is not None:
-            divided, sent = self.divided(chosen)
-            best = searched(divided, self._tier, sent, best.seconds, fits) or best
-        return best
+            if self._ops_left < 0 or len(self._made) >= _MOST_SCHEDULES:
+                return math.inf
+            self._ops_left -= len(divided.workload.ops)
+            _, found = best_with(divided, self._tier, sent, best_s, self._fits)
+            if len(divided.weights) <= _FEW_WEIGHTS:
+                limit_s = found.seconds if found is not None else best_s
+                found = searched(divided, self._tier, sent, limit_s, self._fits) or found
+            self._made[shares] = found
+        found = self._made[shares]
+        return found.seconds if found is not None else math.inf
+
+    def _improved(self, shares: Shares, best_s: float) -> Shares:
+        """Return ``shares`` with one or two of them changed at a time, as long as that makes schedules faster."""
+        improves = True
+        while improves:
+            improves = False
+            for changed in self._near(shares):
+                if (found_s := self._seconds(changed, best_s)) < best_s:
+                    shares, best_s, improves = changed, found_s, True
+                    break
+        return shares
+
+    def _near(self, shares: Shares) -> Iterator[Shares]:
+        """Yield shares of which one is changed, and such in which another one makes up for it."""
+        for stride, k in itertools.product(_STRIDES, range(len(shares))):
+            yield _changed(shares, {k: stride})
+            yield _changed(shares, {k: -stride})
+        for more, less in itertools.product(_STRIDES, _STRIDES):
+            for k, other in itertools.permutations(range(len(shares)), 2):
+                yield _changed(shares, {k: more, other: -less})
 
     def divided(self, shares: Shares) -> tuple[Problem, frozenset[int]]:
         """Return the problem with layers in parts, and which weights rest at the other processor."""
@@ -174,8 +227,10 @@ class _Trials:
         sent = frozenset(i for i, weight in enumerate(task.weights) if weight.name in names)
         return task, closed(task, sent, self._tier)
 
-    def _weighed(self) -> Iterator[Shares]:
-        """Yield shares of which each takes least by a formula, for several prices of the link."""
+    def _first(self) -> Iterator[Shares]:
+        """Yield the same share of all layers, and what takes least by a formula, for several prices of the link."""
+        for share in range(1, _STEPS):
+            yield (share,) * len(self._kinds)
         links = self._task.links
         rate = max((link.bandwidth_bytes_per_s for link in links), default=math.inf)
         for price in _PRICES:
@@ -184,48 +239,31 @@ class _Trials:
                 for kind in self._kinds
             )
 
-    def _ranked(self) -> list[Shares]:
-        return sorted(self._known, key=lambda shares: (self._known[shares], shares))
-
     def _certain_s(self, shares: Shares) -> float:
         """Return what an iteration takes at least with ``shares``; infinity where nothing is in parts."""
-        if shares not in self._known:
+        if shares not in self._certain:
             is_divided = any(
                 share and _cut(kind.rows, share) is not None
                 for kind, share in zip(self._kinds, shares, strict=True)
             )
-            self._known[shares] = math.inf
-            if is_divided:
+            self._certain[shares] = math.inf
+            if is_divided and self._certain_left >= 0:
                 task, sent = self.divided(shares)
-                self._left -= len(task.workload.ops)
-                self._known[shares] = certain_s(task, self._tier, sent) if sent else math.inf
-        return self._known[shares]
+                self._certain_left -= len(task.workload.ops)
+                self._certain[shares] = certain_s(task, self._tier, sent) if sent else math.inf
+        return self._certain[shares]
 
-    def _improve(self, shares: Shares) -> None:
-        """Change one share at a time as long as that shortens what is certain."""
-        best_s = self._certain_s(shares)
-        improves = True
-        while improves:
-            improves = False
-            for k in range(len(shares)):
-                for stride in _STRIDES:
-                    share = min(max(shares[k] + stride, 0), _STEPS)
-                    changed = (*shares[:k], share, *shares[k + 1 :])
-                    if self._left < 0:
-                        return
-                    if (found_s := self._certain_s(changed)) < best_s:
-                        shares, best_s, improves = changed, found_s, True
+
+def _changed(shares: Shares, strides: Mapping[int, int]) -> Shares:
+    found = (share + strides.get(k, 0) for k, share in enumerate(shares))
+    return tuple(min(max(share, 0), _STEPS) for share in found)
 
 
 def _cost(kind: _Kind, share: int, price: float, rate: float) -> float:
     """Return the seconds of a layer, and of the bytes that are left to stream at ``price`` a second."""
     part = share / _STEPS
     there_s = kind.out_s + part * kind.other_s + kind.back[0] + part * kind.back[1]
-    own_s = (1 - part) * kind.own_s
-    if share == 0:
-        ops_s = kind.own_s
-    elif share == _STEPS:
-        ops_s = there_s
-    else:
-        ops_s = max(own_s, there_s) + kind.join_s
+    here_s = (1 - part) * kind.own_s
+    joins = 0 < share < _STEPS
+    ops_s = (max(here_s, there_s) if share else here_s) + joins * kind.join_s
     return (1 - price) * ops_s + price * (1 - part) * kind.weight_bytes / rate

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gascompile.core.steps import Compute, Offload, Reload, Step, Wait
-from gascompile.core.tiles import is_tile
+from gascompile.core.tiles import is_tile, parse_tile
 from gascompile.core.workload import OpSpec, TensorKind
 from gascompile.cost_models.formulas.contention import contended
 from gascompile.cost_models.simulate.events import running_sums
@@ -27,6 +27,11 @@ class Moves:
     """Right after an op."""
     before: dict[int, list[Step]] = field(default_factory=dict)
     """Right before an op; under the number of ops those at the end of the iteration."""
+
+    def settle(self, op: int, names: list[str]) -> None:
+        """Let everybody wait for copies before an op, and empty the list of them."""
+        self.before.setdefault(op, []).extend(Wait(op=op, tensor=name) for name in names)
+        names.clear()
 
     def merged(self, steps: Sequence[Step], num_ops: int) -> tuple[Step, ...]:
         """Return ``steps`` of one iteration with these among them."""
@@ -122,7 +127,7 @@ def own_times(task: Problem, route: Route) -> list[float]:
                 arrived[step.tensor] = begun_s + link.transfer_time_s(step.size_bytes)
                 waiting[step.tensor] = {own, link.target_tier}
             case Wait():
-                for site in waiting[step.tensor]:
+                for site in (step.site,) if step.site else waiting[step.tensor]:
                     now[site] = max(now[site], arrived[step.tensor])
             case _:
                 pass
@@ -161,6 +166,8 @@ def find_route(task: Problem, tier: str, sent: frozenset[str]) -> Route:
     there: dict[str, tuple[int, int]] = {}
     op_sites: list[str] = []
     moves = Moves()
+    pending: list[str] = []
+    """What parts of layers read elsewhere, and the tier that computes has not waited for: it does its parts first."""
 
     def bring(i: int, name: str, site: str) -> None:
         link, kind = (out, Offload) if site == tier else (back, Reload)
@@ -168,7 +175,10 @@ def find_route(task: Problem, tier: str, sent: frozenset[str]) -> Route:
         moves.after.setdefault(begin, []).append(
             kind(op=begin + 1, tensor=name, link=link.name, size_bytes=sizes[name])
         )
-        moves.before.setdefault(i, []).append(Wait(op=i, tensor=name))
+        is_alone = site == tier and parse_tile(task.workload.ops[i].name) is not None
+        wait = Wait(op=i, tensor=name, site=tier if is_alone else None)
+        moves.before.setdefault(i, []).append(wait)
+        pending.extend([name] * is_alone)
         at[name].add(site)
 
     for i, op in enumerate(task.workload.ops):
@@ -191,10 +201,13 @@ def find_route(task: Problem, tier: str, sent: frozenset[str]) -> Route:
         for name in (*op.reads, *op.writes):
             if tier in at.get(name, ()):
                 there[name] = (made[name], i)
+        if pending and site == own and parse_tile(op.name) is None:
+            moves.settle(i, pending)
         op_sites.append(site)
     end = len(op_sites)
     for name in [name for name in at if kinds[name] == TensorKind.OUTPUT and own not in at[name]]:
         bring(end, name, own)
+    moves.settle(end, pending)
     alone_s = [op.time_s[site] for op, site in zip(task.workload.ops, op_sites, strict=True)]
     times_s = tuple(contended(task.workload.ops, alone_s, op_sites, task.machine))
     return Route(tuple(op_sites), times_s, moves, there)
