@@ -67,7 +67,9 @@ def annotate_memory(
     from gascompile.passes.graph.annotate import annotate
 
     # An autocast is of one thread alone.
-    found = annotate(program, machine, sites=() if has_autocast() else sites, parts=parts)
+    if has_autocast():
+        sites, parts = (), False
+    found = annotate(program, machine, sites=sites, parts=parts)
     if not computes_here(machine):
         return found
     known = _with_measured(found, cache_dir)

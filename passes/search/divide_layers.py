@@ -37,7 +37,7 @@ _TRIED_OPS = 200_000
 """Ops of divided workloads that are gone through to tell what is certain. [Empirical] Some two seconds on one core."""
 _SCHEDULED_OPS = 20_000
 """Ops of those that schedules are made of. [Empirical] A schedule takes ten times as long as what is certain."""
-_MOST_SCHEDULES = 150
+_MOST_SCHEDULES = 80
 _FEW_WEIGHTS = 40
 """Of a divided workload: with so few, its schedules are sought as thoroughly as those of a whole one."""
 
