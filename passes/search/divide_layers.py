@@ -100,7 +100,7 @@ def _kinds(task: Problem, tier: str) -> list[_Kind]:
         given = sum(sizes[name] for name in op.reads if name not in lasting)
         made = sum(sizes[name] for name in op.writes)
         weight, rows = next(iter(op.cuts.items()))
-        if _cut(rows, 1) is not None:
+        if _is_cut(rows, _STEPS // 2):
             key = (rows, sizes[weight], op.time_s[own], op.time_s[tier], given, made)
             found.setdefault(key, []).append(op)
     return [
@@ -131,11 +131,14 @@ def _groups(kinds: Sequence[_Kind]) -> list[_Kind]:
     return list(kinds)
 
 
-def _cut(rows: int, share: int) -> int | None:
-    """Return the first row of the other processor's part; ``None`` where a part would be empty."""
+def _cut(rows: int, share: int) -> int:
+    """Return the first row of the other processor's part, 0 or ``rows`` where one of them has them all."""
     group = next(group for least, group in _GROUPS if rows >= least)
-    row = round(rows * (_STEPS - share) / _STEPS / group) * group
-    return row if 0 < row < rows else None
+    return min(round(rows * (_STEPS - share) / _STEPS / group) * group, rows) if share else rows
+
+
+def _is_cut(rows: int, share: int) -> bool:
+    return 0 < _cut(rows, share) < rows
 
 
 class _Trials:
@@ -216,12 +219,11 @@ class _Trials:
         names: set[str] = set()
         for kind, share in zip(self._kinds, shares, strict=True):
             row = _cut(kind.rows, share)
-            for op in kind.ops if share else ():
-                if row is None:
-                    names.update(op.cuts)
-                    continue
-                cuts[next(iter(op.cuts))] = (row,)
-                names.update(Tile(name, row, kind.rows).name for name in op.cuts)
+            for op in kind.ops if row < kind.rows else ():
+                if row:
+                    cuts[next(iter(op.cuts))] = (row,)
+                tiles = (Tile(name, row, kind.rows).name for name in op.cuts)
+                names.update(tiles if row else op.cuts)
         workload = divide(self._task.workload, self._task.machine, Division(cuts=cuts))
         task = self._again(workload)
         sent = frozenset(i for i, weight in enumerate(task.weights) if weight.name in names)
@@ -243,8 +245,7 @@ class _Trials:
         """Return what an iteration takes at least with ``shares``; infinity where nothing is in parts."""
         if shares not in self._certain:
             is_divided = any(
-                share and _cut(kind.rows, share) is not None
-                for kind, share in zip(self._kinds, shares, strict=True)
+                _is_cut(kind.rows, share) for kind, share in zip(self._kinds, shares, strict=True)
             )
             self._certain[shares] = math.inf
             if is_divided and self._certain_left >= 0:

@@ -28,10 +28,19 @@ class Moves:
     before: dict[int, list[Step]] = field(default_factory=dict)
     """Right before an op; under the number of ops those at the end of the iteration."""
 
-    def settle(self, op: int, names: list[str]) -> None:
-        """Let everybody wait for copies before an op, and empty the list of them."""
-        self.before.setdefault(op, []).extend(Wait(op=op, tensor=name) for name in names)
-        names.clear()
+    alone: list[str] = field(default_factory=list)
+    """What one site has waited for alone."""
+
+    def copy(self, begun: Offload | Reload, wait: Wait) -> None:
+        """Add a copy, begun behind the op before ``begun.op`` and awaited right before another one."""
+        self.after.setdefault(begun.op - 1, []).append(begun)
+        self.before.setdefault(wait.op, []).append(wait)
+        self.alone.extend([wait.tensor] * (wait.site is not None))
+
+    def settle(self, op: int) -> None:
+        """Let everybody wait before an op for what one site has waited for alone."""
+        self.before.setdefault(op, []).extend(Wait(op=op, tensor=name) for name in self.alone)
+        self.alone.clear()
 
     def merged(self, steps: Sequence[Step], num_ops: int) -> tuple[Step, ...]:
         """Return ``steps`` of one iteration with these among them."""
@@ -166,19 +175,13 @@ def find_route(task: Problem, tier: str, sent: frozenset[str]) -> Route:
     there: dict[str, tuple[int, int]] = {}
     op_sites: list[str] = []
     moves = Moves()
-    pending: list[str] = []
-    """What parts of layers read elsewhere, and the tier that computes has not waited for: it does its parts first."""
 
     def bring(i: int, name: str, site: str) -> None:
         link, kind = (out, Offload) if site == tier else (back, Reload)
-        begin = made[name]
-        moves.after.setdefault(begin, []).append(
-            kind(op=begin + 1, tensor=name, link=link.name, size_bytes=sizes[name])
-        )
+        begun = kind(op=made[name] + 1, tensor=name, link=link.name, size_bytes=sizes[name])
+        # Of a layer in parts the tier that computes does its own before it waits.
         is_alone = site == tier and parse_tile(task.workload.ops[i].name) is not None
-        wait = Wait(op=i, tensor=name, site=tier if is_alone else None)
-        moves.before.setdefault(i, []).append(wait)
-        pending.extend([name] * is_alone)
+        moves.copy(begun, Wait(op=i, tensor=name, site=tier if is_alone else None))
         at[name].add(site)
 
     for i, op in enumerate(task.workload.ops):
@@ -201,13 +204,13 @@ def find_route(task: Problem, tier: str, sent: frozenset[str]) -> Route:
         for name in (*op.reads, *op.writes):
             if tier in at.get(name, ()):
                 there[name] = (made[name], i)
-        if pending and site == own and parse_tile(op.name) is None:
-            moves.settle(i, pending)
+        if moves.alone and site == own and parse_tile(op.name) is None:
+            moves.settle(i)
         op_sites.append(site)
     end = len(op_sites)
     for name in [name for name in at if kinds[name] == TensorKind.OUTPUT and own not in at[name]]:
         bring(end, name, own)
-    moves.settle(end, pending)
+    moves.settle(end)
     alone_s = [op.time_s[site] for op, site in zip(task.workload.ops, op_sites, strict=True)]
     times_s = tuple(contended(task.workload.ops, alone_s, op_sites, task.machine))
     return Route(tuple(op_sites), times_s, moves, there)

@@ -104,8 +104,7 @@ def stream(
     tasks = [problem(form, machine, budget, reserved_bytes=reserved_bytes) for form in candidates]
     first = None
     if has_sites(workload.ops, machine) and strategy is None and pinned is None:
-        again = partial(problem, machine=machine, budget=budget, reserved_bytes=reserved_bytes)
-        first, gain = _sited(tasks, again)
+        first, gain = _sited(tasks, budget)
         if first is not None and gain >= _CLEAR_GAIN:
             return first, _site_proof(first, tasks, workload)
     try:
@@ -193,12 +192,10 @@ def _with_moved_activations(
     return draft, replace(chosen.proof, limit_s=limit_s, binding=binding, bound_s=0.0)
 
 
-def _sited(
-    tasks: Sequence[Problem], again: Callable[[Workload], Problem]
-) -> tuple[Draft | None, float]:
+def _sited(tasks: Sequence[Problem], budget: Budget) -> tuple[Draft | None, float]:
     """Return the best draft that sends ops to other sites, and what share of the time without that it saves.
 
-    Parts of layers are sent, too, where ``again``, which makes a problem of a workload, finds that clearly faster.
+    Parts of layers are sent, too, where that is clearly faster.
 
     Before anything that takes the solver's time: it is found in seconds, and often so much better that no better
     order of moves makes up for it.
@@ -221,9 +218,11 @@ def _sited(
         if task.arena_limit_bytes < 0 or not whole:
             continue
         limit_s = min(plain_s, best.seconds if best is not None else math.inf)
-        found = divide_layers(
-            task, (1 - _PARTS_GAIN) * limit_s, partial(_keeps_budget, task), again
+        again = partial(
+            problem, machine=task.machine, budget=budget, reserved_bytes=task.reserved_bytes
         )
+        least_s = (1 - _PARTS_GAIN) * limit_s
+        found = divide_layers(task, least_s, partial(_keeps_budget, task), again)
         best = draft_sites(found) if found is not None else best
     if best is None or math.isinf(plain_s):
         return best, float(best is not None)

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional
 
 import gascompile
-from gascompile.core.errors import PlanMismatchError
+from gascompile.core.errors import PlanMismatchError, UnsupportedOpError
 from gascompile.core.machine import ComputeRate
 from gascompile.core.plan import Plan
 from gascompile.core.tiles import parse_tile
@@ -302,8 +302,9 @@ def test_of_a_model_of_many_shapes_no_layer_is_in_parts(chain: Chain, cache: Pat
 
 
 def test_a_step_refuses_parts(chain: Chain) -> None:
-    with pytest.raises(ValueError, match="sites='all'"):
-        gascompile.compile_step(chain, lambda y: y.sum(), torch.optim.SGD, sites="parts")
+    optimizer = torch.optim.SGD(chain.parameters(), lr=0.1)
+    with pytest.raises(UnsupportedOpError, match="sites='all'"):
+        gascompile.compile_step(chain, lambda y, _: y.sum(), optimizer, sites="parts")
 
 
 def test_parts_in_another_order_or_of_other_rows_are_refused(
