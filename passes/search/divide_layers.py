@@ -22,6 +22,7 @@ from gascompile.passes.model.problem import Problem
 from gascompile.passes.search.site_choices import certain_s
 from gascompile.passes.search.site_routes import closed
 from gascompile.passes.search.sites import SitedSchedule, best_with, other_tiers, searched
+from gascompile.passes.search.strategies import MANY_WEIGHTS
 
 _STEPS = 16
 """Shares are multiples of one part of so many."""
@@ -38,8 +39,8 @@ _TRIED_OPS = 200_000
 _SCHEDULED_OPS = 20_000
 """Ops of those that schedules are made of. [Empirical] A schedule takes ten times as long as what is certain."""
 _MOST_SCHEDULES = 80
-_FEW_WEIGHTS = 40
-"""Of a divided workload: with so few, its schedules are sought as thoroughly as those of a whole one."""
+_SEARCHED = 2
+"""Choices of many weights whose schedules are sought as thoroughly as those of few."""
 
 Shares = tuple[int, ...]
 """Steps of each group of layers that the other processor has, 0 to ``_STEPS``."""
@@ -168,13 +169,18 @@ class _Trials:
         for shares in sorted(known, key=lambda shares: (known[shares], shares)):
             if (found_s := self._seconds(shares, limit_s)) < limit_s:
                 chosen, limit_s = shares, found_s
-        if chosen is None:
-            return None
-        chosen = self._improved(chosen, limit_s)
-        best = self._made[chosen]
-        assert best is not None, "it has been chosen"
-        divided, sent = self.divided(chosen)
-        return searched(divided, self._tier, sent, best.seconds, self._fits) or best
+        if chosen is not None:
+            chosen = self._improved(chosen, limit_s)
+        best = self._made[chosen] if chosen is not None else None
+        for shares in sorted(self._certain, key=lambda shares: (self._certain[shares], shares))[
+            :_SEARCHED
+        ]:
+            divided, sent = self.divided(shares)
+            if len(divided.weights) < MANY_WEIGHTS:
+                break  # it has been
+            limit_s = best.seconds if best is not None else best_s
+            best = searched(divided, self._tier, sent, limit_s, self._fits) or best
+        return best
 
     def _seconds(self, shares: Shares, best_s: float) -> float:
         """Return the seconds of a schedule with ``shares``; infinity where none beats ``best_s``."""
@@ -185,10 +191,9 @@ class _Trials:
             if self._ops_left < 0 or len(self._made) >= _MOST_SCHEDULES:
                 return math.inf
             self._ops_left -= len(divided.workload.ops)
-            _, found = best_with(divided, self._tier, sent, best_s, self._fits)
-            if len(divided.weights) <= _FEW_WEIGHTS:
-                limit_s = found.seconds if found is not None else best_s
-                found = searched(divided, self._tier, sent, limit_s, self._fits) or found
+            choice = (divided, self._tier, sent, best_s, self._fits)
+            is_small = len(divided.weights) < MANY_WEIGHTS
+            found = searched(*choice) if is_small else best_with(*choice)[1]
             self._made[shares] = found
         found = self._made[shares]
         return found.seconds if found is not None else math.inf
