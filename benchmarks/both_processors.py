@@ -175,7 +175,7 @@ class Case:
 CASES = (
     Case(model="towers", layers=8, width=1024, rows=256, budget_bytes=40 * MIB),
     Case(model="blocks", layers=4, width=1024, rows=256, budget_bytes=48 * MIB),
-    Case(model="chain", layers=8, width=1024, rows=256, budget_bytes=24 * MIB),
+    Case(model="chain", layers=4, width=2048, rows=128, budget_bytes=40 * MIB),
 )
 TOY = (
     Case(model="towers", layers=2, width=64, rows=8, budget_bytes=MIB),
@@ -353,6 +353,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=12, help="timed runs of each")
     parser.add_argument("--slower", type=float, default=2.0, help="slow the links down so often")
+    parser.add_argument("--model", choices=sorted(_MODELS), help="this model alone")
     parser.add_argument("-o", "--output", type=Path, help="result file")
     parser.add_argument("--toy", action="store_true", help="a tiny model, to try the script")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
@@ -364,6 +365,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         cases = [
             grade(case, cache, options.runs, options.slower)
             for case in (TOY if options.toy else CASES)
+            if options.model in (None, case.model)
         ]
     result = {
         **headed("both_processors"),

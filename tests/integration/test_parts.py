@@ -122,10 +122,14 @@ def chain() -> Chain:
 
 
 @pytest.fixture(scope="module")
-def halved(
-    chain: Chain, x: torch.Tensor, tmp_path_factory: pytest.TempPathFactory
-) -> gascompile.CompiledModel:
-    return compiled(chain, tmp_path_factory.mktemp("cache"), BUDGET, x)
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the plan of ``halved`` is kept."""
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="module")
+def halved(chain: Chain, x: torch.Tensor, kept: Path) -> gascompile.CompiledModel:
+    return compiled(chain, kept, BUDGET, x)
 
 
 def test_a_chain_takes_much_less_than_on_either_processor_and_gives_eagers_results(
@@ -173,13 +177,15 @@ def test_the_graph_shows_the_parts(halved: gascompile.CompiledModel) -> None:
 
 
 def test_a_bundle_and_the_plan_cache_give_the_same_parts_back(
-    halved: gascompile.CompiledModel, chain: Chain, x: torch.Tensor, tmp_path: Path
+    halved: gascompile.CompiledModel, chain: Chain, x: torch.Tensor, kept: Path, tmp_path: Path
 ) -> None:
     wanted = halved(x)
     halved.save(tmp_path / "bundle")
-    with gascompile.load(tmp_path / "bundle", machine=halved.plan.machine) as loaded:
-        assert loaded.plan == halved.plan
-        assert torch.equal(loaded(x), wanted)
+    again = compiled(chain, kept, BUDGET, x)
+    for found in (again, gascompile.load(tmp_path / "bundle", cache_dir=tmp_path)):
+        with found:
+            assert found.plan == halved.plan
+            assert torch.equal(found(x), wanted)
 
 
 def test_weights_that_change_between_calls_count(x: torch.Tensor, cache: Path) -> None:
@@ -223,7 +229,7 @@ def any_parts(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     return draw
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(5))
 def test_any_parts_at_any_sites_give_eagers_results(
     seed: int, cache: Path, any_parts: Callable[[int], None]
 ) -> None:

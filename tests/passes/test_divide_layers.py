@@ -106,7 +106,7 @@ def every_share(task: Problem, held: float) -> dict[tuple[int, ...], float]:
 
 @pytest.mark.parametrize(
     ("rate", "times_slower", "held"),
-    [(2e8, 1.0, 2.2), (2e8, 3.0, 1.2), (1e7, 2.0, 0.6), (4e6, 8.0, 1.0), (2e6, 1.0, 1.5)],
+    [(2e8, 3.0, 1.2), (1e7, 2.0, 0.6), (4e6, 8.0, 1.0)],
 )
 def test_the_shares_are_as_good_as_the_best_of_all(
     rate: float, times_slower: float, held: float
