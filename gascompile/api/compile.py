@@ -252,7 +252,10 @@ class Job:
 
     def annotated(self, program: Program, sites: Sequence[str] = ()) -> Annotation:
         """Return the costs of a captured program; see ``annotate_memory``."""
-        return annotate_memory(program, self.machine, self.config.cache_dir, sites=sites)
+        parts = bool(sites) and self.config.has_parts
+        return annotate_memory(
+            program, self.machine, self.config.cache_dir, sites=sites, parts=parts
+        )
 
     def place(self, program: Program, prints: Mapping[str, str]) -> Plan:
         """Annotate and plan a captured program."""
@@ -263,7 +266,7 @@ class Job:
 
         with task("Planning"):
             config = self.config
-            sites = other_sites(self.machine) if config.sites == "all" else ()
+            sites = other_sites(self.machine) if config.has_sites else ()
             annotation = self.annotated(program, sites)
             workload = retimed(program, annotation.workload, self.machine, config.cache_dir)
             warnings = unknown_ops(annotation, self.machine, config.cache_dir)
@@ -349,7 +352,8 @@ def compile(  # noqa: A001 - the public name, as in torch.compile
             results are the same bits, ``"off"`` none.
         fuse_runs: compiling kernels may take as long as they save in so many runs; infinity fuses what gains anything.
         graphs: ``"auto"`` gives a GPU the ops between two moves in one call, as a CUDA graph; ``"off"`` one by one.
-        sites: ``"all"`` lets ops run on the host's processor while an accelerator does the rest.
+        sites: ``"all"`` lets ops run on the host's processor while an accelerator does the rest; ``"parts"`` also parts
+            of linear layers, whose sums may round otherwise.
         objective: ``"time"``, or ``"energy"`` for the fewest joules by what the machine says that its work takes.
         on_exceed: where an op takes more than the budget has, ``"error"`` plans again or stops, ``"warn"`` goes on.
         mesh: the ranks that run the model on rows of their own, in step, with one copy of the weights per host; by

@@ -103,8 +103,9 @@ def annotated_source(
     register_pytrees()
     job = Job(model=opened.model, machine=machine, budget=Budget(), config=config)
     program = job.capture(*normalize_call(opened.model, *opened.inputs)).program
-    sites = other_sites(machine) if config.sites == "all" else ()
-    return opened.model, program, annotate(program, machine, sites=sites)
+    sites = other_sites(machine) if config.has_sites else ()
+    parts = bool(sites) and config.has_parts
+    return opened.model, program, annotate(program, machine, sites=sites, parts=parts)
 
 
 def _opened(source: nn.Module | str | os.PathLike[str], shape: tuple[int, int]) -> Source:

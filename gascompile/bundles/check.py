@@ -30,13 +30,11 @@ from gascompile.core.program import Program
 from gascompile.core.serial import write_atomic
 from gascompile.core.sizes import format_size
 from gascompile.core.sources import FileStamp, WeightSource
-from gascompile.core.tiles import parse_tile
-from gascompile.core.workload import OpSpec, TensorKind, TensorSpec, Workload
-from gascompile.cost_models.formulas.gathers import gathered
+from gascompile.core.workload import OpSpec, TensorSpec, Workload
 from gascompile.cost_models.measure.host import memory_limit
 from gascompile.formats.layout import is_packed
 from gascompile.passes.graph.annotate import annotate
-from gascompile.passes.graph.divide import Division, divide
+from gascompile.passes.graph.divide import divide, division_of
 from gascompile.passes.graph.order_graph import same_order
 
 
@@ -76,8 +74,9 @@ def check_program_of(plan: Plan, program: Program) -> None:
         PlanMismatchError: names the op or tensor and both figures.
         UnsupportedOpError: an op of the program cannot run on fake tensors.
     """
-    expected = annotate(program, plan.machine, repeats=plan.workload.repeats).workload
-    division = _division(plan.workload, expected)
+    division = replace(division_of(plan.workload), gather_tier="")
+    repeats, parts = plan.workload.repeats, bool(division.cuts)
+    expected = annotate(program, plan.machine, repeats=repeats, parts=parts).workload
     expected = _as_ordered(divide(expected, plan.machine, division), plan)
     check_workload(plan.workload, expected)
     _check_strides(program, expected)
@@ -108,18 +107,6 @@ def check_workload(planned: Workload, expected: Workload, *, measured: bool = Fa
         if given is None or wanted is None:
             _refuse(f"the program has {len(expected.ops)} ops, the plan {len(planned.ops)}")
         _check_op(given, wanted, least_bytes=0 if measured else wanted.workspace_bytes)
-
-
-def _division(given: Workload, whole: Workload) -> Division:
-    """Return how the workload of a plan is divided, by its first tiles."""
-    names = {tensor.name for tensor in whole.tensors if tensor.kind == TensorKind.WEIGHT}
-    tile_rows: dict[str, int] = {}
-    for tensor in given.tensors:
-        tile = parse_tile(tensor.name)
-        if tile is not None and tile.base in names and tile.begin == 0 < tile.end:
-            tile_rows.setdefault(tile.base, tile.end)
-    fetched = frozenset(name for op in given.ops for name in gathered(op))
-    return Division(tile_rows=tile_rows, gathered=fetched)
 
 
 def _check_tensors(given: Sequence[TensorSpec], wanted: Sequence[TensorSpec]) -> None:

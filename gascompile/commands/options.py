@@ -119,8 +119,8 @@ Sites = Annotated[
     str,
     typer.Option(
         "--sites",
-        metavar="one|all",
-        help="Whether ops of a model may run on the host's processor, too, beside the accelerator.",
+        metavar="one|all|parts",
+        help="Whether ops of a model, or also parts of layers, may run on the host's processor beside the accelerator.",
     ),
 ]
 Objective = Annotated[

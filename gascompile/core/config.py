@@ -15,7 +15,7 @@ WEIGHT_FORMS = ("bf16", "int8", "int4", "auto")
 FUSE = ("auto", "exact", "off")
 GRAPHS = ("auto", "off")
 ON_EXCEED = ("error", "warn")
-SITES = ("one", "all")
+SITES = ("one", "all", "parts")
 OBJECTIVES = ("time", "energy")
 
 
@@ -53,7 +53,8 @@ class CompileConfig:
     fuse_runs: float = 1000.0
     """Compiling kernels may take as long as they save in so many runs; infinity fuses whatever gains anything."""
     sites: str = "one"
-    """``one`` runs all ops on the tier that computes; ``all`` also on the host's processor, both at once."""
+    """``one`` runs all ops on the tier that computes; ``all`` also on the host's processor, both at once; ``parts``
+    also divides linear layers between the two."""
     objective: str = "time"
     """``time`` plans the fastest iteration; ``energy`` the one of the fewest joules, by the machine's model."""
     graphs: str = field(default="auto", metadata={"fingerprint": False})
@@ -91,6 +92,16 @@ class CompileConfig:
             raise ValueError(f"on_exceed is one of {', '.join(ON_EXCEED)}, not {self.on_exceed!r}")
         if not self.fuse_runs >= 0:
             raise ValueError(f"fuse_runs is a number of runs, not {self.fuse_runs}")
+
+    @property
+    def has_sites(self) -> bool:
+        """Whether ops may run on the host's processor, too."""
+        return self.sites != "one"
+
+    @property
+    def has_parts(self) -> bool:
+        """Whether both processors may have a part of one layer."""
+        return self.sites == "parts"
 
     @property
     def search_limits(self) -> SearchLimits:

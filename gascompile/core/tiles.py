@@ -1,8 +1,13 @@
-"""Names of tiles: ``w[b:e]`` are rows ``b`` to ``e`` of the weight ``w``, ``op[b:e]`` is what ``op`` does with them."""
+"""Names of tiles: ``w[b:e]`` are rows ``b`` to ``e`` of the weight ``w``, ``op[b:e]`` is what ``op`` does with them.
+
+A tile writes its part of the op's one result. A *part* makes a result of its own, ``%op[b:e]``, and an op that has the
+name of the whole joins them: so the parts of a layer can be computed by several processors.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from typing import NamedTuple
 
 _PATTERN = re.compile(r"(.*)\[([0-9]{1,18}):([0-9]{1,18})\]", re.DOTALL)
@@ -32,3 +37,14 @@ def base_name(name: str) -> str:
     """Return the name of the whole that ``name`` is a tile of, or ``name`` itself."""
     tile = parse_tile(name)
     return tile.base if tile else name
+
+
+def result_name(op: str, writes: Collection[str]) -> str:
+    """Return the name of what an op makes: of a part that part, of a tile the result of the whole op."""
+    own = f"%{op}"
+    return own if own in writes else f"%{base_name(op)}"
+
+
+def is_tile(op: str, writes: Collection[str]) -> bool:
+    """Return whether an op does a tile of a whole one, and writes to a result that it shares with the others."""
+    return parse_tile(op) is not None and f"%{op}" not in writes

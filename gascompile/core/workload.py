@@ -68,6 +68,9 @@ class OpSpec:
     write_bytes: int = 0
     splits: Mapping[str, int] = field(default_factory=dict)
     """Weights along whose rows the op may be split, with the number of rows: a linear's output features."""
+    cuts: Mapping[str, int] = field(default_factory=dict)
+    """The weight, and the bias if any, along whose rows the op may be divided among processors, with the number of
+    rows: each part makes a tensor of its own. Empty where that was not asked for."""
     gather_tier: str = ""  # where gathered rows lie; empty for the usual tier
     gathers: Mapping[str, int] = field(default_factory=dict)
     """Weights of which the op needs only some rows, with the bytes that it needs: an embedding's."""

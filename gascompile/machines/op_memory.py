@@ -50,7 +50,12 @@ class _Known:
 
 
 def annotate_memory(
-    program: Program, machine: Machine, cache_dir: Path, *, sites: Sequence[str] = ()
+    program: Program,
+    machine: Machine,
+    cache_dir: Path,
+    *,
+    sites: Sequence[str] = (),
+    parts: bool = False,
 ) -> Annotation:
     """Annotate ``program`` with the workspace that its ops are known to take on this processor.
 
@@ -62,7 +67,9 @@ def annotate_memory(
     from gascompile.passes.graph.annotate import annotate
 
     # An autocast is of one thread alone.
-    found = annotate(program, machine, sites=() if has_autocast() else sites)
+    if has_autocast():
+        sites, parts = (), False
+    found = annotate(program, machine, sites=sites, parts=parts)
     if not computes_here(machine):
         return found
     known = _with_measured(found, cache_dir)

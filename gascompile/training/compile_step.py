@@ -160,7 +160,7 @@ def compile_step(
         saved = SavedPlans(Path(plan)) if plan is not None else None
         with together.one_by_one() if together is not None else nullcontext():
             resolved, limits = _planned_for(saved, machine, budget, config.cache_dir)
-        _require_runnable(resolved, limits, settings)
+        _require_runnable(resolved, limits, settings, config)
         job = StepJob(
             model=model,
             loss_fn=together.loss if together is not None and not settings.is_pipeline else loss_fn,
@@ -249,13 +249,19 @@ def _planned_for(
     return resolved, limits
 
 
-def _require_runnable(machine: Machine, budget: Budget, settings: Settings) -> None:
-    """Refuse what steps do not do on a device with memory of its own.
+def _require_runnable(
+    machine: Machine, budget: Budget, settings: Settings, config: CompileConfig
+) -> None:
+    """Refuse what steps do not do at all, or on a device with memory of its own.
 
     Raises:
         DeviceError: the budget is more than an emulated device has.
         UnsupportedOpError: says what to do.
     """
+    if config.has_parts:
+        raise UnsupportedOpError(
+            "sites='parts' divides layers of compiled models alone; a step has sites='all', for updates on the host"
+        )
     site = machine.compute_tier
     if site == HOST:
         return

@@ -10,6 +10,7 @@ from gascompile.core.tiles import parse_tile
 from gascompile.core.workload import TensorKind, Workload
 from gascompile.passes.bounds.certify import physical_limit
 from gascompile.passes.bounds.site_limit import has_sites, site_limit
+from gascompile.passes.graph.divide import joined_ops
 
 
 def least_time(
@@ -20,11 +21,12 @@ def least_time(
     The whole budget may hold weights, as everything else may leave when it is not used. What is read
     row by row or in tiles in this form of the workload counts as free: in another form it may be.
     """
-    # An op in tiles has to be launched more often than the whole one, a gathering one waits for rows.
+    # An op in tiles or parts has to be launched more often than the whole one, a gathering one waits for rows.
     # Their weights may still rest with them at another site, so they stay in the list and cost nothing.
+    joined = joined_ops(workload.ops)
     counted = [
         replace(op, time_s=dict.fromkeys(op.time_s, 0.0))
-        if op.gathers or parse_tile(op.name) is not None
+        if op.gathers or op.name in joined or parse_tile(op.name) is not None
         else op
         for op in workload.ops
     ]

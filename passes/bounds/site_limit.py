@@ -3,12 +3,13 @@
 Sites compute at once. So of the ops' time only that along one path of results that need each other is certain,
 and what each site has to do by itself. Bytes of weights whose ops are sent to their tier need not move, but
 cost the time of the op there. Fractions of ops may be sent, the cheapest first, so every real choice is covered.
+Of an op that may be in parts (``OpSpec.cuts``), each site does some at the same time.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from gascompile.core.machine import Machine
 from gascompile.core.workload import OpSpec
@@ -45,7 +46,7 @@ def site_limit(
     own = machine.compute_tier
     able = [t for t in machine.tiers if t != own and any(t in op.time_s for op in ops)]
     path = _longest_path(ops, (own, *able))
-    path_s = sum(_least_s(op, (own, *able)) for op in path)
+    path_s = sum(least_s(op, (own, *able)) for op in path)
     if len(able) != 1:
         return path_s, "compute"
     (tier,) = able
@@ -53,7 +54,9 @@ def site_limit(
     on_path = {op.name for op in path}
     # A weight that is sent costs what its ops take longer there, or what they take of the site at all.
     longer = {
-        op.name: op.time_s[tier] - _least_s(op, (own, tier)) if op.name in on_path else 0.0
+        op.name: op.time_s[tier] - least_s(op, (own, tier))
+        if op.name in on_path and not op.cuts
+        else 0.0
         for op in ops
         if tier in op.time_s
     }
@@ -67,8 +70,12 @@ def site_limit(
     return max(limits, key=lambda limit: limit[0])
 
 
-def _least_s(op: OpSpec, sites: Sequence[str]) -> float:
-    return min(op.time_s[site] for site in sites if site in op.time_s)
+def least_s(op: OpSpec, sites: Iterable[str]) -> float:
+    """Return the seconds of an op where it is fastest, or of its parts at all ``sites`` at once if it may have some."""
+    times_s = [op.time_s[site] for site in sites if site in op.time_s]
+    if op.cuts and min(times_s) > 0:
+        return 1 / sum(1 / time_s for time_s in times_s)
+    return min(times_s)
 
 
 def _longest_path(ops: Sequence[OpSpec], sites: Sequence[str]) -> list[OpSpec]:
@@ -81,7 +88,7 @@ def _longest_path(ops: Sequence[OpSpec], sites: Sequence[str]) -> list[OpSpec]:
         needed = {writer[name] for name in (*op.reads, *op.writes) if name in writer}
         last = max(needed, key=lambda k: reached_s[k], default=None)
         before.append(last)
-        reached_s.append((reached_s[last] if last is not None else 0.0) + _least_s(op, sites))
+        reached_s.append((reached_s[last] if last is not None else 0.0) + least_s(op, sites))
         writer.update(dict.fromkeys(op.writes, i))
     found: list[OpSpec] = []
     at = max(range(len(ops)), key=lambda k: reached_s[k], default=None)

@@ -8,7 +8,8 @@ starts. In the rest of its time each site does its share of the ops, of which fr
 
     least T with   sum_i f_i t_i,there <= T - lag before - lag behind     for each site, f_i + f_i' = 1
 
-An op runs at one site, as tiles stay where the tier that computes is: what crosses is whole.
+An op runs at one site, as tiles stay where the tier that computes is: what crosses is whole. But one that may be in
+parts divides nothing, takes what its parts take at all sites at once, and of its result next to nothing may cross.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from itertools import pairwise
 
 from gascompile.core.machine import Link, Machine
 from gascompile.core.workload import OpSpec, TensorKind, Workload
+from gascompile.passes.bounds.site_limit import least_s
 
 _MOST_OPS = 8192
 """Of more, who comes before whom takes too much memory."""
@@ -58,6 +60,7 @@ class _Iteration:
         self.own, self.sites, self.links = own, (own, other), links
         self.sizes = {tensor.name: tensor.size_bytes for tensor in workload.tensors}
         self.ops, self.needs = _needed(workload)
+        self.sizes.update(dict.fromkeys((n for op in self.ops if op.cuts for n in op.writes), 0))
 
     def least_s(self) -> float:
         """Return the least seconds of all segments, one after the other."""
@@ -90,7 +93,8 @@ class _Iteration:
             for k, _ in self.needs[i]:
                 after[k] |= after[i] | 1 << i
         for i in range(count):
-            if before[i].bit_count() + after[i].bit_count() == count - 1:
+            is_whole = not self.ops[i].cuts
+            if is_whole and before[i].bit_count() + after[i].bit_count() == count - 1:
                 yield i
 
     def _segment_s(self, before: int, end: int, first: str, last: str) -> float:
@@ -153,7 +157,7 @@ class _Iteration:
         reached_s: dict[int, float] = {}
         for i in range(begin, end):
             waited_s = max((reached_s.get(k, 0.0) for k, _ in self.needs[i]), default=0.0)
-            reached_s[i] = waited_s + min(self._times_s(self.ops[i]))
+            reached_s[i] = waited_s + least_s(self.ops[i], self.sites)
         return max(reached_s.values(), default=0.0)
 
     def _lag_s(self, before: int, end: int, source: str, target: str) -> float:

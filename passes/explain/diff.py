@@ -141,11 +141,12 @@ def _missing(
 
 
 def _placed(plan: Plan) -> dict[str, _Placed]:
-    """Return the tensors of a plan; one in tiles is where its tiles are."""
+    """Return the tensors of a plan; one in tiles is where its tiles are, and parts of results are nobody's."""
     moved = _moved_bytes(plan)
     parts: dict[str, list[str]] = {}
     for name in plan.tensors:
-        parts.setdefault(base_name(name), []).append(name)
+        if (base := base_name(name)) == name or base not in plan.tensors:
+            parts.setdefault(base, []).append(name)
     found: dict[str, _Placed] = {}
     for base, names in parts.items():
         homes: dict[str, int] = {}

@@ -36,7 +36,12 @@ class Annotation:
 
 
 def annotate(
-    program: Program, machine: Machine, *, repeats: bool = True, sites: Sequence[str] = ()
+    program: Program,
+    machine: Machine,
+    *,
+    repeats: bool = True,
+    sites: Sequence[str] = (),
+    parts: bool = False,
 ) -> Annotation:
     """Return the workload of ``program`` on ``machine`` at the largest input shapes.
 
@@ -47,6 +52,7 @@ def annotate(
         machine: whose rates count.
         repeats: iterations follow each other.
         sites: other tiers whose processors may run ops; those that may leave get their seconds there, too.
+        parts: linear layers may be divided among processors; those that can say so.
 
     Raises:
         UnsupportedOpError: an op's shapes are not known ahead of time.
@@ -69,6 +75,11 @@ def annotate(
     is_fixed = not any(isinstance(d, Dim) for spec in program.inputs for d in spec.shape)
     if sites and is_fixed:
         ops = _with_sites(ops, facts, nodes, bound_tensors(tensors, ops), machine, sites)
+    if parts and is_fixed:
+        ops = tuple(
+            replace(op, cuts=_cuts(nodes[op.name], op, program, facts)) if op.splits else op
+            for op in ops
+        )
     unknown = sorted({leaf.target for op in facts.ops for leaf in op.leaves if not leaf.known})
     workload = Workload(name=program.name, repeats=repeats, tensors=tensors, ops=ops)
     return Annotation(
@@ -100,14 +111,34 @@ def _parts(
     return {}, {}
 
 
-def _weight(argument: object, program: Program) -> str | None:
-    """Return the weight that ``argument`` is bound to, if it is a matrix."""
+def _cuts(node: torch.fx.Node, op: OpSpec, program: Program, facts: Facts) -> Mapping[str, int]:
+    """Return the weight and the bias of a linear layer whose output features may be computed apart, with their number.
+
+    Such a layer makes one tensor that is its own, whole, of weights as they lie in their files.
+    """
+    if node.target is not torch.ops.aten.linear.default or node.kwargs:
+        return {}
+    x, weight, bias = (*node.args, None)[:3]
+    names = [_weight(weight, program), *([_weight(bias, program, 1)] if bias is not None else [])]
+    given = _weight(x, program) or _weight(x, program, 1)
+    rows = program.bound[names[0]].shape[0] if names[0] else 0
+    own = f"%{op.name}"
+    if None in names or given in names or len({*names}) < len(names) or op.writes != (own,):
+        return {}
+    same = all(program.bound[name].shape[0] == rows for name in names if name)
+    if not rows or not same or facts.size_bytes[own] % rows:
+        return {}
+    return {name: rows for name in names if name}
+
+
+def _weight(argument: object, program: Program, rank: int = 2) -> str | None:
+    """Return the weight of ``rank`` dimensions that ``argument`` is bound to, if it lies as in a file."""
     if not isinstance(argument, torch.fx.Node):
         return None
     name = program.bindings.get(argument.name)
     if name is None or name in program.states:
         return None
-    if len(program.bound[name].shape) != 2 or program.bound[name].stride is not None:
+    if len(program.bound[name].shape) != rank or program.bound[name].stride is not None:
         return None
     return name
 

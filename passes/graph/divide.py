@@ -1,19 +1,22 @@
-"""Divide: large linear layers become tiles, and embeddings fetch their rows by themselves.
+"""Divide: large linear layers become tiles or parts, and embeddings fetch their rows by themselves.
 
 A tile is some rows of a weight, that is, some output features of the op that reads it: the tiles of an
 op are computed one after the other and together write the op's output, which is born with the first.
-A gathered weight is no longer read as a tensor; its rows are part of the op that needs them.
+A part, too, but it makes a tensor of its own, so that another processor may compute it; an op of the name of the
+whole joins them. A gathered weight is no longer read as a tensor; its rows are part of the op that needs them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 from gascompile.core.machine import Machine
-from gascompile.core.tiles import Tile
+from gascompile.core.tiles import Tile, parse_tile
 from gascompile.core.workload import OpSpec, TensorKind, TensorSpec, Workload
-from gascompile.cost_models.formulas.gathers import gather_time_s
+from gascompile.cost_models.formulas.gathers import gather_time_s, gathered
+from gascompile.cost_models.formulas.op_time import op_time_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +25,8 @@ class Division:
 
     tile_rows: Mapping[str, int] = field(default_factory=dict)
     """Rows of one tile, per weight that is tiled."""
+    cuts: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Rows before which a part ends and the next begins, ascending, per weight that is in parts."""
     gathered: frozenset[str] = frozenset()
     """Weights whose rows are read one by one wherever an op allows it."""
     gather_tier: str = ""
@@ -32,24 +37,65 @@ def divide(workload: Workload, machine: Machine, division: Division) -> Workload
     """Return ``workload`` with the ops and weights that ``division`` names divided.
 
     A weight that an op needs whole stays whole. A divided op's seconds, FLOPs and bytes are shared out
-    by rows, and each tile pays the launch again; a gather adds the seconds of its reads.
+    by rows, and each tile or part pays the launch again; a gather adds the seconds of its reads, and what joins parts
+    those of writing the result once more.
     """
     gathering = [_gather(op, division, machine) for op in workload.ops]
     rows = _tileable_rows(gathering)
+    parts = _part_tiles(gathering, division.cuts)
     tiles = {
         name: _tiles(name, rows[name], tile_rows)
         for name, tile_rows in division.tile_rows.items()
-        if name in rows
+        if name in rows and name not in parts
     }
+    sizes = {tensor.name: tensor.size_bytes for tensor in workload.tensors}
     overhead_s = {rate.device: rate.op_overhead_s for rate in machine.memory}
     ops: list[OpSpec] = []
+    made: list[TensorSpec] = []
     for op in gathering:
         weight = next((name for name in op.splits if name in tiles), None)
-        ops += [op] if weight is None else _op_tiles(op, weight, tiles[weight], overhead_s)
+        if in_parts := [name for name in op.cuts if name in parts]:
+            made += _made(op, parts[in_parts[0]], sizes)
+            ops += _op_parts(op, parts, overhead_s)
+            ops.append(_join(op, ops[: -len(parts[in_parts[0]]) - 1 : -1], sizes, machine))
+        else:
+            ops += [op] if weight is None else _op_tiles(op, weight, tiles[weight], overhead_s)
+    tiles.update(parts)
     tensors: list[TensorSpec] = []
     for tensor in workload.tensors:
         tensors += _weight_tiles(tensor, tiles[tensor.name]) if tensor.name in tiles else [tensor]
-    return replace(workload, tensors=tuple(tensors), ops=tuple(ops))
+    return replace(workload, tensors=(*tensors, *made), ops=tuple(ops))
+
+
+def division_of(divided: Workload) -> Division:
+    """Return how a workload is divided, by the names of its tensors and ops."""
+    ends: dict[str, list[int]] = {}
+    for tensor in divided.tensors:
+        tile = parse_tile(tensor.name) if tensor.kind == TensorKind.WEIGHT else None
+        if tile is not None:
+            ends.setdefault(tile.base, []).append(tile.end)
+    joined = joined_ops(divided.ops)
+    in_parts = {
+        tile.base
+        for op in divided.ops
+        for tile in map(parse_tile, op.reads)
+        if tile is not None and (own := parse_tile(op.name)) is not None and own.base in joined
+    }
+    return Division(
+        tile_rows={
+            name: min(rows) for name, rows in ends.items() if name not in in_parts and min(rows)
+        },
+        cuts={name: tuple(sorted(ends[name])[:-1]) for name in ends if name in in_parts},
+        gathered=frozenset(name for op in divided.ops for name in gathered(op)),
+        gather_tier=next((op.gather_tier for op in divided.ops if gathered(op)), ""),
+    )
+
+
+def joined_ops(ops: Iterable[OpSpec]) -> frozenset[str]:
+    """Return the names of the ops that join parts of what they stand for."""
+    names = {op.name for op in ops}
+    bases = {tile.base for name in names if (tile := parse_tile(name)) is not None}
+    return frozenset(bases & names)
 
 
 def _gather(op: OpSpec, division: Division, machine: Machine) -> OpSpec:
@@ -82,6 +128,41 @@ def _tileable_rows(ops: list[OpSpec]) -> dict[str, int]:
     return {name: count for name, count in rows.items() if name not in whole}
 
 
+def _part_tiles(
+    ops: Sequence[OpSpec], cuts: Mapping[str, tuple[int, ...]]
+) -> dict[str, list[Tile]]:
+    """Return the parts of every weight and bias that is in parts, as all ops which read it can take it so."""
+    wanted = {
+        name: bounds
+        for op in ops
+        for name, bounds in _bounds(op, cuts).items()
+        if bounds and bounds[0] > 0 and bounds[-1] < op.cuts[name]
+    }
+    rows = {name: count for op in ops for name, count in op.cuts.items()}
+    while True:
+        # Who is cut elsewhere than what is read with it, or read by an op that needs it whole, stays whole.
+        failing = {
+            name
+            for op in ops
+            for name in op.reads
+            if name in wanted
+            and any(wanted.get(other) != wanted[name] for other in (*op.cuts, name))
+        } | {name for op in ops for name in op.reads if name in wanted and name not in op.cuts}
+        if not failing:
+            break
+        wanted = {name: bounds for name, bounds in wanted.items() if name not in failing}
+    return {
+        name: [Tile(name, begin, end) for begin, end in pairwise((0, *bounds, rows[name]))]
+        for name, bounds in wanted.items()
+    }
+
+
+def _bounds(op: OpSpec, cuts: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """Return where all that an op may be cut along is cut: where its weight is."""
+    weight = next(iter(op.cuts), None)
+    return dict.fromkeys(op.cuts, cuts[weight]) if weight in cuts else {}
+
+
 def _tiles(name: str, rows: int, tile_rows: int) -> list[Tile]:
     return [Tile(name, begin, min(begin + tile_rows, rows)) for begin in range(0, rows, tile_rows)]
 
@@ -89,22 +170,75 @@ def _tiles(name: str, rows: int, tile_rows: int) -> list[Tile]:
 def _op_tiles(
     op: OpSpec, weight: str, tiles: list[Tile], overhead_s: Mapping[str, float]
 ) -> Iterator[OpSpec]:
-    rows = op.splits[weight]
     for tile in tiles:
-        share = (tile.end - tile.begin) / rows
-        yield replace(
-            op,
-            name=Tile(op.name, tile.begin, tile.end).name,
-            time_s={
-                device: share * max(0.0, time_s - overhead_s.get(device, 0.0))
-                + min(time_s, overhead_s.get(device, 0.0))
-                for device, time_s in op.time_s.items()
-            },
-            reads=tuple(tile.name if name == weight else name for name in op.reads),
-            flops=round(op.flops * share),
-            read_bytes=round(op.read_bytes * share),
-            write_bytes=round(op.write_bytes * share),
-            splits={},
+        yield _op_rows(op, tile, (weight,), op.splits[weight], overhead_s)
+
+
+def _op_parts(
+    op: OpSpec, parts: Mapping[str, list[Tile]], overhead_s: Mapping[str, float]
+) -> Iterator[OpSpec]:
+    """Yield the parts of an op, the last rows first: another processor has those, and begins while this one does."""
+    weight, rows = next(iter(op.cuts.items()))
+    for part in reversed(parts[weight]):
+        made = _op_rows(op, part, op.cuts, rows, overhead_s)
+        yield replace(made, writes=(f"%{made.name}",))
+
+
+def _op_rows(
+    op: OpSpec,
+    tile: Tile,
+    divided: Collection[str],
+    rows: int,
+    overhead_s: Mapping[str, float],
+) -> OpSpec:
+    """Return what ``op`` does with some rows of what it is divided along."""
+    share = (tile.end - tile.begin) / rows
+    return replace(
+        op,
+        name=Tile(op.name, tile.begin, tile.end).name,
+        time_s={
+            device: share * max(0.0, time_s - overhead_s.get(device, 0.0))
+            + min(time_s, overhead_s.get(device, 0.0))
+            for device, time_s in op.time_s.items()
+        },
+        reads=tuple(
+            Tile(name, tile.begin, tile.end).name if name in divided else name for name in op.reads
+        ),
+        flops=round(op.flops * share),
+        read_bytes=round(op.read_bytes * share),
+        write_bytes=round(op.write_bytes * share),
+        splits={},
+        cuts={},
+    )
+
+
+def _join(
+    op: OpSpec, parts: Sequence[OpSpec], sizes: Mapping[str, int], machine: Machine
+) -> OpSpec:
+    """Return what makes the whole result of its parts, in the order of rows: it reads and writes each byte once."""
+    size_bytes = sizes[f"%{op.name}"]
+    moved = {"flops": 0, "read_bytes": size_bytes, "write_bytes": size_bytes}
+    return OpSpec(
+        name=op.name,
+        time_s={
+            device: op_time_s(**moved, dtype="", device=device, machine=machine)
+            for device in op.time_s
+        },
+        reads=tuple(name for part in parts for name in part.writes),
+        writes=op.writes,
+        read_bytes=size_bytes,
+        write_bytes=size_bytes,
+    )
+
+
+def _made(op: OpSpec, parts: Sequence[Tile], sizes: Mapping[str, int]) -> Iterator[TensorSpec]:
+    """Yield the tensors that the parts of an op make."""
+    row_bytes = sizes[f"%{op.name}"] // parts[-1].end
+    for part in parts:
+        yield TensorSpec(
+            name=f"%{Tile(op.name, part.begin, part.end).name}",
+            size_bytes=row_bytes * (part.end - part.begin),
+            kind=TensorKind.ACTIVATION,
         )
 
 

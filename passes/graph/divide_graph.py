@@ -1,7 +1,7 @@
-"""Divide a graph: the captured nodes of divided ops give way to one node per tile, or to a gather.
+"""Divide a graph: the captured nodes of divided ops give way to one node per tile or part, or to a gather.
 
 Afterwards the graph has the ops of the plan's workload, one node each and in order, and a placeholder
-for every tile of a weight.
+for every tile or part of a weight. The node of an op in parts stays: it joins them.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from gascompile.core.tiles import Tile, parse_tile
 from gascompile.core.workload import OpSpec
 from gascompile.cost_models.formulas.gathers import gathered
 from gascompile.formats import ops as wire_ops
+from gascompile.passes.graph.divide import joined_ops
 
 
 def divide_graph(
@@ -42,8 +43,11 @@ def divide_graph(
             tiles.setdefault(tile.base, []).append(tile)
         elif found := gathered(op):
             gathers[op.name] = tuple(found)
+    joined = joined_ops(ops)
     for node in list(graph.nodes):
-        if node.op == "call_function" and node.name in tiles:
+        if node.op == "call_function" and node.name in joined:
+            _join_parts(graph, node, tiles[node.name], bound)
+        elif node.op == "call_function" and node.name in tiles:
             _replace_by_tiles(graph, node, tiles[node.name], bound)
         elif node.op == "call_function" and node.name in gathers:
             _replace_by_gather(graph, node, gathers[node.name], bound, mover)
@@ -72,6 +76,54 @@ def _replace_by_tiles(
     assert out is not None
     node.replace_all_uses_with(out)
     graph.erase_node(node)
+
+
+def _join_parts(
+    graph: fx.Graph, node: fx.Node, parts: Sequence[Tile], bound: dict[fx.Node, str]
+) -> None:
+    """Let ``node`` join what its parts make, each an op as it was, of some rows of its weight and bias.
+
+    Raises:
+        PlanMismatchError: it has none, or they are not all of its rows, each once and in their order.
+    """
+    x, weight, bias = (*node.args, None)[:3] if len(node.args) > 1 else (None, None, None)
+    value = node.meta.get("val")
+    in_order = sorted(parts, key=lambda part: part.begin)
+    ends = [0, *(part.end for part in in_order)]
+    known = [row for row in (weight, bias) if row is not None]
+    if (
+        node.target is not torch.ops.aten.linear.default
+        or node.kwargs
+        or x in known
+        or any(not isinstance(row, fx.Node) or row not in bound for row in known)
+        or [part.begin for part in in_order] != ends[:-1]
+        or any(part.begin >= part.end for part in parts)
+        or _features(weight, value) not in (None, ends[-1])
+    ):
+        raise PlanMismatchError(
+            f"the plan has op '{node.name}' in parts that are not those of a linear layer's rows; plan again"
+        )
+    made: dict[Tile, fx.Node] = {}
+    for part in parts:
+        rows = [
+            _tile_placeholder(graph, row, part, bound) for row in known if isinstance(row, fx.Node)
+        ]
+        with graph.inserting_before(node):
+            found = _call(graph, node, torch.ops.aten.linear.default, (x, *rows), part)
+        if isinstance(value, torch.Tensor):
+            found.meta["val"] = value.new_empty((*value.shape[:-1], part.end - part.begin))
+        made[part] = found
+    node.target = torch.ops.aten.cat.default
+    node.args = ([made[part] for part in in_order], -1)
+
+
+def _features(weight: object, value: object) -> int | None:
+    """Return the output features of a layer, as far as its graph says so."""
+    values = (weight.meta.get("val") if isinstance(weight, fx.Node) else None, value)
+    found = [
+        v.shape[i] for i, v in zip((0, -1), values, strict=True) if isinstance(v, torch.Tensor)
+    ]
+    return int(found[0]) if found else None
 
 
 def _call(

@@ -16,7 +16,7 @@ from gascompile.core.errors import PlanMismatchError
 from gascompile.core.plan import Plan
 from gascompile.core.program import STEP, add_node
 from gascompile.core.steps import Compute, Recompute
-from gascompile.core.tiles import base_name
+from gascompile.core.tiles import result_name
 
 
 def moved_on_heap(plan: Plan) -> frozenset[str]:
@@ -66,7 +66,7 @@ class HeapValues:
         """Tensor -> the op that makes it, and which element of the result it is."""
         specs = plan.workload.ops
         for i, spec in enumerate(specs[: len(ops)]):
-            own = f"%{base_name(spec.name)}"
+            own = result_name(spec.name, spec.writes)
             for name in spec.writes:
                 if name == own:
                     self._owner.setdefault(name, (i, None))

@@ -28,7 +28,7 @@ from gascompile.core.program import (
     op_name,
 )
 from gascompile.core.steps import Compute, Offload, Prefetch, Recompute, Release, Reload, Step, Wait
-from gascompile.core.tiles import base_name
+from gascompile.core.tiles import result_name
 from gascompile.passes.graph.divide_graph import divide_graph
 from gascompile.passes.graph.heap_values import HeapValues, moved_on_heap, taken_again
 from gascompile.passes.graph.order_graph import order_graph
@@ -224,7 +224,7 @@ class _Rewrite:
             self._point_at_visits(node, spec.reads)
             if self._sites is not None:
                 self._sites.point(node, self._plan.ops[op].site)
-        own = f"%{base_name(spec.name)}"
+        own = result_name(spec.name, spec.writes)
         makes_view = not any(name == own or name.startswith(f"{own}.") for name in spec.writes)
         if taken.visits and makes_view:
             self._views[node] = taken

@@ -12,17 +12,15 @@ from dataclasses import dataclass, replace
 from gascompile.core.errors import InfeasiblePlanError, SolverError
 from gascompile.core.machine import Machine
 from gascompile.core.sizes import MIB
-from gascompile.core.tiles import parse_tile
-from gascompile.core.workload import TensorKind, Workload
+from gascompile.core.workload import Workload
 from gascompile.cost_models.formulas.gathers import (
     gather_link,
     gather_tiers,
     gather_time_s,
-    gathered,
 )
 from gascompile.passes.bounds.certify import Proof
 from gascompile.passes.bounds.prove import quick_proof
-from gascompile.passes.graph.divide import Division, divide
+from gascompile.passes.graph.divide import Division, divide, division_of
 from gascompile.passes.model.effort import Effort
 from gascompile.passes.model.problem import Problem
 from gascompile.passes.plan.feasible import feasible
@@ -93,15 +91,8 @@ def _waits(workload: Workload, machine: Machine, table: frozenset[str]) -> bool:
 
 
 def same_form(workload: Workload, machine: Machine, other: Workload) -> Workload:
-    """Return ``workload`` in the form that ``other`` has, so that both name the same tiles."""
-    tiles = [parse_tile(t.name) for t in other.tensors if t.kind == TensorKind.WEIGHT]
-    rows: dict[str, int] = {}
-    for tile in tiles:
-        if tile is not None:
-            rows.setdefault(tile.base, tile.end - tile.begin)
-    table = frozenset(name for op in other.ops for name in gathered(op))
-    tier = next((op.gather_tier for op in other.ops if gathered(op)), "")
-    return divide(workload, machine, Division(tile_rows=rows, gathered=table, gather_tier=tier))
+    """Return ``workload`` in the form that ``other`` has, so that both name the same tiles and parts."""
+    return divide(workload, machine, division_of(other))
 
 
 def best_form(tasks: Sequence[Problem], solve: Solve, effort: Effort) -> FormSolution:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from gascompile.core.errors import InfeasiblePlanError
 from gascompile.core.sizes import MIB, SPILL_BUFFER_BYTES
 from gascompile.core.steps import Compute, Step
-from gascompile.core.tiles import base_name
+from gascompile.core.tiles import result_name
 from gascompile.core.workload import OpSpec, TensorKind, Workload
 from gascompile.passes.intervals.plan_intervals import plan_intervals
 from gascompile.passes.model.effort import Effort
@@ -118,7 +118,7 @@ def _least(workload: Workload) -> tuple[int, str]:
 
 def _movable(workload: Workload) -> frozenset[str]:
     """Return the activations that are the whole result of an op."""
-    made = {f"%{base_name(op.name)}" for op in workload.ops}
+    made = {result_name(op.name, op.writes) for op in workload.ops}
     return frozenset(
         tensor.name
         for tensor in workload.tensors

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gascompile.core.steps import Compute, Offload, Reload, Step, Wait
-from gascompile.core.tiles import parse_tile
+from gascompile.core.tiles import is_tile, parse_tile
 from gascompile.core.workload import OpSpec, TensorKind
 from gascompile.cost_models.formulas.contention import contended
 from gascompile.cost_models.simulate.events import running_sums
@@ -27,6 +27,20 @@ class SiteMoves:
     """Right after an op."""
     before: dict[int, list[Step]] = field(default_factory=dict)
     """Right before an op; under the number of ops those at the end of the iteration."""
+
+    alone: list[str] = field(default_factory=list)
+    """What one site has waited for alone."""
+
+    def copy(self, begun: Offload | Reload, wait: Wait) -> None:
+        """Add a copy, begun behind the op before ``begun.op`` and awaited right before another one."""
+        self.after.setdefault(begun.op - 1, []).append(begun)
+        self.before.setdefault(wait.op, []).append(wait)
+        self.alone.extend([wait.tensor] * (wait.site is not None))
+
+    def settle(self, op: int) -> None:
+        """Let everybody wait before an op for what one site has waited for alone."""
+        self.before.setdefault(op, []).extend(Wait(op=op, tensor=name) for name in self.alone)
+        self.alone.clear()
 
     def merged(self, steps: Sequence[Step], num_ops: int) -> tuple[Step, ...]:
         """Return ``steps`` of one iteration with these among them."""
@@ -91,7 +105,7 @@ def _can_run(
     return (
         tier in op.time_s
         and not op.gathers
-        and parse_tile(op.name) is None
+        and not is_tile(op.name, op.writes)
         and changed.isdisjoint(touched)
         and all(kinds[name] != TensorKind.STATE for name in touched)
         and all(kinds[name] != TensorKind.INPUT for name in op.writes)
@@ -122,7 +136,7 @@ def own_times(task: Problem, route: SiteRoute) -> list[float]:
                 arrived[step.tensor] = begun_s + link.transfer_time_s(step.size_bytes)
                 waiting[step.tensor] = {own, link.target_tier}
             case Wait():
-                for site in waiting[step.tensor]:
+                for site in (step.site,) if step.site else waiting[step.tensor]:
                     now[site] = max(now[site], arrived[step.tensor])
             case _:
                 pass
@@ -164,11 +178,10 @@ def find_route(task: Problem, tier: str, sent: frozenset[str]) -> SiteRoute:
 
     def bring(i: int, name: str, site: str) -> None:
         link, kind = (out, Offload) if site == tier else (back, Reload)
-        begin = made[name]
-        moves.after.setdefault(begin, []).append(
-            kind(op=begin + 1, tensor=name, link=link.name, size_bytes=sizes[name])
-        )
-        moves.before.setdefault(i, []).append(Wait(op=i, tensor=name))
+        begun = kind(op=made[name] + 1, tensor=name, link=link.name, size_bytes=sizes[name])
+        # Of a layer in parts the tier that computes does its own before it waits.
+        is_alone = site == tier and parse_tile(task.workload.ops[i].name) is not None
+        moves.copy(begun, Wait(op=i, tensor=name, site=tier if is_alone else None))
         at[name].add(site)
 
     for i, op in enumerate(task.workload.ops):
@@ -191,10 +204,13 @@ def find_route(task: Problem, tier: str, sent: frozenset[str]) -> SiteRoute:
         for name in (*op.reads, *op.writes):
             if tier in at.get(name, ()):
                 there[name] = (made[name], i)
+        if moves.alone and site == own and parse_tile(op.name) is None:
+            moves.settle(i)
         op_sites.append(site)
     end = len(op_sites)
     for name in [name for name in at if kinds[name] == TensorKind.OUTPUT and own not in at[name]]:
         bring(end, name, own)
+    moves.settle(end)
     alone_s = [op.time_s[site] for op, site in zip(task.workload.ops, op_sites, strict=True)]
     times_s = tuple(contended(task.workload.ops, alone_s, op_sites, task.machine))
     return SiteRoute(tuple(op_sites), times_s, moves, there)

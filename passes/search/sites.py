@@ -83,20 +83,20 @@ def sites(
         fits: whether the account of a schedule keeps the budget.
     """
     best: SitedSchedule | None = None
-    for tier in _other_sites(task):
+    for tier in other_tiers(task):
         found: list[tuple[float, tuple[int, ...]]] = []
         seen: set[frozenset[int]] = set()
         for sent in candidates(task, tier):
             if sent and sent not in seen:
                 seen.add(sent)
                 limit_s = best.seconds if best else best_s
-                least_s, better = _best_with(task, tier, sent, limit_s, fits)
+                least_s, better = best_with(task, tier, sent, limit_s, fits)
                 best = better or best
                 found.append((least_s, tuple(sorted(sent))))
         for least_s, chosen in sorted(found)[:_SEARCHED]:
             limit_s = best.seconds if best else best_s
             if least_s < limit_s:
-                best = _searched(task, tier, frozenset(chosen), limit_s, fits) or best
+                best = searched(task, tier, frozenset(chosen), limit_s, fits) or best
         limit_s = best.seconds if best else best_s
         best = (
             _in_time(task, tier, [frozenset(chosen) for _, chosen in found], limit_s, fits) or best
@@ -118,7 +118,7 @@ def sited(task: Problem, tier: str, sent: frozenset[int], plan: Planner) -> Site
     return None if reduced is None else _sited(reduced, route, plan(reduced), math.inf)
 
 
-def _other_sites(task: Problem) -> list[str]:
+def other_tiers(task: Problem) -> list[str]:
     """Return the tiers that ops can run on besides the one that computes."""
     own = task.machine.compute_tier
     links = {(link.source_tier, link.target_tier) for link in task.machine.links}
@@ -157,7 +157,7 @@ def _placements(task: Problem) -> Iterator[Placement]:
                     yield placement
 
 
-def _best_with(
+def best_with(
     task: Problem,
     tier: str,
     sent: frozenset[int],
@@ -186,7 +186,7 @@ def _best_with(
     return least_s, best
 
 
-def _searched(
+def searched(
     task: Problem,
     tier: str,
     sent: frozenset[int],
@@ -237,9 +237,9 @@ def _in_time(
                 break
             again = reordered(again, site_order(again.workload, sites, task.machine))
             chosen = frozenset(i for i, w in enumerate(again.weights) if w.name in names)
-            _, found = _best_with(again, tier, chosen, limit_s, fits)
+            _, found = best_with(again, tier, chosen, limit_s, fits)
             limit_s = found.seconds if found else limit_s
-            found = _searched(again, tier, chosen, limit_s, fits) or found
+            found = searched(again, tier, chosen, limit_s, fits) or found
             if found is None:
                 break
             best, sites = found, found.op_sites

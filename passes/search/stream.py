@@ -17,6 +17,7 @@ from gascompile.core.budget import Budget
 from gascompile.core.errors import InfeasiblePlanError, SolverError
 from gascompile.core.machine import Machine
 from gascompile.core.plan import Plan
+from gascompile.core.tiles import parse_tile
 from gascompile.core.workload import Workload
 from gascompile.cost_models.formulas.gathers import gather_room
 from gascompile.passes.bounds.certify import Proof
@@ -31,6 +32,7 @@ from gascompile.passes.model.tiling import FormSolution, best_form, forms, same_
 from gascompile.passes.plan.assemble import keeps_budget
 from gascompile.passes.plan.draft import Draft, draft_moved, draft_schedule, draft_sites
 from gascompile.passes.plan.feasible import feasible
+from gascompile.passes.search.divide_layers import divide_layers
 from gascompile.passes.search.move_activations import (
     BUFFERS_BYTES,
     MovedActivations,
@@ -45,6 +47,10 @@ from gascompile.passes.search.strategies import family, homes, strategies
 
 _CLEAR_GAIN = 0.1
 """Of the time without other sites: with less, the solver may find a plan without them that is as good."""
+
+_PARTS_GAIN = 0.05
+"""Of the time with whole ops, that parts of layers on both processors have to save: they have more copies to be wrong
+about, and their sums may round in another order."""
 
 _VAIN_FORMS = 2
 """Of the workload, in which weights have smaller and smaller tiles, that are tried without a better plan."""
@@ -96,7 +102,7 @@ def stream(
     tasks = [problem(form, machine, budget, reserved_bytes=reserved_bytes) for form in candidates]
     first = None
     if has_sites(workload.ops, machine) and strategy is None and pinned is None:
-        first, gain = _sited(tasks)
+        first, gain = _sited(tasks, budget)
         if first is not None and gain >= _CLEAR_GAIN:
             return first, _site_proof(first, tasks, workload)
     try:
@@ -120,7 +126,12 @@ def stream(
 def _site_proof(draft: Draft, tasks: Sequence[Problem], whole: Workload) -> Proof:
     """Return what no plan beats where ops may run at other sites; divided the ``whole`` takes no less."""
     machine = tasks[0].machine
-    limit_s, binding = least_time(draft.workload, machine, tasks[0].limits_bytes)
+    # What is in parts does not count there, as in another form it may take less; the whole may be in any.
+    may_divide = any(op.cuts for op in whole.ops)
+    limit_s, binding = max(
+        least_time(workload, machine, tasks[0].limits_bytes)
+        for workload in (draft.workload, *([whole] if may_divide else []))
+    )
     least_s = site_segments(whole, machine)
     return Proof(limit_s=limit_s, binding=binding, bound_s=least_s, all_s=least_s, timed_out=False)
 
@@ -174,8 +185,10 @@ def _with_moved_activations(
     return draft, replace(chosen.proof, limit_s=limit_s, binding=binding, bound_s=0.0)
 
 
-def _sited(tasks: Sequence[Problem]) -> tuple[Draft | None, float]:
+def _sited(tasks: Sequence[Problem], budget: Budget) -> tuple[Draft | None, float]:
     """Return the best draft that sends ops to other sites, and what share of the time without that it saves.
+
+    Parts of layers are sent, too, where that is clearly faster.
 
     Before anything that takes the solver's time: it is found in seconds, and often so much better that no better
     order of moves makes up for it.
@@ -192,6 +205,17 @@ def _sited(tasks: Sequence[Problem]) -> tuple[Draft | None, float]:
         limit_s = min(plain_s, best.seconds if best is not None else math.inf)
         found = sites(task, limit_s, partial(_keeps_budget, task))
         vain = 0 if found is not None or best is None else vain + 1
+        best = draft_sites(found) if found is not None else best
+    for task in tasks:
+        whole = all(parse_tile(op.name) is None for op in task.workload.ops)
+        if task.arena_limit_bytes < 0 or not whole:
+            continue
+        limit_s = min(plain_s, best.seconds if best is not None else math.inf)
+        again = partial(
+            problem, machine=task.machine, budget=budget, reserved_bytes=task.reserved_bytes
+        )
+        least_s = (1 - _PARTS_GAIN) * limit_s
+        found = divide_layers(task, least_s, partial(_keeps_budget, task), again)
         best = draft_sites(found) if found is not None else best
     if best is None or math.isinf(plain_s):
         return best, float(best is not None)

@@ -16,7 +16,7 @@ import torch
 from gascompile.core.op_sites import OpSites
 from gascompile.core.plan import Plan
 from gascompile.core.steps import Compute, Offload, Prefetch, Recompute, Release, Reload, Step
-from gascompile.core.tiles import base_name
+from gascompile.core.tiles import result_name
 from gascompile.core.workload import TensorKind
 
 
@@ -44,7 +44,8 @@ def make_meters(plan: Plan) -> dict[int, Meter]:
         op = workload.ops[number]
         # What several tiles write together is born with the first.
         created = op.writes if isinstance(step, Recompute) else set(op.writes) - made
-        elements = {name: _element(name, base_name(op.name)) for name in created}
+        own = result_name(op.name, op.writes)
+        elements = {name: _element(name, own) for name in created}
         births[at] = {name: i for name, i in elements.items() if i is not None}
         made.update(births[at])
         last.update((n, at) for n in (*op.reads, *op.writes) if n in made and n not in returned)
@@ -75,7 +76,7 @@ def make_site_meters(plan: Plan, sites: OpSites) -> dict[tuple[int, str], Meter]
             op, site = ops[number], sites.of[number]
             again = isinstance(step, Recompute)
             for name in dict.fromkeys(op.writes):
-                element = _element(name, base_name(op.name))
+                element = _element(name, result_name(op.name, op.writes))
                 if element is not None and (again or (name, site) not in last):
                     births.setdefault((at, site), []).append((name, element))
                     last[name, site] = at
@@ -110,9 +111,8 @@ def op_of(step: Step) -> int | None:
     return step.op if isinstance(step, Compute) else None
 
 
-def _element(tensor: str, op: str) -> int | None:
-    """Return which element of the op's result a written tensor is, -1 for all of it, ``None`` for an older one."""
-    own = f"%{op}"
+def _element(tensor: str, own: str) -> int | None:
+    """Return which element of the result ``own`` a written tensor is, -1 for all of it, ``None`` for an older one."""
     if tensor == own:
         return -1
     tail = tensor.removeprefix(f"{own}.")
