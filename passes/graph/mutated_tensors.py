@@ -13,7 +13,12 @@ _HIDDEN_STATISTICS = {
     # Ops that update running statistics although their schema does not say so: (arguments, flag).
     torch.ops.aten.batch_norm.default: ((3, 4), 5),
     torch.ops.aten.instance_norm.default: ((3, 4), 5),
+    torch.ops.aten.native_batch_norm.default: ((3, 4), 5),
+    torch.ops.aten._batch_norm_impl_index.default: ((3, 4), 5),
 }
+
+_TOLD = frozenset({"aten", "prim", "prims", "_c10d_functional", "quantized", "inductor"})
+"""Namespaces whose ops say in their schemas and tags what they do beside returning values."""
 
 
 def mutated_tensors(graph: torch.fx.Graph, bindings: Mapping[str, str]) -> frozenset[str]:
@@ -25,6 +30,16 @@ def mutated_tensors(graph: torch.fx.Graph, bindings: Mapping[str, str]) -> froze
         for argument in written_arguments(node)
         for name in owners[argument]
     )
+
+
+def has_effect(node: torch.fx.Node) -> bool:
+    """Return whether an op counts though nobody reads its result.
+
+    So do those that keep statistics unseen, and the user's own, which may draw random numbers without saying so.
+    """
+    target = node.target
+    is_custom = isinstance(target, torch._ops.OpOverload) and target.namespace not in _TOLD
+    return is_custom or node.is_impure() or bool(written_arguments(node))
 
 
 def written_inputs(program: Program) -> frozenset[str]:
