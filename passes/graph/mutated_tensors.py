@@ -10,9 +10,10 @@ from gascompile.core.program import Program
 from gascompile.passes.graph.bound_aliases import bound_aliases
 
 _HIDDEN_STATISTICS = {
-    # Ops that update running statistics although their schema does not say so: (arguments, flag).
+    # Ops that update running statistics although their schema does not say so: (arguments, flag if any).
     torch.ops.aten.batch_norm.default: ((3, 4), 5),
     torch.ops.aten.instance_norm.default: ((3, 4), 5),
+    torch.ops.aten.batch_norm_update_stats.default: ((1, 2), None),
     torch.ops.aten.native_batch_norm.default: ((3, 4), 5),
     torch.ops.aten._batch_norm_impl_index.default: ((3, 4), 5),
 }
@@ -58,13 +59,18 @@ def written_arguments(node: torch.fx.Node) -> list[torch.fx.Node]:
         for i, argument in enumerate(target._schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     ]
-    statistics, flag = _HIDDEN_STATISTICS.get(target, ((), 0))
-    if statistics and node.args[flag]:
+    statistics, flag = _HIDDEN_STATISTICS.get(target, ((), None))
+    if flag is None or _given(node, target, flag):
         positions += statistics
     written = []
     for position in positions:
-        name = target._schema.arguments[position].name
-        value = node.kwargs.get(name, node.args[position] if position < len(node.args) else None)
+        value = _given(node, target, position)
         items = value if isinstance(value, (list, tuple)) else (value,)
         written += [item for item in items if isinstance(item, torch.fx.Node)]
     return written
+
+
+def _given(node: torch.fx.Node, target: torch._ops.OpOverload, position: int) -> object:
+    """Return an argument, which may stand by its name."""
+    name = target._schema.arguments[position].name
+    return node.kwargs.get(name, node.args[position] if position < len(node.args) else None)
