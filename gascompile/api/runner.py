@@ -23,7 +23,7 @@ from gascompile.api.planning import Args, Kwargs, Planning
 from gascompile.api.ranges import Ranges
 from gascompile.api.shared_budget import SharedBudget
 from gascompile.api.unit import Unit
-from gascompile.bundles.saving import save_bundle
+from gascompile.bundles.saving import lies_in, save_bundle
 from gascompile.capture.calls import Call, copies
 from gascompile.capture.saved.call_types import unflatten
 from gascompile.core.config import default_cache_dir
@@ -207,7 +207,11 @@ class Runner:
         from gascompile.bundles.check import note_checked
 
         self.pull_states()
-        digest = save_bundle(self.current().bundle, Path(folder))
+        bundle = self.current().bundle
+        digest = save_bundle(bundle, Path(folder))
+        if lies_in(bundle, Path(folder)):
+            # Those that were read from are links to the same content now.
+            self.close()
         note_checked(digest, self._cache_dir)
 
     def share(self, budget: SharedBudget) -> None:

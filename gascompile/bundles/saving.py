@@ -47,6 +47,11 @@ def save_bundle(bundle: Bundle, folder: Path) -> str:
     return write_bundle(replace(bundle, weights=weights), folder, overwrite=True, enclose=enclosed)
 
 
+def lies_in(bundle: Bundle, folder: Path) -> bool:
+    """Return whether weights of ``bundle`` are read from within ``folder``."""
+    return any(folder.resolve() in Path(stamp.path).parents for stamp in bundle.weights.stamps)
+
+
 def _is_enclosed(path: Path) -> bool:
     """Return whether a weight file is part of a bundle."""
     return path.parent.name == WEIGHTS_FOLDER and _WEIGHTS.fullmatch(path.name) is not None
