@@ -20,7 +20,7 @@ from gascompile.api.sources import model_of, require_sense
 from gascompile.api.unit import Unit
 from gascompile.bundles.bundle import Bundle
 from gascompile.bundles.reuse import CachedPlan
-from gascompile.capture.calls import ExampleInputs, positional_names, split_inputs
+from gascompile.capture.calls import ExampleInputs, call_names, split_inputs
 from gascompile.capture.fingerprint.fingerprint import (
     CAPTURED,
     ModulePrint,
@@ -237,7 +237,7 @@ class Job:
             plan=self.place(captured.program, looked_up.entry.prints),
             weights=resolved.weights,
             held=resolved.held,
-            positional=positional_names(self.model),
+            positional=call_names(self.model),
             versions=versions(),
         )
         return bundle, captured.record

@@ -167,10 +167,11 @@ class CompiledModel(nn.Module):
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write a bundle: plan, program, current states; weights by reference and content hash.
 
-        Weights that came from no file of yours are part of the bundle.
+        Weights that came from no file of yours are part of the bundle. An older bundle is replaced, at once.
 
         Raises:
-            StorageError: the folder cannot be written, or a weight file has changed.
+            StorageError: the folder cannot be written or holds something else than a bundle, or a weight file has
+                changed.
         """
         self._gascompile.save(folder)
 

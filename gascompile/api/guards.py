@@ -17,6 +17,7 @@ from torch._C._dynamo.eval_frame import (
     set_code_exec_strategy,
 )
 
+from gascompile.api.memory_cells import Cells
 from gascompile.core.errors import CompiledModelError
 
 
@@ -73,6 +74,7 @@ class Values:
         self._keys = [row.key for row in (*rows, *free)]
         self._tensors = [row.tensor for row in (*rows, *free)]
         self._noted = [(row.version, row.address) for row in rows]
+        self._cells = Cells([row.tensor() for row in rows])
 
     @staticmethod
     def of(model: nn.Module, kind: str) -> Values:
@@ -121,7 +123,8 @@ class Values:
         if all(map(operator.is_, now, held)):
             kept: Any = now[: len(self._rows)]
             if list(zip(map(_VERSION, kept), map(_address, kept), strict=True)) == self._noted:
-                return None
+                written = self._cells.changed()
+                return None if written is None else f"'{self._rows[written].name}' was written to"
         for number, row in enumerate((*self._rows, *self._free)):
             new, old = now[number], held[number]
             if new is not old and not (new is not None and new.device.type == "meta"):

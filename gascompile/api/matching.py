@@ -10,6 +10,7 @@ import torch
 
 from gascompile.capture.torch_settings import PLAIN, SETTINGS, settings_now
 from gascompile.core.errors import UnsupportedOpError
+from gascompile.core.input_facts import facts_misfit
 from gascompile.core.machine import Machine
 from gascompile.core.plan import Plan
 from gascompile.core.program import Dim, InputSpec, Program
@@ -24,7 +25,7 @@ class Misfit:
 
     reason: str
     is_layout: bool = False
-    """Whether only strides, or what arguments share, differ."""
+    """Whether only strides, what arguments share, or what else the model asks of them differ."""
     is_value: bool = False
     """Whether the call is as planned, but a value that the capture read in Python is another now."""
     is_setting: bool = False
@@ -99,7 +100,7 @@ def misfit(plan: Plan, inputs: Sequence[InputSpec], leaves: Sequence[Any]) -> Mi
         if reason is not None:
             return Misfit(f"input '{expected.path}' {reason}")
         if layout is None and isinstance(value, torch.Tensor):
-            reason = _layout_mismatch(value, expected)
+            reason = _layout_mismatch(value, expected) or facts_misfit(expected, value)
             if reason is not None:
                 layout = Misfit(f"input '{expected.path}' {reason}", is_layout=True)
     return layout or _sharing_misfit(inputs, leaves) or settings_misfit(plan)

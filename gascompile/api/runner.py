@@ -7,7 +7,6 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -24,8 +23,7 @@ from gascompile.api.planning import Args, Kwargs, Planning
 from gascompile.api.ranges import Ranges
 from gascompile.api.shared_budget import SharedBudget
 from gascompile.api.unit import Unit
-from gascompile.bundles.bundle import content_stamp, require_unchanged, write_bundle
-from gascompile.bundles.files import Weights
+from gascompile.bundles.saving import lies_in, save_bundle
 from gascompile.capture.calls import Call, copies
 from gascompile.capture.saved.call_types import unflatten
 from gascompile.core.config import default_cache_dir
@@ -36,14 +34,12 @@ from gascompile.core.errors import (
     UnsupportedOpError,
 )
 from gascompile.core.model_libraries import register_pytrees
-from gascompile.core.progress import task
 from gascompile.core.waiting import Turn
 from gascompile.machines.admission import device_of
 from gascompile.machines.run_within_budget import run_within_budget
 from gascompile.runtime.collectives.local_ranks import LocalRanks
 from gascompile.runtime.run.executor import Executor
 from gascompile.runtime.run.session import Session
-from gascompile.weights.store import is_spilled
 
 if TYPE_CHECKING:
     from gascompile.precision.report import MeasuredError
@@ -212,16 +208,10 @@ class Runner:
 
         self.pull_states()
         bundle = self.current().bundle
-        stamps = bundle.weights.stamps
-        for stamp in stamps:
-            require_unchanged(stamp)
-        total_bytes = sum(stamp.size_bytes for stamp in stamps)
-        with task("Hashing weights", total_bytes) as advance:
-            hashed = tuple(content_stamp(stamp, advance) for stamp in stamps)
-        weights = Weights(sources=bundle.weights.sources, stamps=hashed)
-        spilled = [Path(stamp.path) for stamp in hashed if is_spilled(Path(stamp.path))]
-        whole = replace(bundle, weights=weights)
-        digest = write_bundle(whole, Path(folder), overwrite=True, enclose=spilled)
+        digest = save_bundle(bundle, Path(folder))
+        if lies_in(bundle, Path(folder)):
+            # Those that were read from are links to the same content now.
+            self.close()
         note_checked(digest, self._cache_dir)
 
     def share(self, budget: SharedBudget) -> None:

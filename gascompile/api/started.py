@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from gascompile.api.compiled import CompiledModel
 from gascompile.api.runner import Runner
 from gascompile.api.unit import Unit
-from gascompile.capture.calls import normalize_call, positional_names
+from gascompile.capture.calls import call_names, normalize_call
 from gascompile.core.collection import no_collection
 from gascompile.runtime.memory.early_memory import EarlyMemory
 from gascompile.weights.resolve import reserved_bytes
@@ -35,7 +35,7 @@ def started(
     with no_collection():
         return CompiledModel.of(
             of(
-                positional=positional_names(job.model),
+                positional=call_names(job.model),
                 units=units,
                 planning=job,
                 cache_dir=job.config.cache_dir,

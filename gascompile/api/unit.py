@@ -17,6 +17,7 @@ from gascompile.bundles.bundle import Bundle
 from gascompile.bundles.reuse import Basis
 from gascompile.capture.saved.program_io import load_treespec, needs_import
 from gascompile.capture.torch_settings import call_settings
+from gascompile.core.input_facts import facts_of
 from gascompile.core.program import Dim
 from gascompile.core.reports import GraphReport, RunReport
 from gascompile.core.signature import quick_key, same_memory, same_tensors
@@ -125,6 +126,10 @@ class Unit:
     def _writes(self) -> bool:
         return any(of.written for of in self.bundle.program.inputs)
 
+    @cached_property
+    def _asks(self) -> bool:
+        return any(of.facts for of in self.bundle.program.inputs)
+
     def written_inputs(self, leaves: list[Any]) -> dict[str, object]:
         """Return the arguments that a call writes to, by where they stand in it."""
         if not self._writes:
@@ -144,6 +149,8 @@ class Unit:
         # Where tensors lie decides what is seen of writes to them; in calls that write to none nothing depends on it.
         memory = same_memory(leaves) if self._writes else ()
         key = (quick_key(leaves), same_tensors(leaves), memory, spec, call_settings())
+        if self._asks and spec == self.in_spec:
+            key = (*key, facts_of(self.bundle.program.inputs, leaves))
         if key == self._fit:
             return None
         if spec != self.in_spec:

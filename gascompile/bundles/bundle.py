@@ -36,14 +36,15 @@ from gascompile.bundles.files import (
 from gascompile.capture.saved.program_io import program_from_json, program_to_json
 from gascompile.core import serial
 from gascompile.core.errors import FormatError, StorageError
-from gascompile.core.files import open_regular
+from gascompile.core.files import exchange, open_regular
 from gascompile.core.kernels import Fusion, KernelFiles
 from gascompile.core.plan import Plan
 from gascompile.core.program import BoundSpec, Program
 from gascompile.core.sources import FileStamp
 from gascompile.weights.memory_layout import with_strides
 
-_WEIGHTS_FOLDER = "weights"
+WEIGHTS_FOLDER = "weights"
+"""In a bundle: weight files that are no files of the user's."""
 _HEADER_BYTES = 1 << 20  # of safetensors' header beside 4 KiB per tensor: far more than any needs
 
 
@@ -80,7 +81,7 @@ def write_bundle(
     Raises:
         StorageError: the folder cannot be written; nothing half-written stays behind.
     """
-    enclosed = {str(path): f"{_WEIGHTS_FOLDER}/{path.name}" for path in enclose}
+    enclosed = {str(path): f"{WEIGHTS_FOLDER}/{path.name}" for path in enclose}
     contents = _contents_of(bundle, enclosed)
     manifest: dict[str, Any] = {
         "format": FORMAT,
@@ -99,15 +100,8 @@ def write_bundle(
         for source, inside in enclosed.items():
             _link_or_copy(source, Path(temporary) / inside)
         if overwrite and folder.exists():
-            retired = tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}.old.")
-            try:
-                os.replace(folder, Path(retired) / "bundle")
-                os.rename(temporary, folder)
-            finally:
-                # Interrupted in between, the one from before goes back.
-                if not folder.exists():
-                    os.rename(Path(retired) / "bundle", folder)
-            shutil.rmtree(retired)
+            if not exchange(temporary, folder):
+                _replace(folder, temporary)
         elif not folder.exists():
             os.rename(temporary, folder)
     except OSError as error:
@@ -121,6 +115,19 @@ def write_bundle(
         if temporary:
             shutil.rmtree(temporary, ignore_errors=True)
     return _digest_of_both(manifest["files"])
+
+
+def _replace(folder: Path, temporary: str) -> None:
+    """Have ``temporary`` in the place of ``folder``, where they cannot be swapped at once."""
+    retired = tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}.old.")
+    try:
+        os.replace(folder, Path(retired) / "bundle")
+        os.rename(temporary, folder)
+    finally:
+        # Interrupted in between, the one from before goes back.
+        if not folder.exists():
+            os.rename(Path(retired) / "bundle", folder)
+    shutil.rmtree(retired)
 
 
 def _contents_of(bundle: Bundle, enclosed: Mapping[str, str]) -> dict[str, bytes]:

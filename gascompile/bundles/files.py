@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Final
 
 from gascompile.core import serial
+from gascompile.core.call_names import ANY_NAMES
 from gascompile.core.checks.plan import check_plan_content
 from gascompile.core.errors import FormatError, StorageError
 from gascompile.core.files import MAX_JSON_BYTES, read_regular
@@ -90,7 +91,7 @@ def read_bundle_files(folder: Path) -> BundleFiles:
     listed = _texts(manifest, "files", folder)
     positional = manifest.get("positional")
     if not isinstance(positional, list) or not all(
-        isinstance(name, str) and name.isidentifier() for name in positional
+        isinstance(name, str) and (name.isidentifier() or name == ANY_NAMES) for name in positional
     ):
         raise FormatError(
             f"{folder / 'manifest.json'} names no positional arguments; save it again"

@@ -7,12 +7,14 @@ import inspect
 from collections import UserDict
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from gascompile.core.call_names import ANY_NAMES
 from gascompile.core.errors import UnsupportedOpError
 
 _LEAVES = frozenset({torch.Tensor, bool, int, float, str, type(None)})
@@ -40,17 +42,21 @@ def normalize_call(
 
     ``f(x, mask=m)`` and ``f(mask=m, x=x)`` thereby meet the same plan.
     """
-    return bind_call(positional_names(model), args, kwargs)
+    return bind_call(call_names(model), args, kwargs)
 
 
 def positional_names(model: nn.Module) -> tuple[str, ...]:
     """Return the names of ``model.forward``'s leading positional-or-keyword parameters."""
-    names = []
-    for parameter in inspect.signature(model.forward).parameters.values():
-        if parameter.kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD:
-            break
-        names.append(parameter.name)
-    return tuple(names)
+    parameters = inspect.signature(model.forward).parameters.values()
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    return tuple(of.name for of in takewhile(lambda of: of.kind is kind, parameters))
+
+
+def call_names(model: nn.Module) -> tuple[str, ...]:
+    """Return what ``bind_call`` takes: the names of positional arguments, and whether others may be given."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    takes_any = any(of.kind is inspect.Parameter.VAR_KEYWORD for of in parameters)
+    return positional_names(model) + ((ANY_NAMES,) if takes_any else ())
 
 
 def named_shapes(model: nn.Module, args: tuple[Any, ...], dynamic_shapes: Any) -> Any:
@@ -65,11 +71,15 @@ def bind_call(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Name the positional arguments by ``names``; what has no name stays positional.
 
+    The others are in the order of their names, or as they are given where ``names`` ends in ``ANY_NAMES``.
     Mappings that tokenizers and feature extractors return become dicts.
     """
     if any(isinstance(value, UserDict) for value in (*args, *kwargs.values())):
         args = tuple(_as_dict(value) for value in args)
         kwargs = {name: _as_dict(value) for name, value in kwargs.items()}
+    in_order = names[-1:] == (ANY_NAMES,)
+    if in_order:
+        names = names[:-1]
     if len(args) > len(names):
         return args, dict(kwargs)
     bound = dict(zip(names, args, strict=False))
@@ -81,7 +91,10 @@ def bind_call(
     merged = {**bound, **kwargs}
     order = {name: i for i, name in enumerate(names)}
     return (), dict(
-        sorted(merged.items(), key=lambda item: (order.get(item[0], len(order)), item[0]))
+        sorted(
+            merged.items(),
+            key=lambda item: (order.get(item[0], len(order)), "" if in_order else item[0]),
+        )
     )
 
 

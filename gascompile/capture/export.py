@@ -23,6 +23,7 @@ from gascompile.capture.keyword_names import named_keywords
 from gascompile.capture.later.history import History
 from gascompile.capture.later.later_calls import Exported, Steady, steady_capture
 from gascompile.capture.later.rounds import Rounds
+from gascompile.capture.record.asked_inputs import AskedInputs
 from gascompile.capture.record.effects import EffectTrace
 from gascompile.capture.record.record import Recorder
 from gascompile.capture.record.trial import Trial
@@ -73,6 +74,9 @@ def capture(
         written = written_inputs(found.program)
     past.add(args, kwargs, steady.inert, settles=steady.settles)
     inputs = with_sharing(found.program.inputs, leaves, written)
+    if (asked := steady.record.inputs) is not None and asked.facts:
+        pairs = zip(inputs, leaves, strict=True)
+        inputs = tuple(replace(spec, facts=asked.of_leaf(leaf)) for spec, leaf in pairs)
     return replace(found, program=replace(found.program, inputs=inputs))
 
 
@@ -90,7 +94,7 @@ def _captured(
         twin, canonical = fake_twin(model, device=device)
         inputs = trace_inputs(args, kwargs, device=device, overlapping=overlapping)
         recorder = Recorder(twin, versions=True, trial=trial)
-        recorder.follow(twin, rounds)
+        recorder.follow(twin, rounds, AskedInputs(args, kwargs))
         try:
             with recorder.around(), torch.no_grad(), warnings.catch_warnings(), true_strides():
                 # Recurrent layers set up their own list of weights again while they are traced.

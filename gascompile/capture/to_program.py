@@ -20,7 +20,7 @@ from gascompile.core.signature import strides_of
 from gascompile.core.strides import contiguous_strides
 from gascompile.core.tiles import parse_tile
 from gascompile.passes.graph.bound_aliases import bound_aliases
-from gascompile.passes.graph.mutated_tensors import mutated_tensors
+from gascompile.passes.graph.mutated_tensors import has_effect, mutated_tensors
 from gascompile.weights.checkpoint import FILE_DTYPES
 
 _ASSERTS = {
@@ -205,7 +205,7 @@ def drop_no_ops(graph: torch.fx.Graph) -> None:
                 node.replace_all_uses_with(node.args[0])
                 graph.erase_node(node)
     drop_constant_copies(graph)
-    graph.eliminate_dead_code()
+    graph.eliminate_dead_code(is_impure_node=has_effect)
 
 
 def _read_signature(

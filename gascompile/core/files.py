@@ -6,11 +6,15 @@ file that is read goes through here, so only regular files are, and no more of t
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import os
 import stat
 
 from gascompile.core.errors import FormatError, StorageError
 
+_HERE, _EXCHANGE = -100, 2
+"""AT_FDCWD and RENAME_EXCHANGE of Linux."""
 MAX_JSON_BYTES = 256 << 20
 """Of one JSON file; the plan of a model of 10,000 ops has some 10 MB."""
 
@@ -86,3 +90,20 @@ def _kind(mode: int) -> str:
         stat.S_IFBLK: "a device",
     }  # fmt: skip
     return kinds.get(stat.S_IFMT(mode), "something else")
+
+
+def exchange(one: str | os.PathLike[str], other: str | os.PathLike[str]) -> bool:
+    """Have two paths swap what they name, at once; return ``False`` where the file system cannot, and nothing is done.
+
+    Raises:
+        OSError: one of them is not there, or may not be renamed.
+    """
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if renameat2 is None:
+        return False
+    if renameat2(_HERE, os.fsencode(one), _HERE, os.fsencode(other), _EXCHANGE) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in (errno.ENOSYS, errno.EINVAL):
+        return False
+    raise OSError(code, os.strerror(code), os.fsdecode(one))

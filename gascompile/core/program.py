@@ -124,6 +124,8 @@ class InputSpec:
     """An earlier input, or this one, in whose memory this one lies, where ops write to that."""
     offset_bytes: int = 0
     """From the beginning of ``base`` to that of this one; may be negative."""
+    facts: tuple[str, ...] = ()
+    """What the model's code has asked of it beside, and was told, as in ``storage_offset=0``; see ``input_facts``."""
 
     def strides_for(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the strides of an argument of ``shape``."""

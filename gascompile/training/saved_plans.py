@@ -23,6 +23,7 @@ from gascompile.capture.saved.ops import is_allowed
 from gascompile.capture.torch_settings import SETTINGS
 from gascompile.core.budget import Budget
 from gascompile.core.errors import FormatError, PlanMismatchError, StorageError
+from gascompile.core.files import exchange
 from gascompile.core.machine import Machine
 from gascompile.core.sizes import format_size
 from gascompile.machines.emulated import emulated_name
@@ -71,9 +72,11 @@ def save_plans(units: Iterable[StepUnit], folder: Path) -> None:
                 "nothing has been planned yet; pass example_batch, or call prepare(batch) first"
             )
         retired = temporary / ".before"
-        if folder.exists():
-            os.rename(folder, retired)
-        (temporary / "plans").rename(folder)
+        plans = temporary / "plans"
+        if not folder.exists() or not exchange(plans, folder):
+            if folder.exists():
+                os.rename(folder, retired)
+            plans.rename(folder)
     except OSError as error:
         raise StorageError(f"cannot write {folder}: {error.strerror or error}") from error
     finally:

@@ -292,10 +292,18 @@ def _source(file: Path, name: str, entry: Any, data_start: int, data_bytes: int)
 
 
 def _check_coverage(file: Path, header: Mapping[str, Any], data_bytes: int) -> None:
-    end = max(
-        (entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"),
-        default=0,
+    spans = sorted(
+        (*entry["data_offsets"], name) for name, entry in header.items() if name != "__metadata__"
     )
+    end = 0
+    for begin, stop, name in spans:
+        if begin != end:
+            fault = "bytes that another has as well" if begin < end else "behind bytes of none"
+            raise CheckpointError(
+                f"{file}: '{name}' begins at byte {begin} of the data, {fault}: the one before it ends at {end}; "
+                "the file is corrupt: download it again"
+            )
+        end = stop
     if end != data_bytes:
         raise CheckpointError(
             f"{file} holds {data_bytes} bytes of weights, its header describes {end}; the file is corrupt: "

@@ -31,6 +31,8 @@ _MAX_DIMENSIONS = 4  # GGML's own limit
 _MAX_NAME_BYTES = 1 << 10  # of a tensor; GGML's own limit is 64
 _MAX_DEPTH = 4  # of arrays in arrays, each a recursion
 _MAX_TEXT_BYTES = 1 << 16  # GGUF's own limit of a key
+_MAX_ITEMS = 1 << 21
+"""Of a list that is passed over item by item: several times the words and merges of the largest vocabularies."""
 _PLAIN: Final[Mapping[int, tuple[str, int]]] = {
     0: ("float32", 4), 1: ("float16", 2), 30: ("bfloat16", 2),
 }  # fmt: skip
@@ -186,6 +188,8 @@ def _value(cursor: _Cursor, kind: int, depth: int) -> Scalar | None:
     kind, length = cursor.count("<I"), cursor.count()
     if kind in _SCALARS:
         cursor.skip(length * struct.calcsize(_SCALARS[kind]))
+    elif length > _MAX_ITEMS:
+        raise cursor.corrupt(f"a list of {length} items")
     elif kind == _TEXT:
         for _ in range(length):
             cursor.skip(cursor.count())

@@ -10,10 +10,16 @@ from gascompile.core.program import Program
 from gascompile.passes.graph.bound_aliases import bound_aliases
 
 _HIDDEN_STATISTICS = {
-    # Ops that update running statistics although their schema does not say so: (arguments, flag).
+    # Ops that update running statistics although their schema does not say so: (arguments, flag if any).
     torch.ops.aten.batch_norm.default: ((3, 4), 5),
     torch.ops.aten.instance_norm.default: ((3, 4), 5),
+    torch.ops.aten.batch_norm_update_stats.default: ((1, 2), None),
+    torch.ops.aten.native_batch_norm.default: ((3, 4), 5),
+    torch.ops.aten._batch_norm_impl_index.default: ((3, 4), 5),
 }
+
+_TOLD = frozenset({"aten", "prim", "prims", "_c10d_functional", "quantized", "inductor"})
+"""Namespaces whose ops say in their schemas and tags what they do beside returning values."""
 
 
 def mutated_tensors(graph: torch.fx.Graph, bindings: Mapping[str, str]) -> frozenset[str]:
@@ -25,6 +31,16 @@ def mutated_tensors(graph: torch.fx.Graph, bindings: Mapping[str, str]) -> froze
         for argument in written_arguments(node)
         for name in owners[argument]
     )
+
+
+def has_effect(node: torch.fx.Node) -> bool:
+    """Return whether an op counts though nobody reads its result.
+
+    So do those that keep statistics unseen, and the user's own, which may draw random numbers without saying so.
+    """
+    target = node.target
+    is_custom = isinstance(target, torch._ops.OpOverload) and target.namespace not in _TOLD
+    return is_custom or node.is_impure() or bool(written_arguments(node))
 
 
 def written_inputs(program: Program) -> frozenset[str]:
@@ -43,13 +59,18 @@ def written_arguments(node: torch.fx.Node) -> list[torch.fx.Node]:
         for i, argument in enumerate(target._schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     ]
-    statistics, flag = _HIDDEN_STATISTICS.get(target, ((), 0))
-    if statistics and node.args[flag]:
+    statistics, flag = _HIDDEN_STATISTICS.get(target, ((), None))
+    if flag is None or _given(node, target, flag):
         positions += statistics
     written = []
     for position in positions:
-        name = target._schema.arguments[position].name
-        value = node.kwargs.get(name, node.args[position] if position < len(node.args) else None)
+        value = _given(node, target, position)
         items = value if isinstance(value, (list, tuple)) else (value,)
         written += [item for item in items if isinstance(item, torch.fx.Node)]
     return written
+
+
+def _given(node: torch.fx.Node, target: torch._ops.OpOverload, position: int) -> object:
+    """Return an argument, which may stand by its name."""
+    name = target._schema.arguments[position].name
+    return node.kwargs.get(name, node.args[position] if position < len(node.args) else None)

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from gascompile.core.machine import Machine
 from gascompile.core.plan import Certificate, OpPlan, Plan, accounts
+from gascompile.core.sizes import format_size
 from gascompile.cost_models.formulas.energy import plan_energy
 from gascompile.passes.bounds.certify import Proof, certify
 from gascompile.passes.plan.draft import Draft
@@ -50,7 +51,8 @@ def assemble(
     )
     peak_bytes, link_bytes = account(plan)
     plan = plan.with_accounts(peak_bytes=peak_bytes, link_bytes=link_bytes)
-    return replace(plan, energy=plan_energy(plan))
+    beyond = _beyond(machine, peak_bytes)
+    return replace(plan, energy=plan_energy(plan), warnings=(*plan.warnings, *beyond))
 
 
 def keeps_budget(
@@ -67,3 +69,13 @@ def keeps_budget(
     left_bytes = dict(limits_bytes)
     left_bytes[machine.compute_tier] = left_bytes.get(machine.compute_tier, 0) - reserved_bytes
     return all(size <= left_bytes.get(tier, 0) for tier, size in plan.peak_bytes.items())
+
+
+def _beyond(machine: Machine, peak_bytes: Mapping[str, int]) -> tuple[str, ...]:
+    """Return in words which places are smaller than the plan needs them, as budgets may be larger than they are."""
+    return tuple(
+        f"the plan takes {format_size(peak_bytes[place.name])} of '{place.name}', of which machine '{machine.name}' "
+        f"has {format_size(place.size_bytes)}: it is for a larger one; give a budget that is there"
+        for place in machine.places
+        if peak_bytes.get(place.name, 0) > place.size_bytes
+    )

@@ -85,7 +85,9 @@ class Recording:
                 if moment.ticket.event is not None:
                     moment.ticket.event.wait()
 
-    def schedule(self, of: prepared.RunSchedule, plan: Plan, mover: PlanMover) -> prepared.RunSchedule:
+    def schedule(
+        self, of: prepared.RunSchedule, plan: Plan, mover: PlanMover
+    ) -> prepared.RunSchedule:
         """Return the calls of a schedule with those that belong to steps of the plan wrapped."""
         timed = (
             call._replace(function=partial(self._timed, call, plan.steps, mover))

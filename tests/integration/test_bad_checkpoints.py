@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import struct
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 import gascompile
+from gascompile.weights.checkpoint import open_checkpoint
 from tests.integration.net import BUDGET, Build, Net
 
 
@@ -116,3 +119,19 @@ def test_file_replaced_after_planning(
     copy.replace(shard)
     with pytest.raises(gascompile.StorageError, match=r"model-1\.safetensors"):
         compiled(**inputs)
+
+
+@pytest.mark.parametrize(("begin", "fault"), [(8, "another has as well"), (24, "bytes of none")])
+def test_weights_that_overlap_or_leave_bytes_out(tmp_path: Path, begin: int, fault: str) -> None:
+    entries = {"a": (0, 16), "b": (begin, 40)}
+    header = {
+        name: {"dtype": "F32", "shape": [(stop - start) // 4], "data_offsets": [start, stop]}
+        for name, (start, stop) in entries.items()
+    }
+    raw = json.dumps(header).encode()
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(struct.pack("<Q", len(raw)) + raw + bytes(40))
+    with pytest.raises(SafetensorError), safe_open(str(file), "np"):
+        pass
+    with pytest.raises(gascompile.CheckpointError, match=f"'b' begins at byte {begin} .*{fault}"):
+        open_checkpoint(file)

@@ -19,6 +19,7 @@ from torch import nn
 import gascompile
 from gascompile.core import serial
 from gascompile.core.errors import UnsupportedOpError
+from gascompile.core.files import exchange
 from tests.fuzz.mutate import sign
 from tests.integration.net import Build
 
@@ -173,3 +174,41 @@ def test_what_an_op_of_a_bundle_refuses_is_a_typed_error(cache: Path, tmp_path: 
         pytest.raises(UnsupportedOpError, match=r"'maximum'.*bitwise_or.*not implemented"),
     ):
         loaded(index, x)
+
+
+def test_a_bundle_takes_the_place_of_a_bundle_alone(cache: Path, tmp_path: Path) -> None:
+    folder, file, model, x = tmp_path / "mine", tmp_path / "a", nn.Linear(8, 8), torch.randn(2, 8)
+    folder.mkdir()
+    for path in (file, folder / "notes.txt"):
+        path.write_text("precious")
+    with gascompile.compile(model, None, (x,), cache_dir=cache, fuse="off") as compiled:
+        for place, fault in ((folder, r"notes\.txt.*would be lost"), (file, "another name")):
+            with pytest.raises(gascompile.StorageError, match=fault):
+                compiled.save(place)
+        assert file.read_text() == (folder / "notes.txt").read_text() == "precious"
+        (folder / "notes.txt").unlink()
+        compiled.save(folder)
+    for _ in range(2):
+        # It has weights of its own in there, which it keeps.
+        with gascompile.load(folder, cache_dir=cache) as loaded:
+            loaded.save(folder)
+            assert torch.equal(loaded(x), model(x))
+    (folder / "weights" / "notes.txt").write_text("precious")
+    with (
+        gascompile.load(folder, cache_dir=cache) as loaded,
+        pytest.raises(gascompile.StorageError, match=r"weights/notes\.txt.*would be lost"),
+    ):
+        loaded.save(folder)
+
+
+def test_folders_are_exchanged_at_once(tmp_path: Path) -> None:
+    one, other = tmp_path / "one", tmp_path / "other"
+    for path in (one, other):
+        path.mkdir()
+        (path / path.name).touch()
+    assert exchange(one, other)
+    assert (one / "other").exists()
+    assert (other / "one").exists()
+    with pytest.raises(FileNotFoundError):
+        exchange(one, tmp_path / "nothing")
+    assert (one / "other").exists()

@@ -33,5 +33,11 @@ def test_forms_that_lack_the_solver_say_so_together(monkeypatch: pytest.MonkeyPa
     )
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     found = plan(workload, Budget(cpu=50 * MIB), machine, time_limit_s=60)
+    assert not any("larger" in warning for warning in found.warnings)
+    small = machine.with_place(Place.named("cpu", 60 * MIB))
+    more = plan(workload, Budget(cpu=500 * MIB), small, time_limit_s=60)
+    assert any(
+        "of 'cpu', of which machine 'hand' has 60.00 MiB" in warning for warning in more.warnings
+    )
     assert any("HiGHS" in warning for warning in found.warnings)
     assert len(set(found.warnings)) == len(found.warnings)

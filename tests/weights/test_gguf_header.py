@@ -136,6 +136,9 @@ def test_numbers_that_cannot_be_are_refused(tmp_path: Path) -> None:
     )
     file.write_bytes(nested + struct.pack("<IQ", 9, 1) * 1000)
     assert "type 9" in refusal(file)
+    file.write_bytes(nested + struct.pack("<IQ", 8, 1 << 30))
+    os.truncate(file, 1 << 40)
+    assert "a list of 1073741824 items" in refusal(file)
 
 
 def test_what_is_no_file_is_refused(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from gascompile.capture.fingerprint.code_origin import (
     origin_of_name,
 )
 from gascompile.capture.later.rounds import Rounds, TracedCall
+from gascompile.capture.record.asked_inputs import AskedInputs
 from gascompile.capture.record.dependencies import Dependencies, dependencies
 from gascompile.capture.record.given import changed_entries, entries_of
 from gascompile.capture.record.recorder import Ask, Running
@@ -65,6 +66,8 @@ class CaptureRecord:
 
     inert: frozenset[str] = frozenset()
     """What the capture changes, and is proven not to matter."""
+    inputs: AskedInputs | None = None
+    """What was asked of the call's."""
 
     def changed(self) -> str | None:
         """Return which value is another than it was when captured, in words, or ``None``.
@@ -82,6 +85,8 @@ class CaptureRecord:
         """
         found, reasons = dependencies(self.running, self.reads, self.own, reached)
         found = replace(found, inert=tuple(sorted(self.inert)))
+        if self.inputs is not None and self.inputs.facts:
+            reasons = [*reasons, "it asks for more of its inputs than their shapes"]
         return found, _joined([*filter(None, [self.why]), *reasons])
 
 
@@ -162,16 +167,21 @@ class Recorder:
         with self._running.recorded():
             yield
 
-    def follow(self, module: nn.Module, rounds: Rounds | None = None) -> None:
+    def follow(
+        self, module: nn.Module, rounds: Rounds | None = None, inputs: AskedInputs | None = None
+    ) -> None:
         """Record every call of ``module``, a copy that is made for the capture.
 
         Args:
             module: with its hooks.
             rounds: what to call it with instead; then changes are those of the last round.
+            inputs: of the call.
         """
-        self._follows, self._rounds = True, rounds
+        self._follows, self._rounds, self._running.inputs = True, rounds, inputs
 
         def inner(*args: Any, **kwargs: Any) -> Any:
+            if inputs is not None:
+                inputs.follow(args, kwargs)
             with self.running():
                 return module._call_impl(*args, **kwargs)
 
@@ -226,6 +236,7 @@ class Recorder:
             is_open=Ask.ANEW not in asked.values(),
             elsewhere=_joined([text for text in asked if asked[text] is Ask.ELSEWHERE]),
             inert=self._trial.suspects if self._trial else frozenset(),
+            inputs=self._running.inputs,
         )
 
     @property

@@ -16,19 +16,22 @@ import random
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from types import FunctionType
 from typing import Any
 
 import numpy
 import torch
-from torch.overrides import TorchFunctionMode
 
 from gascompile.capture.fingerprint.code_origin import Origin, origin_of_file
+from gascompile.capture.record.asked_inputs import (
+    ASKING,
+    PARAMETER,
+    AskedInputs,
+)
 from gascompile.capture.record.draws import NUMPY, PYTHON
-from gascompile.core.deferral import safe_point
+from gascompile.capture.record.quiet import Quiet, origin_of_type
 
 _CLOCKS = {
     "time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns", "process_time",
@@ -50,12 +53,11 @@ _ASKS = {
 _ASKED_IN = ("time", "datetime", "posix", "nt", "os", "_thread", "_socket", "_random")
 _SETS = {"manual_seed", "seed", "set_state", "graphsafe_set_state"}
 """Methods of generators."""
+_METHODS = ("/torch/_tensor.py", "/torch/overrides.py")
 _WRAPS = ("/torch/_dynamo/", "/torch/_compile.py")
 """What lies around some of torch's functions once its compiler is loaded."""
 # What these frames ask for is no part of what a model computes.
 _TALK = ("logging", "warnings", "linecache", "traceback", "tqdm")
-
-_OWN_SPACES = {"aten", "prim", "prims", "prologue", "inductor", "quantized", "_c10d_functional"}
 
 
 def drawing(source: str) -> str:
@@ -89,6 +91,8 @@ class Running:
         """Why another run may capture something else, in words."""
         self.backward: dict[str, None] = {}
         """Code of the program that is to run in the backward pass, where nothing is recorded, in words."""
+        self.inputs: AskedInputs | None = None
+        """Of the call that is captured; ``None`` where nobody follows them."""
         self.packed: dict[str, None] = {}
         """Where hooks on saved tensors were set, of which a trace of the backward pass knows nothing."""
 
@@ -119,7 +123,7 @@ class Running:
         """Take note of what runs on this thread."""
         _install_audit()
         before, profile = sys.getprofile(), self._seen
-        with _Quiet(profile, self._ran):
+        with Quiet(profile, self.ran, self.answer):
             outer, _active.running = _active.running, self
             sys.setprofile(profile)
             try:
@@ -132,7 +136,7 @@ class Running:
         if event == "call":
             if gc.callbacks and _collects(frame.f_code):
                 return
-            self._ran(frame.f_code, frame.f_globals)
+            self.ran(frame.f_code, frame.f_globals)
             handler = _HANDLERS.get(id(frame.f_code))
             if handler is not None:
                 handler(self, frame)
@@ -143,7 +147,22 @@ class Running:
             elif name in _ASKS and _module_of(argument) in _ASKED_IN:
                 self._asks(frame, _ASKS[name], name)
 
-    def _ran(self, code: types.CodeType, space: dict[str, Any]) -> None:
+    def answer(self, func: object, args: tuple[Any, ...]) -> tuple[object] | None:
+        """Return in a tuple what the model's code is told of an input; ``None`` where the substitute may say it."""
+        if self.inputs is None or not args or (name := ASKING.get(func)) is None:
+            return None
+        frame: types.FrameType | None = sys._getframe(2)
+        while frame is not None and frame.f_code.co_filename.endswith(_METHODS):
+            frame = frame.f_back
+        return self.inputs.answer(name, args[0]) if _caller(frame) is not None else None
+
+    def checks_instance(self, frame: types.FrameType) -> None:
+        """Note that the model's code asks whether an input is a parameter."""
+        if self.inputs is not None and _caller(frame.f_back) is not None:
+            self.inputs.answer(PARAMETER, frame.f_locals.get("instance"))
+
+    def ran(self, code: types.CodeType, space: dict[str, Any]) -> None:
+        """Take note of code."""
         key = (id(code), id(space))
         if key not in self.code:
             self.code[key] = (code, space)
@@ -235,69 +254,6 @@ def _profile_again(before: Any) -> None:
         before.enable()
 
 
-class _Quiet(TorchFunctionMode):
-    """Switches the profile off while torch works by itself."""
-
-    def __init__(
-        self,
-        profile: Callable[..., None],
-        ran: Callable[[types.CodeType, dict[str, Any]], None],
-    ) -> None:
-        super().__init__()
-        self._profile, self._ran = profile, ran
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: tuple[type, ...],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        if _calls_back(func, types, args, kwargs):
-            return func(*args, **kwargs)
-        sys.setprofile(None)
-        if isinstance(func, FunctionType):
-            self._ran(func.__code__, func.__globals__)
-        try:
-            safe_point()
-            return func(*args, **kwargs)
-        finally:
-            sys.setprofile(self._profile)
-
-
-def _calls_back(
-    func: Callable[..., Any],
-    types: tuple[type, ...],
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-) -> bool:
-    """Return whether code of the program may run inside an operator."""
-    if isinstance(func, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
-        space = str(func).partition(".")[0]
-        return space.partition("::")[0] not in _OWN_SPACES
-    if isinstance(func, torch._ops.HigherOrderOperator):
-        return True
-    if any(origin_of_type(kind) is not Origin.TORCH for kind in types):
-        return True
-    return any(callable(v) for v in (*args, *kwargs.values())) or not _is_torch(func)
-
-
-def _is_torch(func: Callable[..., Any]) -> bool:
-    code = getattr(func, "__code__", None)
-    return code is None or origin_of_file(code.co_filename) is Origin.TORCH
-
-
-@cache
-def origin_of_type(kind: type) -> Origin:
-    """Return where a class was written."""
-    if (kind.__module__ or "").partition(".")[0] == "torch":
-        return Origin.TORCH
-    module = sys.modules.get(kind.__module__)
-    path = getattr(module, "__file__", None)
-    return origin_of_file(path) if isinstance(path, str) else Origin.USER
-
-
 def _caller(frame: types.FrameType | None) -> types.FrameType | None:
     """Return the frame of the model or a library that asks; ``None`` for torch, imports and log messages."""
     while frame is not None:
@@ -383,6 +339,7 @@ _HANDLERS: dict[int, Callable[[Running, types.FrameType], None]] = {
         (type(os.environ).copy, Running.reads_variables),
         (importlib.import_module, Running.imports),
         (random.Random.seed, Running.seeds),
+        (type(torch.nn.Parameter).__instancecheck__, Running.checks_instance),
         (torch.random.manual_seed, Running.reseeds),
         (torch.random.seed, Running.reseeds),
         (torch.random.set_rng_state, Running.reseeds),

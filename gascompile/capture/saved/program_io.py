@@ -29,6 +29,7 @@ from gascompile.capture.saved.ops import (
 )
 from gascompile.core import serial
 from gascompile.core.errors import FormatError, UnsupportedOpError
+from gascompile.core.input_facts import FACTS
 from gascompile.core.model_libraries import model_libraries
 from gascompile.core.program import (
     BoundSpec,
@@ -166,6 +167,9 @@ def _check_signature(
         if spec.dtype is not None:
             grammar.check_dtype(spec.dtype, here)
         _check_layout(spec, inputs[:i], here)
+        for fact in spec.facts:
+            if fact.partition("=")[0] not in FACTS:
+                grammar.refuse(here, f"{grammar.shown(fact)} is nothing that inputs are asked for")
         if spec.device not in grammar.DEVICES:
             grammar.refuse(here, f"{grammar.shown(spec.device)} is no device of an input")
         if not spec.path.isprintable() or len(spec.path) > grammar.MAX_NAME:

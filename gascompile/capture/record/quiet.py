@@ -1,0 +1,86 @@
+"""Quiet: torch's own operators run without the profile that sees the model's code."""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Callable, Mapping
+from functools import cache
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from gascompile.capture.fingerprint.code_origin import Origin, origin_of_file
+from gascompile.core.deferral import safe_point
+
+_OWN_SPACES = {"aten", "prim", "prims", "prologue", "inductor", "quantized", "_c10d_functional"}
+
+
+class Quiet(TorchFunctionMode):
+    """Switches the profile off while torch works by itself."""
+
+    def __init__(
+        self,
+        profile: Callable[..., None],
+        ran: Callable[[types.CodeType, dict[str, Any]], None],
+        answer: Callable[[object, tuple[Any, ...]], tuple[object] | None],
+    ) -> None:
+        """Switch to ``profile`` and back; tell ``ran`` of code, and ask ``answer`` before torch is asked."""
+        super().__init__()
+        self._profile, self._ran, self._answer = profile, ran, answer
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: tuple[type, ...],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run an operator."""
+        kwargs = kwargs or {}
+        if (told := self._answer(func, args)) is not None:
+            return told[0]
+        if _calls_back(func, types, args, kwargs):
+            return func(*args, **kwargs)
+        sys.setprofile(None)
+        if isinstance(func, FunctionType):
+            self._ran(func.__code__, func.__globals__)
+        try:
+            safe_point()
+            return func(*args, **kwargs)
+        finally:
+            sys.setprofile(self._profile)
+
+
+def _calls_back(
+    func: Callable[..., Any],
+    types: tuple[type, ...],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> bool:
+    """Return whether code of the program may run inside an operator."""
+    if isinstance(func, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+        space = str(func).partition(".")[0]
+        return space.partition("::")[0] not in _OWN_SPACES
+    if isinstance(func, torch._ops.HigherOrderOperator):
+        return True
+    if any(origin_of_type(kind) is not Origin.TORCH for kind in types):
+        return True
+    return any(callable(v) for v in (*args, *kwargs.values())) or not _is_torch(func)
+
+
+def _is_torch(func: Callable[..., Any]) -> bool:
+    code = getattr(func, "__code__", None)
+    return code is None or origin_of_file(code.co_filename) is Origin.TORCH
+
+
+@cache
+def origin_of_type(kind: type) -> Origin:
+    """Return where a class was written."""
+    if (kind.__module__ or "").partition(".")[0] == "torch":
+        return Origin.TORCH
+    module = sys.modules.get(kind.__module__)
+    path = getattr(module, "__file__", None)
+    return origin_of_file(path) if isinstance(path, str) else Origin.USER
