@@ -18,7 +18,7 @@ import torch
 
 from gascompile.core import serial
 from gascompile.core.errors import FormatError, StorageError
-from gascompile.distributed.beside import Ops, lost_to_exchange_s
+from gascompile.distributed.beside import Ops, late_share, lost_to_exchange_s
 from gascompile.runtime.collectives.exchange import Exchange
 
 _SIZES_BYTES = (4 << 10, 256 << 10, 4 << 20)
@@ -26,6 +26,7 @@ _SIZES_BYTES = (4 << 10, 256 << 10, 4 << 20)
 _REPEATS, _MORE, _SHORT_S = 3, 6, 0.05
 """Exchanges of a size, and how many more of those that all are done with so soon. [Empirical] Between two processes of
 one host the median of three differs by a third from one meeting to the next, and from one rank to the other."""
+_LATE_ELEMENTS = _SIZES_BYTES[0] // torch.float32.itemsize
 _LONG_S = 0.01
 """An exchange that all ranks together find shorter goes on beside ops long enough to be told from them."""
 _BUSY, _FASTER = 2.0, 1.25
@@ -51,6 +52,8 @@ class Ladder:
     gathers: tuple[Rung, ...]
     begins: tuple[Rung, ...]
     """What ops wait for a sum of parts to begin that goes on beside them: for the copy that it is made of."""
+    late: float
+    """What ranks wait for whoever comes last to an exchange, as a share of the ops since the one before."""
     busy: float = 1.0
     """Share of the time of such a sum that ops beside it lose to it, with those of all ranks at work."""
 
@@ -79,6 +82,9 @@ class Ladder:
             part=parts,
             gathers=measured(gather),
             begins=measured(begin, exchange.end_part),
+            late=late_share(
+                exchange, ops, partial(part, torch.zeros(_LATE_ELEMENTS)), parts[0].time_s
+            ),
             busy=_lost_share(exchange, ops, begin, parts),
         )
 
