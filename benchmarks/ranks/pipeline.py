@@ -18,9 +18,8 @@ from benchmarks.ranks.jobs import ONE_CORE
 from benchmarks.ranks.limits import Limits, network
 from benchmarks.ranks.parts import Found, Result, Setting, relative
 from benchmarks.training_prediction import with_disk
-from gascompile.core.serial import dumps, to_json
-from gascompile.machines.resolve import resolve_machine
-from gascompile.runtime.transfer.engine import read_blocks
+from gascompile.core.machine import Machine
+from gascompile.core.serial import dumps, from_json, to_json
 
 FASTER, ERROR, CLOSE = 1.0, 0.10, 1e-5
 DRIVE_BYTES_PER_S = 150e6
@@ -77,9 +76,9 @@ def _measured(setting: Setting, case: Case) -> list[Result]:
             caches.append(str(mounted / "cache"))
             devices[device] = DRIVE_BYTES_PER_S
         if case.has_drives:
-            own = resolve_machine(None, cache_dir=setting.folder / "machine", read=read_blocks)
             machine = setting.folder / "pipeline-machine.json"
-            machine.write_text(dumps(to_json(with_disk(own, DRIVE_BYTES_PER_S))))
+            slow = with_disk(_machine_of_a_rank(setting), DRIVE_BYTES_PER_S)
+            machine.write_text(dumps(to_json(slow)))
         tasks = [_task(case, way, caches, machine, toy=setting.toy) for way in _WAYS]
         hosts, given = held.enter_context(network(case.bytes_per_s))
         limits = [Limits(cores=ONE_CORE.cores, namespace=host) for host in hosts]
@@ -90,6 +89,13 @@ def _measured(setting: Setting, case: Case) -> list[Result]:
         ranks = job.wait().required()
     found = list(zip(*ranks, strict=True))
     return [_row(case, way, list(of)) for way, of in zip(_WAYS, found, strict=True)]
+
+
+def _machine_of_a_rank(setting: Setting) -> Machine:
+    """Return this machine as one rank finds it: what more threads reach is another machine's name and speed."""
+    worker = "benchmarks.ranks.machine_worker"
+    measured = jobs.run(setting.folder, {"threads": 1}, [ONE_CORE], worker=worker).required()
+    return from_json(Machine, measured[0], where="the machine of a rank")
 
 
 def _task(case: Case, way: str, caches: list[str], machine: Path | None, *, toy: bool) -> Result:

@@ -17,6 +17,9 @@ _ROUNDS = 4
 """Exchanges with ops beside them, one after the other: as long as what holds processors to a share of their time looks
 at, some 20 ms."""
 _REPEATS = 2  # the least of both counts: others may have disturbed one
+_BETWEEN_S, _ROUNDS_OF_A_GROUP, _GROUPS = 4e-3, 8, 5
+"""Ops between two exchanges, as in steps of small models; the median of a few groups leaves out what a neighbour of
+this host does for a moment."""
 _OP_ROWS = 192
 """Of a product of matrices that stands for ops: 0.2 ms, and more than a core's own cache has room for."""
 
@@ -68,6 +71,35 @@ def lost_to_exchange_s(
             exchange.end_part()
         found.append((time.perf_counter() - first_s - begun_s - plain_s) / _ROUNDS)
     return max(min(found), 0.0)
+
+
+def late_share(exchange: Exchange, ops: Ops, trade: Callable[[], None], alone_s: float) -> float:
+    """Return what ranks wait for whoever comes last to an exchange, as a share of the ops since the one before.
+
+    The same ops take a little longer now on the one rank, now on the other: with exchanges between them all ranks
+    take longer than the slowest and its exchanges by themselves.
+
+    Args:
+        exchange: with the other ranks.
+        ops: of a step.
+        trade: a small exchange.
+        alone_s: what that takes with no ops before it.
+    """
+    count = max(int(_BETWEEN_S * _ROUNDS / max(ops.seconds(_ROUNDS), 1e-6)), 1)
+    found = []
+    for _ in range(_GROUPS):
+        _meet(exchange)
+        first_s, own_s = time.perf_counter(), 0.0
+        for _ in range(_ROUNDS_OF_A_GROUP):
+            own_s += ops.seconds(count)
+            trade()
+        all_s = time.perf_counter() - first_s
+        table = torch.zeros(exchange.size)
+        table[exchange.rank] = own_s
+        exchange.add(table)
+        slowest_s = float(table.max())
+        found.append((all_s - slowest_s - _ROUNDS_OF_A_GROUP * alone_s) / slowest_s)
+    return max(sorted(found)[_GROUPS // 2], 0.0)
 
 
 def _meet(exchange: Exchange) -> None:

@@ -18,12 +18,15 @@ import torch
 
 from gascompile.core import serial
 from gascompile.core.errors import FormatError, StorageError
-from gascompile.distributed.beside import Ops, lost_to_exchange_s
+from gascompile.distributed.beside import Ops, late_share, lost_to_exchange_s
 from gascompile.runtime.collectives.exchange import Exchange
 
 _SIZES_BYTES = (4 << 10, 256 << 10, 4 << 20)
 """[Empirical] From 4 MiB on seconds grow with bytes, within the scatter of a shared machine."""
-_REPEATS = 3  # odd: the median of each size counts
+_REPEATS, _MORE, _SHORT_S = 3, 6, 0.05
+"""Exchanges of a size, and how many more of those that all are done with so soon. [Empirical] Between two processes of
+one host the median of three differs by a third from one meeting to the next, and from one rank to the other."""
+_LATE_ELEMENTS = _SIZES_BYTES[0] // torch.float32.itemsize
 _LONG_S = 0.01
 """An exchange that all ranks together find shorter goes on beside ops long enough to be told from them."""
 _BUSY, _FASTER = 2.0, 1.25
@@ -49,6 +52,8 @@ class Ladder:
     gathers: tuple[Rung, ...]
     begins: tuple[Rung, ...]
     """What ops wait for a sum of parts to begin that goes on beside them: for the copy that it is made of."""
+    late: float
+    """What ranks wait for whoever comes last to an exchange, as a share of the ops since the one before."""
     busy: float = 1.0
     """Share of the time of such a sum that ops beside it lose to it, with those of all ranks at work."""
 
@@ -70,12 +75,16 @@ class Ladder:
         def begin(values: torch.Tensor) -> None:
             exchange.begin_part(values.clone(), sizes_of(values))
 
-        parts, ops = _measured(part), Ops()
+        measured = partial(_measured, exchange)
+        parts, ops = measured(part), Ops()
         return Ladder(
-            whole=_measured(exchange.add),
+            whole=measured(exchange.add),
             part=parts,
-            gathers=_measured(gather),
-            begins=_measured(begin, exchange.end_part),
+            gathers=measured(gather),
+            begins=measured(begin, exchange.end_part),
+            late=late_share(
+                exchange, ops, partial(part, torch.zeros(_LATE_ELEMENTS)), parts[0].time_s
+            ),
             busy=_lost_share(exchange, ops, begin, parts),
         )
 
@@ -128,20 +137,35 @@ class Ladder:
 
 
 def _measured(
-    exchange: Callable[[torch.Tensor], object], after: Callable[[], object] = bool
+    exchange: Exchange, act: Callable[[torch.Tensor], object], after: Callable[[], object] = bool
 ) -> tuple[Rung, ...]:
-    """Return what exchanges take; ``after`` is done after each, and takes what it may."""
+    """Return what an exchange takes of each size; ``after`` is done after each, and takes what it may."""
     found = []
     for size_bytes in _SIZES_BYTES:
         values = torch.zeros(size_bytes // torch.float32.itemsize)
-        times_s = []
-        for _ in range(_REPEATS):
-            begin_s = time.perf_counter()
-            exchange(values)
-            times_s.append(time.perf_counter() - begin_s)
-            after()
-        found.append(Rung(size_bytes=size_bytes, time_s=sorted(times_s)[_REPEATS // 2]))
+        times_s = _timed(act, after, values, _REPEATS)
+        # All ranks have to make as many, and each has seconds of its own.
+        total_s = torch.tensor([sum(times_s)])
+        exchange.add(total_s)
+        if float(total_s) < _SHORT_S * exchange.size:
+            times_s += _timed(act, after, values, _MORE)
+        found.append(Rung(size_bytes=size_bytes, time_s=sorted(times_s)[len(times_s) // 2]))
     return tuple(found)
+
+
+def _timed(
+    act: Callable[[torch.Tensor], object],
+    after: Callable[[], object],
+    values: torch.Tensor,
+    count: int,
+) -> list[float]:
+    times_s = []
+    for _ in range(count):
+        begin_s = time.perf_counter()
+        act(values)
+        times_s.append(time.perf_counter() - begin_s)
+        after()
+    return times_s
 
 
 def _lost_share(

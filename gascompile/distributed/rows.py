@@ -28,6 +28,12 @@ def num_rows(batch: Any) -> int:
     return int(sizes.pop())
 
 
+def has_no_rows(batch: Any) -> bool:
+    """Return whether the first dimension of all tensors of a batch is empty."""
+    tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
+    return {tensor.shape[0] for tensor in tensors if tensor.dim()} == {0}
+
+
 class RowSampler(Sampler[list[int]]):
     """Batches of indices for torch's ``DataLoader(batch_sampler=...)``: this rank's rows of each global batch.
 

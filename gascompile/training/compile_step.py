@@ -194,7 +194,7 @@ def _together(
     if ranks is None:
         return None
     if not settings.is_pipeline:
-        return joined(ranks, model, loss_fn, optimizer, rows)
+        return joined(ranks, model, loss_fn, optimizer, rows, settings)
     from gascompile.training.pipeline.pipeline_step import PipelineStep, require_plain
 
     require_plain(settings)

@@ -31,7 +31,7 @@ from gascompile.distributed.clocks import RankClock, clock_of
 from gascompile.distributed.finding import find_ranks
 from gascompile.distributed.ladder import Ladder
 from gascompile.distributed.ranks import Ranks
-from gascompile.distributed.rows import RowSampler, num_rows
+from gascompile.distributed.rows import RowSampler, has_no_rows, num_rows
 from gascompile.runtime.collectives.exchange import exchanging
 from gascompile.training.capture.rank_loss import RankLoss
 from gascompile.training.capture.synchronised_norm import require_synchronised
@@ -42,6 +42,7 @@ from gascompile.training.rank_draws import RankDraws
 from gascompile.training.rank_programs import sequence_of
 from gascompile.training.rank_runs import RankRun, RankRuns
 from gascompile.training.rank_values import digest_of, memory_of
+from gascompile.training.settings import Settings
 from gascompile.training.state.rank_checkpoints import RankCheckpoints, own_bytes
 from gascompile.training.state.replicas import ReplicaCost
 from gascompile.training.state.train_state import States
@@ -160,6 +161,18 @@ class RankStep:
         except (GASCompileError, TypeError, ValueError) as error:
             self._ranks.refuse(error)
             raise
+
+    def require_rows(self, batch: Any) -> None:
+        """Refuse a batch without rows before ranks meet for it: the mean over them is no number.
+
+        Raises:
+            UnsupportedOpError: it has none.
+        """
+        if self.pipeline is None and has_no_rows(batch):
+            raise UnsupportedOpError(
+                f"the batch of rank {self.rank} has no rows; give each rank one at least, as step.rows and "
+                "step.sampler do, or leave an incomplete last batch out on all ranks"
+            )
 
     @contextlib.contextmanager
     def one_by_one(self) -> Iterator[None]:
@@ -331,11 +344,12 @@ def joined(
     loss_fn: LossFunction,
     optimizer: torch.optim.Optimizer,
     rows: Rows,
+    settings: Settings,
 ) -> RankStep:
     """Return the step of several ranks, which have the same values from here on.
 
     Raises:
-        RankMismatchError: ranks have other models or optimizers.
+        RankMismatchError: ranks have other models, optimizers or options.
         ValueError: ``rows`` is no policy.
     """
     if rows not in ROWS:
@@ -343,6 +357,10 @@ def joined(
     require_synchronised(model)
     step = RankStep(ranks, RankLoss(loss_fn, ranks.layout.size), rows)
     with step.together():
+        facts = serial.digest([*settings.of_all, rows]).encode()
+        step.meet_for(
+            "options of the step: on_nan, accumulate, rows, or how gradients are clipped", facts
+        )
         step.share_values(model, optimizer)
     return step
 

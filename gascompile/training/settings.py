@@ -70,6 +70,12 @@ class Settings:
                 f"states={self.states!r} is of planned updates; leave it out, or unplanned_optimizer"
             )
 
+    @property
+    def of_all(self) -> list[object]:
+        """What has to be the same on all ranks: what a step does, and when it ends in an error."""
+        clips = [self.max_grad_norm, self.grad_norm]
+        return [*clips, self.accumulate, self.on_nan, self.unplanned, self.states]
+
     def updates_at(self, num_batches: int, asked: bool | None = None) -> bool:
         """Return whether the batch after ``num_batches`` others ends with an update, unless that is ``asked`` for.
 

@@ -178,6 +178,8 @@ class TrainingStep(StepValues):
             ranks.together() if ranks else nullcontext(),
             ranks.planning() if ranks else nullcontext(),
         ):
+            if ranks is not None:
+                ranks.require_rows(batch)
             for number in range(min(self._settings.accumulate, 2)):
                 self._unit(batch, trains=True, updates=number == 0)
 
@@ -229,6 +231,8 @@ class TrainingStep(StepValues):
         def run() -> tuple[StepUnit, States, Sequence[torch.Tensor]]:
             nonlocal unit
             with ranks.planning() if ranks else nullcontext():
+                if ranks is not None:
+                    ranks.require_rows(batch)
                 unit = self._unit(batch, trains=trains, updates=updates, calls=calls)
             return unit, *self._run(unit, batch, ranks)
 

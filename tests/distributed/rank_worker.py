@@ -185,7 +185,8 @@ def refuses(scenario: Scenario, folder: Path) -> dict[str, Any]:
         wrong = [batch[0][:, :-1], batch[1]]
         step(batch)
         before = step.state_dict()["model"]
-        for given in (batch if RANK == 0 else wrong, wrong):
+        none = [tensor[:0] for tensor in batch]
+        for given in (batch if RANK == 0 else wrong, wrong, batch if RANK == 0 else none):
             try:
                 step(given)
             except GASCompileError as error:
@@ -321,8 +322,18 @@ def _kill_in_the_middle(*_: object) -> None:
 
 def _other_model(scenario: Scenario, folder: Path) -> dict[str, Any]:
     model = net_of(scenario) if RANK else nn.Linear(8, 1)
+    return _not_opened(scenario, model, folder)
+
+
+def _other_options(scenario: Scenario, folder: Path) -> dict[str, Any]:
+    return _not_opened(scenario, net_of(scenario), folder, on_nan="raise" if RANK else "ignore")
+
+
+def _not_opened(
+    scenario: Scenario, model: nn.Module, folder: Path, **options: Any
+) -> dict[str, Any]:
     try:
-        opened(scenario, model, optimizer_of(scenario, model), folder)
+        opened(scenario, model, optimizer_of(scenario, model), folder, **options)
     except RankError as error:
         return {"rank": error.rank, "said": str(error)}
     return {}
@@ -346,6 +357,7 @@ KINDS: dict[str, Callable[[Scenario, Path], dict[str, Any]]] = {
     "raises": _with(_fail),
     "killed": _with(_kill_in_the_middle),
     "other model": _other_model,
+    "other options": _other_options,
 }
 
 

@@ -11,23 +11,25 @@ import torch
 
 from gascompile.distributed import beside, ladder
 
-_COPY_S, _LOST = 2e-4, 0.25
-"""What it takes to begin a sum, and the share of it that ops beside it lose."""
+_COPY_S, _LOST, _LATE = 2e-4, 0.25, 0.125
+"""What it takes to begin a sum, the share of it that ops beside it lose, and by what share of ops others come late."""
 
 
 def _climbed(monkeypatch: pytest.MonkeyPatch, bytes_per_s: float, start_s: float) -> ladder.Ladder:
     """Return the ladder of a network that takes a while to start and is faster with parts, and with gathers."""
-    clock, flying = [0.0], [0.0]
+    clock, flying, since = [0.0], [0.0], [0.0]
 
     def seconds(values: torch.Tensor, faster: float) -> float:
         return start_s + values.nbytes / bytes_per_s / faster
 
     def whole(values: torch.Tensor) -> None:
         clock[0] += seconds(values, 1.0)
+        since[0] = 0.0
 
     def part(values: torch.Tensor, sizes: list[int]) -> None:
         assert sum(sizes) == values.numel()
-        clock[0] += seconds(values, 2.0)
+        clock[0] += seconds(values, 2.0) + _LATE * since[0]
+        since[0] = 0.0
 
     def gather(values: torch.Tensor, sizes: list[int]) -> None:
         assert sum(sizes) == values.numel()
@@ -43,13 +45,14 @@ def _climbed(monkeypatch: pytest.MonkeyPatch, bytes_per_s: float, start_s: float
 
     def ops(_: object, count: int) -> None:
         clock[0] += 1e-3 * count + _LOST * flying[0]
+        since[0] += 1e-3 * count
         flying[0] = 0.0
 
     for module in (ladder, beside):
         monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
     monkeypatch.setattr(beside.Ops, "run", ops)
     exchange = SimpleNamespace(
-        size=3, add=whole, add_part=part, gather=gather, begin_part=begin, end_part=end
+        size=3, rank=1, add=whole, add_part=part, gather=gather, begin_part=begin, end_part=end
     )
     return ladder.Ladder.measured(cast(Any, exchange))
 
@@ -68,6 +71,10 @@ def test_ops_lose_what_they_lost_beside_an_exchange(monkeypatch: pytest.MonkeyPa
     found = _climbed(monkeypatch, 1e8, 1e-3)
     assert found.busy == pytest.approx(_LOST)
     assert found.begin_s(1 << 20) == pytest.approx(_COPY_S)
+
+
+def test_ranks_wait_for_whoever_comes_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _climbed(monkeypatch, 1e8, 1e-3).late == pytest.approx(_LATE)
 
 
 def test_beyond_the_last_rung_seconds_grow_with_bytes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -164,6 +165,17 @@ def test_an_exchange_takes_what_ops_leave_of_it() -> None:
     assert found[other] == pytest.approx(0.25)
 
 
+def test_ranks_wait_for_who_comes_last_by_the_ops_since_they_met() -> None:
+    step = step_of(wide())
+    nodes = step.program.op_nodes()
+    meetings = [i for i, node in enumerate(nodes) if rank_ops.exchanges(node.target)]
+    times = {node.name: 1.0 for i, node in enumerate(nodes) if i not in meetings}
+    found = waits_s(step, times, Network(time_s={}, busy=0.0, late=0.1))
+    assert len(meetings) > 2
+    for before, here in pairwise([-1, *meetings]):
+        assert found[nodes[here].name] == pytest.approx(0.1 * (here - before - 1))
+
+
 def test_what_is_under_way_when_a_run_ends_is_waited_for_by_nobody() -> None:
     found = Exchange.__new__(Exchange)
     found.is_hung = False
@@ -176,3 +188,14 @@ def test_what_is_under_way_when_a_run_ends_is_waited_for_by_nobody() -> None:
     assert not found._begun
     assert [id(value) for value in exchange._kept[kept:]] == [id(value) for value in values]
     del exchange._kept[kept:]
+
+
+def test_a_parameter_in_several_parts_takes_as_many_gathers() -> None:
+    bounds, parts = [0, 2, 5, 5, 8, 12], [torch.ones(2), torch.ones(3)]
+    graph, alone = fx.Graph(), Alone()
+    nodes = [graph.placeholder(name) for name in "ab"]
+    node = graph.call_function(rank_ops.whole, (nodes, [3, 4], [4, 1], bounds))
+    with exchanging(alone):  # type: ignore[arg-type]
+        node.meta["val"] = rank_ops.whole(parts, [3, 4], [4, 1], bounds)
+    told = [("gather", size_bytes // 4) for size_bytes in rank_ops.gathered(node)]
+    assert told == alone.told == [("gather", 5), ("gather", 7)]

@@ -21,7 +21,7 @@ from tests.distributed.jobs import SCENARIOS, WIDE_BYTES, Scenario, eager, rows_
 from tests.training.trials import TRANSFER_BYTES
 
 _LIMIT_S = 480.0
-DIFFERENT = ("other model", "other lr", "eval", "edits", "reads")
+DIFFERENT = ("other model", "other options", "other lr", "eval", "edits", "reads")
 """What one rank does by itself."""
 RESUMED = ("resumes:kept", "resumes:dropout")
 _ROOT = Path(__file__).resolve().parents[2]
@@ -181,7 +181,7 @@ def test_plans_from_the_cache_and_new_ones_go_together(two: Path) -> None:
 
 def test_a_batch_that_cannot_be_planned_for_costs_nothing(two: Path) -> None:
     for number, rank in enumerate(left_by(two, 2, "refuses:kept")):
-        alone, together = rank["said"]
+        alone, together, empty = rank["said"]
         if number == 0:
             assert alone.startswith(
                 "RankMismatchError: rank 1 cannot do what all are about to: Capture"
@@ -189,6 +189,8 @@ def test_a_batch_that_cannot_be_planned_for_costs_nothing(two: Path) -> None:
         else:
             assert alone.startswith("CaptureError")
         assert together.startswith("CaptureError")
+        who = "RankMismatchError: rank 1 cannot do what all are about to: " if number == 0 else ""
+        assert empty.startswith(f"{who}UnsupportedOpError: the batch of rank 1 has no rows")
         for name, value in rank["before"].items():
             assert torch.equal(rank["after"][name], value), name
             assert torch.equal(rank["closed"][name], rank["last"][name]), name

@@ -225,6 +225,14 @@ def exchanged(node: fx.Node) -> tuple[int, bool]:
     return size_bytes, node.target is whole
 
 
+def gathered(node: fx.Node) -> list[int]:
+    """Return the bytes of each of the exchanges that an op of gathers makes, one after the other."""
+    if node.target is not whole:
+        return [exchanged(node)[0]]
+    parts, bounds, size_bytes = node.args[0], node.args[3], node.meta["val"].element_size()
+    return [size_bytes * (ends[-1] - ends[0]) for ends in _per_range(parts, bounds)]
+
+
 def workspace_bytes(target: object, args: Sequence[Any]) -> int:
     """Return what an op of ranks allocates beside its results, from layouts alone."""
     if stage_ops.is_of_stages(target):

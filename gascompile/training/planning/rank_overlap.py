@@ -41,6 +41,8 @@ class Network:
     """Share of that which ops beside it lose to it."""
     begin_s: Mapping[str, float] = field(default_factory=dict)
     """What ops wait for those to begin that go on beside them."""
+    late: float = 0.0
+    """What ranks wait for whoever comes last to one that is waited for, as a share of the ops since the one before."""
 
 
 def overlapped(step: StepProgram) -> StepProgram | None:
@@ -166,18 +168,19 @@ def network_of(step: StepProgram, ladder: Ladder) -> Network:
             continue
         size_bytes, divided = rank_ops.exchanged(node)
         if node.target in (rank_ops.gather, rank_ops.whole):
-            time_s[node.name] = ladder.gather_s(size_bytes)
+            time_s[node.name] = sum(map(ladder.gather_s, rank_ops.gathered(node)))
         else:
             time_s[node.name] = ladder.seconds(size_bytes, divided=divided)
         if node.target is rank_ops.begin_part:
             begin_s[node.name] = ladder.begin_s(size_bytes)
-    return Network(time_s=time_s, busy=ladder.busy, begin_s=begin_s)
+    return Network(time_s=time_s, busy=ladder.busy, begin_s=begin_s, late=ladder.late)
 
 
 def waits_s(step: StepProgram, times_s: Mapping[str, float], network: Network) -> dict[str, float]:
     """Return what exchanges take of the processor's time, beside ops or not.
 
     One exchange goes on at a time. While ops run beside it they give up the share that it keeps the processor busy.
+    Ranks come to the ones that they wait for at times that differ by what the same ops take now and then.
 
     Args:
         step: the program.
@@ -185,7 +188,7 @@ def waits_s(step: StepProgram, times_s: Mapping[str, float], network: Network) -
         network: what exchanges take by themselves.
     """
     found: dict[str, float] = {}
-    now_s = free_s = 0.0
+    now_s = free_s = since_s = 0.0
     flying: list[tuple[float, float]] = []
     for node in step.program.op_nodes():
         alone_s = network.time_s.get(node.name, 0.0)
@@ -199,6 +202,9 @@ def waits_s(step: StepProgram, times_s: Mapping[str, float], network: Network) -
             found[node.name] = waited_s + network.busy * (alone_s - waited_s)
         elif rank_ops.exchanges(node.target):
             # It waits for those before it.
-            found[node.name] = max(free_s - now_s, 0.0) + alone_s
+            found[node.name] = max(free_s - now_s, 0.0) + alone_s + network.late * since_s
+            since_s = 0.0
+        else:
+            since_s += times_s.get(node.name, 0.0)
         now_s += found.get(node.name, times_s.get(node.name, 0.0))
     return found
