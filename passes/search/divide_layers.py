@@ -38,7 +38,7 @@ _TRIED_OPS = 200_000
 """Ops of divided workloads that are gone through to tell what is certain. [Empirical] Some two seconds on one core."""
 _SCHEDULED_OPS = 20_000
 """Ops of those that schedules are made of. [Empirical] A schedule takes ten times as long as what is certain."""
-_MOST_SCHEDULES = 80
+_MOST_SCHEDULES = 80  # of small workloads, whose ops would allow far more
 _SEARCHED = 2
 """Choices of many weights whose schedules are sought as thoroughly as those of few."""
 
