@@ -34,6 +34,7 @@ class HeapMemory:
         self.limit_bytes = 0
         """What the process may hold of its own."""
         self._trim_above_bytes = 0
+        self.num_trims = 0
 
     def begin(self, limit_bytes: int) -> None:
         """Keep freed memory as long as the process holds no more than ``limit_bytes`` of its own."""
@@ -48,6 +49,7 @@ class HeapMemory:
             return
         if own_bytes() + size_bytes > self.limit_bytes:
             self._library.malloc_trim(ctypes.c_size_t(0))
+            self.num_trims += 1
 
     def keep_within(self) -> None:
         """Give holes back if the process holds more than the limit."""
@@ -56,6 +58,7 @@ class HeapMemory:
         if own_bytes() <= self._trim_above_bytes:
             return
         self.give_back()
+        self.num_trims += 1
         # What is left is no hole; looking for some at each op would take longer than the op.
         self._trim_above_bytes = max(self.limit_bytes, own_bytes() + _SLACK_BYTES)
 
