@@ -168,7 +168,7 @@ def _without_effects(
     Raises:
         CaptureError: they may, or there is another reason for which a step might take another course.
     """
-    proof = EffectProof[_Traced]()
+    proof: EffectProof[_Traced] = EffectProof()
     if record.elsewhere is None:
         proof = prove(record, traced, before=recorders, who=f"the loss of {model}")
     if proof.trace is not None:
