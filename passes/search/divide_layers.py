@@ -241,10 +241,7 @@ class _Trials:
         links = self._task.links
         rate = max((link.bandwidth_bytes_per_s for link in links), default=math.inf)
         for price in _PRICES:
-            yield tuple(
-                min(range(_STEPS + 1), key=lambda share, k=kind: _cost(k, share, price, rate))
-                for kind in self._kinds
-            )
+            yield tuple(_cheapest(kind, price, rate) for kind in self._kinds)
 
     def _certain_s(self, shares: Shares) -> float:
         """Return what an iteration takes at least with ``shares``; infinity where nothing is in parts."""
@@ -263,6 +260,11 @@ class _Trials:
 def _changed(shares: Shares, strides: Mapping[int, int]) -> Shares:
     found = (share + strides.get(k, 0) for k, share in enumerate(shares))
     return tuple(min(max(share, 0), _STEPS) for share in found)
+
+
+def _cheapest(kind: _Kind, price: float, rate: float) -> int:
+    costs = [_cost(kind, share, price, rate) for share in range(_STEPS + 1)]
+    return costs.index(min(costs))
 
 
 def _cost(kind: _Kind, share: int, price: float, rate: float) -> float:
