@@ -205,6 +205,29 @@ def test_weights_that_change_between_calls_count(x: torch.Tensor, cache: Path) -
         assert parts_by_site(both.plan)["cpu"]
 
 
+def test_a_llama_in_parts_gives_eagers_logits(cache: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(6)
+    config = transformers.LlamaConfig(
+        hidden_size=WIDTH,
+        intermediate_size=2 * WIDTH,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=96,
+        use_cache=False,
+    )
+    model = transformers.LlamaForCausalLM(config).eval()
+    tokens = torch.randint(96, (1, 16))
+    with compiled(model, cache, 600_000, tokens, rate=2e8) as both:
+        layers = parts_by_site(both.plan)
+        assert len(layers["gpu"] & layers["cpu"]) >= 3
+        assert both.plan.warnings == ()
+        for _ in range(2):
+            tokens = torch.randint(96, (1, 16))
+            torch.testing.assert_close(both(tokens).logits, eager(model, tokens).logits)
+
+
 # ---------------------------------------------------------------- any choice of parts and sites
 
 
