@@ -37,7 +37,7 @@ _STRIDES = (1, 4, 8)
 _TRIED_OPS = 200_000
 """Ops of divided workloads that are gone through to tell what is certain. [Empirical] Some five seconds on one core."""
 _SCHEDULED_OPS = 20_000
-"""Ops of those that schedules are made of. [Empirical] A schedule takes four to ten times as long as what is certain."""
+"""Ops of those that schedules are made of. [Empirical] A schedule takes four to ten times as long."""
 _MOST_SCHEDULES = 80
 """Of one workload. [Empirical] With 28 layers in parts these take two seconds on one core."""
 _SEARCHED = 2
