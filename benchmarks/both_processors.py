@@ -148,7 +148,11 @@ class Chain(nn.Module):
         return lambda: half(0, width // 2), lambda: half(width // 2, width)
 
 
-_MODELS = {"towers": Towers, "blocks": Blocks, "chain": Chain}
+_MODELS: dict[str, type[Towers | Blocks | Chain]] = {
+    "towers": Towers,
+    "blocks": Blocks,
+    "chain": Chain,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

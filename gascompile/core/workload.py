@@ -68,7 +68,7 @@ class OpSpec:
     write_bytes: int = 0
     splits: Mapping[str, int] = field(default_factory=dict)
     """Weights along whose rows the op may be split, with the number of rows: a linear's output features."""
-    cuts: Mapping[str, int] = field(default_factory=dict)
+    cuts: Mapping[str, int] = field(default_factory=dict, metadata={"left_out": True})
     """The weight, and the bias if any, along whose rows the op may be divided among processors, with the number of
     rows: each part makes a tensor of its own. Empty where that was not asked for."""
     gather_tier: str = ""  # where gathered rows lie; empty for the usual tier

@@ -159,7 +159,7 @@ def _part_tiles(
 
 def _bounds(op: OpSpec, cuts: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
     """Return where all that an op may be cut along is cut: where its weight is."""
-    weight = next(iter(op.cuts), None)
+    weight = next(iter(op.cuts), "")
     return dict.fromkeys(op.cuts, cuts[weight]) if weight in cuts else {}
 
 

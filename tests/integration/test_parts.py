@@ -21,7 +21,7 @@ from gascompile.core.machine import ComputeRate
 from gascompile.core.plan import Plan
 from gascompile.core.tiles import parse_tile
 from gascompile.passes.explain.diff import diff
-from gascompile.passes.explain.explain import explain
+from gascompile.passes.explain.explain import OpExplanation, TensorExplanation, explain
 from gascompile.passes.graph.divide import Division, divide
 from gascompile.passes.graph.insert import insert
 from gascompile.passes.search import stream as stream_pass
@@ -166,9 +166,10 @@ def test_whole_ops_stay_whole_where_that_is_asked(
         assert halved.plan.certificate.predicted_s < 0.95 * whole.plan.certificate.predicted_s
         found = diff(whole.plan, halved.plan)
         assert {site.op for site in found.sites} >= {"linear", "linear_1", "linear_2"}
-    reason = explain(halved.plan, "layers.0.weight").reason
-    assert "2 tiles" in reason and "gpu" in reason and "cpu" in reason
-    assert explain(halved.plan, "linear").reads[0].name.startswith("%linear[0:")
+    weight, join = explain(halved.plan, "layers.0.weight"), explain(halved.plan, "linear")
+    assert isinstance(weight, TensorExplanation) and isinstance(join, OpExplanation)
+    assert "2 tiles" in weight.reason and "gpu" in weight.reason and "cpu" in weight.reason
+    assert join.reads[0].name.startswith("%linear[0:")
 
 
 def test_the_graph_shows_the_parts(halved: gascompile.CompiledModel) -> None:
@@ -196,10 +197,35 @@ def test_weights_that_change_between_calls_count(x: torch.Tensor, cache: Path) -
     with compiled(model, cache, BUDGET, x) as both:
         both(x)
         with torch.no_grad():
-            model.layers[0].weight.mul_(-2.0)  # both parts of it
-            model.layers[1].bias[WIDTH // 2 :] += 1.0
+            first, second = model.layers[0], model.layers[1]
+            assert isinstance(first, nn.Linear) and isinstance(second, nn.Linear)
+            first.weight.mul_(-2.0)  # both parts of it
+            second.bias[WIDTH // 2 :] += 1.0
         torch.testing.assert_close(both(x), eager(model, x))
         assert parts_by_site(both.plan)["cpu"]
+
+
+def test_a_llama_in_parts_gives_eagers_logits(cache: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(6)
+    config = transformers.LlamaConfig(
+        hidden_size=WIDTH,
+        intermediate_size=2 * WIDTH,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=96,
+        use_cache=False,
+    )
+    model = transformers.LlamaForCausalLM(config).eval()
+    tokens = torch.randint(96, (1, 16))
+    with compiled(model, cache, 600_000, tokens, rate=2e8) as both:
+        layers = parts_by_site(both.plan)
+        assert len(layers["gpu"] & layers["cpu"]) >= 3
+        assert both.plan.warnings == ()
+        for _ in range(2):
+            tokens = torch.randint(96, (1, 16))
+            torch.testing.assert_close(both(tokens).logits, eager(model, tokens).logits)
 
 
 # ---------------------------------------------------------------- any choice of parts and sites
@@ -312,7 +338,9 @@ def test_of_a_model_of_many_shapes_no_layer_is_in_parts(chain: Chain, cache: Pat
 def test_a_step_refuses_parts(chain: Chain) -> None:
     optimizer = torch.optim.SGD(chain.parameters(), lr=0.1)
     with pytest.raises(UnsupportedOpError, match="sites='all'"):
-        gascompile.compile_step(chain, lambda y, _: y.sum(), optimizer, sites="parts")
+        gascompile.compile_step(
+            chain, lambda _model, _batch: torch.zeros(()), optimizer, sites="parts"
+        )
 
 
 def test_parts_in_another_order_or_of_other_rows_are_refused(
