@@ -174,6 +174,18 @@ def test_ranks_wait_for_who_comes_last_by_the_ops_since_they_met() -> None:
     assert len(meetings) > 2
     for before, here in pairwise([-1, *meetings]):
         assert found[nodes[here].name] == pytest.approx(0.1 * (here - before - 1))
+    # Who waits for a sum that went on beside ops has met the others.
+    beside = overlapped(step)
+    assert beside is not None
+    nodes = beside.program.op_nodes()
+    begin = next(i for i, node in enumerate(nodes) if node.target is rank_ops.begin_part)
+    begun, own = nodes[begin].name, {nodes[begin + 1].name: 1.0}
+    kinds = (rank_ops.begin_part, rank_ops.end_part)
+    waiting = [n for n in nodes[begin:] if rank_ops.exchanges(n.target) and n.target not in kinds]
+    last = waiting[0]
+    for sum_s, wanted in ((0.0, 0.1), (9.0, 0.0)):
+        found = waits_s(beside, own, Network(time_s={begun: sum_s}, busy=0.0, late=0.1))
+        assert found[last.name] == pytest.approx(wanted)
 
 
 def test_what_is_under_way_when_a_run_ends_is_waited_for_by_nobody() -> None:

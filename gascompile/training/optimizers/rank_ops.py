@@ -229,7 +229,8 @@ def gathered(node: fx.Node) -> list[int]:
     """Return the bytes of each of the exchanges that an op of gathers makes, one after the other."""
     if node.target is not whole:
         return [exchanged(node)[0]]
-    parts, bounds, size_bytes = node.args[0], node.args[3], node.meta["val"].element_size()
+    args: Sequence[Any] = node.args
+    parts, bounds, size_bytes = args[0], args[3], node.meta["val"].element_size()
     return [size_bytes * (ends[-1] - ends[0]) for ends in _per_range(parts, bounds)]
 
 

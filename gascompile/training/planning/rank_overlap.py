@@ -200,6 +200,8 @@ def waits_s(step: StepProgram, times_s: Mapping[str, float], network: Network) -
             done_s, alone_s = flying.pop(0)
             waited_s = min(max(done_s - now_s, 0.0), alone_s)
             found[node.name] = waited_s + network.busy * (alone_s - waited_s)
+            # Here ranks meet, and the network has taken longer than they differ by.
+            since_s = 0.0 if waited_s > 0.0 else since_s
         elif rank_ops.exchanges(node.target):
             # It waits for those before it.
             found[node.name] = max(free_s - now_s, 0.0) + alone_s + network.late * since_s
