@@ -16,7 +16,7 @@ from torch import nn
 _BYTES = 8
 _PLACES = (3, 11, 7, 15, 1, 9, 5, 13, 2, 10, 6, 14, 4, 12, 8, 0)
 """Sixteenths of a tensor, where first words are looked at until enough are found that are not zero, as padding is."""
-_KEPT = 4
+_KEPT = 2
 _PLAIN = {torch.Tensor, nn.Parameter, nn.Buffer}
 _VALUE = operator.attrgetter("value")
 
