@@ -52,6 +52,7 @@ def test_what_is_no_directory_of_a_model_is_refused(folder: Path, tmp_path: Path
     (folder / "generation_config.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"generation_config\.json cannot be used"):
         gascompile.compile(folder, "1MiB")
+    (folder / "generation_config.json").unlink()
     for file in folder.glob("*.safetensors"):
         file.unlink()
     with pytest.raises(CheckpointError, match="checkpoint="):
