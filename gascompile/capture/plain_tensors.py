@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from gascompile.core.errors import CaptureError
@@ -27,6 +28,10 @@ def require_plain_model(model: nn.Module) -> None:
                 "from"
             )
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(tensor):
+            raise CaptureError(
+                f"'{name}' has no shape yet; call the model once on an input like those to come, and compile it then"
+            )
         if fault := _fault(tensor):
             raise CaptureError(
                 f"'{name}' is {fault}, which has no place in a plan; keep a dense tensor of numbers instead"

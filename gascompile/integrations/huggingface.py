@@ -189,6 +189,12 @@ def build_skeleton(path: Path, *, dtype: str | None = None) -> nn.Module:
     is_model = isinstance(cls, type) and issubclass(cls, nn.Module)
     if cls is not None and not is_model:
         raise CheckpointError(f"{where}: {architecture!r} is no model of transformers")
+    wanted = getattr(cls, "config_class", None)
+    if isinstance(wanted, type) and not isinstance(config, wanted):
+        raise CheckpointError(
+            f"{where}: {architecture} is built from a {wanted.__name__}, and its model_type makes a "
+            f"{type(config).__name__}; download it again"
+        )
     chosen = dtype or str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
     if chosen not in ("float64", "float32", "float16", "bfloat16"):
         raise CheckpointError(f"{where}: {chosen!r} is no dtype of a model")
@@ -212,11 +218,21 @@ def build_skeleton(path: Path, *, dtype: str | None = None) -> nn.Module:
 
 
 def _load_generation_config(model: Any, path: Path) -> None:
-    """Take over what the directory says about generation, such as the tokens that end a text."""
+    """Take over what the directory says about generation, such as the tokens that end a text.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
     if (path / "generation_config.json").is_file() and hasattr(model, "generation_config"):
         from transformers import GenerationConfig
 
-        model.generation_config = GenerationConfig.from_pretrained(path, local_files_only=True)
+        try:
+            found = GenerationConfig.from_pretrained(path, local_files_only=True)
+        except (OSError, ValueError, TypeError, AttributeError) as error:
+            raise CheckpointError(
+                f"{path}/generation_config.json cannot be used: {_in_short(error)}; download it again, or remove it"
+            ) from error
+        model.generation_config = found
 
 
 def _config(path: Path) -> tuple[Any, str]:

@@ -44,6 +44,15 @@ def test_what_is_no_directory_of_a_model_is_refused(folder: Path, tmp_path: Path
         gascompile.compile(7, "1MiB")  # type: ignore[arg-type]
     with pytest.raises(CheckpointError, match=r"config\.json"):
         gascompile.compile(tmp_path / "nowhere", "1MiB")
+    config, sound = folder / "config.json", (folder / "config.json").read_text()
+    config.write_text(sound.replace('"model_type": "llama"', '"model_type": "gpt2"'))
+    with pytest.raises(CheckpointError, match=r"built from a LlamaConfig.*makes a GPT2Config"):
+        gascompile.compile(folder, "1MiB")
+    config.write_text(sound)
+    (folder / "generation_config.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"generation_config\.json cannot be used"):
+        gascompile.compile(folder, "1MiB")
+    (folder / "generation_config.json").unlink()
     for file in folder.glob("*.safetensors"):
         file.unlink()
     with pytest.raises(CheckpointError, match="checkpoint="):
