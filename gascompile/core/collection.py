@@ -6,6 +6,9 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+_has_frozen = False
+"""Whether the program has frozen objects before; if it unfreezes them, collections take longer again."""
+
 
 @contextmanager
 def no_collection() -> Iterator[None]:
@@ -21,7 +24,14 @@ def no_collection() -> Iterator[None]:
     finally:
         if was_enabled:
             # To freeze and to unfreeze puts all objects among the oldest. What a program has frozen itself stays so.
-            if not gc.get_freeze_count():
+            if not _program_froze():
                 gc.freeze()
                 gc.unfreeze()
             gc.enable()
+
+
+def _program_froze() -> bool:
+    """Return whether the program has frozen objects; asked until it has, as they are counted one by one."""
+    global _has_frozen  # noqa: PLW0603 - of the process, as the collector is
+    _has_frozen = _has_frozen or gc.get_freeze_count() > 0
+    return _has_frozen

@@ -6,8 +6,10 @@ every value that may come is let go: a counter that is compared with 100 is not,
 
 from __future__ import annotations
 
+import gc
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -67,14 +69,16 @@ def prove(
     if not record.is_open:
         return EffectProof()
     spaces = list({id(space): space for _, space in record.running.code.values()}.values())
-    for _ in range(_MOST_ATTEMPTS):
-        real = Trial(record.suspects, spaces, is_opaque=False)
-        trace = capture(real)
-        digest = graph_digest(trace.graph_module)
-        trial = Trial(record.suspects, spaces, is_opaque=True)
-        why = _difference(trial, capture, digest)
-        if why is None and trial.leaked():
-            why = "it keeps their values where they cannot be followed"
+    for attempt in range(_MOST_ATTEMPTS):
+        with _collector_at_rest():
+            real = Trial(record.suspects, spaces, is_opaque=False)
+            trace = capture(real)
+            digest = graph_digest(trace.graph_module)
+            # Should what the first left behind have been in the way, all of it is collected in another attempt.
+            trial = Trial(record.suspects, spaces, is_opaque=True, collected=not attempt)
+            why = _difference(trial, capture, digest)
+            if why is None and trial.leaked():
+                why = "it keeps their values where they cannot be followed"
         if why is not None:
             return EffectProof(why=why)
         if trial.path == real.path:
@@ -92,6 +96,18 @@ def prove(
         record.why,
     )
     return EffectProof(trace=trace)
+
+
+@contextmanager
+def _collector_at_rest() -> Iterator[None]:
+    """Leave it to the trials when garbage is collected."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _difference(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import builtins
 import contextvars
 import enum
+import linecache
 import logging
 import sys
 import types
@@ -47,7 +48,8 @@ _MIRRORS = {"_flat_weights", "_flat_weight_refs"}
 """Lists that recurrent layers make of their parameters, anew in every trace."""
 _MANY_ENTRIES = 4096  # a larger table is compared by what was read of it alone
 _INERT = (logging.Logger, logging.Handler, logging.Manager)
-"""What they say is no part of what a model computes; the first capture of a process changes torch's own."""
+"""What they say is no part of what a model computes; the first capture of a process changes torch's own. Nor are the
+lines of sources that messages quote: 120,000 of them once torch has shown some, which each call would compare."""
 _BOUND = (types.BuiltinMethodType, types.MethodWrapperType)
 _LOADERS = {Origin.PYTHON, Origin.TORCH, Origin.OWN}
 """Whose code looks into ``sys.modules`` for what it is about to import, which is recorded by itself, or for a type's
@@ -163,7 +165,7 @@ class _Walk:
     def _visit(self, value: Any, name: str) -> None:
         if isinstance(value, (torch.Tensor, *ARRAYS)):
             self.watches.content(value, name)
-        elif isinstance(value, _INERT):
+        elif isinstance(value, _INERT) or value is linecache.cache:
             return
         elif is_source(value):
             self.watches.moving.append(name)
