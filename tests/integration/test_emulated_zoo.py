@@ -57,7 +57,7 @@ def in_smallest_budget(model: nn.Module, inputs: dict[str, Any], cache: Path) ->
     made = make_job(
         model, 0, checkpoint=None, dynamic_shapes=None, machine="emulated", config=config
     )
-    job = OnceCaptured(**{name: getattr(made, name) for name in Job.__dataclass_fields__})
+    job = OnceCaptured(**made.parts())
     call = normalize_call(model, (), inputs)
     with pytest.raises(InfeasiblePlanError) as error:
         job.prepare(*call)

@@ -49,7 +49,7 @@ def workload_of_file(path: Path, machine: Machine, *, batch: int, tokens: int) -
     with recording(groups_attention=is_host) as log, computing_with(outline_ops):
         bound, states = _bound(graph)
         # In the order, and with the names, that torch.export gives them.
-        names = {name: log.unused(_ODD.sub("_", name)) for name in sorted(sizes)}
+        names = {name: log.unused(_ODD.sub("_", name)) for name in sizes}
         given = {
             name: Outline(sizes[name], DTYPES[graph.inputs[name][0]], storage=Storage(f"%{own}", 0))
             for name, own in names.items()
