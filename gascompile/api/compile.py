@@ -372,6 +372,7 @@ def compile(  # noqa: A001 - the public name, as in torch.compile
 
     config = CompileConfig.of(
         cache_dir,
+        budget,
         time_limit_s=time_limit_s,
         mip_gap=mip_gap,
         strategy=strategy,

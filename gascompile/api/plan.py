@@ -91,6 +91,7 @@ def plan(
     _require_plannable(source, strategy)
     config = CompileConfig.of(
         cache_dir,
+        budget,
         time_limit_s=time_limit_s,
         mip_gap=mip_gap,
         strategy=strategy,
@@ -200,7 +201,7 @@ def plan_with_program(
         raise ValueError("a workload is costs of ops without a program; give the model itself")
     from gascompile.api.model_planning import plan_model
 
-    config = CompileConfig.of(cache_dir, **options)
+    config = CompileConfig.of(cache_dir, budget, **options)
     resolved, limits = _target(machine, budget, config)
     return plan_model(
         source,

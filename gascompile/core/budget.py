@@ -22,6 +22,8 @@ class Budget:
 
     sizes: tuple[tuple[str, Size], ...]
     """By name, in the order of the names, so that equal budgets compare equal."""
+    nvme_path: str | None
+    """The folder on the drive where what leaves memory lies; ``None`` for that of ``cache_dir``."""
 
     def __init__(
         self,
@@ -35,14 +37,8 @@ class Budget:
         """Take sizes by place; ``gpu``, ``cpu`` and ``nvme`` are the places of these names.
 
         Raises:
-            ValueError: the sizes are no mapping from names, a place is given twice, or ``nvme_path`` is given:
-                ``cache_dir`` says where what leaves memory lies.
+            ValueError: the sizes are no mapping from names, or a place is given twice.
         """
-        if nvme_path is not None:
-            raise ValueError(
-                f"a Budget has sizes alone, and what leaves memory lies below cache_dir: leave out nvme_path, and pass "
-                f"cache_dir={nvme_path!r} to compile, if that is a folder on the drive that is meant"
-            )
         if places is not None and not isinstance(places, Mapping):
             raise ValueError(
                 f"a Budget takes sizes by place, not {places!r}; write Budget(gpu=...), Budget(cpu=...) or "
@@ -59,10 +55,12 @@ class Budget:
                 raise ValueError(f"the budget of '{name}' is given twice; give it once")
             sizes[name] = value
         object.__setattr__(self, "sizes", tuple(sorted(sizes.items())))
+        object.__setattr__(self, "nvme_path", nvme_path)
 
     def __repr__(self) -> str:
         """Return the call that makes it."""
-        return f"Budget({dict(self.sizes)!r})"
+        path = "" if self.nvme_path is None else f", nvme_path={self.nvme_path!r}"
+        return f"Budget({dict(self.sizes)!r}{path})"
 
     @property
     def gpu(self) -> Size | None:
@@ -81,7 +79,7 @@ class Budget:
 
     def with_size(self, place: str, size: Size) -> Budget:
         """Return the budget with another size of ``place``."""
-        return Budget({**dict(self.sizes), place: size})
+        return Budget({**dict(self.sizes), place: size}, nvme_path=self.nvme_path)
 
     def limits_bytes(self, machine: Machine) -> dict[str, int]:
         """Return the limit of every place of ``machine`` in bytes.

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypedDict
 
+from gascompile.core.budget import Budget
 from gascompile.core.own_files import own_cache
 
 CACHE_VARIABLE = "GASCOMPILE_CACHE_DIR"
@@ -26,6 +27,22 @@ def default_cache_dir() -> Path:
         return Path(given).expanduser()
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "gascompile"
+
+
+def folder_of(cache_dir: str | os.PathLike[str] | None, budget: object = None) -> Path:
+    """Return where plans and what leaves memory are kept: as told, else the budget's ``nvme_path``, else by default.
+
+    Raises:
+        ValueError: ``cache_dir`` and the budget name two folders.
+    """
+    on_drive = budget.nvme_path if isinstance(budget, Budget) else None
+    if cache_dir is None:
+        return default_cache_dir() if on_drive is None else Path(on_drive)
+    if on_drive is not None and os.path.abspath(on_drive) != os.path.abspath(cache_dir):
+        raise ValueError(
+            f"what leaves memory lies in one folder: leave out nvme_path={on_drive!r} or cache_dir={str(cache_dir)!r}"
+        )
+    return Path(cache_dir)
 
 
 class SearchLimits(TypedDict):
@@ -64,11 +81,11 @@ class CompileConfig:
     cache_dir: Path = field(default_factory=default_cache_dir, metadata={"fingerprint": False})
 
     @classmethod
-    def of(cls, cache_dir: str | os.PathLike[str] | None, **options: Any) -> CompileConfig:
-        """Return options as public functions take them: without a folder that of ``default_cache_dir``."""
-        return cls(
-            cache_dir=default_cache_dir() if cache_dir is None else Path(cache_dir), **options
-        )
+    def of(
+        cls, cache_dir: str | os.PathLike[str] | None, budget: object = None, **options: Any
+    ) -> CompileConfig:
+        """Return options as public functions take them; the folder is that of ``folder_of``."""
+        return cls(cache_dir=folder_of(cache_dir, budget), **options)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "cache_dir", own_cache(self.cache_dir.expanduser()))

@@ -15,7 +15,7 @@ from gascompile.api.plan import machine_of
 from gascompile.core import serial
 from gascompile.core.budget import Budget
 from gascompile.core.checks.workload_files import is_workload_file, load_workload
-from gascompile.core.config import CompileConfig, default_cache_dir
+from gascompile.core.config import CompileConfig, folder_of
 from gascompile.core.errors import DeviceMapError, FormatError
 from gascompile.core.machine import Machine
 from gascompile.core.plan import Plan
@@ -102,7 +102,7 @@ class Mapped:
         sites: bool = False,
     ) -> Mapped:
         """Read the source; arguments are those of ``device_map_plan``, and whether ops may run beside the device."""
-        folder = Path(cache_dir) if cache_dir is not None else default_cache_dir()
+        folder = folder_of(cache_dir, budget)
         resolved = machine_of(machine, folder)
         workload, modules = _workload_of(source, resolved, (batch, tokens), folder, sites=sites)
         limits = Budget.of(budget, resolved)

@@ -11,7 +11,6 @@ import logging
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -22,7 +21,7 @@ from gascompile.api.sources import open_source
 from gascompile.api.unit import Unit
 from gascompile.codegen.allocator_library import allocation_counter
 from gascompile.core.budget import Budget
-from gascompile.core.config import CompileConfig, default_cache_dir
+from gascompile.core.config import CompileConfig, folder_of
 from gascompile.core.errors import (
     BudgetExceededError,
     CheckpointError,
@@ -98,7 +97,7 @@ class Generator:
         self._vocabulary = int(lm.get_input_embeddings().num_embeddings)
         self.eos_token_ids = _eos_token_ids(lm)
         self._step = DecodingStep(lm, self.max_length).eval()
-        self._cache_dir = default_cache_dir() if cache_dir is None else Path(cache_dir)
+        self._cache_dir = folder_of(cache_dir, budget)
         # Ops run one by one here, so kernels would be compiled for nothing.
         config = CompileConfig(
             time_limit_s=time_limit_s, cache_dir=self._cache_dir, fuse="off", on_exceed=on_exceed

@@ -150,6 +150,7 @@ def compile_step(
         together = _together(ranks, model, loss_fn, optimizer, rows, settings)
         config = CompileConfig.of(
             cache_dir,
+            budget,
             time_limit_s=time_limit_s,
             mip_gap=mip_gap,
             fuse=fuse if on_nan != "locate" else "off",

@@ -46,11 +46,6 @@ def test_it_is_refused_at_once(
         ask(nn.Linear(2, 2))
 
 
-def test_a_budget_has_sizes_alone() -> None:
-    with pytest.raises(ValueError, match="cache_dir='/data'"):
-        gascompile.Budget(cpu="1GiB", nvme_path="/data")
-
-
 def test_a_model_without_shapes_is_refused() -> None:
     with pytest.raises(CaptureError, match=r"'0\.weight' has no shape yet; call the model once"):
         require_plain_model(nn.Sequential(nn.LazyLinear(8)))

@@ -3,11 +3,40 @@
 from __future__ import annotations
 
 import linecache
+from collections.abc import Callable
+from typing import Any
 
+import torch
 from torch import nn
 
 from gascompile.capture.record.record import _EVERYTHING
 from gascompile.capture.record.watches import watch
+
+
+class Answering:
+    """Whatever is asked of it, it is another one of its kind; counts how often."""
+
+    num_asked = 0
+
+    def __getattr__(self, name: str) -> Answering:
+        Answering.num_asked += 1
+        return Answering()
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+ANSWERING: Any = Answering()
+
+
+def test_an_object_that_has_every_attribute_is_looked_at_once() -> None:
+    def call(x: torch.Tensor) -> Any:
+        return ANSWERING(x)
+
+    functions: list[Callable[..., Any]] = [call]
+    code = [(call.__code__, call.__globals__)]
+    watch(nn.Linear(2, 2), functions, code, _EVERYTHING, versions=True)
+    assert Answering.num_asked < 10
 
 
 def test_lines_that_messages_quote_are_no_part_of_a_capture() -> None:

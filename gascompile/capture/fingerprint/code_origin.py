@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import enum
 import importlib.machinery
+import inspect
 import os
 import sys
 import sysconfig
 import types
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -96,6 +98,16 @@ def key_of(code: types.CodeType) -> str:
 def place_of(code: types.CodeType) -> str:
     """Return what tells a function from all others of this process."""
     return f"{key_of(code)}:{code.co_firstlineno}"
+
+
+def wrapped_by(value: Any) -> Any:
+    """Return the function that a wrapper stands for; ``None`` where ``value`` is none.
+
+    Some objects answer with a new one of their kind, whatever is asked of them: only what is there counts.
+    """
+    if not callable(value) or inspect.getattr_static(value, "__wrapped__", None) is None:
+        return None
+    return value.__wrapped__
 
 
 def _is_frozen(module: types.ModuleType) -> bool:

@@ -20,7 +20,12 @@ import torch
 
 from gascompile.capture.fingerprint.code_fingerprint import module_digest
 from gascompile.capture.fingerprint.code_names import names_of
-from gascompile.capture.fingerprint.code_origin import Origin, origin_of_module, place_of
+from gascompile.capture.fingerprint.code_origin import (
+    Origin,
+    origin_of_module,
+    place_of,
+    wrapped_by,
+)
 from gascompile.capture.fingerprint.value_digest import ValueDigest
 from gascompile.capture.record.recorder import Running, variable
 from gascompile.capture.record.watched import Reads
@@ -176,10 +181,10 @@ def _function_code(name: str) -> types.CodeType | None:
     found = _function(name)
     found = getattr(found, "__func__", found)
     found = getattr(found, "fget", found)
-    seen: set[int] = set()
-    while hasattr(found, "__wrapped__") and id(found) not in seen:
-        seen.add(id(found))
-        found = found.__wrapped__
+    seen: dict[int, Any] = {}
+    while id(found) not in seen and (wrapped := wrapped_by(found)) is not None:
+        seen[id(found)] = found
+        found = wrapped
     return getattr(found, "__code__", None)
 
 

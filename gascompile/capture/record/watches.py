@@ -27,6 +27,7 @@ from gascompile.capture.fingerprint.code_origin import (
     origin_of_code,
     origin_of_module,
     origin_of_name,
+    wrapped_by,
 )
 from gascompile.capture.record.likeness import GONE, SCALARS
 from gascompile.capture.record.op_names import look_up_op, look_up_overloads
@@ -209,8 +210,7 @@ class _Walk:
             self.item(owner, key, f"{name}[{key!r:.40}]")
 
     def _object(self, value: Any, name: str) -> None:
-        wrapped = getattr(value, "__wrapped__", None) if callable(value) else None
-        if wrapped is not None:
+        if (wrapped := wrapped_by(value)) is not None:
             self.value(wrapped, name)
         if isinstance(value, (set, frozenset)):
             self.watches.size(value, name)
