@@ -1,17 +1,21 @@
 """Memory cells: a few words of each tensor's memory, which show that it was written to past its version.
 
 Writes through ``.data``, NumPy or pointers leave no trace but the values. To compare all of these would take as long as
-to compute with them; what overwrites, scales or merges a whole tensor shows in any few of them.
+to compute with them; what overwrites, scales or merges a whole tensor shows in any few of them. Tensors that lie in
+files are left out: whoever reads memory of a file that was cut short is ended by a signal, before its stamp says so.
 """
 
 from __future__ import annotations
 
 import ctypes
 import operator
+from bisect import bisect_right
 from collections.abc import Sequence
 
 import torch
 from torch import nn
+
+from gascompile.weights.mapped import file_ranges
 
 _BYTES = 8
 """Of a word."""
@@ -30,8 +34,12 @@ class Cells:
         """Take note of what stands in each."""
         self._cells: list[ctypes.c_uint64] = []
         self._owners: list[int] = []
-        for number, tensor in enumerate(tensors):
-            found = [] if tensor is None else _cells_of(tensor)
+        near = {
+            i: tensor for i, tensor in enumerate(tensors) if tensor is not None and _is_near(tensor)
+        }
+        in_files = _InFiles() if near else None
+        for number, tensor in near.items():
+            found = [] if in_files is None or in_files.has(tensor) else _cells_of(tensor)
             self._cells += found
             self._owners += [number] * len(found)
         self._noted = list(map(_VALUE, self._cells))
@@ -45,11 +53,35 @@ class Cells:
         return next(owner for owner, new, old in pairs if new != old)
 
 
+class _InFiles:
+    """Memory that lies in files; all of it where the system does not tell."""
+
+    def __init__(self) -> None:
+        """Look at the memory of this process."""
+        try:
+            self._ranges: list[tuple[int, int]] | None = file_ranges()
+        except OSError:
+            self._ranges = None
+        self._begins = [begin for begin, _ in self._ranges or ()]
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        """Return whether part of a contiguous tensor does."""
+        begin, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+        if self._ranges is None:
+            return True
+        # Of the ranges that begin before the tensor ends, the last ends last.
+        last = bisect_right(self._begins, end - 1) - 1
+        return last >= 0 and self._ranges[last][1] > begin
+
+
+def _is_near(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor's memory can be read: it is whole, of no kind of its own, and on the host."""
+    is_host = type(tensor) in _PLAIN and tensor.device.type == "cpu"
+    return is_host and tensor.layout is torch.strided and tensor.is_contiguous()
+
+
 def _cells_of(tensor: torch.Tensor) -> list[ctypes.c_uint64]:
-    """Return words of a tensor's memory; none where it is on a device, of a kind of its own, or too small."""
-    is_near = type(tensor) in _PLAIN and tensor.device.type == "cpu"
-    if not is_near or tensor.layout is not torch.strided or not tensor.is_contiguous():
-        return []
+    """Return words of a tensor's memory; none where it is too small."""
     begin, words = tensor.data_ptr(), tensor.nbytes // _BYTES
     if not begin or not words:
         return []

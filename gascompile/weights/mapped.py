@@ -77,15 +77,34 @@ def mapped_weights(tensors: Mapping[str, torch.Tensor]) -> Checkpoint:
     return Checkpoint(sources=sources, stamps=tuple(kept.values()))
 
 
+def file_ranges() -> list[tuple[int, int]]:
+    """Return the begin and end of memory that lies in files, by address, whoever else sees what is written to it.
+
+    Where a file is cut short, whoever reads its memory is ended by a signal.
+
+    Raises:
+        OSError: the system does not tell.
+    """
+    ranges = (fields[0].partition("-") for fields in _file_lines())
+    return [(int(begin, 16), int(end, 16)) for begin, _, end in ranges]
+
+
+def _file_lines() -> Iterator[list[str]]:
+    lines = Path(_MAPS).read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+    for line in lines:
+        fields = line.split(maxsplit=5)
+        if len(fields) == 6 and fields[5].startswith("/"):
+            yield fields
+
+
 def _maps() -> Iterator[_Map]:
     """Yield the private maps of files, by address; none where the system does not tell."""
     try:
-        lines = Path(_MAPS).read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+        lines = list(_file_lines())
     except OSError:
         return
-    for line in lines:
-        fields = line.split(maxsplit=5)
-        if len(fields) < 6 or not fields[1].endswith("p") or not fields[5].startswith("/"):
+    for fields in lines:
+        if not fields[1].endswith("p"):
             continue
         begin, _, end = fields[0].partition("-")
         major, _, minor = fields[3].partition(":")
