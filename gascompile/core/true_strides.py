@@ -6,9 +6,10 @@ after them, views and formulas of gradients, depends on that.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -27,19 +28,56 @@ _INPUTS = {
 """Ops whose first result lies as kernels lay it out for the argument of this number."""
 
 
-@contextmanager
+_MOST_SHAPES = 1 << 16
+"""Calls whose fake results are remembered: some 100 MB. A model of a hundred layers makes fewer than 1,000 of them."""
+_lock = threading.Lock()
+_depth = 0
+"""Contexts that are open, in all threads: torch's tables are the process's."""
+_undo = contextlib.ExitStack()
+_results: dict[Any, Any] = {}
+"""What torch remembers of fake results that have true strides, for the next context; its own differ."""
+
+
+@contextlib.contextmanager
 def true_strides() -> Iterator[None]:
     """Let fake tensors have the strides of real ones."""
+    global _depth
+    with _lock:
+        if _depth == 0:
+            _undo.enter_context(_replaced())
+        _depth += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _depth -= 1
+            if _depth == 0:
+                _undo.close()
+
+
+@contextlib.contextmanager
+def _replaced() -> Iterator[None]:
     before = {op: decomposition_table[op] for op in _INPUTS if op in decomposition_table}
+    own = FakeTensorMode.cache
+    if len(_results) > _MOST_SHAPES:
+        _results.clear()
+    _forget_graphs(own)
     try:
         for op, description in before.items():
             decomposition_table[op] = _laid_out(description, _INPUTS[op])
-        FakeTensorMode.cache_clear()
+        FakeTensorMode.cache = _results
         yield
     finally:
         for op, description in before.items():
             decomposition_table[op] = description
-        FakeTensorMode.cache_clear()
+        FakeTensorMode.cache = own
+        _forget_graphs(_results)
+
+
+def _forget_graphs(results: dict[Any, Any]) -> None:
+    """Drop results that are kept by the identity of a graph: torch drops them with it only while they are in use."""
+    for call in [call for call in results if not isinstance(call.key[0], torch._ops.OpOverload)]:
+        del results[call]
 
 
 def _laid_out(description: Callable[..., Any], number: int) -> Callable[..., Any]:
