@@ -30,29 +30,36 @@ _INPUTS = {
 
 _MOST_SHAPES = 1 << 16
 """Calls whose fake results are remembered: some 100 MB. A model of a hundred layers makes fewer than 1,000 of them."""
-_lock = threading.Lock()
-_depth = 0
-"""Contexts that are open, in all threads: torch's tables are the process's."""
-_undo = contextlib.ExitStack()
 _results: dict[Any, Any] = {}
 """What torch remembers of fake results that have true strides, for the next context; its own differ."""
+
+
+class _Contexts:
+    """Those that are open, in all threads: torch's tables are the process's."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.count = 0
+        self.undo = contextlib.ExitStack()
+
+
+_contexts = _Contexts()
 
 
 @contextlib.contextmanager
 def true_strides() -> Iterator[None]:
     """Let fake tensors have the strides of real ones."""
-    global _depth
-    with _lock:
-        if _depth == 0:
-            _undo.enter_context(_replaced())
-        _depth += 1
+    with _contexts.lock:
+        if _contexts.count == 0:
+            _contexts.undo.enter_context(_replaced())
+        _contexts.count += 1
     try:
         yield
     finally:
-        with _lock:
-            _depth -= 1
-            if _depth == 0:
-                _undo.close()
+        with _contexts.lock:
+            _contexts.count -= 1
+            if _contexts.count == 0:
+                _contexts.undo.close()
 
 
 @contextlib.contextmanager
