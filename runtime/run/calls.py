@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -62,6 +63,11 @@ _DIRECT: dict[object, Callable[..., Value]] = {
 
 [Empirical] They take 1.1 to 4.9 us where the overload takes 2.2 to 9; a token of a language model is hundreds of calls.
 """
+_EXACT = (
+    _aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default, _aten.linear.default,
+    _aten.embedding.default, _aten._softmax.default, _aten._softmax_backward_data.default, _aten.native_layer_norm.default,
+)  # fmt: skip
+"""Ops whose results have the memory of their elements and no more, as those have that torch calls pointwise."""
 _MAKING = (_aten.linear.default, _aten.scaled_dot_product_attention.default)
 """Ops of which torch does not say that their results are new, as those of products are."""
 
@@ -72,6 +78,31 @@ def call_directly(target: torch._ops.OpOverload, function: Callable[..., Value])
     The dispatcher takes some 15 us to find it, which is more than the update of a small parameter.
     """
     _DIRECT[target] = function
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """How several calls of one function are made at once."""
+
+    prepare: Callable[[Sequence[tuple[Value, ...]]], Callable[..., object]]
+    """Returns what makes them in each run, of their arguments, those below left out: it takes these."""
+    each: int
+    """The argument that is another one in each call; of all calls they come as a list."""
+    shared: tuple[int, ...]
+    """Arguments that all these calls have in common."""
+
+
+_JOINED: dict[object, Joined] = {}
+
+
+def call_at_once(function: Callable[..., Value], joined: Joined) -> None:
+    """Have runs make several calls of ``function``, which returns nothing, at once where their order is free."""
+    _JOINED[function] = joined
+
+
+def joined(function: object) -> Joined | None:
+    """Return how several calls of a function are made at once, if they can be."""
+    return _JOINED.get(function)
 
 
 def direct(target: Callable[..., Value]) -> Callable[..., Value]:
@@ -86,6 +117,13 @@ def may_return_its_input(target: Value) -> bool:
     return any(value.alias_info for value in target._schema.returns) or (
         torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), "CompositeImplicitAutograd")
     )
+
+
+def takes_what_it_returns(target: Value) -> bool:
+    """Return whether an op's result has the memory of its elements alone."""
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    return target in _EXACT or torch.Tag.pointwise in target.tags
 
 
 def returns_its_first(target: Value) -> bool:
@@ -155,6 +193,20 @@ def patching(
         return function(*values)
 
     return call
+
+
+@dataclass(frozen=True, slots=True)
+class Changing:
+    """A function that changes what the store holds, which is told before."""
+
+    function: Callable[..., Value]
+    store: Store
+    names: tuple[str, ...]
+
+    def __call__(self, *values: Value) -> Value:
+        # Before: an interrupt in between leaves no new value that is taken for the old one.
+        self.store.changed(self.names)
+        return self.function(*values)
 
 
 def with_keywords(
