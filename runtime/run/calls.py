@@ -17,12 +17,14 @@ Value = Any
 _aten = torch.ops.aten
 _nn = torch._C._nn
 _DIRECT: dict[object, Callable[..., Value]] = {
+    _aten._log_softmax.default: torch._log_softmax,
     _aten._softmax.default: torch._softmax,
     _aten.add.Tensor: torch.add,
     _aten.addmm.default: torch.addmm,
     _aten.arange.default: torch.arange,
     _aten.bmm.default: torch.bmm,
     _aten.cat.default: torch.cat,
+    _aten.clone.default: torch.clone,
     _aten.cos.default: torch.cos,
     _aten.detach.default: torch.detach,
     _aten.div.Tensor: torch.div,
@@ -35,10 +37,12 @@ _DIRECT: dict[object, Callable[..., Value]] = {
     _aten.matmul.default: torch.matmul,
     _aten.mean.dim: torch.mean,
     _aten.mm.default: torch.mm,
+    _aten.mse_loss.default: _nn.mse_loss,
     _aten.mul.Tensor: torch.mul,
     _aten.narrow.default: torch.narrow,
     _aten.native_layer_norm.default: torch.native_layer_norm,
     _aten.neg.default: torch.neg,
+    _aten.ones_like.default: torch.ones_like,
     _aten.permute.default: torch.permute,
     _aten.pow.Tensor_Scalar: torch.pow,
     _aten.relu.default: torch.relu,
@@ -107,6 +111,10 @@ def joined(function: object) -> Joined | None:
 
 def direct(target: Callable[..., Value]) -> Callable[..., Value]:
     """Return what to call for an op: the same, or what does the same with less around it."""
+    if type(target) is torch._ops.OpOverload and target not in _DIRECT:
+        # All that the overload does is to call it.
+        function: Callable[..., Value] = target._op
+        return function
     return _DIRECT.get(target, target)
 
 

@@ -8,7 +8,6 @@ workspace that the plan reserves for it counts too. The user's inputs are the us
 from __future__ import annotations
 
 import os
-import resource
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -177,16 +176,8 @@ class LiveBytes:
             self.live_bytes -= self._sizes.pop(name, 0)
 
 
-_peak: dict[int, int] = {}
-"""By process, what the kernel said when it was last asked."""
-
-
 def process_peak_bytes() -> int:
     """Return the high-water mark of the process's memory as the kernel knows it; 0 where it does not say."""
-    usage_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
-    if usage_bytes == _peak.get(os.getpid()):
-        # The same mark, unless an ancestor's program before had a higher one: then the two differ.
-        return usage_bytes
     # After each run: as Python's own files, with their buffers, it would take half of the time of a short one.
     try:
         file = os.open("/proc/self/status", os.O_RDONLY | os.O_CLOEXEC)
@@ -197,7 +188,4 @@ def process_peak_bytes() -> int:
     except OSError:
         return 0
     start = status.find(b"\nVmHWM:")
-    peak_bytes = int(status[start + 7 :].split(None, 1)[0]) << 10 if start >= 0 else 0
-    _peak.clear()
-    _peak[os.getpid()] = peak_bytes
-    return peak_bytes
+    return int(status[start + 7 :].split(None, 1)[0]) << 10 if start >= 0 else 0

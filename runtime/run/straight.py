@@ -87,9 +87,10 @@ def written_out(schedule: RunSchedule, lasting: frozenset[int] = frozenset()) ->
     """
     writer = _Writer(schedule, lasting)
     late = writer.late()
+    kept = frozenset(slot for steps in late.values() for step in steps for slot in step.trait.reads)
     for step in schedule.steps:
         if not late or not step.is_late:
-            writer.step(step)
+            writer.step(step, kept)
     writer.at_once(late)
     return writer.finish()
 
@@ -103,7 +104,12 @@ class _Writer:
         self._begin += [slot for slot in sorted(made) if schedule.slots[slot] is not None]
         self._local = set(made).union(self._begin)
         self._names = _Names(self._slots, self._local)
-        fixed = {i for i, value in enumerate(self._slots) if id(value) in lasting} - self._local
+        fixed = {
+            i
+            for i, value in enumerate(self._slots)
+            # What is out of memory at this time has no views.
+            if id(value) in lasting and i not in self._local and value.untyped_storage().nbytes()
+        }
         self._fold(fixed, {i for i, count in made.items() if count == 1})
         self._symbols: list[Value] = [
             _Slot(self._names.slot(i), i) for i in range(len(self._slots))
@@ -153,8 +159,8 @@ class _Writer:
                 found.setdefault((kind, shared), []).append(step)
         return found
 
-    def step(self, step: RunStep) -> None:
-        """Write a step."""
+    def step(self, step: RunStep, kept: frozenset[int]) -> None:
+        """Write a step, which frees nothing that is ``kept`` for later ones."""
         if step.result not in self._local:
             return
         arguments = step.gather(self._symbols)
@@ -163,7 +169,7 @@ class _Writer:
             call = texts
         else:
             call = f"{self._names.constant(step.function)}({texts})"
-        self._line(step, f"v{step.result} = {call}", step.frees)
+        self._line(step, f"v{step.result} = {call}", (s for s in step.frees if s not in kept))
 
     def at_once(self, late: Mapping[tuple[Joined, tuple[str, ...]], list[RunStep]]) -> None:
         """Write the steps that run after all others."""
@@ -171,7 +177,7 @@ class _Writer:
             calls = [step.function for step in steps if isinstance(step.function, Changing)]
             names = tuple(name for call in calls for name in call.names)
             changed = self._names.constant(calls[0].store.changed)
-            self._line(steps[0], f"{changed}({self._names.constant(names)})", ())
+            self._line(steps[0], f"{changed}({self._names.constant(names)})")
             arguments = [step.gather(self._symbols) for step in steps]
             left_out = {kind.each, *kind.shared}
             rows = [
@@ -180,9 +186,9 @@ class _Writer:
             ]
             each = ", ".join(row[kind.each].text for row in arguments)
             call = f"{self._names.constant(kind.prepare(rows))}([{each}], {', '.join(shared)})"
-            self._line(steps[0], call, [slot for step in steps for slot in step.frees])
+            self._line(steps[0], call)
 
-    def _line(self, step: RunStep, statement: str, frees: Iterable[int]) -> None:
+    def _line(self, step: RunStep, statement: str, frees: Iterable[int] = ()) -> None:
         freed = " = ".join((*(f"v{slot}" for slot in frees if slot in self._local), "None"))
         self._lines.append(_lines((statement, freed)))
         self._steps.append(step)

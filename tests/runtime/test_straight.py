@@ -117,6 +117,7 @@ _X, _Y, _W = torch.randn(3, 4), torch.randn(3, 4), torch.randn(4, 4)
 _Q, _POSITIONS = torch.randn(1, 2, 3, 4), torch.tensor([0, 2])
 _B = torch.randn(4)
 _SAMPLES: dict[object, tuple[Any, ...]] = {
+    aten._log_softmax.default: (_X, -1, False),
     aten._softmax.default: (_X, -1, False),
     aten.addmm.default: (_B, _X, _W, {"beta": 0.5, "alpha": 2}),
     aten.arange.default: (5, {"dtype": torch.int32, "device": torch.device("cpu")}),
@@ -132,6 +133,7 @@ _SAMPLES: dict[object, tuple[Any, ...]] = {
     aten.matmul.default: (_X, _W),
     aten.mean.dim: (_X, [-1], True),
     aten.mm.default: (_X, _W),
+    aten.mse_loss.default: (_X, _Y, 2),
     aten.mul.Tensor: (_X, 2),
     aten.narrow.default: (_Q, 2, 1, 2),
     aten.native_layer_norm.default: (_X, [4], _B, None, 1e-3),
