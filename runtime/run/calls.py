@@ -37,7 +37,6 @@ _DIRECT: dict[object, Callable[..., Value]] = {
     _aten.matmul.default: torch.matmul,
     _aten.mean.dim: torch.mean,
     _aten.mm.default: torch.mm,
-    _aten.mse_loss.default: _nn.mse_loss,
     _aten.mul.Tensor: torch.mul,
     _aten.narrow.default: torch.narrow,
     _aten.native_layer_norm.default: torch.native_layer_norm,
@@ -69,7 +68,8 @@ _DIRECT: dict[object, Callable[..., Value]] = {
 """
 _EXACT = (
     _aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default, _aten.linear.default,
-    _aten.embedding.default, _aten._softmax.default, _aten._softmax_backward_data.default, _aten.native_layer_norm.default,
+    _aten.embedding.default, _aten.native_layer_norm.default, _aten._softmax.default,
+    _aten._softmax_backward_data.default,
 )  # fmt: skip
 """Ops whose results have the memory of their elements and no more, as those have that torch calls pointwise."""
 _MAKING = (_aten.linear.default, _aten.scaled_dot_product_attention.default)

@@ -43,7 +43,9 @@ def late_updates(graph: fx.Graph, plan: Plan, fixed_bytes: int) -> frozenset[fx.
     still = all(n.target is moves.resident or n.target not in moves.MOVES for n in graph.nodes)
     if not still or budget_bytes is None:
         return frozenset()
-    room_bytes = min(_MOST_BYTES, (budget_bytes - fixed_bytes - plan.peak_bytes.get(tier, 0)) // _COPIES)
+    room_bytes = min(
+        _MOST_BYTES, (budget_bytes - fixed_bytes - plan.peak_bytes.get(tier, 0)) // _COPIES
+    )
     sizes = _made_bytes(plan)
     roots = _roots(graph)
     read: set[Root] = set()
@@ -97,7 +99,9 @@ def _roots(graph: fx.Graph) -> dict[fx.Node, frozenset[Root]]:
             inputs = frozenset(_of(found, node.all_input_nodes))
             if node.target is operator.getitem:
                 own = inputs
-            elif not isinstance(node.target, torch._ops.OpOverload) or may_return_its_input(node.target):
+            elif not isinstance(node.target, torch._ops.OpOverload) or may_return_its_input(
+                node.target
+            ):
                 own |= inputs
         else:
             # Inputs, and constants, may share memory among each other.

@@ -124,7 +124,12 @@ class _Writer:
         free = once - set(self._schedule.outputs)
         for step in self._schedule.steps:
             reads = step.trait.reads
-            if step.function in _VIEWS and step.result in free and reads and fixed.issuperset(reads):
+            if (
+                step.function in _VIEWS
+                and step.result in free
+                and reads
+                and fixed.issuperset(reads)
+            ):
                 self._slots[step.result] = step.function(*step.gather(self._slots))
                 fixed.add(step.result)
                 self._local.discard(step.result)
@@ -148,7 +153,9 @@ class _Writer:
         found: dict[tuple[Joined, tuple[str, ...]], list[RunStep]] = {}
         for step in self._schedule.steps:
             if step.is_late:
-                kind = joined(step.function.function) if isinstance(step.function, Changing) else None
+                kind = (
+                    joined(step.function.function) if isinstance(step.function, Changing) else None
+                )
                 arguments = step.gather(self._symbols)
                 if kind is None or len(arguments) <= max(kind.each, *kind.shared):
                     return {}
@@ -164,11 +171,9 @@ class _Writer:
         if step.result not in self._local:
             return
         arguments = step.gather(self._symbols)
-        texts = ", ".join(map(self._names.text, arguments))
-        if step.result in self._turned:
-            call = texts
-        else:
-            call = f"{self._names.constant(step.function)}({texts})"
+        call = ", ".join(map(self._names.text, arguments))
+        if step.result not in self._turned:
+            call = f"{self._names.constant(step.function)}({call})"
         self._line(step, f"v{step.result} = {call}", (s for s in step.frees if s not in kept))
 
     def at_once(self, late: Mapping[tuple[Joined, tuple[str, ...]], list[RunStep]]) -> None:

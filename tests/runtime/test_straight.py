@@ -133,7 +133,6 @@ _SAMPLES: dict[object, tuple[Any, ...]] = {
     aten.matmul.default: (_X, _W),
     aten.mean.dim: (_X, [-1], True),
     aten.mm.default: (_X, _W),
-    aten.mse_loss.default: (_X, _Y, 2),
     aten.mul.Tensor: (_X, 2),
     aten.narrow.default: (_Q, 2, 1, 2),
     aten.native_layer_norm.default: (_X, [4], _B, None, 1e-3),

@@ -30,7 +30,10 @@ class AdamsAtOnce:
         self, gradients: list[torch.Tensor], hyper: torch.Tensor, scale: torch.Tensor | None
     ) -> None:
         """Update all of them."""
-        if not self._is_whole or [(g.shape, g.stride(), g.dtype) for g in gradients] != self._layouts:
+        if (
+            not self._is_whole
+            or [(g.shape, g.stride(), g.dtype) for g in gradients] != self._layouts
+        ):
             for call, gradient in zip(self._calls, gradients, strict=True):
                 update_ops.adam_now(call[0], gradient, *call[2:4], hyper, scale, *call[6:])
             return

@@ -101,9 +101,7 @@ class Covers:
         count = sum(len(m._parameters) + len(m._buffers) for m in self.modules)
         same = all(held.get(leaf) is tensor for held, leaf, tensor in self._places)
         none = sum(
-            v is None
-            for m in self.modules
-            for v in (*m._parameters.values(), *m._buffers.values())
+            v is None for m in self.modules for v in (*m._parameters.values(), *m._buffers.values())
         )
         if (
             not same
