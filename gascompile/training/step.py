@@ -13,9 +13,8 @@ from typing import Any, Self
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
-from gascompile.capture.batches import admit
+from gascompile.capture.batches import admit, leaves_of
 from gascompile.core.errors import BudgetExceededError, StorageError, UnsupportedOpError
 from gascompile.core.kernels import FusedReport
 from gascompile.core.plan import Plan
@@ -192,7 +191,9 @@ class TrainingStep(StepValues):
         # One program for all of them, where torch's own optimizer updates.
         updates = updates and not self._settings.unplanned
         pending = self._states.pending if self._states and updates else frozenset()
-        kind = kind_of(self._model, batch, trains=trains, calls=calls)
+        covers = self._states.covers if self._states else None
+        of = (covers.modules, covers.parameters) if covers else None
+        kind = kind_of(self._model, batch, trains=trains, calls=calls, of=of)
         unit = self._units.find(kind, updates=updates, pending=pending)
         if unit is not None:
             return unit
@@ -264,7 +265,7 @@ class TrainingStep(StepValues):
             ranks.meet(unit, batch, hyper, states)
         states.covers.changed()
         outside = map(values_of, unit.program.outside)
-        inputs = [*pytree.tree_leaves(batch), *outside, *hyper]
+        inputs = [*leaves_of(batch), *outside, *hyper]
         unfinished = self._holdings.unfinished
         unfinished.begin(states.persistent)
         try:

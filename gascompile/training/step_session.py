@@ -17,6 +17,7 @@ from gascompile.runtime.memory.persistent import Persistent
 from gascompile.runtime.memory.run_memory import RunMemory
 from gascompile.runtime.memory.spill import Spill
 from gascompile.runtime.run.session import Session
+from gascompile.training.optimizers import updates_at_once
 from gascompile.training.planning.step_program import StepProgram
 
 
@@ -41,6 +42,7 @@ def open_session(
         in_ram: whether what ops take is the host's memory.
         reserved_bytes: of every plan's budget, for others than ops.
     """
+    updates_at_once.enter()
     return Session(
         arena_bytes=0,
         residents={},

@@ -63,6 +63,7 @@ class Persistent:
             self.tensors[name].untyped_storage().resize_(0)
         for name in unread:
             self.tensors[name].untyped_storage().resize_(0)
+        self._size_bytes = sum(self.sizes.values())
         self._sources = SourceSlots({}, ()) if sources is None else sources
         slots, offset = {}, 0
         for name, size_bytes in self.sizes.items():
@@ -109,6 +110,8 @@ class Persistent:
     @property
     def resident_bytes(self) -> int:
         """What is in memory."""
+        if not self._away:
+            return self._size_bytes
         return sum(size for name, size in self.sizes.items() if name not in self._away)
 
     def take_slots(self, names: Iterable[str]) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,12 +17,14 @@ Value = Any
 _aten = torch.ops.aten
 _nn = torch._C._nn
 _DIRECT: dict[object, Callable[..., Value]] = {
+    _aten._log_softmax.default: torch._log_softmax,
     _aten._softmax.default: torch._softmax,
     _aten.add.Tensor: torch.add,
     _aten.addmm.default: torch.addmm,
     _aten.arange.default: torch.arange,
     _aten.bmm.default: torch.bmm,
     _aten.cat.default: torch.cat,
+    _aten.clone.default: torch.clone,
     _aten.cos.default: torch.cos,
     _aten.detach.default: torch.detach,
     _aten.div.Tensor: torch.div,
@@ -38,6 +41,7 @@ _DIRECT: dict[object, Callable[..., Value]] = {
     _aten.narrow.default: torch.narrow,
     _aten.native_layer_norm.default: torch.native_layer_norm,
     _aten.neg.default: torch.neg,
+    _aten.ones_like.default: torch.ones_like,
     _aten.permute.default: torch.permute,
     _aten.pow.Tensor_Scalar: torch.pow,
     _aten.relu.default: torch.relu,
@@ -62,6 +66,12 @@ _DIRECT: dict[object, Callable[..., Value]] = {
 
 [Empirical] They take 1.1 to 4.9 us where the overload takes 2.2 to 9; a token of a language model is hundreds of calls.
 """
+_EXACT = (
+    _aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default, _aten.linear.default,
+    _aten.embedding.default, _aten.native_layer_norm.default, _aten._softmax.default,
+    _aten._softmax_backward_data.default,
+)  # fmt: skip
+"""Ops whose results have the memory of their elements and no more, as those have that torch calls pointwise."""
 _MAKING = (_aten.linear.default, _aten.scaled_dot_product_attention.default)
 """Ops of which torch does not say that their results are new, as those of products are."""
 
@@ -74,8 +84,37 @@ def call_directly(target: torch._ops.OpOverload, function: Callable[..., Value])
     _DIRECT[target] = function
 
 
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """How several calls of one function are made at once."""
+
+    prepare: Callable[[Sequence[tuple[Value, ...]]], Callable[..., object]]
+    """Returns what makes them in each run, of their arguments, those below left out: it takes these."""
+    each: int
+    """The argument that is another one in each call; of all calls they come as a list."""
+    shared: tuple[int, ...]
+    """Arguments that all these calls have in common."""
+
+
+_JOINED: dict[object, Joined] = {}
+
+
+def call_at_once(function: Callable[..., Value], joined: Joined) -> None:
+    """Have runs make several calls of ``function``, which returns nothing, at once where their order is free."""
+    _JOINED[function] = joined
+
+
+def joined(function: object) -> Joined | None:
+    """Return how several calls of a function are made at once, if they can be."""
+    return _JOINED.get(function)
+
+
 def direct(target: Callable[..., Value]) -> Callable[..., Value]:
     """Return what to call for an op: the same, or what does the same with less around it."""
+    if type(target) is torch._ops.OpOverload and target not in _DIRECT:
+        # All that the overload does is to call it.
+        function: Callable[..., Value] = target._op
+        return function
     return _DIRECT.get(target, target)
 
 
@@ -86,6 +125,13 @@ def may_return_its_input(target: Value) -> bool:
     return any(value.alias_info for value in target._schema.returns) or (
         torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), "CompositeImplicitAutograd")
     )
+
+
+def takes_what_it_returns(target: Value) -> bool:
+    """Return whether an op's result has the memory of its elements alone."""
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    return target in _EXACT or torch.Tag.pointwise in target.tags
 
 
 def returns_its_first(target: Value) -> bool:
@@ -155,6 +201,20 @@ def patching(
         return function(*values)
 
     return call
+
+
+@dataclass(frozen=True, slots=True)
+class Changing:
+    """A function that changes what the store holds, which is told before."""
+
+    function: Callable[..., Value]
+    store: Store
+    names: tuple[str, ...]
+
+    def __call__(self, *values: Value) -> Value:
+        # Before: an interrupt in between leaves no new value that is taken for the old one.
+        self.store.changed(self.names)
+        return self.function(*values)
 
 
 def with_keywords(

@@ -113,7 +113,7 @@ class Executor:
         self._has_residents = False
         """Whether all resident weights are there, for which no step waits any more."""
         self.last_run: RunReport | None = None
-        self._written_out = WrittenOut()
+        self._written_out = WrittenOut(self._lasting)
         self._lane: Lane | None = None
         """Of the latest run, where ops run on several sites."""
 
@@ -174,6 +174,13 @@ class Executor:
         self._ranges.clear()
         self._schedule = self._metered = replace(self._schedule, steps=(), slots=())
         self._written_out.clear()
+
+    def _lasting(self) -> frozenset[int]:
+        """Return the ``id`` of tensors that come and go, on the host, without ever having another storage."""
+        store = self._session.store
+        if store is None or not self._session.device.is_host:
+            return frozenset()
+        return frozenset(map(id, store.tensors.values()))
 
     def _run_here(
         self,
@@ -311,7 +318,7 @@ class Executor:
             if straight is not None:
                 straight.run(values)
                 return
-            for function, gather, result, meter, frees, op, _, _ in schedule.steps:  # noqa: B007
+            for function, gather, result, meter, frees, op, _, _, _ in schedule.steps:  # noqa: B007
                 values[result] = function(*gather(values))
                 if meter is not None:
                     record(meter, values[result])

@@ -32,6 +32,8 @@ class RunStep(NamedTuple):
     """What a graph of the device has to know of it."""
     planned: int = -1
     """Number of the plan's step that it belongs to; -1 for a call that no plan knows of."""
+    is_late: bool = False
+    """Whether it may as well run after all others, with those of its kind."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

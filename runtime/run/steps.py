@@ -19,14 +19,17 @@ from gascompile.core.program import SITE, STEP, op_name
 from gascompile.runtime.devices.graph_rules import ARRIVAL, MOVE, RELEASE, Trait, trait_of
 from gascompile.runtime.kernels.fused import FusedSegment, bind, segment_nodes
 from gascompile.runtime.run.calls import (
+    Changing,
     direct,
     may_return_its_input,
     owning,
     patching,
     returns_its_first,
+    takes_what_it_returns,
     trimmed,
     with_keywords,
 )
+from gascompile.runtime.run.late_updates import late_updates
 from gascompile.runtime.run.meter import fused_meter, op_of
 from gascompile.runtime.run.moving import moving, steady
 from gascompile.runtime.run.schedule import (
@@ -74,6 +77,10 @@ class _Builder(SiteSteps):
         self._sizes = {tensor.name: tensor.size_bytes for tensor in plan.workload.tensors}
         self._dues = [due for _, due in due_ops(plan)]
         self._moving = moving(graph_module.graph, plan, self._store)
+        is_alone = self._store and session.device.is_host and self._sites is None
+        self._late = (
+            late_updates(graph_module.graph, plan, session.fixed_bytes) if is_alone else frozenset()
+        )
         self._awaited: set[str] = set()
         output = graph_module.graph.output_node()
         self._inputs = _written_inputs(output) if session.device.is_host else {}
@@ -192,7 +199,10 @@ class _Builder(SiteSteps):
         slot = self._slot(node)
         trait = steady((node,), trait_of(node, self._reads(node), num_ops), self._moving)
         frees = self._freed(node, slot)
-        self._steps.append(RunStep(function, gather, slot, meter, frees, op, trait, planned))
+        is_late = isinstance(function, Changing)
+        self._steps.append(
+            RunStep(function, gather, slot, meter, frees, op, trait, planned, is_late)
+        )
         changed = self._sites.changed.get(op, ()) if num_ops and self._sites is not None else ()
         if changed and not is_here:
             self._change(changed, op, planned)
@@ -215,11 +225,15 @@ class _Builder(SiteSteps):
         patched = changed if changed == tuple(spec.patches) else ()
         if patched and is_first and store is not None:
             function = patching(function, node.target, store, patched[0])
+        elif changed and is_first and node in self._late and store is not None:
+            return Changing(function, store, changed)
         elif changed and is_first and store is not None:
             # Before the op: an interrupt in between leaves no new value that is taken for the old one.
             self._first(partial(store.changed, changed), op, planned)
         own = f"%{spec.name}"
-        return trimmed(function, self._sizes[own]) if own in made else function
+        if own not in made or takes_what_it_returns(node.target):
+            return function
+        return trimmed(function, self._sizes[own])
 
     def _make_room(self, size_bytes: int, op: int, planned: int) -> None:
         memory = self._session.memory

@@ -18,6 +18,7 @@ from gascompile.core.sizes import SPILL_BUFFER_BYTES
 from gascompile.core.steps import Offload, Release, Reload, Wait
 from gascompile.runtime.memory.arena import Arena
 from gascompile.runtime.memory.counting import Count
+from gascompile.runtime.memory.heap_memory import LARGE_BYTES
 from gascompile.runtime.memory.host_slots import HOST_BYTES, Outside, in_files
 from gascompile.runtime.memory.pinned import HOST
 from gascompile.runtime.memory.run_memory import RunMemory
@@ -49,6 +50,10 @@ class HeapMoves:
         tier = plan.machine.compute_tier
         self._budget_bytes = plan.budget_bytes.get(tier, 0)
         self._peak_bytes = plan.peak_bytes.get(tier, 0)
+        taken = [t.size_bytes for t in plan.workload.tensors]
+        taken += [op.workspace_bytes for op in plan.workload.ops]
+        self._has_large = max(taken, default=0) >= LARGE_BYTES
+        """Whether a run takes pages; where it does not, their limit is that of the run before."""
         self._device: Device = session.device
         self._store: Store | None = session.store
         self._memory: RunMemory | None = session.memory
@@ -106,7 +111,7 @@ class HeapMoves:
             self.tickets = {}
             self._sizes.clear()
             self._rest()
-        if self._memory is not None:
+        if self._memory is not None and (self._has_large or not warm):
             self._memory.limit_pages(self._peak_bytes)
         for step in () if warm else self._ahead:
             self.tickets[step.tensor] = (

@@ -117,6 +117,7 @@ _X, _Y, _W = torch.randn(3, 4), torch.randn(3, 4), torch.randn(4, 4)
 _Q, _POSITIONS = torch.randn(1, 2, 3, 4), torch.tensor([0, 2])
 _B = torch.randn(4)
 _SAMPLES: dict[object, tuple[Any, ...]] = {
+    aten._log_softmax.default: (_X, -1, False),
     aten._softmax.default: (_X, -1, False),
     aten.addmm.default: (_B, _X, _W, {"beta": 0.5, "alpha": 2}),
     aten.arange.default: (5, {"dtype": torch.int32, "device": torch.device("cpu")}),

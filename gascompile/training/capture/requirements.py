@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from gascompile.capture.batches import leaves_of
 from gascompile.core.errors import CaptureError, UnsupportedOpError
 from gascompile.core.ranks import RankLayout
 
@@ -93,7 +93,7 @@ def require_no_gradient(batch: Any) -> None:
     Raises:
         UnsupportedOpError: names the tensor's shape.
     """
-    for leaf in pytree.tree_leaves(batch):
+    for leaf in leaves_of(batch):
         if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
             raise UnsupportedOpError(
                 f"a tensor of the batch, {list(leaf.shape)}, requires a gradient, which a planned step does not give; "

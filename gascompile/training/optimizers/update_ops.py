@@ -106,7 +106,7 @@ def workspace_bytes(
     return piece * parameter.element_size()
 
 
-def _adam(
+def adam_now(
     parameter: torch.Tensor,
     gradient: torch.Tensor,
     mean: torch.Tensor,
@@ -117,6 +117,7 @@ def _adam(
     decoupled: bool,
     row: int = 0,
 ) -> None:
+    """Do what the op ``adam`` does."""
     options = adam_options(hyper, row, decoupled=decoupled)
     on_gpu = parameter.is_cuda
     whole = (on_gpu or scale is None) and is_laid_out_as(gradient, parameter)
@@ -140,7 +141,7 @@ _latest: tuple[Callable[[], torch.Tensor | None], int, list[float]] | None = Non
 """Hyperparameters that were read last, as a weak reference and a version, and their values."""
 
 
-def _values_of(hyper: torch.Tensor) -> list[float]:
+def values_of(hyper: torch.Tensor) -> list[float]:
     """Return the elements of hyperparameters; those of one step are read once for all its parameters."""
     global _latest  # noqa: PLW0603 - one entry: each step has hyperparameters of its own
     latest = _latest
@@ -153,7 +154,7 @@ def _values_of(hyper: torch.Tensor) -> list[float]:
 
 def adam_options(hyper: torch.Tensor, row: int, *, decoupled: bool) -> AdamOptions:
     """Return the hyperparameters of ``adam`` by name, for the parameter of a row."""
-    values = _values_of(hyper)
+    values = values_of(hyper)
     lr, beta1, beta2, eps, weight_decay, maximize = values[: len(ADAM)]
     return AdamOptions(
         lr=lr,
@@ -167,7 +168,7 @@ def adam_options(hyper: torch.Tensor, row: int, *, decoupled: bool) -> AdamOptio
     )
 
 
-def _sgd(
+def sgd_now(
     parameter: torch.Tensor,
     gradient: torch.Tensor,
     momentum: torch.Tensor | None,
@@ -177,6 +178,7 @@ def _sgd(
     end: int,
     row: int = 0,
 ) -> None:
+    """Do what the op ``sgd`` does."""
     options = sgd_options(hyper, row)
     whole = parameter.is_cuda and is_laid_out_as(gradient, parameter)
     for first, last in pieces(begin, end, whole=whole):
@@ -194,7 +196,7 @@ def _sgd(
 
 def sgd_options(hyper: torch.Tensor, row: int) -> SgdOptions:
     """Return the hyperparameters of ``sgd`` by name, for the parameter of a row."""
-    values = _values_of(hyper)
+    values = values_of(hyper)
     lr, momentum, dampening, weight_decay, nesterov, maximize = values[: len(SGD)]
     return SgdOptions(
         lr=lr,
@@ -240,8 +242,8 @@ def nothing(*args: object) -> None:
 
 
 for _name, _implementation in (
-    ("adam", _adam),
-    ("sgd", _sgd),
+    ("adam", adam_now),
+    ("sgd", sgd_now),
     ("accumulate", _accumulate),
     ("refuse_nan", _refuse_nan),
 ):
@@ -260,7 +262,7 @@ accumulate = torch.ops.gascompile_updates.accumulate.default
 clip_scale = torch.ops.gascompile_updates.clip_scale.default
 total_norm = torch.ops.gascompile_updates.total_norm.default
 refuse_nan = torch.ops.gascompile_updates.refuse_nan.default
-for _op, _implementation in ((adam, _adam), (sgd, _sgd), (refuse_nan, _refuse_nan)):
+for _op, _implementation in ((adam, adam_now), (sgd, sgd_now), (refuse_nan, _refuse_nan)):
     call_directly(_op, _implementation)
 
 

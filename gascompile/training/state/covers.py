@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -52,11 +53,13 @@ class Covers:
             for name, tensor in tensors.items()
         ]
         # Once, where a module has several names.
+        self.modules = list(model.modules())
+        self.parameters = list(model.parameters())
         found = {(id(held), leaf): (held, leaf, held[leaf]) for _, (held, leaf) in places(model)}
         self._places = list(found.values())
-        self._modules = list(model.modules())
+        self._look()
         self._handles = [
-            module.register_state_dict_post_hook(_with_values) for module in self._modules
+            module.register_state_dict_post_hook(_with_values) for module in self.modules
         ]
         self._handles.append(register_optimizer_step_pre_hook(_refuse_open))
         self.put()
@@ -83,28 +86,56 @@ class Covers:
             OpenStepError: a gradient was computed outside of the step.
             UnsupportedOpError: the model has changed.
         """
-        count = sum(len(m._parameters) + len(m._buffers) for m in self._modules)
+        if not self._is_as_seen():
+            self._require_same()
+        # Asked in Python, each tensor would answer by a function of torch's.
+        with torch._C.DisableTorchFunctionSubclass():
+            given = next((c for c in self._covers if c.is_open and c.tensor.grad is not None), None)
+        if given is not None:
+            raise OpenStepError(
+                f"'{given.name}' has a gradient from outside of the step, which no update would use; put what it "
+                "is of into loss_fn, or call zero_grad()"
+            )
+
+    def _require_same(self) -> None:
+        count = sum(len(m._parameters) + len(m._buffers) for m in self.modules)
         same = all(held.get(leaf) is tensor for held, leaf, tensor in self._places)
         none = sum(
-            v is None
-            for m in self._modules
-            for v in (*m._parameters.values(), *m._buffers.values())
+            v is None for m in self.modules for v in (*m._parameters.values(), *m._buffers.values())
         )
         if (
             not same
             or count - none != len(self._places)
-            or list(self._model.modules()) != self._modules
+            or list(self._model.modules()) != self.modules
         ):
             raise UnsupportedOpError(
                 f"{type(self._model).__name__} has other modules, parameters or buffers than the step was made for; "
                 "close the step, change the model and the optimizer, and compile a new one"
             )
-        for cover in self._covers:
-            if cover.has_gradient:
-                raise OpenStepError(
-                    f"'{cover.name}' has a gradient from outside of the step, which no update would use; put what it "
-                    "is of into loss_fn, or call zero_grad()"
-                )
+        self._look()
+
+    def _look(self) -> None:
+        """Take note of all that modules are made of, so that the next look takes little."""
+        self._tables = self._tables_of_now()
+        self._owners = [table for table in self._tables for _ in table]
+        self._keys = [key for table in self._tables for key in table]
+        self._values = [value for table in self._tables for value in table.values()]
+
+    def _tables_of_now(self) -> list[dict[str, Any]]:
+        return [table for m in self.modules for table in (m._parameters, m._buffers, m._modules)]
+
+    def _is_as_seen(self) -> bool:
+        """Return whether all modules are made of what they were made of at the last look."""
+        tables = self._tables_of_now()
+        if not all(map(operator.is_, tables, self._tables)):
+            return False
+        try:
+            entries = map(operator.getitem, self._owners, self._keys)
+            return sum(map(len, tables)) == len(self._keys) and all(
+                map(operator.is_, entries, self._values)
+            )
+        except KeyError:
+            return False
 
     def close(self) -> None:
         """Lift all for good; idempotent."""

@@ -98,10 +98,9 @@ class Cover:
         self.tensor.__class__, shell.__class__ = own, others
 
     @property
-    def has_gradient(self) -> bool:
-        """Return whether somebody has computed a gradient outside of the step."""
-        with torch._C.DisableTorchFunctionSubclass():
-            return self._shell is not None and self.tensor.grad is not None
+    def is_open(self) -> bool:
+        """Return whether the step has the value."""
+        return self._shell is not None
 
     def value(self) -> torch.Tensor:
         """Return a copy; the model's own memory, once the step is closed."""
