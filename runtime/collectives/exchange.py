@@ -123,7 +123,8 @@ class Exchange:
     def _take_whole(
         self, memory: PeerMemory, values: torch.Tensor, parts: Sequence[torch.Tensor]
     ) -> Reading:
-        wants = [Want(peer, 0, part) for peer, part in zip(self._peers(), parts, strict=True)]
+        peers = zip(self._peers(), parts, strict=True)
+        wants = [Want(peer, values.nbytes, 0, part) for peer, part in peers]
         with self._guarded(values):
             return memory.offer(values, wants, self._waits)
 
@@ -210,7 +211,7 @@ class Exchange:
             if (memory := self._reading(values)) is not None:
                 offset_bytes = sum(sizes[: self.rank]) * values.element_size()
                 parts = zip(self._peers(), received.view(self.size - 1, own), strict=True)
-                wants = [Want(peer, offset_bytes, part) for peer, part in parts]
+                wants = [Want(peer, values.nbytes, offset_bytes, part) for peer, part in parts]
                 reading = memory.offer(values, wants, self._waits)
                 return _Begun(reading, received, values, list(sizes))
             given, counts = self._others(values, sizes)
@@ -223,7 +224,7 @@ class Exchange:
         with self._guarded(values, part):
             if (memory := self._reading(values)) is not None:
                 places = values.split(list(sizes))
-                wants = [Want(peer, 0, places[peer]) for peer in self._peers()]
+                wants = [Want(peer, places[peer].nbytes, 0, places[peer]) for peer in self._peers()]
                 return _Begun(memory.offer(part, wants, self._waits), values, part, list(sizes))
             sent_sizes = [sizes[self.rank]] * self.size
             if self._keeps(values):

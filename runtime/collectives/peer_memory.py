@@ -49,6 +49,8 @@ class Want:
     """What a rank takes of what another has offered."""
 
     peer: int
+    offered_bytes: int
+    """All that it has to have offered, so that another exchange is found."""
     offset_bytes: int
     into: torch.Tensor
     """Dense memory, of which all is filled."""
@@ -170,7 +172,7 @@ class PeerMemory:
         first = _SLOTS + _SLOT * (number % _NUM_SLOTS)
         _read(peer.pid, peer.board + _WORD * first, ctypes.addressof(place), _WORD * _SLOT)
         size_bytes = want.into.numel() * want.into.element_size()
-        if want.offset_bytes + size_bytes > place[1]:
+        if place[1] != want.offered_bytes:
             raise RuntimeError(f"rank {want.peer} offers {place[1]} bytes, of another exchange")
         _read(peer.pid, place[0] + want.offset_bytes, want.into.data_ptr(), size_bytes)
         self._seen(peer)
