@@ -82,6 +82,9 @@ class Confined:
     def entered(self, command: Sequence[str]) -> list[str]:
         """Return ``command`` as it is run within the limits."""
         if self._namespace:
+            # Hosts have names of their own, by which ranks know who shares their memory.
+            named = f'hostname {self._namespace} && exec "$@"'
+            command = ["unshare", "--uts", "/bin/sh", "-c", named, "sh", *command]
             command = ["ip", "netns", "exec", self._namespace, *command]
         if not self._groups:
             return list(command)

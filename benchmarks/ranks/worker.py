@@ -164,6 +164,8 @@ class _Run:
         self.found: dict[str, Any] = {
             "losses": [],
             "seconds": [],
+            "processor_s": [],  # of all threads
+            "ran": [],  # of each rank in the step before: seconds without waits, and in them
             "rows": [],
             "prepared_s": [],
             "peaks_bytes": [],
@@ -189,15 +191,18 @@ class _Run:
             give_cores(Path(os.environ["CPU_GROUP"]), 0.5)
         batch = self.batch(number, own)
         sampler.take_peak_bytes()
-        begin_s = time.perf_counter()
+        begin_s, processor_s = time.perf_counter(), time.process_time()
         loss = step(batch)
         self.found["seconds"].append(time.perf_counter() - begin_s)
+        self.found["processor_s"].append(time.process_time() - processor_s)
         self.found["losses"].append(float(loss))
         self.found["rows"].append(self.rows)
         self.found["peaks_bytes"].append(sampler.take_peak_bytes())
         if own is not None and own.last_run is not None:
             peak_bytes = max(own.last_run.peak_bytes.values())
             self.found["run_peak_bytes"] = max(self.found["run_peak_bytes"], peak_bytes)
+            if own.ranks is not None:
+                self.found["ran"].append([(run.time_s, run.waited_s) for run in own.ranks.runs])
 
     def ends_at(self) -> float:
         """Return the number of steps, which another may have written down meanwhile."""

@@ -85,7 +85,8 @@ class Ladder:
             late=late_share(
                 exchange, ops, partial(part, torch.zeros(_LATE_ELEMENTS)), parts[0].time_s
             ),
-            busy=_lost_share(exchange, ops, begin, parts),
+            # Where ranks read each other's memory they do so between ops, and nothing goes on beside these.
+            busy=1.0 if exchange.reads else _lost_share(exchange, ops, begin, parts),
         )
 
     def seconds(self, size_bytes: int, *, divided: bool) -> float:

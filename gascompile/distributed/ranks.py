@@ -30,7 +30,8 @@ from gascompile.core.ranks import MeshLayout, RankLayout
 from gascompile.distributed.ladder import Ladder
 from gascompile.distributed.reasons import broken, first_line
 from gascompile.distributed.votes import Votes
-from gascompile.runtime.collectives.exchange import Exchange, ends
+from gascompile.runtime.collectives.exchange import Exchange
+from gascompile.runtime.collectives.group_work import ends
 
 if TYPE_CHECKING:
     pass
@@ -111,6 +112,19 @@ class Ranks:
         self._processes = [host.rpartition(" ")[::2] for host in hosts]
         self.votes = Votes(self._store, self.layout, _MEET.total_seconds(), self._broken_by)
         """What ranks tell each other beside the steps."""
+        self._meet(self.exchange, range(len(members)))
+        if self.exchange.across is not None:
+            self._meet(self.exchange.across, self.mesh.peers)
+
+    def _meet(self, exchange: Exchange, peers: Sequence[int]) -> None:
+        """Let ranks that run on one host exchange values by reading each other's memory."""
+        call = self.votes.call()
+
+        def gather(topic: str, said: str) -> list[str]:
+            told = self.votes.gather(f"memory/{call}/{topic}", said)
+            return [told[rank] for rank in peers]
+
+        exchange.meet(gather)
 
     def _made(self, group: dist.ProcessGroup) -> Exchange:
         """Return this rank's end of the exchanges of a group."""

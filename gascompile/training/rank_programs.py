@@ -20,15 +20,14 @@ def sequence_of(step: StepProgram) -> list[object]:
     for node in program.op_nodes():
         if str(node.target).startswith("gascompile_updates"):
             found.append([str(node.target), _named(node.args[0], step)])
-        if rank_ops.exchanges(node.target) and node.target is not rank_ops.end_part:
+        if rank_ops.exchanges(node.target) and node.target not in rank_ops.ENDS:
             bounds = [arg for arg in node.args if _is_numbers(arg)]
             # Their number alone: programs from the cache have no shapes, and gradients are told apart by their names.
             num_values = len(node.all_input_nodes)
             parts = node.args[0] if node.target is rank_ops.whole else ()
             names = [_named(part, step) for part in pytree.tree_leaves(parts)]
-            # A sum that goes on beside ops is the same exchange.
-            is_begun = node.target is rank_ops.begin_part
-            target = rank_ops.add_part if is_begun else node.target
+            # What goes on beside ops is the same exchange.
+            target = rank_ops.BEGINS.get(node.target, node.target)
             found.append([str(target), names, bounds, num_values])
         if node.target is torch.ops.aten.copy_.default and _named(node.args[0], step):
             found.append(_behind(node, step))

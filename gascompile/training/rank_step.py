@@ -251,7 +251,8 @@ class RankStep:
         self, attempt: Attempt, sizes: Mapping[str, int], keep: Callable[..., object], gap: float
     ) -> tuple[CachedPlan, PlannedStep, DivisionTrial]:
         """Return this rank's step under the division that all ranks choose, and that; see ``division.divide``."""
-        gains = partial(gains_beside_ops, busy=self.ladder.busy, gap=gap)
+        ladder = self.ladder
+        gains = partial(gains_beside_ops, busy=ladder.busy, late=ladder.late, gap=gap)
         found = divide(attempt, sizes, self._ranks.compare, keep=keep, gap=gap, gains=gains)
         self.division = found[2]
         _log.info("%s", self.division)

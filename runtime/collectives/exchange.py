@@ -3,12 +3,14 @@
 All of it is built from two collectives of ``torch.distributed`` that every backend has for parts of any size: Gloo
 refuses gathers of unequal parts. [Empirical] Between two processes of one host, 16 MiB: 1.4 GB/s for
 ``all_to_all_single`` against 0.2 for ``reduce_scatter_tensor`` and 0.8 for ``all_gather_into_tensor``.
+
+Where all ranks are processes of one host that may read each other's memory, they do that instead. Sums are in the order
+of the ranks either way.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -19,22 +21,24 @@ import torch
 import torch.distributed as dist
 
 from gascompile.core.errors import RankError
+from gascompile.runtime.collectives.group_work import ends, unowned
 from gascompile.runtime.collectives.letters import Letters
+from gascompile.runtime.collectives.peer_memory import PeerMemory, Reading, Want
 
-_SOON_S, _LATER_S, _LATE = 5e-5, 1e-3, 1 / 16
-"""Between two looks at an exchange: the least, the most, and the share of what has passed, by which it ends late."""
 _LOOK_S = 1.0
 """Between two looks whether the other ranks are still there."""
+_SMALL_BYTES = 64 << 10
+"""Of the others' values, which are read whole to add them up: beyond that each rank adds up a part for all."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Begun:
     """An exchange under way, and the memory that it reads and writes until its end."""
 
-    work: dist.Work
+    work: dist.Work | Reading
     received: torch.Tensor
     sent: torch.Tensor
-    sizes: tuple[int, ...]
+    sizes: list[int]
 
 
 class Exchange:
@@ -55,18 +59,38 @@ class Exchange:
         self.is_hung = False
         """An exchange is under way that nothing ends."""
         self.time_s = 0.0
-        """Spent in exchanges so far, waiting for others included, and not what went on beside them."""
+        """Spent in exchanges so far, waiting for others included, and not what went on beside them. Where ranks read
+        each other's memory it is waiting alone: what they copy and add up themselves depends on how fast they are."""
         self.first_peer = 0
         """Where the ranks begin that letters are for, of those of the group."""
         self.across: Exchange | None = None
         """That of the ranks that have the same stage of a pipeline, in which pipelines beside each other meet."""
         self._begun: deque[_Begun] = deque()
+        self._memory: PeerMemory | None = None
+
+    def meet(self, gather: Callable[[str, str], list[str]]) -> None:
+        """Read the other ranks' memory from here on, if all can; ``gather`` returns what each says of a topic.
+
+        Raises:
+            RankError: a rank is gone, or has failed.
+        """
+        memory = PeerMemory(self.rank)
+        finds = memory.finds(gather("where", memory.told()))
+        if all(found == "yes" for found in gather("found", "yes" if finds else "no")):
+            self._memory = memory
+
+    @property
+    def reads(self) -> bool:
+        """Whether ranks read each other's memory."""
+        return self._memory is not None
 
     def leave(self) -> None:
         """Hold the group no longer: it ends with who holds it last."""
         self.abandon()
         self._group = None
         self._letters.leave()
+        if self._memory is not None:
+            self._memory.leave()
         if self.across is not None:
             self.across.leave()
 
@@ -80,7 +104,32 @@ class Exchange:
 
     def add(self, values: torch.Tensor) -> None:
         """Replace a dense tensor by its sum over the ranks, which has the same bits on each."""
-        self._wait(dist.all_reduce, values)
+        memory = self._reading(values)
+        if memory is None:
+            self._wait(dist.all_reduce, values)
+            return
+        flat = values.as_strided((values.numel(),), (1,))
+        if self.size > 2 and values.nbytes * (self.size - 1) > _SMALL_BYTES:
+            count = -(-flat.numel() // self.size)
+            sizes = [min(count, max(flat.numel() - count * rank, 0)) for rank in range(self.size)]
+            self.gather(flat, sizes, self.add_part(flat, sizes))
+            return
+        received = flat.new_empty(self.size - 1, flat.numel())
+        parts = list(received)
+        self._done(_Begun(self._take_whole(memory, flat, parts), received, flat, [flat.numel()]))
+        parts.insert(self.rank, flat)
+        flat.copy_(_sum(parts))
+
+    def _take_whole(
+        self, memory: PeerMemory, values: torch.Tensor, parts: Sequence[torch.Tensor]
+    ) -> Reading:
+        peers = zip(self._peers(), parts, strict=True)
+        wants = [Want(peer, values.nbytes, 0, part) for peer, part in peers]
+        with self._guarded(values):
+            return memory.offer(values, wants, self._waits)
+
+    def _peers(self) -> list[int]:
+        return [rank for rank in range(self.size) if rank != self.rank]
 
     def add_part(self, values: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
         """Return this rank's part of the sum of ``values`` over the ranks.
@@ -89,10 +138,7 @@ class Exchange:
             values: a vector, of one part after the other.
             sizes: elements of each rank's part.
         """
-        received, every = self._room(values, sizes)
-        given, counts = self._others(values, sizes)
-        self._trade(received, given, every, counts)
-        return self._sum(received, values, sizes)
+        return self._sum(self._done(self._begin_sum(values, sizes)))
 
     def begin_part(self, values: torch.Tensor, sizes: Sequence[int]) -> None:
         """Begin what ``add_part`` does; ``end_part`` returns its result, of the first that has begun first.
@@ -104,14 +150,7 @@ class Exchange:
         Raises:
             RankError: it is broken; names the rank where that is known.
         """
-        received, every = self._room(values, sizes)
-        given, counts = self._others(values, sizes)
-        with self._guarded(received, values):
-            output, sent = _unowned(received), _unowned(given)
-            work = dist.all_to_all_single(
-                output, sent, every, counts, group=self._held(), async_op=True
-            )
-            self._begun.append(_Begun(work, received, values, tuple(sizes)))
+        self._begun.append(self._begin_sum(values, sizes))
 
     def end_part(self) -> torch.Tensor:
         """Return this rank's part of the sum that was begun first, as soon as it is there.
@@ -119,43 +158,7 @@ class Exchange:
         Raises:
             RankError: it is broken; names the rank where that is known.
         """
-        begun = self._begun.popleft()
-        with self._guarded(begun.received, begun.sent):
-            self._finish(begun.work)
-        return self._sum(begun.received, begun.sent, begun.sizes)
-
-    def _keeps(self) -> bool:
-        """Whether this rank's own part can stay out of an exchange: it is at an end of what goes to the others."""
-        return self.rank in (0, self.size - 1)
-
-    def _others(self, values: torch.Tensor, sizes: Sequence[int]) -> tuple[torch.Tensor, list[int]]:
-        """Return the elements of a vector that an exchange has to move, and how many are each rank's."""
-        if not self._keeps():
-            return values, list(sizes)
-        own = sizes[self.rank]
-        rest = values[own:] if self.rank == 0 else values[: values.numel() - own]
-        return rest, [0 if rank == self.rank else size for rank, size in enumerate(sizes)]
-
-    def _room(self, values: torch.Tensor, sizes: Sequence[int]) -> tuple[torch.Tensor, list[int]]:
-        """Return memory for what ranks send of this one's part, and how many elements come from each."""
-        every = [sizes[self.rank]] * self.size
-        if self._keeps():
-            every[self.rank] = 0
-        return values.new_empty(sum(every)), every
-
-    def _sum(
-        self, received: torch.Tensor, values: torch.Tensor, sizes: Sequence[int]
-    ) -> torch.Tensor:
-        """Return the sum of what all ranks have of a part, in their order: it does not depend on who computes it."""
-        begin, own = sum(sizes[: self.rank]), sizes[self.rank]
-        count = self.size - self._keeps()
-        parts = list(received.view(count, own))
-        if self._keeps():
-            parts.insert(self.rank, values[begin : begin + own])
-        total: torch.Tensor = parts[0] + parts[1]
-        for part in parts[2:]:
-            total.add_(part)
-        return total
+        return self._sum(self._done(self._begun.popleft()))
 
     def gather(
         self, values: torch.Tensor, sizes: Sequence[int], part: torch.Tensor | None = None
@@ -167,16 +170,90 @@ class Exchange:
             sizes: elements of each rank's part.
             part: this rank's own; it is in its place in ``values`` already, if ``None``.
         """
-        begin, own = sum(sizes[: self.rank]), sizes[self.rank]
-        place = values[begin : begin + own]
-        sent, every = place if part is None else part, [own] * self.size
-        if self._keeps():
-            every[self.rank] = 0
-            if part is not None:
+        place = values.split(list(sizes))[self.rank]
+        if part is not None:
+            place.copy_(part)
+        self._done(self._begin_gather(values, sizes, place if part is None else part))
+
+    def begin_gather(self, values: torch.Tensor, sizes: Sequence[int]) -> None:
+        """Begin to gather the parts of a vector, of which this rank's is as it is to be, and may move meanwhile."""
+        received = torch.empty_like(values)
+        place = values.split(list(sizes))[self.rank]
+        self._begun.append(self._begin_gather(received, sizes, place.clone()))
+
+    def end_gather(self, values: torch.Tensor) -> None:
+        """Fill the rest of a vector whose parts were begun to be gathered, of all that has begun first.
+
+        Raises:
+            RankError: it is broken; names the rank where that is known.
+        """
+        begun = self._done(self._begun.popleft())
+        parts = zip(values.split(begun.sizes), begun.received.split(begun.sizes), strict=True)
+        for rank, (place, part) in enumerate(parts):
+            if rank != self.rank:
                 place.copy_(part)
-        received, counts = self._others(values, sizes)
-        count = self.size - self._keeps()
-        self._trade(received, sent.repeat(count) if count > 1 else sent, counts, every)
+
+    def _done(self, begun: _Begun) -> _Begun:
+        with self._guarded(begun.received, begun.sent):
+            self._finish(begun.work)
+        return begun
+
+    def _reading(self, values: torch.Tensor) -> PeerMemory | None:
+        """Return the other ranks' memory, where they can read these values."""
+        return self._memory if values.device.type == "cpu" else None
+
+    def _begin_sum(self, values: torch.Tensor, sizes: Sequence[int]) -> _Begun:
+        own, received_sizes = sizes[self.rank], [sizes[self.rank]] * self.size
+        if self._keeps(values):
+            received_sizes[self.rank] = 0
+        received = values.new_empty(sum(received_sizes))
+        with self._guarded(values, received):
+            if (memory := self._reading(values)) is not None:
+                offset_bytes = sum(sizes[: self.rank]) * values.element_size()
+                parts = zip(self._peers(), received.view(self.size - 1, own), strict=True)
+                wants = [Want(peer, values.nbytes, offset_bytes, part) for peer, part in parts]
+                reading = memory.offer(values, wants, self._waits)
+                return _Begun(reading, received, values, list(sizes))
+            given, counts = self._others(values, sizes)
+            work = self._begin_trade(received, given, received_sizes, counts)
+            return _Begun(work, received, values, list(sizes))
+
+    def _begin_gather(
+        self, values: torch.Tensor, sizes: Sequence[int], part: torch.Tensor
+    ) -> _Begun:
+        with self._guarded(values, part):
+            if (memory := self._reading(values)) is not None:
+                places = values.split(list(sizes))
+                wants = [Want(peer, places[peer].nbytes, 0, places[peer]) for peer in self._peers()]
+                return _Begun(memory.offer(part, wants, self._waits), values, part, list(sizes))
+            sent_sizes = [sizes[self.rank]] * self.size
+            if self._keeps(values):
+                sent_sizes[self.rank] = 0
+            received, counts = self._others(values, sizes)
+            count = self.size - self._keeps(values)
+            sent = part.repeat(count) if count > 1 else part
+            work = self._begin_trade(received, sent, counts, sent_sizes)
+            return _Begun(work, values, sent, list(sizes))
+
+    def _keeps(self, values: torch.Tensor) -> bool:
+        """Whether this rank's own part can stay out of an exchange: it is at an end of what goes to the others."""
+        return self._reading(values) is not None or self.rank in (0, self.size - 1)
+
+    def _others(self, values: torch.Tensor, sizes: Sequence[int]) -> tuple[torch.Tensor, list[int]]:
+        """Return the elements of a vector that an exchange has to move, and how many are each rank's."""
+        if not self._keeps(values):
+            return values, list(sizes)
+        own = sizes[self.rank]
+        rest = values[own:] if self.rank == 0 else values[: values.numel() - own]
+        return rest, [0 if rank == self.rank else size for rank, size in enumerate(sizes)]
+
+    def _sum(self, begun: _Begun) -> torch.Tensor:
+        """Return the sum of what all ranks have of a part, in their order: it does not depend on who computes it."""
+        own, keeps = begun.sizes[self.rank], self._keeps(begun.sent)
+        parts = list(begun.received.view(self.size - keeps, own))
+        if keeps:
+            parts.insert(self.rank, begun.sent.split(begun.sizes)[self.rank])
+        return _sum(parts)
 
     def send(self, value: torch.Tensor, peer: int, tag: int) -> None:
         """Begin to send a tensor to stage ``peer``, which receives it under the same ``tag``.
@@ -193,7 +270,7 @@ class Exchange:
         Raises:
             RankError: an exchange is broken; names the rank where that is known.
         """
-        with self._guarded(values):
+        with self._guarded(values, by_letter=True):
             if not self._letters.receive(values, self.first_peer + peer, tag, self._waits):
                 self.is_hung = True
                 raise RuntimeError(f"nothing came within {self.silent_s:.0f} s, or a rank is gone")
@@ -201,21 +278,17 @@ class Exchange:
     def _waits(self, passed_s: float) -> bool:
         return passed_s < self.silent_s and not self.is_broken()
 
-    def _trade(
+    def _begin_trade(
         self,
         received: torch.Tensor,
         sent: torch.Tensor,
         received_sizes: Sequence[int],
         sent_sizes: Sequence[int],
-    ) -> None:
-        """Send each rank its part of ``sent``, and receive as much as it has for this one."""
-
-        def begin(output: torch.Tensor, given: torch.Tensor, **how: Any) -> Any:
-            return dist.all_to_all_single(
-                output, given, list(received_sizes), list(sent_sizes), **how
-            )
-
-        self._wait(begin, received, sent)
+    ) -> dist.Work:
+        """Begin to send each rank its part of ``sent``, and to receive as much as it has for this one."""
+        output, given = unowned(received), unowned(sent)
+        how: dict[str, Any] = {"group": self._held(), "async_op": True}
+        return dist.all_to_all_single(output, given, list(received_sizes), list(sent_sizes), **how)
 
     def _wait(self, begin: Callable[..., Any], *tensors: torch.Tensor) -> None:
         """Begin an exchange of ``tensors`` and wait for its end.
@@ -227,7 +300,7 @@ class Exchange:
             RankError: it is broken; names the rank where that is known.
         """
         with self._guarded(*tensors):
-            given = [_unowned(tensor) for tensor in tensors]
+            given = [unowned(tensor) for tensor in tensors]
             self._finish(begin(*given, group=self._held(), async_op=True))
 
     def _held(self) -> dist.ProcessGroup:
@@ -235,12 +308,16 @@ class Exchange:
             raise RuntimeError("this rank has left its group")
         return self._group
 
-    def _finish(self, work: dist.Work) -> None:
+    def _finish(self, work: dist.Work | Reading) -> None:
         """Wait for the end of an exchange.
 
         Raises:
             RuntimeError: it is broken, or takes too long.
         """
+        if isinstance(work, Reading):
+            assert self._memory is not None, "it has begun"
+            self._memory.finish(work, self._waits)
+            return
         begin_s = time.monotonic()
         while not ends(work, _LOOK_S):
             if not self._waits(time.monotonic() - begin_s):
@@ -248,45 +325,31 @@ class Exchange:
                 raise RuntimeError(f"nothing came within {self.silent_s:.0f} s, or a rank is gone")
 
     @contextlib.contextmanager
-    def _guarded(self, *tensors: torch.Tensor) -> Iterator[None]:
+    def _guarded(self, *tensors: torch.Tensor, by_letter: bool = False) -> Iterator[None]:
         """Count the time of an exchange; say what broke it, and keep what it may still write to."""
-        begin_s = time.perf_counter()
+        memory = self._reading(tensors[0]) if tensors and not by_letter else None
+        begin_s = time.perf_counter() if memory is None else memory.waited_s
         try:
             yield
         except BaseException as error:
             _kept.extend(tensors)
+            if memory is not None:
+                # Nobody is to take what this rank changes from here on.
+                memory.leave()
             if not isinstance(error, RuntimeError) or isinstance(error, RankError):
                 raise
             raise self._why(error) from error
         finally:
-            self.time_s += time.perf_counter() - begin_s
+            now_s = time.perf_counter() if memory is None else memory.waited_s
+            self.time_s += now_s - begin_s
 
 
-def ends(work: dist.Work, time_s: float) -> bool:
-    """Wait for the end of an exchange; return whether it came within ``time_s``.
-
-    Gloo's own wait goes on beyond the time that it is given, until that of the group.
-
-    Raises:
-        RuntimeError: the exchange is broken.
-    """
-    begin_s = time.monotonic()
-    while not work.is_completed():
-        passed_s = time.monotonic() - begin_s
-        if passed_s > time_s:
-            return False
-        time.sleep(min(max(passed_s * _LATE, _SOON_S), _LATER_S))
-    work.wait()
-    return True
-
-
-def _unowned(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a dense tensor's elements as a vector that does not keep its memory."""
-    if tensor.device.type != "cpu" or not tensor.numel():
-        return tensor
-    size_bytes = tensor.numel() * tensor.element_size()
-    memory = (ctypes.c_char * size_bytes).from_address(tensor.data_ptr())
-    return torch.frombuffer(memory, dtype=tensor.dtype)
+def _sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the sum of the ranks' values, in their order."""
+    total: torch.Tensor = parts[0] + parts[1]
+    for part in parts[2:]:
+        total.add_(part)
+    return total
 
 
 _kept: list[torch.Tensor] = []

@@ -15,7 +15,9 @@ _COPY_S, _LOST, _LATE = 2e-4, 0.25, 0.125
 """What it takes to begin a sum, the share of it that ops beside it lose, and by what share of ops others come late."""
 
 
-def _climbed(monkeypatch: pytest.MonkeyPatch, bytes_per_s: float, start_s: float) -> ladder.Ladder:
+def _climbed(
+    monkeypatch: pytest.MonkeyPatch, bytes_per_s: float, start_s: float, *, reads: bool = False
+) -> ladder.Ladder:
     """Return the ladder of a network that takes a while to start and is faster with parts, and with gathers."""
     clock, flying, since = [0.0], [0.0], [0.0]
 
@@ -52,7 +54,14 @@ def _climbed(monkeypatch: pytest.MonkeyPatch, bytes_per_s: float, start_s: float
         monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
     monkeypatch.setattr(beside.Ops, "run", ops)
     exchange = SimpleNamespace(
-        size=3, rank=1, add=whole, add_part=part, gather=gather, begin_part=begin, end_part=end
+        reads=reads,
+        size=3,
+        rank=1,
+        add=whole,
+        add_part=part,
+        gather=gather,
+        begin_part=begin,
+        end_part=end,
     )
     return ladder.Ladder.measured(cast(Any, exchange))
 

@@ -39,6 +39,7 @@ MACHINE = preset("cpu-nvme")
 LAYOUT = RankLayout(rank=0, size=2)
 
 
+_FLY = (*rank_ops.BEGINS, *rank_ops.ENDS)
 hyper: list[torch.Tensor] = []
 """Of the newest step."""
 
@@ -54,12 +55,17 @@ def step_of(model: nn.Module, *, accumulates: bool = False) -> StepProgram:
     return step_program(joint, rules, name="step", options=options)
 
 
+def is_exchange(node: fx.Node) -> bool:
+    return rank_ops.exchanges(node.target)
+
+
 class Alone:
     """Stands for the exchange of the first of two ranks, the other of which has the same."""
 
     def __init__(self) -> None:
         self.told: list[tuple[str, int]] = []
         self._begun: deque[torch.Tensor] = deque()
+        self._gathers: deque[int] = deque()
 
     def add(self, values: torch.Tensor) -> None:
         self.told.append(("add", values.numel()))
@@ -79,8 +85,16 @@ class Alone:
         self.told.append(("gather", values.numel()))
         values[sizes[0] :] = 0.5
 
+    def begin_gather(self, values: torch.Tensor, sizes: Sequence[int]) -> None:
+        self.told.append(("gather", values.numel()))
+        self._gathers.append(sizes[0])
+
+    def end_gather(self, values: torch.Tensor) -> None:
+        values[self._gathers.popleft() :] = 0.5
+
     def abandon(self) -> None:
         assert not self._begun
+        assert not self._gathers
 
 
 def run(step: StepProgram) -> tuple[list[torch.Tensor], list[tuple[str, int]]]:
@@ -124,8 +138,9 @@ def test_the_same_is_computed_and_exchanged_in_the_same_order(
         torch.testing.assert_close(own, other, rtol=0.0, atol=0.0, equal_nan=True)
     assert not any(value.isnan().any() for value in wanted)
     targets = [node.target for node in beside.program.op_nodes()]
-    assert targets.count(rank_ops.begin_part) == targets.count(rank_ops.end_part) > 0
-    assert rank_ops.add_part not in targets
+    for begin, end in zip(rank_ops.BEGINS, rank_ops.ENDS, strict=True):
+        assert targets.count(begin) == targets.count(end) > 0
+        assert rank_ops.BEGINS[begin] not in targets
 
 
 def test_what_is_under_way_is_memory_of_the_ops_beside_it() -> None:
@@ -136,8 +151,8 @@ def test_what_is_under_way_is_memory_of_the_ops_beside_it() -> None:
     counted = with_flying(workload, beside)
     nodes = beside.program.op_nodes()
     for number, (before, after) in enumerate(zip(workload.ops, counted.ops, strict=True)):
-        begun = [n for n in nodes[:number] if n.target is rank_ops.begin_part]
-        ended = sum(n.target is rank_ops.end_part for n in nodes[:number])
+        begun = [n for n in nodes[:number] if n.target in rank_ops.BEGINS]
+        ended = sum(n.target in rank_ops.ENDS for n in nodes[:number])
         flying = sum(map(flying_bytes, begun[ended:]))
         assert after.workspace_bytes - before.workspace_bytes == flying
     assert counted != workload
@@ -160,7 +175,7 @@ def test_an_exchange_takes_what_ops_leave_of_it() -> None:
         assert found[nodes[end].name] == pytest.approx(wanted)
         assert found[nodes[begin].name] == 0.0
     # An exchange that waits for its end waits for those before it, too.
-    other = next(n.name for n in nodes[end:] if n.target is rank_ops.gather)
+    other = next(n.name for n in nodes[end:] if n.target not in _FLY and is_exchange(n))
     found = waits_s(beside, {}, Network(time_s={**network, other: 0.25}, busy=0.2))
     assert found[other] == pytest.approx(0.25)
 
@@ -180,8 +195,7 @@ def test_ranks_wait_for_who_comes_last_by_the_ops_since_they_met() -> None:
     nodes = beside.program.op_nodes()
     begin = next(i for i, node in enumerate(nodes) if node.target is rank_ops.begin_part)
     begun, own = nodes[begin].name, {nodes[begin + 1].name: 1.0}
-    kinds = (rank_ops.begin_part, rank_ops.end_part)
-    waiting = [n for n in nodes[begin:] if rank_ops.exchanges(n.target) and n.target not in kinds]
+    waiting = [n for n in nodes[begin:] if is_exchange(n) and n.target not in _FLY]
     last = waiting[0]
     for sum_s, wanted in ((0.0, 0.1), (9.0, 0.0)):
         found = waits_s(beside, own, Network(time_s={begun: sum_s}, busy=0.0, late=0.1))

@@ -34,6 +34,8 @@ _library.define(
 _library.define("end_part(Tensor begun, int[] bounds, int own) -> Tensor")
 _library.define("norm(Tensor[] norms) -> Tensor")
 _library.define("gather(Tensor(a!) parameter, int[] bounds) -> ()")
+_library.define("begin_gather(Tensor parameter, int[] bounds) -> Tensor")
+_library.define("end_gather(Tensor(a!) parameter, Tensor begun, int[] bounds) -> ()")
 _library.define("whole(Tensor[] parts, int[] shape, int[] stride, int[] bounds) -> Tensor")
 
 
@@ -114,6 +116,18 @@ def _gather(parameter: torch.Tensor, bounds: list[int]) -> None:
     exchange_under_way().gather(range_of(parameter, bounds[0], bounds[-1]), sizes_of(bounds))
 
 
+def _begin_gather(parameter: torch.Tensor, bounds: list[int]) -> torch.Tensor:
+    """Begin what ``_gather`` does; return nothing but what says so. The parameter may move meanwhile."""
+    values = range_of(parameter, bounds[0], bounds[-1])
+    exchange_under_way().begin_gather(values, sizes_of(bounds))
+    return parameter.new_zeros(())
+
+
+def _end_gather(parameter: torch.Tensor, begun: torch.Tensor, bounds: list[int]) -> None:
+    """Take over what the other ranks have updated, of the first parameter of which that was begun."""
+    exchange_under_way().end_gather(range_of(parameter, bounds[0], bounds[-1]))
+
+
 def _whole(
     parts: list[torch.Tensor], shape: list[int], stride: list[int], bounds: list[int]
 ) -> torch.Tensor:
@@ -157,6 +171,8 @@ for _name, _implementation in (
     ("end_part", _end_part),
     ("norm", _norm),
     ("gather", _gather),
+    ("begin_gather", _begin_gather),
+    ("end_gather", _end_gather),
     ("whole", _whole),
 ):
     for _key in ("CPU", "CUDA"):
@@ -178,6 +194,8 @@ torch.library.register_autograd(
 )
 _library.impl("norm", lambda norms: norms[0].new_empty(()), "Meta")
 _library.impl("gather", nothing, "Meta")
+_library.impl("begin_gather", lambda parameter, _: parameter.new_empty(()), "Meta")
+_library.impl("end_gather", nothing, "Meta")
 _library.impl(
     "whole",
     lambda parts, shape, stride, _: parts[0].new_empty_strided(shape, stride),
@@ -192,7 +210,13 @@ end_part = torch.ops.gascompile_ranks.end_part.default
 total = torch.ops.gascompile_ranks.total.default
 norm = torch.ops.gascompile_ranks.norm.default
 gather = torch.ops.gascompile_ranks.gather.default
+begin_gather = torch.ops.gascompile_ranks.begin_gather.default
+end_gather = torch.ops.gascompile_ranks.end_gather.default
 whole = torch.ops.gascompile_ranks.whole.default
+BEGINS = {begin_part: add_part, begin_gather: gather}
+"""What goes on beside ops from here on, and what waits for its end at once."""
+ENDS = (end_part, end_gather)
+"""Of what was begun, the first first."""
 
 
 def exchanges(target: object) -> bool:
@@ -208,7 +232,8 @@ def waits(target: object) -> bool:
 
 def bounds_of(target: object, args: Sequence[Any]) -> Sequence[int]:
     """Return where each rank's elements of a range begin, of an op that has one range."""
-    bounds: Sequence[int] = args[3 if target in (add_part, begin_part) else 1]
+    place = {add_part: 3, begin_part: 3, end_gather: 2}.get(target, 1)
+    bounds: Sequence[int] = args[place]
     return bounds
 
 
@@ -217,7 +242,7 @@ def exchanged(node: fx.Node) -> tuple[int, bool]:
     if stage_ops.is_of_stages(node.target):
         args = pytree.tree_map(lambda a: a.meta["val"] if isinstance(a, fx.Node) else a, node.args)
         return stage_ops.message_bytes(node.target, args), True
-    if node.target in (add_part, begin_part, end_part, gather):
+    if node.target in (add_part, gather, *BEGINS, *ENDS):
         bounds = bounds_of(node.target, node.args)
         return torch.float32.itemsize * (bounds[-1] - bounds[0]), True
     values = pytree.tree_leaves(node.meta["val"])
@@ -240,15 +265,18 @@ def workspace_bytes(target: object, args: Sequence[Any]) -> int:
         return _SCALARS_BYTES
     if target in (add, across):
         values: Sequence[torch.Tensor] = args[0]
-        return sum(value.numel() * value.element_size() for value in values)
-    if target in (total, norm):
-        return 0 if target is total else _SCALARS_BYTES + 8 * len(args[0])
+        # All of them side by side, and what comes from the other ranks.
+        return 2 * sum(value.numel() * value.element_size() for value in values)
+    if target is total:
+        return int(args[0].numel() * args[0].element_size())
+    if target is norm:
+        return _SCALARS_BYTES + 8 * len(args[0])
     if target is whole:
         # What is sent: a part for each rank, range by range.
         parts: Sequence[torch.Tensor] = args[0]
         count = len(args[3]) // len(parts) - 1
         return max(part.numel() * part.element_size() for part in parts) * count + _SCALARS_BYTES
-    if target is end_part:
+    if target in ENDS:
         return 0  # That of the ops since the beginning has it.
     bounds = bounds_of(target, args)
     # What is received; and what is sent, where rows lie otherwise or a part goes to all.

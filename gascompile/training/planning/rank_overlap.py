@@ -1,11 +1,13 @@
-"""Rank overlap: sums of gradients over the ranks that go on while the backward pass does.
+"""Rank overlap: sums of gradients over the ranks, and gathers of what they update, that go on beside other ops.
 
 A sum begins where the gradient is whole, and its end, with the update that waits for it, moves to where the next one
-begins. Ranks begin the same exchanges in the same order whether they wait for each or not.
+begins. What is updated is on its way to the other ranks until those sums end, as no rank waits for another then that
+is a little late. Ranks begin the same exchanges in the same order whether they wait for each or not.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -53,14 +55,56 @@ def overlapped(step: StepProgram) -> StepProgram | None:
         return None
     place = {node: number for number, node in enumerate(graph.nodes)}
     moves = [(block, _next_exchange(block[-1])) for block in blocks]
+    gathers = _Gathers(graph)
     for block, before in moves:
         # Of a user's own op between them something might be read before.
         if all(u in block or place[u] >= place[before] for node in block for u in node.users):
-            for node in _begun(graph, block):
+            late = _begun(graph, block)
+            gathers.end_all(before)
+            for node in late:
                 before.prepend(node)
+                if node.target is rank_ops.gather:
+                    gathers.begin(node)
+    gathers.end_all(graph.output_node())
     graph.lint()
     module = graph_module_of(step.program.graph_module, graph)
     return replace(step, program=replace(step.program, graph_module=module))
+
+
+class _Gathers:
+    """Gathers that have begun and not ended."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self._graph = graph
+        self._begun: deque[fx.Node] = deque()
+
+    def begin(self, node: fx.Node) -> None:
+        """Let a gather begin only, unless something reads the parameter after it, or it is too large."""
+        parameter, bounds = node.args
+        assert isinstance(parameter, fx.Node), "it gathers a parameter"
+        if any(node < user and user.target is not rank_ops.gather for user in parameter.users):
+            return
+        size_bytes = flying_bytes(node)
+        if size_bytes > _MOST_BYTES:
+            return
+        while sum(map(flying_bytes, self._begun)) + size_bytes > _MOST_BYTES:
+            self._end(node)
+        with self._graph.inserting_before(node):
+            begun = add_node(self._graph, rank_ops.begin_gather, (parameter, bounds))
+        begun.meta["val"] = parameter.meta["val"].new_empty(())
+        self._graph.erase_node(node)
+        self._begun.append(begun)
+
+    def end_all(self, before: fx.Node) -> None:
+        """End all that have begun."""
+        while self._begun:
+            self._end(before)
+
+    def _end(self, before: fx.Node) -> None:
+        begun = self._begun.popleft()
+        with self._graph.inserting_before(before):
+            args = (begun.args[0], begun, begun.args[1])
+            add_node(self._graph, rank_ops.end_gather, args).meta["val"] = None
 
 
 def is_wanted(chosen: bool) -> bool:
@@ -68,20 +112,23 @@ def is_wanted(chosen: bool) -> bool:
     return chosen if forced is None else forced
 
 
-def gains_beside_ops(step: PlannedStep, *, busy: float, gap: float) -> bool:
+def gains_beside_ops(step: PlannedStep, *, busy: float, late: float, gap: float) -> bool:
     """Return whether a step may become faster by more than ``gap`` of it, as its sums go on beside ops.
 
     Args:
-        step: whose sums wait for the other ranks.
+        step: whose sums and gathers wait for the other ranks.
         busy: share of an exchange that ops beside it lose.
+        late: share of its ops that ranks wait for each other where they wait.
         gap: to which its seconds are known.
     """
     if forced is not None:
         return False
     plan = step.plan
-    nodes = zip(step.program.program.op_nodes(), plan.ops, strict=True)
-    summed_s = sum(op.time_s for node, op in nodes if node.target is rank_ops.add_part)
-    return (1 - busy) * summed_s > gap * plan.certificate.predicted_s
+    nodes = list(zip(step.program.program.op_nodes(), plan.ops, strict=True))
+    beside = rank_ops.BEGINS.values()
+    moved_s = sum(op.time_s for node, op in nodes if node.target in beside)
+    own_s = sum(op.time_s for node, op in nodes if not rank_ops.exchanges(node.target))
+    return (1 - busy) * moved_s + late * own_s > gap * plan.certificate.predicted_s
 
 
 def _blocks(graph: fx.Graph) -> list[list[fx.Node]]:
@@ -149,9 +196,9 @@ def with_flying(workload: Workload, step: StepProgram) -> Workload:
     held: dict[str, int] = {}
     for node in step.program.op_nodes():
         held[node.name] = sum(flying)
-        if node.target is rank_ops.begin_part:
+        if node.target in rank_ops.BEGINS:
             flying.append(flying_bytes(node))
-        elif node.target is rank_ops.end_part:
+        elif node.target in rank_ops.ENDS:
             flying.pop(0)
     ops = tuple(
         replace(op, workspace_bytes=op.workspace_bytes + held.get(op.name, 0))
@@ -167,11 +214,11 @@ def network_of(step: StepProgram, ladder: Ladder) -> Network:
         if not rank_ops.waits(node.target):
             continue
         size_bytes, divided = rank_ops.exchanged(node)
-        if node.target in (rank_ops.gather, rank_ops.whole):
+        if node.target in (rank_ops.gather, rank_ops.begin_gather, rank_ops.whole):
             time_s[node.name] = sum(map(ladder.gather_s, rank_ops.gathered(node)))
         else:
             time_s[node.name] = ladder.seconds(size_bytes, divided=divided)
-        if node.target is rank_ops.begin_part:
+        if node.target in rank_ops.BEGINS:
             begin_s[node.name] = ladder.begin_s(size_bytes)
     return Network(time_s=time_s, busy=ladder.busy, begin_s=begin_s, late=ladder.late)
 
@@ -192,11 +239,11 @@ def waits_s(step: StepProgram, times_s: Mapping[str, float], network: Network) -
     flying: list[tuple[float, float]] = []
     for node in step.program.op_nodes():
         alone_s = network.time_s.get(node.name, 0.0)
-        if node.target is rank_ops.begin_part:
+        if node.target in rank_ops.BEGINS:
             found[node.name] = network.begin_s.get(node.name, 0.0)
             free_s = max(free_s, now_s + found[node.name]) + alone_s
             flying.append((free_s, alone_s))
-        elif node.target is rank_ops.end_part:
+        elif node.target in rank_ops.ENDS:
             done_s, alone_s = flying.pop(0)
             waited_s = min(max(done_s - now_s, 0.0), alone_s)
             found[node.name] = waited_s + network.busy * (alone_s - waited_s)

@@ -1,0 +1,39 @@
+"""Group work: what a group of ``torch.distributed`` does behind the thread that has begun it."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+
+import torch
+import torch.distributed as dist
+
+_SOON_S, _LATER_S, _LATE = 5e-5, 1e-3, 1 / 16
+"""Between two looks at an exchange: the least, the most, and the share of what has passed, by which it ends late."""
+
+
+def ends(work: dist.Work, time_s: float) -> bool:
+    """Wait for the end of an exchange; return whether it came within ``time_s``.
+
+    Gloo's own wait goes on beyond the time that it is given, until that of the group.
+
+    Raises:
+        RuntimeError: the exchange is broken.
+    """
+    begin_s = time.monotonic()
+    while not work.is_completed():
+        passed_s = time.monotonic() - begin_s
+        if passed_s > time_s:
+            return False
+        time.sleep(min(max(passed_s * _LATE, _SOON_S), _LATER_S))
+    work.wait()
+    return True
+
+
+def unowned(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a dense tensor's elements as a vector that does not keep its memory."""
+    if tensor.device.type != "cpu" or not tensor.numel():
+        return tensor
+    size_bytes = tensor.numel() * tensor.element_size()
+    memory = (ctypes.c_char * size_bytes).from_address(tensor.data_ptr())
+    return torch.frombuffer(memory, dtype=tensor.dtype)
