@@ -163,7 +163,7 @@ def _add_choices(model: Model, remakable: Collection[int]) -> None:
         model.leave[j] = columns
         if j in remakable:
             model.remade[j] = program.add_variable(0.0, 1.0)
-        terms = [column for found in columns for column in found]
+        terms = [column for of_route in columns for column in of_route]
         terms += [model.remade[j]] if j in remakable else []
         for part in (0, 1):
             same = [column for column in terms if model.part.get(column, part) == part]

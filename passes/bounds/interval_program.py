@@ -76,11 +76,11 @@ def interval_program(
         SolverError: the solver ended in a state that is not understood.
     """
     model = _build(plan, remakable, away_bytes, num_slots)
-    found = model.program.solve(time_limit_s=time_limit_s, relaxed=True, max_pivots=max_pivots)
-    bound_s = (found.bound - model.preferred) * model.unit_s
+    solution = model.program.solve(time_limit_s=time_limit_s, relaxed=True, max_pivots=max_pivots)
+    bound_s = (solution.bound - model.preferred) * model.unit_s
     if bound_s > 0 and bound_s < INFINITY:
         bound_s *= 1 - _TOLERANCE
-    values = found.values
+    values = solution.values
     return Relaxation(
         bound_s=max(0.0, bound_s),
         leave={
@@ -93,9 +93,9 @@ def interval_program(
         if values
         else {},
         remade={j: values[column] for j, column in model.remade.items()} if values else {},
-        worth_s=_worth_s(model, found.duals) if found.duals else {},
-        solver=found.solver,
-        pivots=found.pivots,
+        worth_s=_worth_s(model, solution.duals) if solution.duals else {},
+        solver=solution.solver,
+        pivots=solution.pivots,
     )
 
 

@@ -46,14 +46,14 @@ def interval_reruns(model: Model, remakable: Mapping[int, int]) -> None:
 def _only_readers(model: Model) -> Mapping[int, int]:
     """Return the op that reads a passing tensor, where there is just one and nothing else needs it."""
     task = model.plan.task
-    found: dict[int, list[int]] = {}
+    users: dict[int, list[int]] = {}
     for op, reads in enumerate(task.reads):
         for tensor in (*reads, *task.writes[op]):
             if op not in task.writers.get(tensor, ()) or len(task.writers[tensor]) > 1:
-                found.setdefault(tensor, []).append(op)
+                users.setdefault(tensor, []).append(op)
     return {
         tensor: ops[0]
-        for tensor, ops in found.items()
+        for tensor, ops in users.items()
         if len(ops) == 1 and not task.persistent[tensor] and not task.stays_to_end[tensor]
     }
 

@@ -228,13 +228,13 @@ class _Program:
         self._solver.bound_row(1, -INFINITY, region_bytes / self._unit)
         self._solver.bound_columns(np.where(self._rooms <= region_bytes, INFINITY, 0.0))
         try:
-            found = self._solver.solve()
+            outcome = self._solver.solve()
         except SolverError:
             # Nothing is proven where the solver stumbles.
             return 0.0
-        if found.ending is Ending.OPTIMAL:
-            return max(0.0, found.bound) * self._time_unit_s * (1 - _TOLERANCE)
-        return math.inf if found.ending is Ending.INFEASIBLE else 0.0
+        if outcome.ending is Ending.OPTIMAL:
+            return max(0.0, outcome.bound) * self._time_unit_s * (1 - _TOLERANCE)
+        return math.inf if outcome.ending is Ending.INFEASIBLE else 0.0
 
     def _streamed(self, number: int, link: int) -> int:
         """Return the column of ``x``; those of ``y`` come first."""

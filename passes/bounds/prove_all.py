@@ -78,7 +78,7 @@ def relaxed_bound_s(task: IntervalProblem, time_limit_s: float) -> float:
     base = layout(task)
     away = sum(task.sizes[i.tensor] for i in base.intervals if i.unused)
     try:
-        found = interval_program(
+        relaxation = interval_program(
             base,
             rerunnable(base),
             away_bytes=away,
@@ -88,7 +88,7 @@ def relaxed_bound_s(task: IntervalProblem, time_limit_s: float) -> float:
         )
     except SolverError:
         return 0.0
-    return found.bound_s
+    return relaxation.bound_s
 
 
 def _loosened(task: Problem) -> Problem:

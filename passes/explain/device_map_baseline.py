@@ -105,13 +105,13 @@ def _in_place(task: Problem, placement: Placement, site: str) -> Draft | None:
         left = tuple(of[weight.name] for weight in reduced.weights)
         return _schedule(reduced, Placement(strategy=IN_PLACE, link_of=left))
 
-    found = sited(task, site, sent, others)
-    if found is None:
+    schedule = sited(task, site, sent, others)
+    if schedule is None:
         raise DeviceMapError(
             f"'{site}' has no room for what its ops read and make beside their weights; give it more, or the tier that "
             "computes more of the weights"
         )
-    return draft_sites(found)
+    return draft_sites(schedule)
 
 
 def _links_of(task: Problem, tiers: Mapping[str, str]) -> tuple[int | None, ...]:
@@ -120,7 +120,7 @@ def _links_of(task: Problem, tiers: Mapping[str, str]) -> tuple[int | None, ...]
     over: dict[str, int] = {}
     for i, link in reversed(list(enumerate(task.links))):
         over[link.source_tier] = i
-    found: list[int | None] = []
+    link_of: list[int | None] = []
     held: dict[str, list[tuple[int, str]]] = {}
     for weight in task.weights:
         tier = tiers[weight.name]
@@ -130,7 +130,7 @@ def _links_of(task: Problem, tiers: Mapping[str, str]) -> tuple[int | None, ...]
                 f"'{site}'; its links start at {', '.join(sorted(over)) or 'no tier'}",
                 names=(weight.name,),
             )
-        found.append(None if tier == site else over[tier])
+        link_of.append(None if tier == site else over[tier])
         held.setdefault(tier, []).append((weight.size_bytes, weight.name))
     for tier, room_bytes in task.room_bytes.items():
         total = sum(size_bytes for size_bytes, _ in held.get(tier, ()))
@@ -141,7 +141,7 @@ def _links_of(task: Problem, tiers: Mapping[str, str]) -> tuple[int | None, ...]
                 f"{format_size(room_bytes)}; the largest of it are {', '.join(largest)}",
                 names=tuple(largest),
             )
-    return tuple(found)
+    return tuple(link_of)
 
 
 def _schedule(task: Problem, placement: Placement) -> Schedule:

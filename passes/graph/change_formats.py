@@ -192,11 +192,11 @@ def _decode_rows(user: fx.Node, fixed: tuple[fx.node.Argument, ...], wire: Bound
 
 
 def _dtype(bound: BoundSpec) -> torch.dtype:
-    found: torch.dtype = getattr(torch, bound.dtype)
-    return found
+    dtype: torch.dtype = getattr(torch, bound.dtype)
+    return dtype
 
 
 def _first(graph: fx.Graph, nodes: list[fx.Node]) -> fx.Node:
     wanted = set(nodes)
-    found: fx.Node = next(node for node in graph.nodes if node in wanted)
-    return found
+    node: fx.Node = next(node for node in graph.nodes if node in wanted)
+    return node

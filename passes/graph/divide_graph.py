@@ -41,8 +41,8 @@ def divide_graph(
         tile = parse_tile(op.name)
         if tile is not None:
             tiles.setdefault(tile.base, []).append(tile)
-        elif found := gathered(op):
-            gathers[op.name] = tuple(found)
+        elif row_reads := gathered(op):
+            gathers[op.name] = tuple(row_reads)
     joined = joined_ops(ops)
     for node in list(graph.nodes):
         if node.op == "call_function" and node.name in joined:
@@ -109,10 +109,10 @@ def _join_parts(
             _tile_placeholder(graph, row, part, bound) for row in known if isinstance(row, fx.Node)
         ]
         with graph.inserting_before(node):
-            found = _call(graph, node, torch.ops.aten.linear.default, (x, *rows), part)
+            product = _call(graph, node, torch.ops.aten.linear.default, (x, *rows), part)
         if isinstance(value, torch.Tensor):
-            found.meta["val"] = value.new_empty((*value.shape[:-1], part.end - part.begin))
-        made[part] = found
+            product.meta["val"] = value.new_empty((*value.shape[:-1], part.end - part.begin))
+        made[part] = product
     node.target = torch.ops.aten.cat.default
     node.args = ([made[part] for part in in_order], -1)
 
@@ -120,10 +120,10 @@ def _join_parts(
 def _features(weight: object, value: object) -> int | None:
     """Return the output features of a layer, as far as its graph says so."""
     values = (weight.meta.get("val") if isinstance(weight, fx.Node) else None, value)
-    found = [
+    features = [
         v.shape[i] for i, v in zip((0, -1), values, strict=True) if isinstance(v, torch.Tensor)
     ]
-    return int(found[0]) if found else None
+    return int(features[0]) if features else None
 
 
 def _call(
@@ -136,10 +136,10 @@ def _call(
     """Insert the op that takes the place of ``node`` or does a tile of it."""
     suffix = f"{tile.begin}to{tile.end}" if tile else "rows"
     assert callable(function)
-    found = add_node(graph, function, args, name=f"{node.name}_{suffix}")
+    call = add_node(graph, function, args, name=f"{node.name}_{suffix}")
     op = Tile(node.name, tile.begin, tile.end).name if tile else node.name
-    found.meta = {**node.meta, OP_NAME: op}
-    return found
+    call.meta = {**node.meta, OP_NAME: op}
+    return call
 
 
 def _tile_placeholder(
@@ -151,9 +151,9 @@ def _tile_placeholder(
         if known == name:
             return node
     with graph.inserting_after(weight):
-        found = graph.placeholder(f"{weight.name}_{tile.begin}to{tile.end}")
-    bound[found] = name
-    return found
+        placeholder = graph.placeholder(f"{weight.name}_{tile.begin}to{tile.end}")
+    bound[placeholder] = name
+    return placeholder
 
 
 def _replace_by_gather(

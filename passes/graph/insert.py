@@ -64,19 +64,19 @@ def _unused(name: str, graph: fx.Graph) -> str:
 
 
 def _check_ops(nodes: list[fx.Node], plan: Plan) -> None:
-    found = [op_name(node) for node in nodes]
+    names = [op_name(node) for node in nodes]
     planned = [op.name for op in plan.ops]
-    if found != planned:
+    if names != planned:
         differing = next(
             (
                 f"op {i} is '{a}' in the program and '{b}' in the plan"
-                for i, (a, b) in enumerate(zip(found, planned, strict=False))
+                for i, (a, b) in enumerate(zip(names, planned, strict=False))
                 if a != b
             ),
             "one is longer than the other",
         )
         raise PlanMismatchError(
-            f"the plan has {len(planned)} ops, the program {len(found)}: {differing}; plan this program again"
+            f"the plan has {len(planned)} ops, the program {len(names)}: {differing}; plan this program again"
         )
     order = [step.op for step in plan.steps if isinstance(step, Compute)]
     if order != list(range(len(planned))):
@@ -144,9 +144,9 @@ class _Rewrite:
             if name not in self._plan.tensors:
                 raise PlanMismatchError(f"the plan does not know '{name}'; plan this program again")
             with self._graph.inserting_before(top):
-                found = self._ask(moves.resident, node, (self._mover, name))
-            node.replace_all_uses_with(found)
-            placed[name] = found
+                resident = self._ask(moves.resident, node, (self._mover, name))
+            node.replace_all_uses_with(resident)
+            placed[name] = resident
         return placed
 
     def _ask(

@@ -47,11 +47,11 @@ def propagate(program: Program) -> Facts:
         if shapes != largest and (facts := _facts_at(program, shapes)) is not None
     ]
     copies = {op.name for facts in others for op in facts.ops if _makes_storage(op)}
-    found = _propagate(program, largest, copies)
-    for ops in zip(found.ops, *(facts.ops for facts in others), strict=True):
+    at_largest = _propagate(program, largest, copies)
+    for ops in zip(at_largest.ops, *(facts.ops for facts in others), strict=True):
         # A kernel may take another way, and more, at other sizes.
         ops[0].workspace_bytes = max(op.workspace_bytes for op in ops)
-    return found
+    return at_largest
 
 
 @deferring

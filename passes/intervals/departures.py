@@ -61,8 +61,8 @@ def departures(
                 boundary = _boundary(interval, starts, most_s, rests=rests)
         store_at[boundary].append(number)
     around = plan.num_runs
-    for found in store_at:
-        found.sort(key=lambda j: (plan.intervals[j].end + around * plan.intervals[j].wraps, j))
+    for numbers in store_at:
+        numbers.sort(key=lambda j: (plan.intervals[j].end + around * plan.intervals[j].wraps, j))
     return Departures(store_at, begin_at, due_at, frozenset(ahead))
 
 

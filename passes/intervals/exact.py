@@ -105,12 +105,12 @@ class _Search:
     def _wanted(self, place: int) -> frozenset[int]:
         """Return what an op or a rerun from ``place`` on may still read, and what stays to the end."""
         task = self.task
-        found = {x for op in range(place, self.count) for x in self.touched[op]}
-        found |= {x for x, stays in enumerate(task.stays_to_end) if stays}
+        wanted = {x for op in range(place, self.count) for x in self.touched[op]}
+        wanted |= {x for x, stays in enumerate(task.stays_to_end) if stays}
         for other in range(place, self.count + 1):
             for source in self.reruns[other]:
-                found |= set(task.reads[source])
-        return frozenset(found)
+                wanted |= set(task.reads[source])
+        return frozenset(wanted)
 
     def run(self, time_limit_s: float, max_labels: int) -> Optimum | None:
         options = [self._options(x) for x in range(len(self.task.sizes))]
@@ -150,21 +150,21 @@ class _Search:
             return [_GONE]
         routes = [r for r in range(len(task.routes)) if task.can_take(x, r)]
         used = any(x in touched for touched in self.touched)
-        found: list[Status] = [(PRESENT, -1, 0)] if used or not routes else []
-        found += [(ABSENT, -1, 1 << r) for r in (routes if used else routes[:1])]
+        statuses: list[Status] = [(PRESENT, -1, 0)] if used or not routes else []
+        statuses += [(ABSENT, -1, 1 << r) for r in (routes if used else routes[:1])]
         if not self.repeats or not used:
-            return found
-        found += [(PRESENT, -1, 1 << r) for r in routes]
-        found += [(ARRIVING, r, 1 << r) for r in routes]
+            return statuses
+        statuses += [(PRESENT, -1, 1 << r) for r in routes]
+        statuses += [(ARRIVING, r, 1 << r) for r in routes]
         if task.written[x]:
             masks = [
                 m for m in range(1 << len(task.routes)) if not m & ~sum(1 << r for r in routes)
             ]
-            found += [(LEAVING, r, mask) for r in routes for mask in masks if not mask >> r & 1]
+            statuses += [(LEAVING, r, mask) for r in routes for mask in masks if not mask >> r & 1]
             several = [mask for mask in masks if mask.bit_count() > 1]
-            found += [(loc, -1, mask) for loc in (ABSENT, PRESENT) for mask in several]
-            found += [(ARRIVING, r, mask) for r in routes for mask in several if mask >> r & 1]
-        return found
+            statuses += [(loc, -1, mask) for loc in (ABSENT, PRESENT) for mask in several]
+            statuses += [(ARRIVING, r, mask) for r in routes for mask in several if mask >> r & 1]
+        return statuses
 
     def _start(self, number: int, held: tuple[Status, ...]) -> _Label:
         machine = self.task.machine
@@ -333,12 +333,12 @@ class _Search:
         yield _Label(label.start, turn, tuple(states), rows, flights, label, tuple(steps))
 
     def _steps(self, label: _Label) -> tuple[Step, ...]:
-        found: list[Step] = []
+        steps: list[Step] = []
         at: _Label | None = label
         while at is not None:
-            found = [*at.steps, *found]
+            steps = [*at.steps, *steps]
             at = at.parent
-        return needed_steps(self.task, found)
+        return needed_steps(self.task, steps)
 
     def _homes(self, start: int) -> dict[int, int]:
         homes: dict[int, int] = {}

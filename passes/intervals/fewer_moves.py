@@ -49,13 +49,13 @@ def fewer_moves(search: Search, remakes: Mapping[int, Remake]) -> Found:
         for penalty in _PENALTIES:
             selection = fewest_moves(plan, penalty)
             for lead_s in dict.fromkeys((None, best.lead_s)):
-                found = search.consider("fewest_moves", selection, lead_s=lead_s, rounds=1)
-                if found is None:
+                candidate = search.consider("fewest_moves", selection, lead_s=lead_s, rounds=1)
+                if candidate is None:
                     continue
-                moved = found.schedule.moved_bytes
+                moved = candidate.schedule.moved_bytes
                 longer_s = min(_SLOWER, _WORTH * (1 - moved / all_bytes)) * best.seconds
-                if moved < least and found.seconds <= best.seconds + longer_s:
-                    lean, least = found, moved
+                if moved < least and candidate.seconds <= best.seconds + longer_s:
+                    lean, least = candidate, moved
     return lean
 
 
@@ -66,8 +66,8 @@ def fewest_moves(plan: RunLayout, penalty: float) -> Selection:
         plan: the runs and their intervals.
         penalty: what has to be written out counts as used so many times sooner.
     """
-    found = Selection(plan)
-    found.settle()
+    selection = Selection(plan)
+    selection.settle()
     begun: list[list[int]] = [[] for _ in range(plan.num_runs + 1)]
     for j, interval in enumerate(plan.intervals):
         for start, end in plan.spans(interval):
@@ -77,15 +77,15 @@ def fewest_moves(plan: RunLayout, penalty: float) -> Selection:
     for run in range(plan.num_runs):
         for j in begun[run]:
             heapq.heappush(waiting[_is_dirty(plan, j)], (-_next_use(plan, j, run), -j))
-        while int(found.memory[run]) > plan.task.limit_bytes:
+        while int(selection.memory[run]) > plan.task.limit_bytes:
             clean, dirty = (-heap[0][0] - run if heap else 0 for heap in waiting)
             if max(clean, dirty) <= 0:
                 break
             heap = waiting[clean * penalty < dirty]
-            found.add(-heapq.heappop(heap)[1])
+            selection.add(-heapq.heappop(heap)[1])
     longest = sorted(range(len(plan.intervals)), key=lambda j: -plan.idle_s[j])
-    found.fill((j, None) for j in longest)
-    return found
+    selection.fill((j, None) for j in longest)
+    return selection
 
 
 def _next_use(plan: RunLayout, j: int, run: int) -> int:

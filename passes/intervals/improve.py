@@ -58,11 +58,11 @@ def improve(
         # Of few tensors it matters most whether moves are made at once or when their time has come.
         lead_s = chance.choice((best.lead_s, None, 0.0)) if few else best.lead_s
         order = _reordered(best.order, chance) if few else best.order
-        found = search.try_once(best.strategy, selection, lead_s, order)
-        if found is not None and found.seconds < best.seconds:
-            best, fruitless = found, 0
-        elif few and found is not None and found.seconds <= best.seconds:
-            best = found
+        changed = search.try_once(best.strategy, selection, lead_s, order)
+        if changed is not None and changed.seconds < best.seconds:
+            best, fruitless = changed, 0
+        elif few and changed is not None and changed.seconds <= best.seconds:
+            best = changed
 
 
 def _reordered(order: Order, chance: random.Random) -> Order:
@@ -88,22 +88,22 @@ def _moved_to(plan: RunLayout, old: Selection, chance: random.Random) -> Selecti
     return selection
 
 
-def _changed_much(search: Search, found: Found, chance: random.Random) -> Selection | None:
+def _changed_much(search: Search, before: Found, chance: random.Random) -> Selection | None:
     """Return the selection with some things changed, reruns among them."""
-    selection, changed = found.selection, False
+    selection, changed = before.selection, False
     for _ in range(chance.choice(_AT_ONCE)):
         if search.task.recompute and chance.random() < _REMADE:
             search.work += PER_SCHEDULE
             plan = rerun_moves(selection.plan, chance)
             other = _moved_to(plan, selection, chance) if plan is not None else None
         else:
-            other = _changed(selection, found, chance)
+            other = _changed(selection, before, chance)
         if other is not None:
             selection, changed = other, True
     return selection if changed else None
 
 
-def _changed(before: Selection, found: Found, chance: random.Random) -> Selection | None:
+def _changed(before: Selection, scheduled: Found, chance: random.Random) -> Selection | None:
     """Return a selection with one thing changed at a place where the schedule of one like it stalls."""
     selection = before.copy()
     plan = selection.plan
@@ -111,9 +111,9 @@ def _changed(before: Selection, found: Found, chance: random.Random) -> Selectio
     if len(plan.task.names) <= FEW_TENSORS and chance.random() < _EXTRA:
         staying = [k for k in range(len(plan.intervals)) if k not in selection.routes]
         return selection if staying and selection.add(chance.choice(staying)) else None
-    if not found.stalls or plan is not found.selection.plan:
+    if not scheduled.stalls or plan is not scheduled.selection.plan:
         return None
-    stalls = sorted(found.stalls, key=lambda stall: -stall[1])[:40]
+    stalls = sorted(scheduled.stalls, key=lambda stall: -stall[1])[:40]
     j, _ = chance.choices(stalls, weights=[time_s for _, time_s in stalls])[0]
     at = plan.intervals[j].end
     routes = plan.task.routes

@@ -194,8 +194,10 @@ def _refined(search: Search, remakes: Mapping[int, Remake], candidates: Iterator
             break
         for lead_s in (None, 0.0) if few else (None,):
             search.try_once(name, selection, lead_s)
-    for found in search.leaders():
-        improve(search, found, random.Random(0), patience=_FEW_FRUITLESS, share=_FEW_SHARE)
+    for leader_of_strategy in search.leaders():
+        improve(
+            search, leader_of_strategy, random.Random(0), patience=_FEW_FRUITLESS, share=_FEW_SHARE
+        )
     guides = iter(_GUIDES if solver != "none" else ())
     fruitless = 0
     patience = _LONG_PATIENCE if few else _PATIENCE
@@ -271,14 +273,14 @@ def _begin(search: Search, remakes: Mapping[int, Remake], candidates: Iterator[S
     few = len(search.task.names) <= FEW_TENSORS
     if search.best is None and few:
         rest = least_excess(search.base, random.Random(0), _ATTEMPTS)
-        least = min(least, rest, key=lambda found: found.excess_bytes)
+        least = min(least, rest, key=lambda candidate: candidate.excess_bytes)
         if rest.fits:
             search.consider("all_moved_recompute", rest)
     if search.best is None:
         # What is quickly gone through is: no budget is refused because a machine was busy.
         large = len(search.task.names) > _MANY_TENSORS
         for name, selection in last_resorts(search.base, remakes):
-            least = min(least, selection, key=lambda found: found.excess_bytes)
+            least = min(least, selection, key=lambda candidate: candidate.excess_bytes)
             if search.consider(name, selection) is not None or (large and search.out_of_time):
                 break
     return least
@@ -286,8 +288,8 @@ def _begin(search: Search, remakes: Mapping[int, Remake], candidates: Iterator[S
 
 def _reserve(search: Search, remakes: Mapping[int, Remake]) -> None:
     """Consider reservations for what is used last, with more and more of what is cheap recomputed."""
-    found = dict.fromkeys(cheap(search.base, remakes, ratio) for ratio in RECOMPUTE_RATIOS)
-    variants = [frozenset[tuple[int, int]](), *(dropped for dropped in found if dropped)]
+    sets = dict.fromkeys(cheap(search.base, remakes, ratio) for ratio in RECOMPUTE_RATIOS)
+    variants = [frozenset[tuple[int, int]](), *(dropped for dropped in sets if dropped)]
     for dropped in variants:
         selection = furthest_use(layout(search.task, dropped) if dropped else search.base)
         interval_queues(
@@ -346,7 +348,7 @@ def _relaxed(
     search: Search, plan: RunLayout, remakable: Mapping[int, int], num_slots: int
 ) -> Relaxation:
     away = sum(plan.task.sizes[i.tensor] for i in plan.intervals if i.unused)
-    found = interval_program(
+    relaxation = interval_program(
         plan,
         remakable,
         away_bytes=away,
@@ -354,7 +356,7 @@ def _relaxed(
         time_limit_s=search.left_s,
         max_pivots=search.pivots_left,
     )
-    return search.relaxed(found)
+    return search.relaxed(relaxation)
 
 
 def _refuse(least: Selection, reserved_bytes: int) -> NoReturn:
@@ -369,16 +371,16 @@ def _refuse(least: Selection, reserved_bytes: int) -> NoReturn:
     )
 
 
-def _homes(found: Found) -> dict[str, str]:
+def _homes(best: Found) -> dict[str, str]:
     """Return the tier in which each tensor rests around the end of the list."""
-    plan = found.schedule.layout
+    plan = best.schedule.layout
     task = plan.task
     homes = {tensor.name: task.machine.compute_tier for tensor in task.workload.tensors}
-    for j, route in found.selection.routes.items():
+    for j, route in best.selection.routes.items():
         interval = plan.intervals[j]
         clean = task.persistent[interval.tensor] and not task.written[interval.tensor]
         given = clean and (interval.unused or task.workload.repeats)
         around = task.persistent[interval.tensor] and interval.wraps
-        if given or around or j in found.schedule.ahead:
+        if given or around or j in best.schedule.ahead:
             homes[task.names[interval.tensor]] = task.routes[route].tier
     return homes

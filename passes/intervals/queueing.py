@@ -43,8 +43,8 @@ def interval_queues(
             balanced = interval_balance(selection, out_s=out_s, in_s=in_s)
             made = frozenset(balanced.routes.items()), lead_s
             if made not in known:
-                found = search.consider(strategy, balanced, lead_s=lead_s)
-                known[made] = found.seconds if found is not None else float("inf")
+                scheduled = search.consider(strategy, balanced, lead_s=lead_s)
+                known[made] = scheduled.seconds if scheduled is not None else float("inf")
             tried[waits] = known[made]
         return tried[waits]
 

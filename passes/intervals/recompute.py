@@ -28,7 +28,7 @@ def interval_recompute(plan: RunLayout) -> Mapping[int, Remake]:
     last_use = {
         tensor: run for tensor, run in plan.last_access.items() if not task.persistent[tensor]
     }
-    found: dict[int, Remake] = {}
+    remakes: dict[int, Remake] = {}
     for j, interval in enumerate(plan.intervals):
         tensor = interval.tensor
         if tensor not in task.repeatable or interval.end >= plan.num_runs:
@@ -38,11 +38,11 @@ def interval_recompute(plan: RunLayout) -> Mapping[int, Remake]:
             continue
         chain = _chain(task, last_use, tensor, op)
         if chain is not None:
-            found[j] = Remake(
+            remakes[j] = Remake(
                 dropped=frozenset({(tensor, op), *((other, NEVER) for other in chain[1:])}),
                 ops=frozenset(task.repeatable[other] for other in chain),
             )
-    return found
+    return remakes
 
 
 def rerunnable(plan: RunLayout) -> Mapping[int, int]:
@@ -52,7 +52,7 @@ def rerunnable(plan: RunLayout) -> Mapping[int, int]:
     anew themselves.
     """
     task = plan.task
-    found: dict[int, int] = {}
+    op_of: dict[int, int] = {}
     for j, interval in enumerate(plan.intervals if task.recompute else ()):
         op = interval.version[1]
         if task.persistent[interval.tensor] or op < 0:
@@ -67,8 +67,8 @@ def rerunnable(plan: RunLayout) -> Mapping[int, int]:
             for writer in task.writers.get(needed, ())
         )
         if not lasting and not gone and not set(spec.reads) & set(spec.writes):
-            found[j] = op
-    return found
+            op_of[j] = op
+    return op_of
 
 
 def may_run_again(task: IntervalProblem, source: int, place: int) -> bool:

@@ -77,9 +77,9 @@ def interval_sweep(
             return known[count]
 
         start = best[1] if best is not None else relaxed_s
-        found = _least(seconds, start, relaxed_s, over)
-        if found is not None and (best is None or found < best[:2]):
-            best = (*found, segments)
+        fastest = _least(seconds, start, relaxed_s, over)
+        if fastest is not None and (best is None or fastest < best[:2]):
+            best = (*fastest, segments)
         elif best is not None:
             return
         if over():
@@ -100,11 +100,11 @@ def _ranked(
     for tensor, j in best.items():
         members.setdefault(task.repeatable[tensor], []).append(j)
     groups: list[_Group] = []
-    for found in members.values():
-        ops = frozenset[int]().union(*(remakes[j].ops for j in found))
+    for intervals in members.values():
+        ops = frozenset[int]().union(*(remakes[j].ops for j in intervals))
         again_s = sum(task.op_times_s[op] for op in ops)
-        worth = sum(worth_s[j] for j in found)
-        groups.append(_Group(tuple(found), again_s, worth / again_s if again_s else math.inf))
+        worth = sum(worth_s[j] for j in intervals)
+        groups.append(_Group(tuple(intervals), again_s, worth / again_s if again_s else math.inf))
     return sorted(groups, key=lambda group: -group.ratio)
 
 
@@ -165,9 +165,9 @@ def _consider(
     best_s = math.inf
     for out_s, in_s, lead_s in _waits(task.fill_s) if selection.routes else [(0.0, 0.0, 0.0)]:
         balanced = interval_balance(selection, out_s=out_s, in_s=in_s)
-        found = search.consider("swept_recompute", balanced, lead_s=lead_s, rounds=1)
-        best_s = min(best_s, found.seconds if found is not None else math.inf)
-        if search.finished or found is None:
+        scheduled = search.consider("swept_recompute", balanced, lead_s=lead_s, rounds=1)
+        best_s = min(best_s, scheduled.seconds if scheduled is not None else math.inf)
+        if search.finished or scheduled is None:
             break
     return best_s
 

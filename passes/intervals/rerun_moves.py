@@ -51,9 +51,9 @@ def least_excess(base: RunLayout, chance: random.Random, attempts: int) -> Selec
             break
         plan = rerun_moves(best.plan, chance)
         if plan is not None:
-            found = all_moved(plan)
-            if found.excess_bytes <= best.excess_bytes:
-                best = found
+            moved = all_moved(plan)
+            if moved.excess_bytes <= best.excess_bytes:
+                best = moved
     return best
 
 

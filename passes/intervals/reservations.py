@@ -64,11 +64,11 @@ def latest_starts(
         interval = plan.intervals[number]
         if route is not None and not interval.unused:
             due_on[route].append((run_starts[interval.end], number))
-    for route, found in enumerate(due_on):
-        found.sort(reverse=True)
+    for route, copies in enumerate(due_on):
+        copies.sort(reverse=True)
         free = math.inf
         for ahead_s in (run_starts[-1], 0.0) if plan.task.workload.repeats else (0.0,):
-            for due_s, number in found:
+            for due_s, number in copies:
                 tensor = plan.intervals[number].tensor
                 free = min(free, due_s + ahead_s) - plan.task.load_s(tensor, route)
                 latest[number] = free

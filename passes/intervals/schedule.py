@@ -124,8 +124,8 @@ class Scheduler:
     def _project_lags(self) -> None:
         """Plan the memory of copies on their way out, as if runs started when expected."""
         free = dict.fromkeys(range(len(self.task.routes)), 0.0)
-        for boundary, found in enumerate(self.store_at):
-            for number in found:
+        for boundary, numbers in enumerate(self.store_at):
+            for number in numbers:
                 interval, route = self.plan.intervals[number], self.chosen.route[number]
                 assert route is not None, "only what leaves is written out"
                 if number in self.ahead:

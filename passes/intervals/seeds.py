@@ -58,15 +58,15 @@ def roomy(base: RunLayout) -> Iterator[Start]:
         limit_bytes = task.limit_bytes - count * most
         tight = replace(base, task=replace(task, limit_bytes=limit_bytes))
         for name, strategy in (("largest_area", largest_area), ("largest_first", _largest_first)):
-            found = strategy(tight)
-            if found.routes:
-                yield name, found.within(base)
+            selection = strategy(tight)
+            if selection.routes:
+                yield name, selection.within(base)
 
 
 def _largest_first(plan: RunLayout) -> Selection:
     """Send away the largest over the fastest link, of those of a size that lie long evenly spread ones first."""
-    found = Selection(plan)
-    found.settle()
+    selection = Selection(plan)
+    selection.settle()
     alike: dict[int, list[int]] = {}
     for j, interval in enumerate(plan.intervals):
         alike.setdefault(plan.task.sizes[interval.tensor], []).append(j)
@@ -75,9 +75,11 @@ def _largest_first(plan: RunLayout) -> Selection:
         most_s = max(plan.idle_s[j] for j in alike[size])
         long = [j for j in alike[size] if plan.idle_s[j] >= most_s / 2]
         order += [long[k] for k in _spread(len(long))]
-    found.fill((j, 0) for j in order)
-    found.fill((j, 0) for j in sorted(range(len(plan.intervals)), key=lambda j: -plan.idle_s[j]))
-    return _exchanged(found)
+    selection.fill((j, 0) for j in order)
+    selection.fill(
+        (j, 0) for j in sorted(range(len(plan.intervals)), key=lambda j: -plan.idle_s[j])
+    )
+    return _exchanged(selection)
 
 
 def _spread(count: int) -> list[int]:
@@ -87,14 +89,14 @@ def _spread(count: int) -> list[int]:
     return [k for k in turned if k < count]
 
 
-def _exchanged(found: Selection) -> Selection:
+def _exchanged(selection: Selection) -> Selection:
     """Return the selection with small intervals in the place of a large one, where that frees enough."""
-    sizes = [found.task.sizes[interval.tensor] for interval in found.plan.intervals]
-    spare = -found.excess_bytes
-    last = next((j for j in reversed(found.routes) if sizes[j] > spare > 0), None)
-    other = found.copy()
-    if last is None or found.plan.intervals[last].unused or not other.take_back(last):
-        return found
+    sizes = [selection.task.sizes[interval.tensor] for interval in selection.plan.intervals]
+    spare = -selection.excess_bytes
+    last = next((j for j in reversed(selection.routes) if sizes[j] > spare > 0), None)
+    other = selection.copy()
+    if last is None or selection.plan.intervals[last].unused or not other.take_back(last):
+        return selection
     small = [j for j in range(len(sizes)) if j not in other.routes and sizes[j] < sizes[last]]
     small.sort(key=lambda j: sizes[j])
     moved = 0
@@ -102,7 +104,7 @@ def _exchanged(found: Selection) -> Selection:
         j = next((j for j in small if sizes[j] >= excess), small[-1])
         small.remove(j)
         moved += sizes[j] if other.add(j) else 0
-    return other if other.fits and moved < sizes[last] else found
+    return other if other.fits and moved < sizes[last] else selection
 
 
 def cheap(

@@ -33,7 +33,7 @@ class Selection:
         other.memory = self.memory.copy()
         other._used = [used.copy() for used in self._used]
         other._busy_s = [busy_s.copy() for busy_s in self._busy_s]
-        other._of_tensor = {tensor: found.copy() for tensor, found in self._of_tensor.items()}
+        other._of_tensor = {tensor: numbers.copy() for tensor, numbers in self._of_tensor.items()}
         return other
 
     def within(self, plan: RunLayout) -> Selection:
@@ -211,12 +211,12 @@ class Selection:
 
     def _by_load(self, tensor: int, wanted: int | None) -> list[int]:
         """Return the routes that ``tensor`` can take: the wanted one, then those that end first."""
-        found: list[tuple[bool, float, int]] = []
+        loads: list[tuple[bool, float, int]] = []
         for route in range(len(self.task.routes)):
             if self.task.can_take(tensor, route):
                 load_s, store_s = self._busy_s[route]
                 load_s += self.task.load_s(tensor, route)
                 if self.task.written[tensor]:
                     store_s += self.task.store_s(tensor, route)
-                found.append((route != wanted, max(load_s, store_s), route))
-        return [route for _, _, route in sorted(found)]
+                loads.append((route != wanted, max(load_s, store_s), route))
+        return [route for _, _, route in sorted(loads)]

@@ -191,12 +191,12 @@ def _idle_homes(
 
 def visits_of(problem: Problem, placement: Placement) -> list[Visit]:
     """Return the visits of the streamed weights, in the order of their first use."""
-    found: list[Visit] = []
+    visits: list[Visit] = []
     for i in placement.streamed:
         link = placement.link_of[i]
         assert link is not None
-        found.extend(_weight_visits(problem, placement, i, link))
-    return sorted(found, key=lambda visit: (visit.start, visit.weight))
+        visits.extend(_weight_visits(problem, placement, i, link))
+    return sorted(visits, key=lambda visit: (visit.start, visit.weight))
 
 
 def _weight_visits(problem: Problem, placement: Placement, i: int, link: int) -> Iterable[Visit]:

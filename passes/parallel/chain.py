@@ -55,8 +55,8 @@ class Chain:
     @property
     def ends(self) -> Block:
         """What comes before and after the layers, as one block; tables are read whole where they are trained."""
-        found = _sum("ends", (self.first, self.last))
-        return replace(found, weight_bytes=found.weight_bytes + found.table_bytes, table_bytes=0)
+        block = _sum("ends", (self.first, self.last))
+        return replace(block, weight_bytes=block.weight_bytes + block.table_bytes, table_bytes=0)
 
     @property
     def table_bytes(self) -> int:
@@ -107,10 +107,10 @@ def _grouped(
     workload: Workload, tensors: dict[str, TensorSpec]
 ) -> Iterator[tuple[str, list[OpSpec]]]:
     """Yield ``(the layer's name, or '' for the head, its ops)`` in order."""
-    found = [_key(op, tensors) for op in workload.ops]
-    last = max((i for i, key in enumerate(found) if key), default=-1)
+    layers = [_key(op, tensors) for op in workload.ops]
+    last = max((i for i, key in enumerate(layers) if key), default=-1)
     current, ops = "", list[OpSpec]()
-    for i, (op, key) in enumerate(zip(workload.ops, found, strict=True)):
+    for i, (op, key) in enumerate(zip(workload.ops, layers, strict=True)):
         # In between, what has no number of its own belongs to the layer that it stands in.
         now = key or (current if i <= last else "")
         if i > last and (not _weights(op, tensors) and current):
@@ -137,15 +137,15 @@ def _key(op: OpSpec, tensors: dict[str, TensorSpec]) -> str:
 
 def _lives(workload: Workload) -> dict[str, tuple[int, int]]:
     """Return the first write and the last read of what ops make, by op."""
-    found: dict[str, tuple[int, int]] = {}
+    spans: dict[str, tuple[int, int]] = {}
     for i, op in enumerate(workload.ops):
         for name in op.writes:
-            begun, ended = found.get(name, (i, i))
-            found[name] = (begun, ended)
+            begun, ended = spans.get(name, (i, i))
+            spans[name] = (begun, ended)
         for name in op.reads:
-            if name in found:
-                found[name] = (found[name][0], i)
-    return found
+            if name in spans:
+                spans[name] = (spans[name][0], i)
+    return spans
 
 
 def _blocks(

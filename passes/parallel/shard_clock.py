@@ -36,13 +36,13 @@ def interleaved(counted: Sequence[tuple[Option, int]]) -> list[Option]:
     """Return every layer's option, as evenly mixed as their counts allow, so that no lane waits for another's turn."""
     total = sum(count for _, count in counted)
     done = [0] * len(counted)
-    found = []
+    layers = []
     for at in range(1, total + 1):
         lags = [count * at / total - done[i] for i, (_, count) in enumerate(counted)]
         chosen = lags.index(max(lags))
         done[chosen] += 1
-        found.append(counted[chosen][0])
-    return found
+        layers.append(counted[chosen][0])
+    return layers
 
 
 def step_seconds(layers: Sequence[Option], head: Option) -> float:
@@ -91,14 +91,14 @@ class _Program:
 
     def copies(self, option: Option, phase: int, side: int) -> list[int]:
         """Return the numbers of the copies that a visit needs, or that it leaves."""
-        found = []
+        numbers = []
         for lane, loads in option.loads_s.items():
             seconds = loads[2 * phase + side]
             if seconds > 0:
-                found.append(len(self.link_of))
+                numbers.append(len(self.link_of))
                 self.link_of.append(LANES.index(lane))
                 self._seconds.append(seconds)
-        return found
+        return numbers
 
     def is_drive(self, copy: int) -> bool:
         """Return whether a copy has its buffer in RAM, so that layers of the GPU need not wait for it."""

@@ -261,7 +261,7 @@ def _best_of_all(
     if best is not None and effort.left_s() <= 0:
         return best, replace(proof, timed_out=True)
     try:
-        found: IntervalPlan | None = plan_intervals(
+        interval_plan: IntervalPlan | None = plan_intervals(
             workload,
             machine,
             limits_bytes,
@@ -271,34 +271,36 @@ def _best_of_all(
             bound_s=all_s,
         )
     except InfeasiblePlanError as error:
-        found = None
+        interval_plan = None
         refusals.append(error)
     if has_sites(workload.ops, machine):
-        found = _with_updates(workload, machine, limits_bytes, found, reserved_bytes, effort)
-    if found is None:
+        interval_plan = _with_updates(
+            workload, machine, limits_bytes, interval_plan, reserved_bytes, effort
+        )
+    if interval_plan is None:
         if best is None:
             raise min(refusals, key=lambda refusal: refusal.required_bytes) from None
         return best, proof
-    moved = draft_intervals(workload, found)
+    moved = draft_intervals(workload, interval_plan)
     if best is None or felt_s(moved, machine, op_s_per_byte) < felt_s(best, machine, op_s_per_byte):
         best = moved
     # Forms and sites are outside what bounds the intervals.
     if not any(op.splits or op.gathers for op in workload.ops) and not has_sites(
         workload.ops, machine
     ):
-        proof = replace(proof, all_s=max(all_s, found.bound_s))
-    return best, replace(proof, timed_out=found.timed_out)
+        proof = replace(proof, all_s=max(all_s, interval_plan.bound_s))
+    return best, replace(proof, timed_out=interval_plan.timed_out)
 
 
 def _with_updates(
     workload: Workload,
     machine: Machine,
     limits_bytes: Mapping[str, int],
-    found: IntervalPlan | None,
+    interval_plan: IntervalPlan | None,
     reserved_bytes: int,
     effort: Effort,
 ) -> IntervalPlan | None:
-    """Return ``found``, or a faster plan with updates where their moments rest, which may fit where no other does."""
+    """Return the given plan, or a faster one with updates where moments rest, which may fit where no other does."""
 
     def planned(
         rest: Workload, left_bytes: Mapping[str, int], staying: Sequence[str]
@@ -320,4 +322,6 @@ def _with_updates(
             _log.debug("updates elsewhere break a rule: %s", error)
             return False
 
-    return update_sites(workload, machine, limits_bytes, found, planned, fits) or found
+    return (
+        update_sites(workload, machine, limits_bytes, interval_plan, planned, fits) or interval_plan
+    )

@@ -143,7 +143,7 @@ def _moved(
     whole = forms(workload, machine)[0] if on_heap.gathers else workload
     if any(size > limits_bytes.get(tier, 0) for tier, size in gather_room(whole).items()):
         whole = workload
-    found = plan_intervals(
+    interval_plan = plan_intervals(
         whole,
         machine,
         limits_bytes,
@@ -157,7 +157,7 @@ def _moved(
         op_s_per_byte=op_s_per_byte,
         staying=on_heap.staying,
     )
-    return draft_intervals(whole, found), found.timed_out
+    return draft_intervals(whole, interval_plan), interval_plan.timed_out
 
 
 def _most_gained_s(workload: Workload, machine: Machine) -> float:

@@ -121,11 +121,11 @@ def best_staging(
         ):
             continue
         effort.work += len(visits)
-        found = schedule(problem, placement, staging_bytes, resident_bytes=residents, lanes=lanes)
-        if found is not None:
-            found = snap(found, time_bound_s(problem, found.placement))
-            if best is None or found.seconds < best.seconds:
-                best = found
+        staged = schedule(problem, placement, staging_bytes, resident_bytes=residents, lanes=lanes)
+        if staged is not None:
+            staged = snap(staged, time_bound_s(problem, staged.placement))
+            if best is None or staged.seconds < best.seconds:
+                best = staged
     return best
 
 
@@ -169,11 +169,11 @@ def _stalled_s(problem: Problem, visits: Sequence[Visit], lanes: Sequence[int]) 
     return longest_s * (1 - _ROUNDING)
 
 
-def snap(found: Schedule, bound_s: float) -> Schedule:
+def snap(staged: Schedule, bound_s: float) -> Schedule:
     """Return the schedule with its time rounded to the bound where they differ by rounding only."""
-    if found.seconds > bound_s * (1 + _ROUNDING):
-        return found
-    return found.with_seconds(bound_s)
+    if staged.seconds > bound_s * (1 + _ROUNDING):
+        return staged
+    return staged.with_seconds(bound_s)
 
 
 def resident_bytes(problem: Problem, residents: Iterable[int]) -> int:

@@ -35,9 +35,9 @@ def pin(problem: Problem, pinned: Plan) -> Schedule:
     for placement in placements:
         sizes = {s for s in staging_sizes(problem, placement) if bottom + s <= arena_bytes}
         for staging_bytes in sorted(sizes | {arena_bytes - bottom}):
-            found = schedule(problem, placement, staging_bytes, resident_bytes=bottom)
-            if found is not None and (best is None or found.seconds < best.seconds):
-                best = snap(found, time_bound_s(problem, found.placement))
+            staged = schedule(problem, placement, staging_bytes, resident_bytes=bottom)
+            if staged is not None and (best is None or staged.seconds < best.seconds):
+                best = snap(staged, time_bound_s(problem, staged.placement))
     assert best is not None, "streaming each op's weights alone always packs"
     return best.with_staging(arena_bytes - bottom)
 

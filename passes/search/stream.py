@@ -84,11 +84,11 @@ def stream(
     """
 
     def solve(task: Problem) -> FormSolution:
-        found, relaxed_s = (
+        schedule, relaxed_s = (
             (pin(task, pinned), 0.0) if pinned else _choose(task, strategy, effort.left_s, notes)
         )
-        proof = _prove(task, found.seconds, effort, notes, relaxed_s)
-        return FormSolution(task=task, schedule=found, proof=proof)
+        proof = _prove(task, schedule.seconds, effort, notes, relaxed_s)
+        return FormSolution(task=task, schedule=schedule, proof=proof)
 
     candidates = (
         [same_form(workload, machine, pinned.workload)] if pinned else forms(workload, machine)
@@ -203,9 +203,9 @@ def _sited(tasks: Sequence[Problem], budget: Budget) -> tuple[Draft | None, floa
         alone = search(task, strategies(task), task.arena_limit_bytes)
         plain_s = min(plain_s, alone.seconds if alone is not None else math.inf)
         limit_s = min(plain_s, best.seconds if best is not None else math.inf)
-        found = sites(task, limit_s, partial(_keeps_budget, task))
-        vain = 0 if found is not None or best is None else vain + 1
-        best = draft_sites(found) if found is not None else best
+        sited = sites(task, limit_s, partial(_keeps_budget, task))
+        vain = 0 if sited is not None or best is None else vain + 1
+        best = draft_sites(sited) if sited is not None else best
     for task in tasks:
         whole = all(parse_tile(op.name) is None for op in task.workload.ops)
         if task.arena_limit_bytes < 0 or not whole:
@@ -215,17 +215,17 @@ def _sited(tasks: Sequence[Problem], budget: Budget) -> tuple[Draft | None, floa
             problem, machine=task.machine, budget=budget, reserved_bytes=task.reserved_bytes
         )
         least_s = (1 - _PARTS_GAIN) * limit_s
-        found = divide_layers(task, least_s, partial(_keeps_budget, task), again)
-        best = draft_sites(found) if found is not None else best
+        sited = divide_layers(task, least_s, partial(_keeps_budget, task), again)
+        best = draft_sites(sited) if sited is not None else best
     if best is None or math.isinf(plain_s):
         return best, float(best is not None)
     return best, 1 - best.seconds / plain_s
 
 
-def _keeps_budget(task: Problem, found: SitedSchedule) -> bool:
+def _keeps_budget(task: Problem, sited: SitedSchedule) -> bool:
     """Whether what ops take at all sites, and what is copied between them, is within the budget."""
     return keeps_budget(
-        draft_sites(found), task.machine, task.limits_bytes, reserved_bytes=task.reserved_bytes
+        draft_sites(sited), task.machine, task.limits_bytes, reserved_bytes=task.reserved_bytes
     )
 
 
@@ -234,21 +234,23 @@ def _choose(
 ) -> tuple[Schedule, float]:
     """Return the best schedule of one strategy, or of all of them, and what the relaxation showed on the way."""
     least_arena_bytes = feasible(task).arena_bytes
-    found: Schedule | None = None
+    schedule: Schedule | None = None
     relaxed_s = 0.0
     if strategy == "ilp":
-        found, relaxed_s = refine(task, least_arena_bytes, None, time_limit_s=left_s())
+        schedule, relaxed_s = refine(task, least_arena_bytes, None, time_limit_s=left_s())
     elif strategy is not None:
-        found = _as_peer(task, strategy)
+        schedule = _as_peer(task, strategy)
     # A forced strategy may have nothing that fits a budget which others keep.
-    found = found or search(task, strategies(task), task.arena_limit_bytes, time_limit_s=left_s())
+    schedule = schedule or search(
+        task, strategies(task), task.arena_limit_bytes, time_limit_s=left_s()
+    )
     if strategy is None:
         try:
-            found, relaxed_s = refine(task, least_arena_bytes, found, time_limit_s=left_s())
+            schedule, relaxed_s = refine(task, least_arena_bytes, schedule, time_limit_s=left_s())
         except SolverError as error:
             notes.append(f"planned without the integer program: {error}")
-    assert found is not None, "a feasible problem has a schedule"
-    return found, relaxed_s
+    assert schedule is not None, "a feasible problem has a schedule"
+    return schedule, relaxed_s
 
 
 def _prove(
@@ -273,7 +275,7 @@ def _as_peer(task: Problem, strategy: str) -> Schedule | None:
     """Return what the peer that ``strategy`` names does: keep as much as fits, stream the rest."""
     for candidate in reversed(family(task, strategy)):
         for placement in homes(task, candidate.residents, strategy)[:1]:
-            found = best_staging(task, placement, task.arena_limit_bytes)
-            if found is not None:
-                return found
+            staged = best_staging(task, placement, task.arena_limit_bytes)
+            if staged is not None:
+                return staged
     return None
