@@ -76,7 +76,7 @@ def measure_ops(
     """
     if limit_s <= 0:
         return {}
-    found: dict[str, float] = {}
+    times_s: dict[str, float] = {}
     start = time.perf_counter()
     with torch.no_grad(), torch.random.fork_rng(devices=()):
         weights = ColdWeights()
@@ -87,10 +87,10 @@ def measure_ops(
             weights,
             limit_s=limit_s / 2,
         )
-        found.update(whole)
+        times_s.update(whole)
         for node in nodes:
             name = signature(node, program)
-            if name is None or name in found:
+            if name is None or name in times_s:
                 continue
             if time.perf_counter() > start + limit_s:
                 break
@@ -98,11 +98,11 @@ def measure_ops(
             if call is None:
                 continue
             try:
-                found[name] = call.time_s()
+                times_s[name] = call.time_s()
             except (RuntimeError, IndexError, ValueError, NotImplementedError):
                 # Some ops look at values, and made-up ones are not theirs: they keep their formula.
                 continue
-    return found
+    return times_s
 
 
 class _Call:

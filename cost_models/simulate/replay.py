@@ -107,13 +107,13 @@ def replay(
 
 def link_bytes(steps: Sequence[Step], ops: Sequence[OpSpec], machine: Machine) -> dict[str, int]:
     """Return the bytes that an iteration moves per link, rows that ops gather included."""
-    found: dict[str, int] = {}
+    moved: dict[str, int] = {}
     for step in steps:
         if isinstance(step, _TRANSFERS):
-            found[step.link] = found.get(step.link, 0) + step.size_bytes
+            moved[step.link] = moved.get(step.link, 0) + step.size_bytes
     for name, size_bytes in gather_link_bytes(ops, machine).items():
-        found[name] = found.get(name, 0) + size_bytes
-    return found
+        moved[name] = moved.get(name, 0) + size_bytes
+    return moved
 
 
 def undisturbed(

@@ -126,7 +126,7 @@ def _with_causes(walk: _Iteration, machine: Machine) -> tuple[Stall, ...]:
         link_s[t.link] = link_s.get(t.link, 0.0) + link.transfer_time_s(t.size_bytes)
         for pipe, time_s in pipe_times(machine, link, t.size_bytes):
             pipe_s[pipe] += time_s
-    found = []
+    stalls = []
     for stall, t in walk.stalls:
         pipes = pipe_times(machine, machine.link(t.link), t.size_bytes)
         if link_s.get(t.link, 0.0) >= full_s or any(pipe_s[pipe] >= full_s for pipe, _ in pipes):
@@ -137,8 +137,8 @@ def _with_causes(walk: _Iteration, machine: Machine) -> tuple[Stall, ...]:
             cause, blocker = MEMORY, t.freed_by
         else:
             cause, blocker = BANDWIDTH, ""
-        found.append(replace(stall, cause=cause, blocker=blocker))
-    return tuple(found)
+        stalls.append(replace(stall, cause=cause, blocker=blocker))
+    return tuple(stalls)
 
 
 class _Stretch:
@@ -309,7 +309,7 @@ def _freed_by(plan: Plan) -> dict[int, str]:
     the last one released since then.
     """
     sizes = {tensor.name: tensor.size_bytes for tensor in plan.workload.tensors}
-    found: dict[int, str] = {}
+    freed_by: dict[int, str] = {}
     released: list[Release] = []
     for i, step in enumerate(plan.steps):
         if isinstance(step, (Compute, Recompute)):
@@ -319,8 +319,8 @@ def _freed_by(plan: Plan) -> dict[int, str]:
         elif isinstance(step, (Prefetch, Reload)):
             names = [r.tensor for r in released if _overlap(step, r, sizes)]
             if names:
-                found[i] = names[-1]
-    return found
+                freed_by[i] = names[-1]
+    return freed_by
 
 
 def _overlap(step: Prefetch | Reload, other: Release, sizes: Mapping[str, int]) -> bool:

@@ -238,8 +238,8 @@ def _store(
 
 def _without_memory(like: torch.Tensor) -> torch.Tensor:
     storage = torch.UntypedStorage(0)
-    found = torch.empty(0, dtype=like.dtype)
+    empty = torch.empty(0, dtype=like.dtype)
     storage.resize_(like.untyped_storage().nbytes())
-    found.set_(storage, like.storage_offset(), like.shape, like.stride())
+    empty.set_(storage, like.storage_offset(), like.shape, like.stride())
     storage.resize_(0)
-    return found
+    return empty

@@ -239,9 +239,9 @@ class Session:
         """
         if self.store is None and not any(isinstance(step, Offload) for step in plan.steps):
             return None
-        found = HeapMoves(self, plan)
-        self.heaps.append(found)
-        return found
+        heap = HeapMoves(self, plan)
+        self.heaps.append(heap)
+        return heap
 
     @property
     def fixed_bytes(self) -> int:

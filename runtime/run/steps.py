@@ -313,11 +313,11 @@ class _Builder(SiteSteps):
 
 def _written_inputs(output: fx.Node) -> dict[fx.Node, fx.Node]:
     """Return, of what a graph returns, the nodes that are inputs which ops have written to, and these inputs."""
-    found = {}
+    written = {}
     for node in output.all_input_nodes:
         source: Value = node
         while isinstance(source, fx.Node) and returns_its_first(source.target):
             source = source.args[0]
         if source is not node and isinstance(source, fx.Node) and source.op == "placeholder":
-            found[node] = source
-    return found
+            written[node] = source
+    return written

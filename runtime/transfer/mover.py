@@ -38,7 +38,7 @@ def due_ops(plan: Plan) -> list[tuple[Prefetch, int]]:
     for step in plan.steps:
         if isinstance(step, Wait) and step.address is not None:
             next_wait.setdefault((step.tensor, step.address), step.op + len(plan.ops))
-    found: list[tuple[Prefetch, int]] = []
+    dues: list[tuple[Prefetch, int]] = []
     for step in reversed(plan.steps):
         if isinstance(step, Wait) and step.address is not None:
             next_wait[step.tensor, step.address] = step.op
@@ -48,8 +48,8 @@ def due_ops(plan: Plan) -> list[tuple[Prefetch, int]]:
                 raise PlanMismatchError(
                     f"the plan prefetches '{step.tensor}' to address {step.address} and never waits for it"
                 )
-            found.append((step, due))
-    return found[::-1]
+            dues.append((step, due))
+    return dues[::-1]
 
 
 class PlanMover:
@@ -161,11 +161,11 @@ class PlanMover:
     @property
     def stalls(self) -> list[Stall]:
         """What ops waited for in this iteration; on a device with its own clock, known once it is synchronous."""
-        found = (
+        stalls = (
             Stall(op=op, tensor=tensor, time_s=self._device.elapsed_s(start, stop))
             for op, tensor, start, stop in self._stalled
         )
-        return [stall for stall in found if stall.time_s > 0]
+        return [stall for stall in stalls if stall.time_s > 0]
 
     def _reset_report(self) -> None:
         self._stalled = []
@@ -227,9 +227,9 @@ class PlanMover:
         """
         key = self._iteration * len(self._ops) + op
         await_it = partial(self._await, op=op, tensor=tensor)
-        found = self._rows.read(tensor, indices, key=key, wait=await_it)
-        self.link_bytes[self._rows.link(tensor)] += found.nbytes
-        return found
+        rows = self._rows.read(tensor, indices, key=key, wait=await_it)
+        self.link_bytes[self._rows.link(tensor)] += rows.nbytes
+        return rows
 
     def out_of_arena(self, value: object) -> object:
         """Return ``value``, copied where it is a tensor in the arena."""
