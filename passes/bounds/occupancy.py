@@ -110,8 +110,8 @@ def occupancy(
         heapq.heappop(ranges)
         middle = (first + end) // 2
         for low, high in ((first, middle), (middle, end)):
-            found_s = program.bound_s(arena_bytes - regions[low], regions[high] - 1)
-            heapq.heappush(ranges, (max(bound_s, found_s), low, high))
+            range_s = program.bound_s(arena_bytes - regions[low], regions[high] - 1)
+            heapq.heappush(ranges, (max(bound_s, range_s), low, high))
     return ranges[0][0]
 
 

@@ -67,8 +67,8 @@ def prove_all(
         methods = _METHODS[:1] if len(tasks[number].weights) >= MANY_WEIGHTS else _METHODS
         if bound_s >= enough_s or left_s <= 0 or method == len(methods):
             break
-        found_s = methods[method](tasks[number], loose[number], enough_s, left_s)
-        heapq.heapreplace(open_bounds, (max(bound_s, found_s), number, method + 1))
+        method_s = methods[method](tasks[number], loose[number], enough_s, left_s)
+        heapq.heapreplace(open_bounds, (max(bound_s, method_s), number, method + 1))
     limit_s, binding = min(limits)
     return Floor(limit_s=limit_s, binding=binding, bound_s=bound_s)
 

@@ -177,8 +177,8 @@ def _title(plan: Plan) -> str:
 
 def _summary(a: Plan, b: Plan) -> Iterable[Change]:
     """Yield what differs: first what came out, then what went in, then what it takes."""
-    found_a, found_b = a.certificate, b.certificate
-    yield from _change("predicted", "s", found_a.predicted_s, found_b.predicted_s)
+    certificate_a, certificate_b = a.certificate, b.certificate
+    yield from _change("predicted", "s", certificate_a.predicted_s, certificate_b.predicted_s)
     yield from _change("workload", "", a.workload.name, b.workload.name)
     yield from _change("machine", "", a.machine.name, b.machine.name)
     if a.machine.name == b.machine.name:
@@ -187,9 +187,9 @@ def _summary(a: Plan, b: Plan) -> Iterable[Change]:
     yield from _changes("peak of", a.peak_bytes, b.peak_bytes)
     yield from _changes("moved over", a.link_bytes, b.link_bytes)
     yield from _changes("arena in", a.arena_bytes, b.arena_bytes)
-    yield from _change("lower bound", "s", found_a.lower_bound_s, found_b.lower_bound_s)
-    yield from _change("physical limit", "s", found_a.limit_s, found_b.limit_s)
-    yield from _change("set by", "", found_a.binding, found_b.binding)
+    yield from _change("lower bound", "s", certificate_a.lower_bound_s, certificate_b.lower_bound_s)
+    yield from _change("physical limit", "s", certificate_a.limit_s, certificate_b.limit_s)
+    yield from _change("set by", "", certificate_a.binding, certificate_b.binding)
     yield from _change("strategy", "", a.strategy, b.strategy)
     yield from _change("form", "", _form(a), _form(b))
 

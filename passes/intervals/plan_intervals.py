@@ -140,11 +140,11 @@ def plan_intervals(
     small = task.without_small() if len(task.names) > FEW_TENSORS else task
     if small.fixed and all_moved(layout(small)).fits:
         with contextlib.suppress(InfeasiblePlanError):
-            return _found(Search(small, effort), reserved_bytes, bound_s)
-    return _found(Search(task, effort), reserved_bytes, bound_s)
+            return _searched(Search(small, effort), reserved_bytes, bound_s)
+    return _searched(Search(task, effort), reserved_bytes, bound_s)
 
 
-def _found(search: Search, reserved_bytes: int, bound_s: float) -> IntervalPlan:
+def _searched(search: Search, reserved_bytes: int, bound_s: float) -> IntervalPlan:
     task = search.task
     search.bound_s = max(task.compute_s, bound_s)
     remakes = interval_recompute(search.base)

@@ -168,8 +168,8 @@ class _Trials:
         chosen: Shares | None = None
         limit_s = best_s
         for shares in sorted(known, key=lambda shares: (known[shares], shares)):
-            if (found_s := self._seconds(shares, limit_s)) < limit_s:
-                chosen, limit_s = shares, found_s
+            if (tried_s := self._seconds(shares, limit_s)) < limit_s:
+                chosen, limit_s = shares, tried_s
         if chosen is not None:
             chosen = self._improved(chosen, limit_s)
         best = self._made[chosen] if chosen is not None else None
@@ -205,8 +205,8 @@ class _Trials:
         while improves:
             improves = False
             for changed in self._near(shares):
-                if (found_s := self._seconds(changed, best_s)) < best_s:
-                    shares, best_s, improves = changed, found_s, True
+                if (tried_s := self._seconds(changed, best_s)) < best_s:
+                    shares, best_s, improves = changed, tried_s, True
                     break
         return shares
 

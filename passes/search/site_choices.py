@@ -92,8 +92,8 @@ def improved(
                 if left < 0:
                     return sent
                 changed = closed(task, sent ^ unit ^ other, tier)
-                if changed != sent and (found_s := seconds(task, tier, changed)) < best_s:
-                    sent, best_s = changed, found_s
+                if changed != sent and (changed_s := seconds(task, tier, changed)) < best_s:
+                    sent, best_s = changed, changed_s
         if sent == before:
             break
     return sent
