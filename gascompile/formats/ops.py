@@ -251,11 +251,11 @@ def decoded(
     A value is computed in float32 and rounded once; ``plain`` keeps to plain torch, whatever is installed.
     """
     if packing_of(form) is not None:
-        found = rows.new_empty((wire_rows(rows, form, columns), columns), dtype=dtype)
-        step, native = block_rows(1, columns, len(found)), None if plain else _native(rows)
+        out = rows.new_empty((wire_rows(rows, form, columns), columns), dtype=dtype)
+        step, native = block_rows(1, columns, len(out)), None if plain else _native(rows)
         for begin, end, block in unpacked(rows, form, columns, step, native):
-            found[begin:end].copy_(block.to(dtype))
-        return found
+            out[begin:end].copy_(block.to(dtype))
+        return out
     if form not in PACKED_FORMS:
         return rows.to(dtype)
     _check_width(rows, form, columns, group)

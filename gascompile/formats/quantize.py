@@ -55,8 +55,8 @@ def squared_error(
     wrong = total = 0.0
     for rows, packed in zip(weight.split(step), wire.split(step), strict=True):
         exact = rows.double()
-        found = decoded(packed, form, weight.shape[1], group, torch.float32)
-        wrong += float((found.double() - exact).square().sum())
+        values = decoded(packed, form, weight.shape[1], group, torch.float32)
+        wrong += float((values.double() - exact).square().sum())
         total += float(exact.square().sum())
     return wrong, total
 
@@ -152,13 +152,15 @@ def _search(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
         values = _rounded(groups, half[0].float(), half[1].float())
         error = values * half[0] + half[1]
         error = error.sub_(groups).square_().sum(1, keepdim=True)
-        found = values.to(torch.uint8), *half
+        candidate = values.to(torch.uint8), *half
         if best_error is None:
-            best_error, best = error, found
+            best_error, best = error, candidate
             continue
         better = error < best_error
         best_error = torch.where(better, error, best_error)
-        best = tuple(torch.where(better, new, old) for new, old in zip(found, best, strict=True))
+        best = tuple(
+            torch.where(better, new, old) for new, old in zip(candidate, best, strict=True)
+        )
     values, scales, minima = best
     return values, scales, minima
 
