@@ -147,11 +147,11 @@ def _holds(path: Path, advance: Advance) -> bool:
     with open(path, "rb") as stream:
         header = stream.read(8)
         header += stream.read(min(int.from_bytes(header, "little"), size_bytes))
-    found = json.loads(header[8:])["__metadata__"][_CONTENT]
+    said = json.loads(header[8:])["__metadata__"][_CONTENT]
     state = Hash()
     state.add_file(path, len(header), size_bytes - len(header), advance)
-    state.add(header.replace(found.encode(), _NO_CONTENT.encode(), 1))
-    return bool(state.text() == found)
+    state.add(header.replace(said.encode(), _NO_CONTENT.encode(), 1))
+    return bool(state.text() == said)
 
 
 def _write(items: Mapping[str, Item], stamps: Sequence[FileStamp], target: Path) -> None:

@@ -173,8 +173,8 @@ def _in_wire_forms(
     from gascompile.weights.convert import Item, converted
 
     items = {name: Item(source=sources[name], wire=wire) for name, wire in other.items()}
-    found = converted(items, stamps, store)
-    return {**kept, **found.sources}, (*stamps, *found.stamps)
+    repacked = converted(items, stamps, store)
+    return {**kept, **repacked.sources}, (*stamps, *repacked.stamps)
 
 
 def _as_lying(source: WeightSource) -> WeightSource:
