@@ -40,9 +40,11 @@ def use_wire_kernels(forms: Mapping[str, object], cache_dir: Path, *, make: bool
     try:
         digest = serial.digest([source, LAYOUT, list(_FLAGS), processor_features()])
         path = cache_dir / "native" / f"wire-{digest[:16]}.so"
-        found = kept_library(path, partial(compile_library, source, flags=_FLAGS) if make else None)
-        if found is not None:
-            wire.install(found)
+        library = kept_library(
+            path, partial(compile_library, source, flags=_FLAGS) if make else None
+        )
+        if library is not None:
+            wire.install(library)
             return
         reason = f"{path} is not there; compile a model with such weights here once"
     except (KernelBuildError, StorageError, OSError, AttributeError) as error:
