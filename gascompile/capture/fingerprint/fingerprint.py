@@ -133,9 +133,9 @@ def _feed_model(hasher: ValueDigest, model: nn.Module) -> None:
 
 def _hooks(registered: dict[Any, Any]) -> list[Any]:
     """Return hooks but for ours: a step that is open has some on its model."""
-    found = registered.values()
+    hooks = registered.values()
     return [
-        hook for hook in found if not str(getattr(hook, "__module__", "")).startswith("gascompile.")
+        hook for hook in hooks if not str(getattr(hook, "__module__", "")).startswith("gascompile.")
     ]
 
 
