@@ -166,10 +166,10 @@ class Job:
         """Return ``unit`` with a plan that has what its runs have taught about the memory of ops."""
         before, prints = unit.bundle, unit.bundle.plan.fingerprint
         bundle = replace(before, plan=self.place(before.program, prints), fusion=None)
-        found = fused_unit(Unit.of(bundle, graphs=self.config.graphs), self.config)
+        fused = fused_unit(Unit.of(bundle, graphs=self.config.graphs), self.config)
         if unit.basis is not None:
-            found.basis = unit.basis.rewrite(self.config.cache_dir, self._kept(found.bundle))
-        return found
+            fused.basis = unit.basis.rewrite(self.config.cache_dir, self._kept(fused.bundle))
+        return fused
 
     def fingerprint(
         self,

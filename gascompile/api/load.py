@@ -81,8 +81,8 @@ def load(
             "here, or pass any_machine=True to run it as it is"
         )
     verify(bundle.plan)
-    if (found := settings_misfit(bundle.plan)) is not None:
-        raise PlanMismatchError(f"{path}: {found.reason}. {advice(found)}")
+    if (unfit := settings_misfit(bundle.plan)) is not None:
+        raise PlanMismatchError(f"{path}: {unfit.reason}. {advice(unfit)}")
     check_bundle(bundle, cache)
     bundle = replace(bundle, plan=admit_saved(bundle.plan))
     weights = bundle.weights
@@ -118,12 +118,12 @@ def _moved(weights: Weights, root: Path) -> Weights:
 
     places = {}
     for stamp in weights.stamps:
-        found = here.get(Path(stamp.path).name)
-        if found is None:
+        stamp_here = here.get(Path(stamp.path).name)
+        if stamp_here is None:
             raise CheckpointError(
                 f"{root} holds no file '{Path(stamp.path).name}', which the bundle needs"
             )
-        places[stamp.path] = found.path
+        places[stamp.path] = stamp_here.path
     return relocate(weights, places)
 
 
