@@ -148,14 +148,14 @@ def tiers_of(
             f"the device map names {_list(unknown)}, but {workload.name} has no weight or module of that name",
             names=tuple(unknown),
         )
-    found: dict[str, str] = {}
+    tier_of: dict[str, str] = {}
     unmapped = []
     for tensor in workload.tensors:
         if tensor.kind != TensorKind.WEIGHT:
             continue
         prefixes = [prefix for prefix in tiers if _is_in(tensor.name, prefix)]
         if prefixes:
-            found[tensor.name] = tiers[max(prefixes, key=len)]
+            tier_of[tensor.name] = tiers[max(prefixes, key=len)]
         else:
             unmapped.append(tensor.name)
     if unmapped:
@@ -163,7 +163,7 @@ def tiers_of(
             f'the device map says nothing about {_list(unmapped)}; add a prefix of each, or "" for all others',
             names=tuple(unmapped),
         )
-    return found
+    return tier_of
 
 
 def _tier(prefix: str, device: int | str, machine: Machine) -> str:
@@ -212,5 +212,5 @@ def _workload_of(
     from gascompile.api.model_planning import annotated_source
 
     config = CompileConfig(cache_dir=cache_dir, sites="all" if sites else "one")
-    model, _, found = annotated_source(source, machine, config, shape=shape)
-    return found.workload, frozenset(name for name, _ in model.named_modules())
+    model, _, annotation = annotated_source(source, machine, config, shape=shape)
+    return annotation.workload, frozenset(name for name, _ in model.named_modules())
