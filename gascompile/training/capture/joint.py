@@ -134,8 +134,8 @@ def capture_joint(
         wrapped = kind(model, loss_fn, spec, stand_ins, recorder, trains=trains, caches=caches)
         with recorder.around(), numbered_norms(model) as norms:
             graph_module = _captured(wrapped, leaves)
-        found = _Traced(wrapped, norms)
-        return EffectTrace(found=found, graph_module=graph_module, recorder=recorder)
+        captured = _Traced(wrapped, norms)
+        return EffectTrace(captured=captured, graph_module=graph_module, recorder=recorder)
 
     num_known, asks, recorders = -1, False, list[Recorder]()
     while len(stand_ins.outside) > num_known or asks:
@@ -153,7 +153,7 @@ def capture_joint(
     if not record.is_reproducible:
         trace = _without_effects(record, traced, recorders, type(model).__name__)
         record = trace.recorder.record()
-    wrapped, norms = trace.found.wrapped, trace.found.norms
+    wrapped, norms = trace.captured.wrapped, trace.captured.norms
     return _read(trace.graph_module, wrapped, storages.views, norms, record)
 
 
@@ -280,13 +280,13 @@ def _read(
     made = _make_views(graph, bound, views)
     _require_dense(graph)
     _start_from_one(graph, canonical)
-    found, gradients, mutations = joint_outputs(graph.output_node(), canonical)
-    outputs: tuple[Any, ...] = tuple(found)
+    results, gradients, mutations = joint_outputs(graph.output_node(), canonical)
+    outputs: tuple[Any, ...] = tuple(results)
     out_spec = pytree.tree_structure((0,))
     if isinstance(wrapped, TracedModel):
         names = {**bound, **{name: name for name in (*inputs.values(), *outside)}}
-        found = without_copies(graph, found, names)
-        outputs, out_spec = wrapped.outputs(found), wrapped.out_spec
+        results = without_copies(graph, results, names)
+        outputs, out_spec = wrapped.outputs(results), wrapped.out_spec
     _require_no_views(mutations, views, made)
     graph.lint()
     return Joint(
@@ -295,7 +295,7 @@ def _read(
         inputs=tuple(inputs[i] for i in sorted(inputs)),
         outside=outside,
         num_constants=num_constants,
-        loss=found[0],
+        loss=results[0],
         outputs=outputs,
         out_spec=out_spec,
         gradients=gradients,

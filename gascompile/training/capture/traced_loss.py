@@ -64,9 +64,9 @@ class TracedLoss(nn.Module):
         with self._stand_ins.active(outside, caches=self._caches):
             own = [(held, leaf, held[leaf]) for _, (held, leaf) in places(self.model)]
             with self._recorder.running():
-                found = self._loss_fn(self.model, batch)
+                returned = self._loss_fn(self.model, batch)
             _require_in_place(own)
-        return found
+        return returned
 
     def forward(self, *leaves: Any) -> torch.Tensor:
         """Return the loss, as a tensor of its own."""
@@ -78,11 +78,11 @@ class TracedLoss(nn.Module):
             )
         scalar = isinstance(loss, torch.Tensor) and not loss.dim()
         if not scalar or (self._trains and not loss.is_floating_point()):
-            found = (
+            returned = (
                 f"{tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
             )
             raise CaptureError(
-                f"loss_fn returned {found}; it has to return one floating-point scalar tensor, such as a mean"
+                f"loss_fn returned {returned}; it has to return one floating-point scalar tensor, such as a mean"
             )
         if self._trains and not loss.requires_grad:
             raise CaptureError(
