@@ -16,10 +16,10 @@ def sequence_of(step: StepProgram) -> list[object]:
     Sizes of activations are each rank's own.
     """
     program = step.program
-    sequence: list[object] = [sorted(step.gradients)]
+    found: list[object] = [sorted(step.gradients)]
     for node in program.op_nodes():
         if str(node.target).startswith("gascompile_updates"):
-            sequence.append([str(node.target), _named(node.args[0], step)])
+            found.append([str(node.target), _named(node.args[0], step)])
         if rank_ops.exchanges(node.target) and node.target is not rank_ops.end_part:
             bounds = [arg for arg in node.args if _is_numbers(arg)]
             # Their number alone: programs from the cache have no shapes, and gradients are told apart by their names.
@@ -29,10 +29,10 @@ def sequence_of(step: StepProgram) -> list[object]:
             # A sum that goes on beside ops is the same exchange.
             is_begun = node.target is rank_ops.begin_part
             target = rank_ops.add_part if is_begun else node.target
-            sequence.append([str(target), names, bounds, num_values])
+            found.append([str(target), names, bounds, num_values])
         if node.target is torch.ops.aten.copy_.default and _named(node.args[0], step):
-            sequence.append(_behind(node, step))
-    return sequence
+            found.append(_behind(node, step))
+    return found
 
 
 def _named(argument: object, step: StepProgram) -> str:
@@ -45,17 +45,17 @@ def _named(argument: object, step: StepProgram) -> str:
 
 def _behind(node: fx.Node, step: StepProgram) -> list[object]:
     """Return the ops that make a buffer's new value, with their numbers, up to exchanges."""
-    ops: list[object] = []
+    found: list[object] = []
     left, seen = [node], {node}
     while left:
         node = left.pop()
         numbers = [arg for arg in pytree.tree_leaves(node.args) if not isinstance(arg, fx.Node)]
         name = step.program.bindings.get(node.name, "")
-        ops.append([str(node.target) if node.op != "placeholder" else name, repr(numbers)])
+        found.append([str(node.target) if node.op != "placeholder" else name, repr(numbers)])
         if not rank_ops.exchanges(node.target):
             left += [source for source in node.all_input_nodes if source not in seen]
             seen.update(node.all_input_nodes)
-    return ops
+    return found
 
 
 def _is_numbers(arg: object) -> bool:

@@ -49,25 +49,25 @@ class WrittenOut:
         """Know none yet."""
         self._latest: RunSchedule | None = None
         self._num_runs = 0
-        self._written: Straight | None = None
+        self._found: Straight | None = None
 
     def of(self, schedule: RunSchedule) -> Straight | None:
         """Return what to run in the place of the steps of a schedule, if that is there."""
-        return self._written if schedule is self._latest else None
+        return self._found if schedule is self._latest else None
 
     def ran(self, schedule: RunSchedule, time_s: float) -> None:
         """Take note of a run; a schedule without meters that runs often, each step in little time, is written out."""
         if schedule is not self._latest:
-            self._latest, self._num_runs, self._written = schedule, 0, None
+            self._latest, self._num_runs, self._found = schedule, 0, None
         self._num_runs += 1
         is_wanted = self._num_runs == _RUNS_BEFORE and not schedule.site
         is_wanted = is_wanted and time_s < _SHORT_STEP_S * len(schedule.steps)
         if is_wanted and all(step.meter is None for step in schedule.steps):
-            self._written = written_out(schedule)
+            self._found = written_out(schedule)
 
     def clear(self) -> None:
         """Let go of what schedules hold."""
-        self._latest = self._written = None
+        self._latest = self._found = None
 
 
 def written_out(schedule: RunSchedule) -> Straight:
@@ -95,8 +95,8 @@ def written_out(schedule: RunSchedule) -> Straight:
 
 
 def _lines(statements: Any, *otherwise: str) -> str:
-    lines = [s for s in statements if s != "None"] or [*otherwise]
-    return f"    {'; '.join(lines)}"
+    found = [s for s in statements if s != "None"] or [*otherwise]
+    return f"    {'; '.join(found)}"
 
 
 class _Slot:

@@ -52,8 +52,8 @@ class Covers:
             for name, tensor in tensors.items()
         ]
         # Once, where a module has several names.
-        place_of = {(id(held), leaf): (held, leaf, held[leaf]) for _, (held, leaf) in places(model)}
-        self._places = list(place_of.values())
+        found = {(id(held), leaf): (held, leaf, held[leaf]) for _, (held, leaf) in places(model)}
+        self._places = list(found.values())
         self._modules = list(model.modules())
         self._handles = [
             module.register_state_dict_post_hook(_with_values) for module in self._modules
@@ -120,8 +120,8 @@ def _with_values(module: nn.Module, state: Any, prefix: str, _metadata: Any) -> 
     """Let a state hold plain copies; tensors that are one tensor have one copy."""
     for held in (module._parameters, module._buffers):
         for leaf, own in held.items():
-            saved = state.get(prefix + leaf)
-            if isinstance(saved, OpenTensor) and saved is not own and isinstance(own, OpenTensor):
+            found = state.get(prefix + leaf)
+            if isinstance(found, OpenTensor) and found is not own and isinstance(own, OpenTensor):
                 state[prefix + leaf] = own._cover.shared_copy()
 
 
