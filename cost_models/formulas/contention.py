@@ -35,11 +35,11 @@ def contended(
         site: min(1.0, (all_s - own_s) / own_s) if own_s else 0.0 for site, own_s in busy_s.items()
     }
     points = machine.contention.points
-    times_s: list[float] = []
+    found: list[float] = []
     for op, time_s, site in zip(ops, op_times_s, sites, strict=True):
         lost = share_at(points, op.arithmetic_intensity)
-        times_s.append(time_s * (1 + beside[site] * lost / (1 - lost)))
-    return times_s
+        found.append(time_s * (1 + beside[site] * lost / (1 - lost)))
+    return found
 
 
 def plan_times(plan: Plan, machine: Machine) -> list[float]:

@@ -62,22 +62,22 @@ def capture(
     leaves = pytree.tree_leaves((args, dict(kwargs)))
     past = history if history is not None else History()
     call = model, args, kwargs, dynamic_shapes, device, past
-    captured, steady = _captured(*call, overlapping=False)
-    written = written_inputs(captured.program)
+    found, steady = _captured(*call, overlapping=False)
+    written = written_inputs(found.program)
     if written and overlaps(leaves):
         if dynamic_shapes is not None:
             raise UnsupportedOpError(
                 f"{type(model).__name__} writes to its input '{min(written)}', and inputs overlap in memory, which "
                 "dynamic shapes cannot describe; pass clones, or leave out dynamic_shapes"
             )
-        captured, steady = _captured(*call, overlapping=True)
-        written = written_inputs(captured.program)
+        found, steady = _captured(*call, overlapping=True)
+        written = written_inputs(found.program)
     past.add(args, kwargs, steady.inert, settles=steady.settles)
-    inputs = with_sharing(captured.program.inputs, leaves, written)
+    inputs = with_sharing(found.program.inputs, leaves, written)
     if (asked := steady.record.inputs) is not None and asked.facts:
         pairs = zip(inputs, leaves, strict=True)
         inputs = tuple(replace(spec, facts=asked.of_leaf(leaf)) for spec, leaf in pairs)
-    return replace(captured, program=replace(captured.program, inputs=inputs))
+    return replace(found, program=replace(found.program, inputs=inputs))
 
 
 def _captured(
@@ -103,7 +103,7 @@ def _captured(
                 warnings.filterwarnings("ignore", message=r".*assigned during export")
                 names = inputs[1] if dynamic_shapes is not None else ()
                 with named_keywords(twin, names):
-                    program = torch.export.export(
+                    found = torch.export.export(
                         twin,
                         inputs[0],
                         dict(inputs[1]),
@@ -113,9 +113,7 @@ def _captured(
         except Exception as error:  # torch.export raises whatever the model's own code raises
             raise _capture_error(model, error) from error
         return EffectTrace(
-            captured=(program, canonical, *inputs),
-            graph_module=program.graph_module,
-            recorder=recorder,
+            captured=(found, canonical, *inputs), graph_module=found.graph_module, recorder=recorder
         )
 
     trace = exported()
