@@ -113,7 +113,7 @@ def _captured(
         except Exception as error:  # torch.export raises whatever the model's own code raises
             raise _capture_error(model, error) from error
         return EffectTrace(
-            captured=(found, canonical, *inputs), graph_module=found.graph_module, recorder=recorder
+            found=(found, canonical, *inputs), graph_module=found.graph_module, recorder=recorder
         )
 
     trace = exported()
@@ -127,7 +127,7 @@ def _captured(
     steady = steady_capture(trace, exported, others, model)
     if steady.trace is not None:
         trace = steady.trace
-    captured = to_program(type(model).__name__, *trace.captured)
+    captured = to_program(type(model).__name__, *trace.found)
     return replace(captured, record=steady.record), steady
 
 
