@@ -19,7 +19,7 @@ from gascompile.core.workload import Workload
 from gascompile.cost_models.simulate.replay import replay
 from gascompile.passes.bounds.certify import Proof, certify
 from gascompile.passes.bounds.least_time import least_time
-from gascompile.passes.model.problem import Placement, Problem, problem, visits_of
+from gascompile.passes.model.problem import Placement, Problem, problem, staged_copies
 from gascompile.passes.plan.assemble import assemble
 from gascompile.passes.plan.draft import Draft, draft_schedule, draft_sites
 from gascompile.passes.plan.emit import emit
@@ -151,12 +151,12 @@ def _schedule(task: Problem, placement: Placement) -> Schedule:
         for weight, link in zip(task.weights, placement.link_of, strict=True)
         if link is None
     )
-    visits = visits_of(task, placement)
+    copies = staged_copies(task, placement)
     taken: dict[int, int] = {}
     offsets = []
-    for visit in visits:
-        offsets.append(taken.get(visit.start, 0))
-        taken[visit.start] = offsets[-1] + visit.reserved_bytes
+    for copy in copies:
+        offsets.append(taken.get(copy.start, 0))
+        taken[copy.start] = offsets[-1] + copy.reserved_bytes
     staging_bytes = max(taken.values(), default=0)
     if resident_bytes + staging_bytes > task.arena_limit_bytes:
         tier = task.machine.compute_tier
@@ -171,8 +171,8 @@ def _schedule(task: Problem, placement: Placement) -> Schedule:
         placement=placement,
         resident_bytes=resident_bytes,
         staging_bytes=staging_bytes,
-        visits=tuple(visits),
+        copies=tuple(copies),
         offsets=tuple(offsets),
-        points=tuple(visit.start for visit in visits),
+        points=tuple(copy.start for copy in copies),
         seconds=0.0,
     )

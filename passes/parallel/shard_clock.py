@@ -48,34 +48,34 @@ def interleaved(counted: Sequence[tuple[Option, int]]) -> list[Option]:
 def step_seconds(layers: Sequence[Option], head: Option) -> float:
     """Return the seconds of a step whose layers are treated as ``layers`` says, in order, and the rest as ``head``."""
     program = _Program()
-    visits = [[(option, FORWARD) for option in (head, *layers)]]
-    visits.append([(option, BACKWARD) for option in (*reversed(layers), head)])
-    every = [copies for phase in visits for copies in program.visit(phase)]
+    phases = [[(option, FORWARD) for option in (head, *layers)]]
+    phases.append([(option, BACKWARD) for option in (*reversed(layers), head)])
+    every = [copies for phase in phases for copies in program.run_phase(phase)]
     for late in every:
         program.wait(late)
     return program.seconds()
 
 
 class _Program:
-    """Events over copies, one per lane and visit."""
+    """Events over copies, one per lane and pass of a layer."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []
         self.link_of: list[int] = []
         self._seconds: list[float] = []
 
-    def visit(self, visits: Sequence[tuple[Option, int]]) -> list[list[int]]:
+    def run_phase(self, layers: Sequence[tuple[Option, int]]) -> list[list[int]]:
         """Go through the layers of one phase; return what each leaves. What it reads, the phase before has written."""
-        needs = [self.copies(option, phase, NEEDED) for option, phase in visits]
-        leaves = [self.copies(option, phase, LEFT) for option, phase in visits]
+        needs = [self.copies(option, phase, NEEDED) for option, phase in layers]
+        leaves = [self.copies(option, phase, LEFT) for option, phase in layers]
         reads = [copy for copies in needs for copy in copies if self.is_drive(copy)]
         written: list[int] = []
         for early in needs[:AHEAD]:
             self.issue([copy for copy in early if not self.is_drive(copy)])
         self.issue(reads[:AHEAD])
         asked = AHEAD
-        for i, (option, phase) in enumerate(visits):
-            if i + AHEAD < len(visits):
+        for i, (option, phase) in enumerate(layers):
+            if i + AHEAD < len(layers):
                 self.issue([copy for copy in needs[i + AHEAD] if not self.is_drive(copy)])
             self.wait(needs[i])
             self.events.append((COMPUTE, 0, option.compute_s[phase]))
@@ -90,7 +90,7 @@ class _Program:
         return leaves
 
     def copies(self, option: Option, phase: int, side: int) -> list[int]:
-        """Return the numbers of the copies that a visit needs, or that it leaves."""
+        """Return the numbers of the copies that a pass of a layer needs, or that it leaves."""
         numbers = []
         for lane, loads in option.loads_s.items():
             seconds = loads[2 * phase + side]

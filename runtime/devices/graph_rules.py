@@ -19,7 +19,7 @@ from gascompile.core import moves
 Value = Any
 
 MOVE: Final = "it is a move, which the host has to make"
-RELEASE: Final = "it is the end of a visit, which takes nothing of the device"
+RELEASE: Final = "it releases a staged copy, which takes nothing of the device"
 ARRIVAL: Final = "it awaits a resident weight, once"
 VALUES: Final = "its result depends on values"
 RANDOM: Final = "it draws random numbers"

@@ -75,7 +75,7 @@ class Executor:
             plan: a verified plan.
             overlap: ``False`` reads each weight where it is waited for, and never ahead; results are
                 bit-identical, which makes it the twin to debug with.
-            paranoid: spoil the bytes of a visit when it ends, so that a wrong schedule shows in results;
+            paranoid: spoil the bytes of a staged copy after its last use, so that a wrong schedule shows in results;
                 on a watched device every access to the arena is checked, too.
             measure: ``False`` leaves out ``last_run``: a run of a device then returns once everything has
                 been given to it, and nothing ever blocks the host but what is not yet read.

@@ -150,7 +150,7 @@ class _Builder(SiteSteps):
             self._detach(self._slot_of[node])
 
     def _detach(self, slot: int) -> None:
-        """Copy an output that lies in the arena at once: its visit may end before the run does."""
+        """Copy an output that lies in the arena at once: the copy there may be released before the run ends."""
         call, trait = self._mover.out_of_arena, Trait((slot,), "")
         self._steps.append(RunStep(call, only(slot), slot, None, (), self._next_op, trait))
 

@@ -1,4 +1,4 @@
-"""Carries out the moves of one plan: which visit is on its way, how long its users waited for it.
+"""Carries out the moves of one plan: which staged copy is on its way, how long its users waited for it.
 
 The bytes of a move count when an op takes delivery of them, so that each iteration of a warm executor
 counts the plan's bytes per link exactly, however far the reads have run ahead.
@@ -67,7 +67,7 @@ class PlanMover:
         self._overlap = overlap
         self._paranoid = paranoid
         self._iteration = 0
-        self._visits: dict[tuple[str, int], Ticket] = {}
+        self._staged: dict[tuple[str, int], Ticket] = {}
         self._delivered: set[tuple[str, int]] = set()
         self._links: dict[str, str] = {}
         self._views: dict[tuple[str, int], torch.Tensor] = {}
@@ -117,7 +117,7 @@ class PlanMover:
         if warm:
             return
         self._iteration = 0
-        self._visits.clear()
+        self._staged.clear()
         self._delivered.clear()
         if self._paranoid:
             self._poison_streamed()
@@ -186,9 +186,9 @@ class PlanMover:
     def prefetch_at(self, due: int, tensor: str, link: str, address: int) -> None:
         """Queue a read that op ``due`` of this iteration waits for."""
         key = (tensor, address)
-        self._end_visit(key)
+        self._end_copy(key)
         if self._overlap:
-            self._visits[key] = self._submit(due, tensor, link, address)
+            self._staged[key] = self._submit(due, tensor, link, address)
 
     def wait_at(self, op: int, tensor: str, address: int) -> torch.Tensor:
         """Block until the newest prefetch has arrived; the time counts as a stall of ``op``."""
@@ -196,7 +196,7 @@ class PlanMover:
         if key in self._delivered:
             return self._views[key]
         link = self._links.get(tensor, self._session.link)
-        ticket = self._visits.get(key)
+        ticket = self._staged.get(key)
         if ticket is None:
             ticket = self._submit(op, tensor, link, address)
         self._await(ticket, op, tensor)
@@ -204,8 +204,8 @@ class PlanMover:
         self._count(link, tensor)
         return self._views[key]
 
-    def _end_visit(self, key: tuple[str, int]) -> None:
-        self._visits.pop(key, None)
+    def _end_copy(self, key: tuple[str, int]) -> None:
+        self._staged.pop(key, None)
         self._delivered.discard(key)
 
     def resident_at(self, op: int, tensor: str) -> torch.Tensor:
@@ -370,8 +370,8 @@ class PlanMover:
         self._heap.drop(tensor, value)
 
     def release(self, tensor: str, address: int) -> None:
-        """Note that a visit is over; in a paranoid run its bytes are spoiled, so that a late reader shows."""
-        self._end_visit((tensor, address))
+        """Give a staged copy up; in a paranoid run its bytes are spoiled, so that a late reader shows."""
+        self._end_copy((tensor, address))
         if self._paranoid:
             landing = self._session.landing(tensor)
             start = address + landing.shift_bytes
