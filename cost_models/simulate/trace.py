@@ -31,7 +31,7 @@ from gascompile.cost_models.simulate.events import (
     steady_iteration,
 )
 from gascompile.cost_models.simulate.memory_curve import MemoryCurve, memory_curves
-from gascompile.cost_models.simulate.replay import compile_events, replay_plan, undisturbed
+from gascompile.cost_models.simulate.replay import compile_events, contention_free, replay_plan
 
 LINK_BUSY, MEMORY, BANDWIDTH = "link busy", "memory", "bandwidth"
 _SATURATED = 0.999
@@ -142,12 +142,12 @@ def _with_causes(walk: _Iteration, machine: Machine) -> tuple[Stall, ...]:
 
 
 class _Stretch:
-    """From the time of links, in which the steps are walked, to that of the machine."""
+    """From contention-free time, in which the steps are walked, to that of the machine."""
 
     def __init__(self, walk: _Iteration, machine: Machine, seconds: float) -> None:
-        disturbed = machine.interference.points or machine.interference.op_s_per_byte
+        contends = machine.interference.points or machine.interference.op_s_per_byte
         # Where ops of two sites run at once, no moment of the one time is one of the other.
-        self._is_one = not disturbed or walk.has_sites
+        self._is_one = not contends or walk.has_sites
         self._links_s, self._machine_s = [0.0], [0.0]
         for op in walk.ops:
             self._add(op.begun_s)
@@ -197,7 +197,7 @@ class _Stretch:
 
 
 class _Iteration:
-    """The steady iteration, step by step, in the time of links, which ops do not slow down; see ``undisturbed``."""
+    """The steady iteration, step by step, in contention-free time; see ``contention_free``."""
 
     def __init__(self, plan: Plan, machine: Machine) -> None:
         self.ops_s = plan_times(plan, machine)
@@ -206,7 +206,7 @@ class _Iteration:
         self._plan, self._machine = plan, machine
         self._events = compile_events(
             plan.steps,
-            undisturbed(plan.workload.ops, self.ops_s, machine),
+            contention_free(plan.workload.ops, self.ops_s, machine),
             machine,
             repeats=plan.workload.repeats,
             sites=sites,

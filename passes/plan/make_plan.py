@@ -25,7 +25,7 @@ from gascompile.passes.model.intervals import IntervalPlan
 from gascompile.passes.plan.assemble import assemble, keeps_budget
 from gascompile.passes.plan.draft import Draft, draft_intervals
 from gascompile.passes.plan.least_energy import writes_weights
-from gascompile.passes.plan.move_anything import OnHeap, felt_s, move_anything
+from gascompile.passes.plan.move_anything import OnHeap, contended_s, move_anything
 from gascompile.passes.search.strategies import NAMES
 from gascompile.passes.search.stream import stream
 from gascompile.passes.verify.walk import verify
@@ -83,8 +83,8 @@ def make_plan(
     effort = Effort(time_limit_s=time_limit_s, mip_gap=mip_gap)
     reserved_bytes += machine.library_bytes(machine.compute_tier)
     require_known(strategy)
-    # Planned in the time of links, in which ops do not slow them down.
-    quick, calm = _as_undisturbed(workload, machine)
+    # Planned in contention-free time, in which ops do not slow links down.
+    quick, calm = _contention_free(workload, machine)
     solver = solver_name()
     notes = [*warnings, *([_NO_HIGHS[solver]] if solver in _NO_HIGHS else [])]
 
@@ -112,7 +112,7 @@ def make_plan(
         draft, proof, reserved_bytes = move_anything(
             quick, calm, budget, stream_weights, on_heap, effort, reserved_bytes, per_byte_s
         )
-    draft, proof = _as_disturbed(draft, proof, workload, machine, limits_bytes)
+    draft, proof = _contended(draft, proof, workload, machine, limits_bytes)
     proof = _undisputed(proof, draft.seconds, notes)
     took_s = time_limit_s - effort.left_s()
     certificate = certify(draft.seconds, proof, solve_s=took_s, mip_gap=mip_gap, solver=solver)
@@ -145,14 +145,14 @@ def _undisputed(proof: Proof, seconds: float, notes: list[str]) -> Proof:
     return kept
 
 
-def _as_undisturbed(workload: Workload, machine: Machine) -> tuple[Workload, Machine]:
-    if not _is_disturbed(machine):
+def _contention_free(workload: Workload, machine: Machine) -> tuple[Workload, Machine]:
+    if not _has_interference(machine):
         return workload, machine
     quick = _scaled(workload, lambda op: 1 - lost_share(op, machine))
     return quick, replace(machine, interference=Interference())
 
 
-def _as_disturbed(
+def _contended(
     draft: Draft,
     proof: Proof,
     workload: Workload,
@@ -160,7 +160,7 @@ def _as_disturbed(
     limits_bytes: Mapping[str, int],
 ) -> tuple[Draft, Proof]:
     """Return both in the machine's own time."""
-    if not _is_disturbed(machine):
+    if not _has_interference(machine):
         return draft, proof
     slowed = _scaled(draft.workload, lambda op: 1 / (1 - lost_share(op, machine)))
     times_s = [op.time_s[site] for op, site in zip(slowed.ops, draft.op_sites, strict=True)]
@@ -222,7 +222,7 @@ def _least_moved_bytes(
     return sum(max(0, size_bytes - limit_bytes) for size_bytes in sums)
 
 
-def _is_disturbed(machine: Machine) -> bool:
+def _has_interference(machine: Machine) -> bool:
     return bool(machine.interference.points or machine.interference.op_s_per_byte)
 
 
@@ -241,10 +241,10 @@ def _best_of_all(
     stream_weights: Callable[[], tuple[Draft, Proof]] | None,
     effort: Effort,
     reserved_bytes: int,
-    disturbed: Machine,
+    contended: Machine,
 ) -> tuple[Draft, Proof]:
     """Return the faster of a plan that moves weights and one that moves everything, and its proof."""
-    op_s_per_byte = disturbed.interference.op_s_per_byte
+    op_s_per_byte = contended.interference.op_s_per_byte
     best: Draft | None = None
     all_s = 0.0
     refusals: list[InfeasiblePlanError] = []
@@ -282,7 +282,9 @@ def _best_of_all(
             raise min(refusals, key=lambda refusal: refusal.required_bytes) from None
         return best, proof
     moved = draft_intervals(workload, interval_plan)
-    if best is None or felt_s(moved, machine, op_s_per_byte) < felt_s(best, machine, op_s_per_byte):
+    if best is None or contended_s(moved, machine, op_s_per_byte) < contended_s(
+        best, machine, op_s_per_byte
+    ):
         best = moved
     # Forms and sites are outside what bounds the intervals.
     if not any(op.splits or op.gathers for op in workload.ops) and not has_sites(
