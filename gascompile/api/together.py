@@ -150,7 +150,7 @@ def _units(stages: Sequence[_Stage], reserved_bytes: Sequence[int]) -> tuple[Uni
     for stage, left_bytes in zip(stages, reserved_bytes, strict=True):
         base = units[0].bundle.plan if units else None
         reserved = stage.reserved_bytes + left_bytes
-        units.append(replace(stage, reserved_bytes=reserved, pinned=base).unit())
+        units.append(replace(stage, reserved_bytes=reserved, arena_of=base).unit())
     for unit in units:
         unit.beside = tuple(units)
     return tuple(units)

@@ -20,7 +20,7 @@ from gascompile.core.errors import DeviceMapError, FormatError
 from gascompile.core.machine import Machine
 from gascompile.core.plan import Plan
 from gascompile.core.workload import TensorKind, Workload
-from gascompile.passes.explain.device_map_baseline import as_mapped
+from gascompile.passes.explain.device_map_baseline import device_map_baseline
 
 DeviceMap = Mapping[str, int | str]
 _SHOWN = 4
@@ -109,14 +109,14 @@ class Mapped:
         return cls(workload=workload, machine=resolved, budget=limits, modules=modules)
 
     def plan(self, tiers: Mapping[str, str], prints: Mapping[str, str], site: str = "") -> Plan:
-        """Return the plan with each weight on the tier that ``tiers`` says; see ``as_mapped``."""
+        """Return the plan with each weight on the tier that ``tiers`` says; see ``device_map_baseline``."""
         known = {
             "graph": serial.digest(self.workload),
             "machine": serial.digest(self.machine),
             "budget": serial.digest(self.budget.limits_bytes(self.machine)),
         }
         prints = {**known, **prints}
-        return as_mapped(
+        return device_map_baseline(
             self.workload, self.machine, self.budget, tiers, fingerprint=prints, site=site
         )
 

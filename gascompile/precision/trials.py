@@ -10,7 +10,7 @@ from gascompile.core.errors import InfeasiblePlanError, UnsupportedOpError
 from gascompile.core.program import Program
 from gascompile.core.sizes import format_time
 from gascompile.formats.layout import is_read_packed
-from gascompile.passes.graph.change_formats import change_forms
+from gascompile.passes.graph.change_formats import change_formats
 from gascompile.precision.choice import TRIED as PACKED
 from gascompile.precision.choice import choose_forms, is_stored_losslessly
 from gascompile.precision.sensitivity import Sensitivity
@@ -50,7 +50,7 @@ class Forming:
         is_packed = any(map(is_read_packed, self.stored.values()))
         sensitivities = self._sensitivities() if weights in PACKED and not is_packed else None
         forms = choose_forms(self.program, self.stored, weights, sensitivities, self.interleaved)
-        return change_forms(self.program, forms)
+        return change_formats(self.program, forms)
 
     def _sensitivities(self) -> Mapping[str, Sensitivity] | None:
         if not self._measured:

@@ -68,7 +68,7 @@ def prove(
 
 
 def quick_proof(problem: Problem, *, time_limit_s: float = math.inf) -> Proof:
-    """Return what is proven within moments, before there is a plan."""
+    """Return what is proven at once, before there is a plan."""
     limit_s, binding = problem_limit(problem)
     bound_s = 0.0
     if problem.arena_limit_bytes >= 0:

@@ -18,7 +18,7 @@ from gascompile.core.workload import TensorKind
 from gascompile.passes.bounds.certify import problem_limit
 from gascompile.passes.bounds.interval_program import interval_program
 from gascompile.passes.bounds.occupancy import occupancy
-from gascompile.passes.intervals.recompute import rerunnable
+from gascompile.passes.intervals.recompute import recompute_ops
 from gascompile.passes.model.interval_layout import layout
 from gascompile.passes.model.interval_problem import IntervalProblem, interval_problem
 from gascompile.passes.model.problem import Problem, Weight
@@ -80,7 +80,7 @@ def relaxed_bound_s(task: IntervalProblem, time_limit_s: float) -> float:
     try:
         relaxation = interval_program(
             base,
-            rerunnable(base),
+            recompute_ops(base),
             away_bytes=away,
             num_slots=BOUND_SLOTS,
             time_limit_s=time_limit_s,

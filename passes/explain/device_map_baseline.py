@@ -32,7 +32,7 @@ STRATEGY = "device_map"
 IN_PLACE = "llama_cpp"
 
 
-def as_mapped(
+def device_map_baseline(
     workload: Workload,
     machine: Machine,
     budget: Budget,

@@ -28,7 +28,7 @@ _TRANSPOSE = torch.ops.aten.transpose.int
 _CLONE = torch.ops.aten.clone.default
 
 
-def change_forms(program: Program, forms: Mapping[str, FormSpec]) -> Program:
+def change_formats(program: Program, forms: Mapping[str, FormSpec]) -> Program:
     """Return ``program`` with the weights of ``forms`` in their wire forms, and its ops rewritten to take them.
 
     Args:

@@ -8,7 +8,7 @@ from gascompile.cost_models.simulate.events import COMPUTE, PREFETCH, WAIT, Even
 from gascompile.passes.intervals.decisions import ISSUED, Kind, MoveList
 
 _DROP = int(Kind.DROP)
-_OUTWARD = (int(Kind.STORE), int(Kind.RELEASE), int(Kind.SETTLE))
+_OUTWARD = (int(Kind.STORE), int(Kind.RELEASE), int(Kind.STORED))
 
 
 def event_program(schedule: MoveList) -> tuple[EventProgram, list[int]]:
@@ -32,7 +32,7 @@ def event_program(schedule: MoveList) -> tuple[EventProgram, list[int]]:
             outward = kind in _OUTWARD
             copy = copies.setdefault((number, outward), len(copies))
             if copy == len(link_of):
-                route = schedule.choices.route[number]
+                route = schedule.decisions.route[number]
                 assert route is not None, "what moves has a route"
                 tensor = plan.intervals[number].tensor
                 link, time_s, pipes = task.transfer(tensor, route, out=outward)
@@ -81,7 +81,7 @@ def _rests_on(schedule: MoveList, tensor: int) -> int | None:
         (
             route
             for interval, route in zip(
-                schedule.layout.intervals, schedule.choices.route, strict=True
+                schedule.layout.intervals, schedule.decisions.route, strict=True
             )
             if interval.tensor == tensor and interval.wraps
         ),
@@ -93,7 +93,7 @@ def _steps_of(schedule: MoveList, kind: int, number: int, op: int) -> tuple[Step
     task = schedule.layout.task
     tensor = schedule.layout.intervals[number].tensor
     name, size = task.names[tensor], task.sizes[tensor]
-    chosen = schedule.choices.route[number]
+    chosen = schedule.decisions.route[number]
     assert chosen is not None, "what moves has a route"
     route = task.routes[chosen]
     match kind:

@@ -96,19 +96,19 @@ class _Search:
             for i in range(self.count)
         ]
         self.left_s = [sum(task.op_times_s[i:]) for i in range(self.count + 1)]
-        self.reruns = [
+        self.recomputations = [
             [s for s in range(p) if may_run_again(task, s, p)] for p in range(self.count + 1)
         ]
         self.wanted = [self._wanted(p) for p in range(self.count + 1)]
         self.starts: list[tuple[Status, ...]] = []
 
     def _wanted(self, place: int) -> frozenset[int]:
-        """Return what an op or a rerun from ``place`` on may still read, and what stays to the end."""
+        """Return what an op or a recomputation from ``place`` on may still read, and what stays to the end."""
         task = self.task
         wanted = {x for op in range(place, self.count) for x in self.touched[op]}
         wanted |= {x for x, stays in enumerate(task.stays_to_end) if stays}
         for other in range(place, self.count + 1):
-            for source in self.reruns[other]:
+            for source in self.recomputations[other]:
                 wanted |= set(task.reads[source])
         return frozenset(wanted)
 
@@ -208,7 +208,7 @@ class _Search:
                     yield from self._transfer(label, x, route, away=True)
                 if loc == ABSENT and fresh >> route & 1 and task.sizes[x] <= free:
                     yield from self._transfer(label, x, route, away=False)
-        for source in self.reruns[label.turn] if label.turn < self.count else ():
+        for source in self.recomputations[label.turn] if label.turn < self.count else ():
             gone = [x for x in task.writes[source] if label.held[x][0] == ABSENT]
             if any(x in self.wanted[label.turn] for x in gone):
                 yield from self._run(label, source, free, again=True)
@@ -233,7 +233,7 @@ class _Search:
             steps.append(Wait(op=label.turn, tensor=name))
         steps.append(Release(op=label.turn, tensor=name))
         held = _with(label.held, x, (ABSENT, -1, fresh))
-        yield from self._settled(label, label.turn, held, core, flights, steps)
+        yield from self._simplest(label, label.turn, held, core, flights, steps)
 
     def _transfer(self, label: _Label, x: int, route: int, *, away: bool) -> Iterator[_Label]:
         task = self.task
@@ -253,7 +253,7 @@ class _Search:
         status = (LEAVING if away else ARRIVING, route, label.held[x][2])
         flights = {**label.flights, x: tuple(arrival)}
         held = _with(label.held, x, status)
-        yield from self._settled(label, label.turn, held, core, flights, [step])
+        yield from self._simplest(label, label.turn, held, core, flights, [step])
 
     def _run(self, label: _Label, op: int, free: int, *, again: bool) -> Iterator[_Label]:
         task = self.task
@@ -278,7 +278,7 @@ class _Search:
         steps.append(Recompute(op=label.turn, source=op) if again else Compute(op=op))
         core[0] = shifted(core[0], task.op_times_s[op])
         turn = label.turn + (not again)
-        yield from self._settled(label, turn, tuple(held), core, flights, steps)
+        yield from self._simplest(label, turn, tuple(held), core, flights, steps)
 
     def _end(self, label: _Label) -> Iterator[_Label]:
         task, start = self.task, self.starts[label.start]
@@ -302,11 +302,11 @@ class _Search:
                 )
                 if not at_home:
                     return
-        for child in self._settled(label, self.count + 1, tuple(held), core, flights, steps):
+        for child in self._simplest(label, self.count + 1, tuple(held), core, flights, steps):
             if not self.repeats or child.held == start:
                 yield child
 
-    def _settled(
+    def _simplest(
         self,
         label: _Label,
         turn: int,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Mapping
 
-from gascompile.passes.intervals.recompute import Remake
+from gascompile.passes.intervals.recompute import IntervalRecompute
 from gascompile.passes.intervals.search import FEW_TENSORS, Found, Search
 from gascompile.passes.intervals.seeds import RECOMPUTE_RATIOS, cheap
 from gascompile.passes.intervals.selection import Selection
@@ -27,7 +27,7 @@ busy all the time: 2 gave 5 % fewer bytes in the same time, 4 a tenth fewer in 0
 """
 
 
-def fewer_moves(search: Search, remakes: Mapping[int, Remake]) -> Found:
+def fewer_moves(search: Search, recomputes: Mapping[int, IntervalRecompute]) -> Found:
     """Return the schedule that moves the fewest bytes of those within a margin of the best one; of few tensors that.
 
     The work of the search is not asked for: a fixed number of schedules is made.
@@ -38,9 +38,9 @@ def fewer_moves(search: Search, remakes: Mapping[int, Remake]) -> Found:
         return best
     most_s, lean = best.seconds * (1 + _SLOWER), best
     least = all_bytes = best.schedule.moved_bytes
-    rerun = (cheap(search.base, remakes, ratio) for ratio in RECOMPUTE_RATIOS)
+    recomputed = (cheap(search.base, recomputes, ratio) for ratio in RECOMPUTE_RATIOS)
     layouts = {best.selection.plan.runs: best.selection.plan, search.base.runs: search.base}
-    for dropped in dict.fromkeys(dropped for dropped in rerun if dropped):
+    for dropped in dict.fromkeys(dropped for dropped in recomputed if dropped):
         plan = layout(search.task, dropped)
         layouts.setdefault(plan.runs, plan)
     for plan in layouts.values():
@@ -67,7 +67,7 @@ def fewest_moves(plan: RunLayout, penalty: float) -> Selection:
         penalty: what has to be written out counts as used so many times sooner.
     """
     selection = Selection(plan)
-    selection.settle()
+    selection.evict_unused()
     begun: list[list[int]] = [[] for _ in range(plan.num_runs + 1)]
     for j, interval in enumerate(plan.intervals):
         for start, end in plan.spans(interval):

@@ -1,7 +1,7 @@
 """Improve: changes to a schedule where its replay stalls, and of few tensors wherever they may be.
 
 Of many tensors one change at a time is tried, near a stall. Few can be searched with all their freedom: several
-changes at once, reruns that come and go, and moves in another order; what is no slower is taken to go on from.
+changes at once, recomputations that come and go, and moves in another order; what is no slower is taken to go on from.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import math
 import random
 
 from gascompile.passes.intervals.decisions import IN_ORDER, Order
-from gascompile.passes.intervals.rerun_moves import rerun_moves
+from gascompile.passes.intervals.recompute_moves import recompute_moves
 from gascompile.passes.intervals.search import FEW_TENSORS, PER_SCHEDULE, Found, Search
 from gascompile.passes.intervals.selection import Selection
 from gascompile.passes.model.interval_layout import RunLayout
 
-_REMADE = 0.3
+_RECOMPUTED = 0.3
 """How often a change takes up or gives up a recomputation, where it may."""
 _RESTED = 0.5
 """How often a change of a list that runs once also lets clean tensors rest in memory around its ends."""
@@ -77,7 +77,7 @@ def _reordered(order: Order, chance: random.Random) -> Order:
 def _moved_to(plan: RunLayout, old: Selection, chance: random.Random) -> Selection:
     """Return the same for another layout: more leaves where memory is short, less where it is not."""
     selection, keyed = Selection(plan), old.keyed()
-    selection.settle()
+    selection.evict_unused()
     order = list(range(len(plan.intervals)))
     chance.shuffle(order)
     for j in order:
@@ -89,12 +89,12 @@ def _moved_to(plan: RunLayout, old: Selection, chance: random.Random) -> Selecti
 
 
 def _changed_much(search: Search, before: Found, chance: random.Random) -> Selection | None:
-    """Return the selection with some things changed, reruns among them."""
+    """Return the selection with some things changed, recomputations among them."""
     selection, changed = before.selection, False
     for _ in range(chance.choice(_AT_ONCE)):
-        if search.task.recompute and chance.random() < _REMADE:
+        if search.task.recompute and chance.random() < _RECOMPUTED:
             search.work += PER_SCHEDULE
-            plan = rerun_moves(selection.plan, chance)
+            plan = recompute_moves(selection.plan, chance)
             other = _moved_to(plan, selection, chance) if plan is not None else None
         else:
             other = _changed(selection, before, chance)
@@ -142,5 +142,5 @@ def _changed(before: Selection, scheduled: Found, chance: random.Random) -> Sele
         selection.fill((k, None) for k in rest)
         selection.fill((k, None) for k in picked)
     if not plan.task.workload.repeats and chance.random() < _RESTED:
-        selection = selection.rested()
+        selection = selection.with_clean_resident()
     return selection

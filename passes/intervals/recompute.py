@@ -13,7 +13,7 @@ _LONGEST = 12
 
 
 @dataclass(frozen=True, slots=True)
-class Remake:
+class IntervalRecompute:
     """How a tensor comes back without having been anywhere."""
 
     dropped: frozenset[tuple[int, int]]
@@ -22,13 +22,13 @@ class Remake:
     """What runs again."""
 
 
-def interval_recompute(plan: RunLayout) -> Mapping[int, Remake]:
+def interval_recompute(plan: RunLayout) -> Mapping[int, IntervalRecompute]:
     """Return per interval of a layout without recomputations how it can be bridged by one."""
     task = plan.task
     last_use = {
         tensor: run for tensor, run in plan.last_access.items() if not task.persistent[tensor]
     }
-    remakes: dict[int, Remake] = {}
+    recomputes: dict[int, IntervalRecompute] = {}
     for j, interval in enumerate(plan.intervals):
         tensor = interval.tensor
         if tensor not in task.repeatable or interval.end >= plan.num_runs:
@@ -38,14 +38,14 @@ def interval_recompute(plan: RunLayout) -> Mapping[int, Remake]:
             continue
         chain = _chain(task, last_use, tensor, op)
         if chain is not None:
-            remakes[j] = Remake(
+            recomputes[j] = IntervalRecompute(
                 dropped=frozenset({(tensor, op), *((other, NEVER) for other in chain[1:])}),
                 ops=frozenset(task.repeatable[other] for other in chain),
             )
-    return remakes
+    return recomputes
 
 
-def rerunnable(plan: RunLayout) -> Mapping[int, int]:
+def recompute_ops(plan: RunLayout) -> Mapping[int, int]:
     """Return per interval the op that makes its tensor anew, wherever any plan whatsoever may run it again.
 
     More than ``interval_recompute`` would do counts here: inputs that are overwritten meanwhile may be made

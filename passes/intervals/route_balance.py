@@ -13,7 +13,7 @@ import math
 from gascompile.passes.intervals.selection import Selection
 
 
-def interval_balance(selection: Selection, *, out_s: float, in_s: float) -> Selection:
+def route_balance(selection: Selection, *, out_s: float, in_s: float) -> Selection:
     """Return the same intervals on routes that share the load.
 
     Args:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from gascompile.cost_models.simulate.events import steady_iteration
 from gascompile.passes.bounds.interval_program import Relaxation
-from gascompile.passes.intervals.decisions import IN_ORDER, Kind, MoveList, Order, choices
+from gascompile.passes.intervals.decisions import IN_ORDER, Kind, MoveList, Order, decisions
 from gascompile.passes.intervals.events import event_program
 from gascompile.passes.intervals.reservations import interval_reservations
 from gascompile.passes.intervals.schedule import schedule
@@ -228,7 +228,7 @@ class Search:
         if not selection.fits:
             return None
         plan = selection.plan
-        chosen = choices(plan, selection.routes)
+        chosen = decisions(plan, selection.routes)
         if lead_s is None:
             made = schedule(plan, chosen, before, order)
         else:
@@ -249,16 +249,16 @@ class Search:
 def _leaves_copies(candidate: Found) -> bool:
     """Whether what lasts was written out for nothing: an iteration ends with a copy that it does not begin with."""
     plan, task = candidate.schedule.layout, candidate.schedule.layout.task
-    settled = {
+    stored = {
         number
         for moves in candidate.schedule.boundaries
         for kind, number in moves
-        if kind == Kind.SETTLE and task.persistent[plan.intervals[number].tensor]
+        if kind == Kind.STORED and task.persistent[plan.intervals[number].tensor]
     }
-    if not settled or not task.workload.repeats:
+    if not stored or not task.workload.repeats:
         return False
-    used = {plan.intervals[j].version for j in candidate.selection.routes if j not in settled}
-    return any(plan.intervals[j].version not in used for j in settled)
+    used = {plan.intervals[j].version for j in candidate.selection.routes if j not in stored}
+    return any(plan.intervals[j].version not in used for j in stored)
 
 
 def _without_idle(candidate: Found) -> Selection:
@@ -274,7 +274,7 @@ def _without_idle(candidate: Found) -> Selection:
 def selection_of(plan: RunLayout, leave: Mapping[Key, tuple[float, ...]]) -> Selection:
     """Return whole intervals from shares: what mostly leaves, more where memory is short, less where not."""
     selection = Selection(plan)
-    selection.settle()
+    selection.evict_unused()
     shares = {
         j: leave[key] for j, key in enumerate(plan.keys) if key in leave and sum(leave[key]) > 0
     }

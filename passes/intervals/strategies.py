@@ -19,14 +19,14 @@ _STRETCHES = 400
 
 def keep_everything(plan: RunLayout) -> Selection:
     """Let nothing leave but what has to: the shortest part of memory above the limit."""
-    selection = _settled(plan)
+    selection = _without_unused(plan)
     selection.fill((j, None) for j in _by_length(plan))
     return selection
 
 
 def all_moved(plan: RunLayout) -> Selection:
     """Send everything away between its uses, as ZeRO-Inference does with weights."""
-    selection = _settled(plan)
+    selection = _without_unused(plan)
     for j in range(len(plan.intervals)):
         selection.add(j, 0)
     return selection
@@ -48,7 +48,7 @@ def first_fit(plan: RunLayout) -> Selection:
 
 def furthest_use(plan: RunLayout) -> Selection:
     """At each run that does not fit, send away what is used last from there on, as Belady would."""
-    selection = _settled(plan)
+    selection = _without_unused(plan)
     begun: list[list[tuple[int, int]]] = [[] for _ in range(plan.num_runs + 1)]
     for j, interval in enumerate(plan.intervals):
         for start, end in plan.spans(interval):
@@ -72,7 +72,7 @@ def per_layer(plan: RunLayout) -> Selection:
     """Send away the same share of every stretch of the iteration, the least that fits, as FlexGen does."""
     sizes = [plan.task.sizes[interval.tensor] for interval in plan.intervals]
     for step in range(21):
-        selection, owed = _settled(plan), 0.0
+        selection, owed = _without_unused(plan), 0.0
         for j, size in enumerate(sizes):
             owed += size * step / 20
             if owed >= size / 2:
@@ -89,7 +89,7 @@ def largest_area(plan: RunLayout) -> Selection:
     A copy goes to the slowest tier if its way there and back fits into the interval; to the faster
     ones where it does not.
     """
-    selection = _settled(plan)
+    selection = _without_unused(plan)
     task = plan.task
     limit = task.limit_bytes
     channels = _Channels(plan)
@@ -168,9 +168,9 @@ class _Channels:
         return taken if needed_s <= 1e-12 else None
 
 
-def _settled(plan: RunLayout) -> Selection:
+def _without_unused(plan: RunLayout) -> Selection:
     selection = Selection(plan)
-    selection.settle()
+    selection.evict_unused()
     return selection
 
 

@@ -115,7 +115,7 @@ def layout(
 def layout_of(task: IntervalProblem, runs: Sequence[Run]) -> RunLayout:
     """Lay out ``runs``: each op once in its place, others before some of them, and the end of the list.
 
-    A tensor that a rerun makes anew is gone from its access before that one on.
+    A tensor that a recomputation makes anew is gone from its access before that one on.
     """
     num_ops = len(task.reads)
     accesses = _accesses(task, runs)

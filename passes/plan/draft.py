@@ -32,20 +32,20 @@ class Draft:
 
 
 def draft_schedule(
-    task: Problem, schedule: Schedule, pinned: Mapping[str, TensorPlan] | None = None
+    task: Problem, schedule: Schedule, residents: Mapping[str, TensorPlan] | None = None
 ) -> Draft:
     """Return the draft of a schedule of weights.
 
     Args:
         task: the problem that was scheduled.
         schedule: its schedule.
-        pinned: residents with the addresses that they must keep; by default they are packed from 0 on.
+        residents: weights with the addresses that they must keep; by default they are packed from 0 on.
     """
     return Draft(
         workload=task.workload,
         strategy=schedule.placement.strategy,
         arena_bytes=schedule.arena_bytes,
-        tensors=_tensors(task, schedule, pinned),
+        tensors=_tensors(task, schedule, residents),
         op_sites=(task.machine.compute_tier,) * len(task.workload.ops),
         steps=emit(task, schedule),
         seconds=schedule.seconds,
@@ -107,7 +107,7 @@ def draft_intervals(workload: Workload, interval_plan: IntervalPlan) -> Draft:
 
 
 def _tensors(
-    task: Problem, schedule: Schedule, pinned: Mapping[str, TensorPlan] | None
+    task: Problem, schedule: Schedule, residents: Mapping[str, TensorPlan] | None
 ) -> dict[str, TensorPlan]:
     site = task.machine.compute_tier
     homes = dict(task.idle_homes)
@@ -116,10 +116,10 @@ def _tensors(
     for weight, link in zip(task.weights, schedule.placement.link_of, strict=True):
         if link is not None:
             homes[weight.name] = task.links[link].source_tier
-        elif pinned is None:
+        elif residents is None:
             addresses[weight.name] = free
             free += weight.reserved_bytes
-    for name, tensor in (pinned or {}).items():
+    for name, tensor in (residents or {}).items():
         if tensor.address is not None:
             homes[name] = site
             addresses[name] = tensor.address
@@ -133,6 +133,6 @@ def _tensors(
         )
         for tensor in task.workload.tensors
     }
-    for name, tensor in (pinned or {}).items():
+    for name, tensor in (residents or {}).items():
         planned.setdefault(name, tensor)
     return planned

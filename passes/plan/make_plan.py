@@ -49,7 +49,7 @@ def make_plan(
     strategy: str | None = None,
     warnings: tuple[str, ...] = (),
     reserved_bytes: int = 0,
-    pinned: Plan | None = None,
+    arena_of: Plan | None = None,
     move_all: bool = False,
     has_arena: bool = True,
     on_heap: OnHeap | None = None,
@@ -66,7 +66,7 @@ def make_plan(
         strategy: plan with this one alone, for comparison: ``ilp`` or one of ``strategies.NAMES``.
         warnings: written into the plan.
         reserved_bytes: bytes of the compute tier that must stay free beside the plan's own.
-        pinned: share this plan's arena: its residents stay where they are, the rest is streamed.
+        arena_of: share this plan's arena: its residents stay where they are, the rest is streamed.
         move_all: activations, gradients and states may move too, and activations be recomputed. Without
             it only weights move, and the bound holds for such plans.
         has_arena: weights may be prefetched into an arena. Plans of ``move_all`` do without one where what runs
@@ -97,7 +97,7 @@ def make_plan(
             notes=notes,
             strategy=strategy,
             reserved_bytes=reserved_bytes,
-            pinned=pinned,
+            arena_of=arena_of,
         )
 
     limits_bytes = budget.limits_bytes(machine)
@@ -105,7 +105,7 @@ def make_plan(
         streams = stream_weights if has_arena else None
         more = (effort, reserved_bytes, machine)
         draft, proof = _best_of_all(quick, calm, limits_bytes, streams, *more)
-    elif on_heap is None or strategy is not None or pinned is not None:
+    elif on_heap is None or strategy is not None or arena_of is not None:
         draft, proof = stream_weights()
     else:
         per_byte_s = machine.interference.op_s_per_byte

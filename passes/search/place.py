@@ -38,7 +38,7 @@ from dataclasses import dataclass, field
 from gascompile.core.errors import SolverError
 from gascompile.passes.bounds.certify import pipe_rate
 from gascompile.passes.bounds.linear_program import INFINITY, Ending, LinearProgram, solver_name
-from gascompile.passes.bounds.shadow_prices import Solution, prices
+from gascompile.passes.bounds.shadow_prices import Solution, shadow_prices
 from gascompile.passes.model.problem import Placement, Problem, slot_seconds
 
 _WHOLE = 1000.0
@@ -107,7 +107,7 @@ def place(
     duals = {name: abs(outcome.duals[row]) for name, row in model.rows.items()}
     loads = {key: _value(terms, outcome.values) for key, terms in model.load.items()}
     slots = [outcome.values[column] for column in model.times]
-    priced = prices(problem, duals, slots, loads, model.time_unit_s, model.unit_bytes)
+    priced = shadow_prices(problem, duals, slots, loads, model.time_unit_s, model.unit_bytes)
     return Solution(placement, order, bound_s, timed_out, *priced)
 
 

@@ -14,15 +14,15 @@ from gascompile.passes.search.search import least_arena_bytes, snap, staging_siz
 from gascompile.passes.search.strategies import homes
 
 
-def pin(problem: Problem, pinned: Plan) -> Schedule:
-    """Return a schedule in the arena of ``pinned``: its residents stay, all other weights are streamed.
+def share_arena(problem: Problem, arena_of: Plan) -> Schedule:
+    """Return a schedule in the arena of ``arena_of``: its residents stay, all other weights are streamed.
 
     Raises:
         InfeasiblePlanError: the arena does not fit the budget beside this workload's activations, or
             the part of it that is not resident is too small for one of the ops.
     """
-    arena_bytes = pinned.arena_bytes[problem.machine.compute_tier]
-    residents = pinned_residents(pinned)
+    arena_bytes = arena_of.arena_bytes[problem.machine.compute_tier]
+    residents = residents_of(arena_of)
     bottom = max((_end(tensor) for tensor in residents.values()), default=0)
     streamed = [i for i, weight in enumerate(problem.weights) if weight.name not in residents]
     placements = homes(problem, frozenset(range(len(problem.weights))) - set(streamed), "pinned")
@@ -42,11 +42,11 @@ def pin(problem: Problem, pinned: Plan) -> Schedule:
     return best.with_staging(arena_bytes - bottom)
 
 
-def pinned_residents(pinned: Plan) -> dict[str, TensorPlan]:
-    """Return the weights that ``pinned`` keeps in its arena."""
+def residents_of(arena_of: Plan) -> dict[str, TensorPlan]:
+    """Return the weights that ``arena_of`` keeps in its arena."""
     return {
         name: tensor
-        for name, tensor in pinned.tensors.items()
+        for name, tensor in arena_of.tensors.items()
         if tensor.kind == TensorKind.WEIGHT and tensor.address is not None
     }
 

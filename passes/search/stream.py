@@ -41,7 +41,7 @@ from gascompile.passes.search.move_activations import (
 from gascompile.passes.search.refine import refine
 from gascompile.passes.search.schedule import Schedule
 from gascompile.passes.search.search import best_staging, search
-from gascompile.passes.search.share_arena import pin, pinned_residents
+from gascompile.passes.search.share_arena import residents_of, share_arena
 from gascompile.passes.search.sites import SitedSchedule, sites
 from gascompile.passes.search.strategies import family, homes, strategies
 
@@ -68,7 +68,7 @@ def stream(
     notes: list[str],
     strategy: str | None = None,
     reserved_bytes: int = 0,
-    pinned: Plan | None = None,
+    arena_of: Plan | None = None,
 ) -> tuple[Draft, Proof]:
     """Return the draft of the plan, and what no plan can beat: none that only moves weights, and none at all.
 
@@ -85,13 +85,15 @@ def stream(
 
     def solve(task: Problem) -> FormSolution:
         schedule, relaxed_s = (
-            (pin(task, pinned), 0.0) if pinned else _choose(task, strategy, effort.left_s, notes)
+            (share_arena(task, arena_of), 0.0)
+            if arena_of
+            else _choose(task, strategy, effort.left_s, notes)
         )
         proof = _prove(task, schedule.seconds, effort, notes, relaxed_s)
         return FormSolution(task=task, schedule=schedule, proof=proof)
 
     candidates = (
-        [same_form(workload, machine, pinned.workload)] if pinned else forms(workload, machine)
+        [same_form(workload, machine, arena_of.workload)] if arena_of else forms(workload, machine)
     )
     limits = budget.limits_bytes(machine)
     candidates = [
@@ -101,7 +103,7 @@ def stream(
     ]
     tasks = [problem(form, machine, budget, reserved_bytes=reserved_bytes) for form in candidates]
     first = None
-    if has_sites(workload.ops, machine) and strategy is None and pinned is None:
+    if has_sites(workload.ops, machine) and strategy is None and arena_of is None:
         first, gain = _sited(tasks, budget)
         if first is not None and gain >= _CLEAR_GAIN:
             return first, _site_proof(first, tasks, workload)
@@ -110,14 +112,14 @@ def stream(
     except InfeasiblePlanError as refusal:
         if first is not None:
             return first, _site_proof(first, tasks, workload)
-        if pinned is not None or strategy is not None:
+        if arena_of is not None or strategy is not None:
             raise
         return _with_moved_activations(tasks, solve, refusal, effort)
     draft = draft_schedule(
-        chosen.task, chosen.schedule, pinned_residents(pinned) if pinned else None
+        chosen.task, chosen.schedule, residents_of(arena_of) if arena_of else None
     )
     if not has_sites(workload.ops, machine):
-        return draft, _over_all(chosen.proof, tasks, draft, effort, one_form=bool(pinned))
+        return draft, _over_all(chosen.proof, tasks, draft, effort, one_form=bool(arena_of))
     if first is not None and first.seconds < draft.seconds:
         draft = first
     return draft, _site_proof(draft, tasks, workload)

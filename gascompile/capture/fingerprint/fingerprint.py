@@ -172,7 +172,7 @@ def plan_prints(
     """
     leaves, spec = pytree.tree_flatten(call)
     signature = [str(spec), signature_of(leaves), repr(job.dynamic_shapes)]
-    shared = serial.digest(job.pinned) if job.pinned else ""
+    shared = serial.digest(job.arena_of) if job.arena_of else ""
     layout = checkpoint.sources if checkpoint else {}
     return {
         "graph": printed.key,
