@@ -41,8 +41,8 @@ def divide_graph(
         tile = parse_tile(op.name)
         if tile is not None:
             tiles.setdefault(tile.base, []).append(tile)
-        elif row_reads := gathered(op):
-            gathers[op.name] = tuple(row_reads)
+        elif found := gathered(op):
+            gathers[op.name] = tuple(found)
     joined = joined_ops(ops)
     for node in list(graph.nodes):
         if node.op == "call_function" and node.name in joined:
@@ -109,10 +109,10 @@ def _join_parts(
             _tile_placeholder(graph, row, part, bound) for row in known if isinstance(row, fx.Node)
         ]
         with graph.inserting_before(node):
-            product = _call(graph, node, torch.ops.aten.linear.default, (x, *rows), part)
+            found = _call(graph, node, torch.ops.aten.linear.default, (x, *rows), part)
         if isinstance(value, torch.Tensor):
-            product.meta["val"] = value.new_empty((*value.shape[:-1], part.end - part.begin))
-        made[part] = product
+            found.meta["val"] = value.new_empty((*value.shape[:-1], part.end - part.begin))
+        made[part] = found
     node.target = torch.ops.aten.cat.default
     node.args = ([made[part] for part in in_order], -1)
 
@@ -120,10 +120,10 @@ def _join_parts(
 def _features(weight: object, value: object) -> int | None:
     """Return the output features of a layer, as far as its graph says so."""
     values = (weight.meta.get("val") if isinstance(weight, fx.Node) else None, value)
-    features = [
+    found = [
         v.shape[i] for i, v in zip((0, -1), values, strict=True) if isinstance(v, torch.Tensor)
     ]
-    return int(features[0]) if features else None
+    return int(found[0]) if found else None
 
 
 def _call(
@@ -136,10 +136,10 @@ def _call(
     """Insert the op that takes the place of ``node`` or does a tile of it."""
     suffix = f"{tile.begin}to{tile.end}" if tile else "rows"
     assert callable(function)
-    call = add_node(graph, function, args, name=f"{node.name}_{suffix}")
+    found = add_node(graph, function, args, name=f"{node.name}_{suffix}")
     op = Tile(node.name, tile.begin, tile.end).name if tile else node.name
-    call.meta = {**node.meta, OP_NAME: op}
-    return call
+    found.meta = {**node.meta, OP_NAME: op}
+    return found
 
 
 def _tile_placeholder(
@@ -151,9 +151,9 @@ def _tile_placeholder(
         if known == name:
             return node
     with graph.inserting_after(weight):
-        placeholder = graph.placeholder(f"{weight.name}_{tile.begin}to{tile.end}")
-    bound[placeholder] = name
-    return placeholder
+        found = graph.placeholder(f"{weight.name}_{tile.begin}to{tile.end}")
+    bound[found] = name
+    return found
 
 
 def _replace_by_gather(

@@ -91,8 +91,8 @@ def chain(workload: Workload) -> Chain:
             f"'{twice}' of '{workload.name}' runs in several places, so it is no layer of a chain; plan the model for "
             f"one machine"
         )
-    lives = _lives(workload)
-    blocks = _blocks(groups, tensors, lives)
+    lifetimes = _lifetimes(workload)
+    blocks = _blocks(groups, tensors, lifetimes)
     layers = blocks[numbered[0] : numbered[-1] + 1]
     return Chain(
         name=workload.name,
@@ -135,7 +135,7 @@ def _key(op: OpSpec, tensors: dict[str, TensorSpec]) -> str:
     return keys.pop() if len(keys) == 1 else ""
 
 
-def _lives(workload: Workload) -> dict[str, tuple[int, int]]:
+def _lifetimes(workload: Workload) -> dict[str, tuple[int, int]]:
     """Return the first write and the last read of what ops make, by op."""
     spans: dict[str, tuple[int, int]] = {}
     for i, op in enumerate(workload.ops):
@@ -151,12 +151,12 @@ def _lives(workload: Workload) -> dict[str, tuple[int, int]]:
 def _blocks(
     groups: Sequence[tuple[str, list[OpSpec]]],
     tensors: dict[str, TensorSpec],
-    lives: dict[str, tuple[int, int]],
+    lifetimes: dict[str, tuple[int, int]],
 ) -> list[Block]:
     blocks = []
     end = 0
     seen: set[str] = set()
-    passing = {n: life for n, life in lives.items() if tensors[n].kind not in PERSISTENT}
+    passing = {n: span for n, span in lifetimes.items() if tensors[n].kind not in PERSISTENT}
     for key, ops in groups:
         end += len(ops)
         out = sum(

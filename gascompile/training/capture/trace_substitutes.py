@@ -24,7 +24,7 @@ from gascompile.training.state.aliasing import Storages, ViewLayout, named_tenso
 from gascompile.training.state.open_tensors import OpenTensor
 
 
-class StandIns:
+class TraceSubstitutes:
     """Knows the real tensors of a model by identity and by memory, and what was found beside them."""
 
     def __init__(self, model: nn.Module, storages: Storages) -> None:
@@ -122,7 +122,7 @@ class StandIns:
 class _Substitution(TorchFunctionMode):
     def __init__(
         self,
-        of: StandIns,
+        of: TraceSubstitutes,
         traced: Mapping[str, torch.Tensor],
         outside: Mapping[int, torch.Tensor],
         casts: CachedCasts,
@@ -135,11 +135,11 @@ class _Substitution(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        args, kwargs = pytree.tree_map_only(torch.Tensor, self._stand_in, (args, kwargs or {}))
+        args, kwargs = pytree.tree_map_only(torch.Tensor, self._substitute, (args, kwargs or {}))
         args, kwargs = self._casts.of(func, (args, kwargs))
         return self._constants.call(func, args, kwargs)
 
-    def _stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _substitute(self, tensor: torch.Tensor) -> torch.Tensor:
         if (
             isinstance(tensor, (FakeTensor, FunctionalTensor))
             or torch._C._functorch.is_functorch_wrapped_tensor(tensor)
