@@ -106,7 +106,7 @@ def _loosened(task: Problem) -> Problem:
         task,
         live=replace(task.live, peak_bytes=0, state_bytes=0),
         weights=tuple(sorted(weights, key=lambda weight: weight.uses[:1])),
-        idle_homes={},
+        unread_homes={},
         room_bytes={link.source_tier: task.limits_bytes[link.source_tier] for link in task.links},
     )
 

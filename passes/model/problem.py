@@ -44,7 +44,7 @@ class Problem:
     live: Liveness
     weights: tuple[Weight, ...]
     """In the order of their first use."""
-    idle_homes: dict[str, str]
+    unread_homes: dict[str, str]
     """Slow tier of each weight that no op reads."""
     links: tuple[Link, ...]
     """Links into the compute tier, fastest first."""
@@ -54,7 +54,7 @@ class Problem:
     limits_bytes: dict[str, int]
     """Budget per tier."""
     room_bytes: dict[str, int]
-    """What each slow tier can hold besides ``idle_homes``."""
+    """What each slow tier can hold besides ``unread_homes``."""
     reserved_bytes: int
     """Bytes of the compute tier that must stay free."""
 
@@ -149,7 +149,7 @@ def problem(
     limits = budget.limits_bytes(machine)
     room = {link.source_tier: limits[link.source_tier] for link in links}
     tiers = {name: op.gather_tier for op in workload.ops for name in gathered(op)}
-    idle = _idle_homes(
+    idle = _unread_homes(
         [(n, sizes[n]) for n, uses in live.weight_uses.items() if not uses], room, tiers
     )
     weights = [
@@ -163,7 +163,7 @@ def problem(
         machine=machine,
         live=live,
         weights=tuple(sorted(weights, key=lambda weight: weight.uses[:1])),
-        idle_homes=idle,
+        unread_homes=idle,
         links=links,
         op_times_s=op_times_s,
         sums_s=tuple(running_sums(op_times_s)),
@@ -173,7 +173,7 @@ def problem(
     )
 
 
-def _idle_homes(
+def _unread_homes(
     idle: Sequence[tuple[str, int]], room: dict[str, int], tiers: Mapping[str, str]
 ) -> dict[str, str]:
     """Return a slow tier for each idle weight, that of ``tiers`` where it names one, and take its bytes from ``room``.

@@ -110,7 +110,7 @@ def _tensors(
     task: Problem, schedule: Schedule, residents: Mapping[str, TensorPlan] | None
 ) -> dict[str, TensorPlan]:
     site = task.machine.compute_tier
-    homes = dict(task.idle_homes)
+    homes = dict(task.unread_homes)
     addresses: dict[str, int] = {}
     free = 0
     for weight, link in zip(task.weights, schedule.placement.link_of, strict=True):

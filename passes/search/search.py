@@ -20,7 +20,7 @@ import numpy as np
 from gascompile.passes.bounds.certify import physical_limit
 from gascompile.passes.model.problem import Placement, Problem, StagedCopy, staged_copies
 from gascompile.passes.search.schedule import Schedule, schedule
-from gascompile.passes.search.strategies import MANY_WEIGHTS, Family, ResidentSet, homes
+from gascompile.passes.search.strategies import MANY_WEIGHTS, Family, ResidentSet, placements_of
 
 _WINDOWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 _LANE_SIZES = 4
@@ -282,7 +282,7 @@ def _residents(candidate: ResidentSet | Placement) -> Sequence[int]:
 def _placements(problem: Problem, candidate: ResidentSet | Placement) -> list[Placement]:
     if isinstance(candidate, Placement):
         return [candidate]
-    return homes(problem, candidate.residents, candidate.strategy)
+    return placements_of(problem, candidate.residents, candidate.strategy)
 
 
 def _used_bytes(copies: Sequence[StagedCopy], starts: Sequence[int]) -> list[int]:

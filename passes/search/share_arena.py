@@ -11,7 +11,7 @@ from gascompile.core.workload import TensorKind
 from gascompile.passes.model.problem import Placement, Problem
 from gascompile.passes.search.schedule import Schedule, schedule
 from gascompile.passes.search.search import least_arena_bytes, snap, staging_sizes, time_bound_s
-from gascompile.passes.search.strategies import homes
+from gascompile.passes.search.strategies import placements_of
 
 
 def share_arena(problem: Problem, arena_of: Plan) -> Schedule:
@@ -25,7 +25,9 @@ def share_arena(problem: Problem, arena_of: Plan) -> Schedule:
     residents = residents_of(arena_of)
     bottom = max((_end(tensor) for tensor in residents.values()), default=0)
     streamed = [i for i, weight in enumerate(problem.weights) if weight.name not in residents]
-    placements = homes(problem, frozenset(range(len(problem.weights))) - set(streamed), "pinned")
+    placements = placements_of(
+        problem, frozenset(range(len(problem.weights))) - set(streamed), "pinned"
+    )
     if not placements:
         _refuse(problem, bottom + sum(problem.weights[i].reserved_bytes for i in streamed), 0)
     need_bytes, op = _least_staging(problem, placements[0])

@@ -38,7 +38,7 @@ from gascompile.passes.search.site_routes import (
     own_times,
     visiting_bytes,
 )
-from gascompile.passes.search.strategies import MANY_WEIGHTS, family, homes, strategies
+from gascompile.passes.search.strategies import MANY_WEIGHTS, family, placements_of, strategies
 
 Planner = Callable[[Problem], Schedule | None]
 
@@ -151,7 +151,7 @@ def _placements(task: Problem) -> Iterator[Placement]:
             largest = max(
                 fitting, key=lambda c: sum(task.weights[i].reserved_bytes for i in c.residents)
             )
-            for placement in homes(task, largest.residents, "sites")[:1]:
+            for placement in placements_of(task, largest.residents, "sites")[:1]:
                 if placement.link_of not in seen:
                     seen.add(placement.link_of)
                     yield placement
@@ -283,7 +283,7 @@ def _reduced(
     return replace(
         task,
         weights=tuple(weight for i, weight in enumerate(task.weights) if i not in sent),
-        idle_homes={**task.idle_homes, **{task.weights[i].name: tier for i in sent}},
+        unread_homes={**task.unread_homes, **{task.weights[i].name: tier for i in sent}},
         room_bytes=room,
         op_times_s=tuple(times_s),
         sums_s=tuple(running_sums(times_s)),

@@ -76,7 +76,7 @@ def family(problem: Problem, name: str) -> list[ResidentSet]:
     return list(dict.fromkeys(members))
 
 
-def homes(problem: Problem, residents: frozenset[int], strategy: str) -> list[Placement]:
+def placements_of(problem: Problem, residents: frozenset[int], strategy: str) -> list[Placement]:
     """Return placements of a resident set; none where the slow tiers cannot hold the others.
 
     They differ in the links, the fastest alone, balanced in the order of use or spread evenly, and in

@@ -43,7 +43,7 @@ from gascompile.passes.search.schedule import Schedule
 from gascompile.passes.search.search import best_staging, search
 from gascompile.passes.search.share_arena import residents_of, share_arena
 from gascompile.passes.search.sites import SitedSchedule, sites
-from gascompile.passes.search.strategies import family, homes, strategies
+from gascompile.passes.search.strategies import family, placements_of, strategies
 
 _CLEAR_GAIN = 0.1
 """Of the time without other sites: with less, the solver may find a plan without them that is as good."""
@@ -276,7 +276,7 @@ def _prove(
 def _as_peer(task: Problem, strategy: str) -> Schedule | None:
     """Return what the peer that ``strategy`` names does: keep as much as fits, stream the rest."""
     for candidate in reversed(family(task, strategy)):
-        for placement in homes(task, candidate.residents, strategy)[:1]:
+        for placement in placements_of(task, candidate.residents, strategy)[:1]:
             staged = best_staging(task, placement, task.arena_limit_bytes)
             if staged is not None:
                 return staged
