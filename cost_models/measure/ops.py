@@ -24,7 +24,7 @@ from gascompile.cost_models.measure.rehearse import (
     rehearse,
     storage_elements,
 )
-from gascompile.formats import ops as wire_ops
+from gascompile.formats import ops as format_ops
 
 _LARGE_BYTES = 1 << 20
 """Smaller weights stay in the caches beside everything else."""
@@ -36,7 +36,7 @@ _CALLS_LIMIT_S = 0.06
 _BY_ROWS = (
     torch.ops.aten.linear.default,
     torch.ops.aten.embedding.default,
-    wire_ops.LINEAR,
+    format_ops.LINEAR,
 )
 """Ops whose weight may be replaced by fewer of its rows."""
 
@@ -46,11 +46,11 @@ def signature(node: fx.Node, program: Program) -> str | None:
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return None
-    if target.namespace != "aten" and target is not wire_ops.LINEAR:
+    if target.namespace != "aten" and target is not format_ops.LINEAR:
         return None
     parts = [str(target)]
-    if target is wire_ops.LINEAR:
-        parts.append("plain" if wire_ops.kernels_for() is None else "compiled")
+    if target is format_ops.LINEAR:
+        parts.append("plain" if format_ops.kernels_for() is None else "compiled")
     for leaf in pytree.tree_leaves((node.args, node.kwargs)):
         if not isinstance(leaf, fx.Node):
             parts.append(repr(leaf))

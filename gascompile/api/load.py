@@ -16,7 +16,7 @@ from gascompile.bundles.check import check_bundle, check_weights
 from gascompile.bundles.files import Weights, relocate
 from gascompile.capture.fingerprint.fingerprint import versions
 from gascompile.codegen.fuse import load_kernels
-from gascompile.codegen.packed_kernels import use_wire_kernels
+from gascompile.codegen.packed_kernels import use_packed_kernels
 from gascompile.core.config import CompileConfig
 from gascompile.core.errors import CheckpointError, FormatError, PlanMismatchError, StorageError
 from gascompile.core.progress import task
@@ -94,7 +94,7 @@ def load(
         # What reads files keeps a hand on their memory.
         bundle = replace(bundle, held={name: value.clone() for name, value in bundle.held.items()})
     unit = Unit.of(bundle, graphs=config.graphs)
-    use_wire_kernels(bundle.program.forms, cache, make=False)
+    use_packed_kernels(bundle.program.forms, cache, make=False)
     if bundle.fusion is not None:
         unit.fusion = load_kernels(bundle, cache_dir=cache, trust=allow_code)
     runner = Runner(

@@ -127,9 +127,9 @@ def fused_unit(unit: Unit, config: CompileConfig) -> Unit:
 def with_kernels(unit: Unit, config: CompileConfig, compile_s: float = 0.0) -> Unit:
     """Load the compiled kernels that a plan runs with."""
     if unit.bundle.program.forms:
-        from gascompile.codegen.packed_kernels import use_wire_kernels
+        from gascompile.codegen.packed_kernels import use_packed_kernels
 
-        use_wire_kernels(unit.bundle.program.forms, config.cache_dir, make=True)
+        use_packed_kernels(unit.bundle.program.forms, config.cache_dir, make=True)
     if unit.bundle.fusion is not None:
         unit.fusion = load_kernels(unit.bundle, cache_dir=config.cache_dir, compile_s=compile_s)
     return unit

@@ -1,4 +1,4 @@
-"""Weights into their wire forms: rounded once, with the error that this makes. The twin of ``wire_ops.decoded``."""
+"""Weights into their transfer formats: rounded once, with the error that this makes; twin of ``formats.ops.decoded``."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _CHUNK_VALUES = 1 << 18
 
 
 def pack(weight: torch.Tensor, form: str, group: int) -> torch.Tensor:
-    """Return ``weight``, ``[rows, columns]`` of any floating dtype, in its wire form.
+    """Return ``weight``, ``[rows, columns]`` of any floating dtype, in its transfer format.
 
     Scales, and minima of ``int4``, are searched for the least squared error of each group.
 

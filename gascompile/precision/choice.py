@@ -22,7 +22,7 @@ from gascompile.core.sources import WeightSource
 from gascompile.formats.allocation import CEILINGS, TARGETS, UNMEASURED_CEILINGS, Choice, allocate
 from gascompile.formats.dtypes import FLOATING, is_lossless
 from gascompile.formats.layout import DEFAULT_GROUPS, FORMS, LOW_BITS, is_read_packed
-from gascompile.formats.ops import FormSpec, wire_matrix
+from gascompile.formats.ops import FormSpec, transfer_matrix
 from gascompile.weights.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
@@ -181,7 +181,7 @@ def _gains(
 
 
 def _size_bytes(form: str, shape: tuple[int, ...]) -> int:
-    dtype, size = wire_matrix(form, shape[0], shape[1], DEFAULT_GROUPS.get(form, 0))
+    dtype, size = transfer_matrix(form, shape[0], shape[1], DEFAULT_GROUPS.get(form, 0))
     element: torch.dtype = getattr(torch, dtype)
     return math.prod(size) * element.itemsize
 

@@ -54,7 +54,7 @@ def format_report(program: Program, weights: Weights) -> FormatReport:
     """Return the forms that the weights of ``program`` move in.
 
     Args:
-        program: with its weights in their wire forms.
+        program: with its weights in their transfer formats.
         weights: where they lie; the store's files say what converting lost.
 
     Raises:

@@ -26,7 +26,7 @@ from gascompile.runtime.devices.probe import (
     device_memory,
     require_memory,
 )
-from gascompile.runtime.kernels.on_wire import install as install_wire_kernels
+from gascompile.runtime.kernels.packed_triton import install as install_packed_kernels
 from gascompile.runtime.memory.arena import Arena
 from gascompile.runtime.memory.early_memory import EarlyMemory
 from gascompile.runtime.protocols import Booking, Event, Instant
@@ -195,7 +195,7 @@ class CudaDevice:
 
     def __init__(self, index: int | None = None, *, api: CudaApi | None = None) -> None:
         """Use a device; ``api`` is what stands in for CUDA where there is no GPU."""
-        install_wire_kernels()
+        install_packed_kernels()
         self._api = api or CudaApi()
         self._cuda = self._api.runtime
         self.torch_device = self._api.device(index)

@@ -18,7 +18,7 @@ import torch
 from gascompile.capture.saved import grammar
 from gascompile.capture.saved.aten_ops import ATEN
 from gascompile.core.errors import FormatError
-from gascompile.formats import ops as wire_ops
+from gascompile.formats import ops as format_ops
 
 Target = Callable[..., Any]
 
@@ -37,7 +37,7 @@ FUNCTIONS: Final[Mapping[str, Target]] = {
 }
 """What computes sizes from sizes, and takes elements of results."""
 FUNCTION_NAMES: Final = {function: name for name, function in FUNCTIONS.items()}
-_OWN: Final = {str(op): op for op in (wire_ops.LINEAR, wire_ops.DECODE)}
+_OWN: Final = {str(op): op for op in (format_ops.LINEAR, format_ops.DECODE)}
 OPS_OF_LIBRARIES: Final = frozenset({"transformers.grouped_mm_fallback.default"})
 """Those of transformers that its models are captured with; reading them imports the part that registers them."""
 _MAX_EXPONENT: Final = 64  # a larger one makes numbers that take seconds and memory

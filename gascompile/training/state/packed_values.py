@@ -14,7 +14,7 @@ import torch
 from gascompile.core.errors import CheckpointError, UnsupportedOpError
 from gascompile.core.sources import WeightSource
 from gascompile.formats.layout import group_of, is_read_packed
-from gascompile.formats.ops import FormSpec, decoded, wire_matrix
+from gascompile.formats.ops import FormSpec, decoded, transfer_matrix
 from gascompile.training.capture.unbacked_tensors import untouched
 
 
@@ -41,7 +41,7 @@ class PackedValue:
 
     def outline(self) -> torch.Tensor:
         """Return a tensor of as many bytes as files have, in memory that nobody has touched."""
-        dtype, shape = wire_matrix(self.form, self.shape[0], self.shape[1], group_of(self.form))
+        dtype, shape = transfer_matrix(self.form, self.shape[0], self.shape[1], group_of(self.form))
         with untouched():
             return torch.empty(shape, dtype=getattr(torch, dtype))
 
