@@ -1,4 +1,4 @@
-"""Weights into their transfer formats: rounded once, with the error that this makes; twin of ``formats.ops.decoded``."""
+"""Weights into their transfer formats: rounded once, with the error this makes; twin of ``formats.ops.decoded``."""
 
 from __future__ import annotations
 
