@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -57,7 +56,6 @@ if TYPE_CHECKING:
     from gascompile.training.pipeline.pipeline import Pipeline, PipelineStage
     from gascompile.training.rank_step import RankStep
 
-_log = logging.getLogger(__name__)
 _BUFFERS = 4
 """Parts of the transfer buffers: out and in, of what persists and of activations."""
 

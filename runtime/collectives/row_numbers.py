@@ -11,7 +11,6 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from math import prod
 
 import torch
 
@@ -166,14 +165,3 @@ def require_in_pieces(law: str, dtype: torch.dtype) -> None:
             f"torch draws {law} numbers of {dtype} on this processor at once and not one by one, so that a rank cannot "
             "draw those of its rows alone: train without dropout, or in one process"
         )
-
-
-def elements(shape: Sequence[int], dim: int, rows: int) -> tuple[int, int]:
-    """Return how often all rows come in a contiguous tensor, and the elements of a row each time.
-
-    Args:
-        shape: of the tensor.
-        dim: whose coordinates are rows, or several in turn for each row.
-        rows: of this rank.
-    """
-    return prod(shape[:dim]), prod(shape[dim:]) // rows

@@ -46,14 +46,13 @@ _EXACT = 1 << 53
 _seeded = (torch.Tag.nondeterministic_seeded,)
 _library = torch.library.Library(NAMESPACE, "DEF")
 _WHERE = "int[] order, int outer, int rows, int inner, int ranks"
+"""The dimensions in the order in which they lie in memory; ``Geometry``; and the number of ranks."""
 _library.define(f"dropout(Tensor input, float p, {_WHERE}) -> (Tensor, Tensor)", tags=_seeded)
 _library.define(
     "drawn(int[] size, ScalarType dtype, str law, float[] numbers, "
     f"{_WHERE}, *, Device? device=None) -> Tensor",
     tags=_seeded,
 )
-Where = tuple[list[int], int, int, int, int]
-"""The dimensions in the order in which they lie in memory; ``Geometry``; and the number of ranks."""
 
 
 def _dropout(
