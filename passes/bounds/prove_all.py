@@ -92,7 +92,7 @@ def relaxed_bound_s(task: IntervalProblem, time_limit_s: float) -> float:
 
 
 def _loosened(task: Problem) -> Problem:
-    """Return the problem in which every plan of this form, moving what it likes, has a counterpart."""
+    """Return a problem whose bounds hold for every plan of this form: states are weights, activations take nothing."""
     sizes = {t.name: t.size_bytes for t in task.workload.tensors if t.kind == TensorKind.STATE}
     touched: dict[str, list[int]] = {name: [] for name in sizes}
     for i, op in enumerate(task.workload.ops):

@@ -218,7 +218,7 @@ class _Search:
             yield from self._end(label)
 
     def _may_offload(self, x: int, route: int) -> bool:
-        """A clean tensor of a repeating list has the copy that it began with, or none for ever."""
+        """Whether a copy out may help: what ops of a repeating list never write has its first copy, or none ever."""
         clean = self.repeats and self.task.persistent[x] and not self.task.written[x]
         return not clean and self.task.routes[route].link_out is not None
 

@@ -10,7 +10,7 @@ import heapq
 from collections.abc import Mapping
 
 from gascompile.passes.intervals.recompute import IntervalRecompute
-from gascompile.passes.intervals.search import FEW_TENSORS, Found, Search
+from gascompile.passes.intervals.search import FEW_TENSORS, ScheduledSelection, Search
 from gascompile.passes.intervals.seeds import RECOMPUTE_RATIOS, cheap
 from gascompile.passes.intervals.selection import Selection
 from gascompile.passes.model.interval_layout import RunLayout, layout
@@ -27,8 +27,8 @@ busy all the time: 2 gave 5 % fewer bytes in the same time, 4 a tenth fewer in 0
 """
 
 
-def fewer_moves(search: Search, recomputes: Mapping[int, IntervalRecompute]) -> Found:
-    """Return the schedule that moves the fewest bytes of those within a margin of the best one; of few tensors that.
+def fewer_moves(search: Search, recomputes: Mapping[int, IntervalRecompute]) -> ScheduledSelection:
+    """Return the schedule that moves the fewest bytes of those within a margin of the best; of few tensors the best.
 
     The work of the search is not asked for: a fixed number of schedules is made.
     """

@@ -11,7 +11,7 @@ import random
 
 from gascompile.passes.intervals.decisions import IN_ORDER, Order
 from gascompile.passes.intervals.recompute_moves import recompute_moves
-from gascompile.passes.intervals.search import FEW_TENSORS, PER_SCHEDULE, Found, Search
+from gascompile.passes.intervals.search import FEW_TENSORS, PER_SCHEDULE, ScheduledSelection, Search
 from gascompile.passes.intervals.selection import Selection
 from gascompile.passes.model.interval_layout import RunLayout
 
@@ -31,7 +31,7 @@ _AT_ONCE = (1, 1, 1, 2, 3)
 
 def improve(
     search: Search,
-    start: Found,
+    start: ScheduledSelection,
     chance: random.Random,
     *,
     patience: int,
@@ -88,7 +88,9 @@ def _moved_to(plan: RunLayout, old: Selection, chance: random.Random) -> Selecti
     return selection
 
 
-def _changed_much(search: Search, before: Found, chance: random.Random) -> Selection | None:
+def _changed_much(
+    search: Search, before: ScheduledSelection, chance: random.Random
+) -> Selection | None:
     """Return the selection with some things changed, recomputations among them."""
     selection, changed = before.selection, False
     for _ in range(chance.choice(_AT_ONCE)):
@@ -103,7 +105,9 @@ def _changed_much(search: Search, before: Found, chance: random.Random) -> Selec
     return selection if changed else None
 
 
-def _changed(before: Selection, scheduled: Found, chance: random.Random) -> Selection | None:
+def _changed(
+    before: Selection, scheduled: ScheduledSelection, chance: random.Random
+) -> Selection | None:
     """Return a selection with one thing changed at a place where the schedule of one like it stalls."""
     selection = before.copy()
     plan = selection.plan

@@ -37,7 +37,7 @@ from gascompile.passes.intervals.recompute import (
 )
 from gascompile.passes.intervals.recompute_moves import least_excess
 from gascompile.passes.intervals.recompute_search import recompute_search
-from gascompile.passes.intervals.search import FEW_TENSORS, Found, Search, selection_of
+from gascompile.passes.intervals.search import FEW_TENSORS, ScheduledSelection, Search, selection_of
 from gascompile.passes.intervals.seeds import (
     RECOMPUTE_RATIOS,
     Seed,
@@ -221,7 +221,7 @@ def _refined(
     return solver
 
 
-def _plan(search: Search, best: Found, solver: str) -> IntervalPlan:
+def _plan(search: Search, best: ScheduledSelection, solver: str) -> IntervalPlan:
     task = search.task
     steps = interval_steps(best.schedule)
     seconds = _replayed_s(task, steps)
@@ -383,7 +383,7 @@ def _refuse(least: Selection, reserved_bytes: int) -> NoReturn:
     )
 
 
-def _homes(best: Found) -> dict[str, str]:
+def _homes(best: ScheduledSelection) -> dict[str, str]:
     """Return the tier in which each tensor rests around the end of the list."""
     plan = best.schedule.layout
     task = plan.task

@@ -14,7 +14,7 @@ _LONGEST = 12
 
 @dataclass(frozen=True, slots=True)
 class IntervalRecompute:
-    """How a tensor comes back without having been anywhere."""
+    """How a tensor is there again at the end of an interval: ops are run again, nothing is moved."""
 
     dropped: frozenset[tuple[int, int]]
     """The tensor and, where the inputs of its op are dead by then, those it takes to make them again."""

@@ -59,8 +59,8 @@ _PIVOT = 10
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """A schedule and what it takes."""
+class ScheduledSelection:
+    """Intervals that leave, with their schedule and its seconds."""
 
     strategy: str
     seconds: float
@@ -83,8 +83,8 @@ class Search:
         self.deadline_s = time.perf_counter() + max(effort.left_s(), effort.time_limit_s / 10)
         self.mip_gap = effort.mip_gap
         self.bound_s = 0.0
-        self.best: Found | None = None
-        self.best_of: dict[str, Found] = {}
+        self.best: ScheduledSelection | None = None
+        self.best_of: dict[str, ScheduledSelection] = {}
         self.work = 0.0
         self._better_at = 0.0
         self._solved = 0.0
@@ -157,7 +157,7 @@ class Search:
         done = self.work - begun
         return self.finished or done >= share * (done + self.left)
 
-    def leaders(self) -> list[Found]:
+    def leaders(self) -> list[ScheduledSelection]:
         """Return the best schedules of the two strategies that are ahead, the faster first."""
         return sorted(self.best_of.values(), key=lambda best: best.seconds)[:2]
 
@@ -169,7 +169,7 @@ class Search:
         lead_s: float | None = None,
         order: Order = IN_ORDER,
         rounds: int = _ROUNDS,
-    ) -> Found | None:
+    ) -> ScheduledSelection | None:
         """Schedule ``selection``; return the best of a few rounds, ``None`` where it does not fit.
 
         Args:
@@ -179,7 +179,7 @@ class Search:
             order: of moves that could stand either way.
             rounds: how often the schedule is made, each time with what the one before it showed.
         """
-        best: Found | None = None
+        best: ScheduledSelection | None = None
         before: MoveList | None = None
         for _ in range(rounds):
             candidate = self._once(strategy, selection, before, lead_s, order)
@@ -208,7 +208,7 @@ class Search:
         selection: Selection,
         lead_s: float | None = None,
         order: Order = IN_ORDER,
-    ) -> Found | None:
+    ) -> ScheduledSelection | None:
         """Consider ``selection``, unless the same has been tried: of few tensors most have."""
         self.work += PER_SCHEDULE
         known = hash((selection.plan.runs, lead_s, order, frozenset(selection.routes.items())))
@@ -224,7 +224,7 @@ class Search:
         before: MoveList | None,
         lead_s: float | None,
         order: Order,
-    ) -> Found | None:
+    ) -> ScheduledSelection | None:
         if not selection.fits:
             return None
         plan = selection.plan
@@ -243,10 +243,10 @@ class Search:
         seconds = self.task.iteration_s(
             seconds, ops_s=float(plan.clock[-1]), moved_bytes=made.moved_bytes
         )
-        return Found(strategy, seconds, made, selection, blocked, lead_s, order)
+        return ScheduledSelection(strategy, seconds, made, selection, blocked, lead_s, order)
 
 
-def _leaves_copies(candidate: Found) -> bool:
+def _leaves_copies(candidate: ScheduledSelection) -> bool:
     """Whether what lasts was written out for nothing: an iteration ends with a copy that it does not begin with."""
     plan, task = candidate.schedule.layout, candidate.schedule.layout.task
     stored = {
@@ -261,7 +261,7 @@ def _leaves_copies(candidate: Found) -> bool:
     return any(plan.intervals[j].version not in used for j in stored)
 
 
-def _without_idle(candidate: Found) -> Selection:
+def _without_idle(candidate: ScheduledSelection) -> Selection:
     """Return the selection without the intervals whose tensor never got away."""
     if not candidate.schedule.idle:
         return candidate.selection

@@ -113,7 +113,7 @@ def make_plan(
             quick, calm, budget, stream_weights, on_heap, effort, reserved_bytes, per_byte_s
         )
     draft, proof = _contended(draft, proof, workload, machine, limits_bytes)
-    proof = _undisputed(proof, draft.seconds, notes)
+    proof = _without_disproved(proof, draft.seconds, notes)
     took_s = time_limit_s - effort.left_s()
     certificate = certify(draft.seconds, proof, solve_s=took_s, mip_gap=mip_gap, solver=solver)
     plan = assemble(
@@ -136,8 +136,8 @@ def require_known(strategy: str | None) -> None:
         raise ValueError(f"unknown strategy {strategy!r}: choose one of {names}")
 
 
-def _undisputed(proof: Proof, seconds: float, notes: list[str]) -> Proof:
-    """Return what the plan at hand does not disprove; notes what it does."""
+def _without_disproved(proof: Proof, seconds: float, notes: list[str]) -> Proof:
+    """Return the proof without bounds that the plan at hand beats, which it takes note of."""
     kept = proof.without_what_fails(seconds)
     if kept != proof:
         bounds = f"{proof.limit_s}, {proof.bound_s} or {proof.all_s} s"

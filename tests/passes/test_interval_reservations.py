@@ -20,7 +20,7 @@ from gascompile.passes.intervals.queueing import queueing
 from gascompile.passes.intervals.reservations import interval_reservations, latest_starts
 from gascompile.passes.intervals.route_balance import route_balance
 from gascompile.passes.intervals.schedule import schedule
-from gascompile.passes.intervals.search import Found, Search
+from gascompile.passes.intervals.search import ScheduledSelection, Search
 from gascompile.passes.intervals.selection import Selection
 from gascompile.passes.intervals.strategies import STRATEGIES
 from gascompile.passes.model.effort import Effort
@@ -218,7 +218,7 @@ def test_no_routes_are_scheduled_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[tuple[frozenset[tuple[int, int]], float]] = []
     consider = search.consider
 
-    def noted(strategy: str, selection: Selection, *, lead_s: float) -> Found | None:
+    def noted(strategy: str, selection: Selection, *, lead_s: float) -> ScheduledSelection | None:
         made.append((frozenset(selection.routes.items()), lead_s))
         return consider(strategy, selection, lead_s=lead_s)
 
